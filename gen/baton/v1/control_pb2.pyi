@@ -1,0 +1,124 @@
+from baton.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_JOINING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_JOINING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_SUSPECT: WorkerState
+WORKER_STATE_DRAINING: WorkerState
+
+class WorkerDescription(_message.Message):
+    __slots__ = ("worker_id", "role", "address", "incarnation", "pid", "layout", "num_blocks", "max_model_len", "max_num_seqs", "shm_socket", "host_id", "vocab_size", "device")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _types_pb2.WorkerRole
+    address: str
+    incarnation: int
+    pid: int
+    layout: _types_pb2.KVLayout
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    shm_socket: str
+    host_id: str
+    vocab_size: int
+    device: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.WorkerRole, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., shm_socket: _Optional[str] = ..., host_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerDescription
+    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("router_incarnation", "interval_ms")
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    router_incarnation: int
+    interval_ms: int
+    def __init__(self, router_incarnation: _Optional[int] = ..., interval_ms: _Optional[int] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "model_id")
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODING_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    router_incarnation: int
+    router_pid: int
+    ready: bool
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    num_queued: int
+    num_prefilling: int
+    num_parked: int
+    num_decoding: int
+    model_id: str
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., model_id: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker", "state", "load", "load_age_ms", "num_sessions", "reason")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    LOAD_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerDescription
+    state: WorkerState
+    load: _types_pb2.LoadSnapshot
+    load_age_ms: int
+    num_sessions: int
+    reason: str
+    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., load_age_ms: _Optional[int] = ..., num_sessions: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id", "deadline_ms")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    deadline_ms: int
+    def __init__(self, worker_id: _Optional[str] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_finished", "num_migrated")
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATED_FIELD_NUMBER: _ClassVar[int]
+    num_finished: int
+    num_migrated: int
+    def __init__(self, num_finished: _Optional[int] = ..., num_migrated: _Optional[int] = ...) -> None: ...

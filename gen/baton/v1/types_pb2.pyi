@@ -1,0 +1,250 @@
+from google.rpc import status_pb2 as _status_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+    WORKER_ROLE_MIXED: _ClassVar[WorkerRole]
+
+class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSPORT_UNSPECIFIED: _ClassVar[Transport]
+    TRANSPORT_SHM: _ClassVar[Transport]
+    TRANSPORT_GRPC: _ClassVar[Transport]
+    TRANSPORT_LOCAL: _ClassVar[Transport]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+WORKER_ROLE_MIXED: WorkerRole
+TRANSPORT_UNSPECIFIED: Transport
+TRANSPORT_SHM: Transport
+TRANSPORT_GRPC: Transport
+TRANSPORT_LOCAL: Transport
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class LogitBias(_message.Message):
+    __slots__ = ("token_id", "bias")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    bias: float
+    def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
+
+class StoppingParams(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+
+class TopLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class KVLayout(_message.Message):
+    __slots__ = ("model_id", "weights_digest", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "layout_version")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    weights_digest: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    layout_version: int
+    def __init__(self, model_id: _Optional[str] = ..., weights_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ...) -> None: ...
+
+class KVSource(_message.Message):
+    __slots__ = ("address", "incarnation", "shm_socket", "layout")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: int
+    shm_socket: str
+    layout: KVLayout
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., shm_socket: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
+
+class LoadSnapshot(_message.Message):
+    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit")
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_IMPORTING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LEASED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_IMPORTING_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MS_PER_PREFILL_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MS_PER_DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_QUERIED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_HIT_FIELD_NUMBER: _ClassVar[int]
+    sequence_number: int
+    blocks_importing: int
+    blocks_leased: int
+    blocks_active: int
+    blocks_cached: int
+    blocks_free: int
+    num_running: int
+    num_waiting: int
+    queued_prefill_tokens: int
+    num_importing: int
+    num_leases: int
+    num_preemptions: int
+    ms_per_prefill_token: float
+    ms_per_decode_step: float
+    current_step_ms: float
+    prefix_tokens_queried: int
+    prefix_tokens_hit: int
+    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ...) -> None: ...
+
+class SessionHello(_message.Message):
+    __slots__ = ("router_incarnation", "session_number", "worker_incarnation")
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    router_incarnation: int
+    session_number: int
+    worker_incarnation: int
+    def __init__(self, router_incarnation: _Optional[int] = ..., session_number: _Optional[int] = ..., worker_incarnation: _Optional[int] = ...) -> None: ...
+
+class RouterHeartbeat(_message.Message):
+    __slots__ = ("held_leases",)
+    HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
+    held_leases: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, held_leases: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class SequenceTokens(_message.Message):
+    __slots__ = ("leg", "position", "token_ids", "logprobs", "finish")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    leg: int
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    finish: SequenceFinish
+    def __init__(self, leg: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[SequenceFinish, _Mapping]] = ...) -> None: ...
+
+class SequenceFinish(_message.Message):
+    __slots__ = ("reason", "stop_token_id", "timings")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    reason: FinishReason
+    stop_token_id: int
+    timings: PhaseTimings
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ...) -> None: ...
+
+class LegFailed(_message.Message):
+    __slots__ = ("leg", "status")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    leg: int
+    status: _status_pb2.Status
+    def __init__(self, leg: _Optional[int] = ..., status: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class PhaseTimings(_message.Message):
+    __slots__ = ("tokenize_ms", "queue_ms", "prefill_wait_ms", "prefill_compute_ms", "transfer_ms", "transfer_overlapped_ms", "transfer_exposed_ms", "decode_wait_ms", "decode_run_ms", "ttft_ms", "total_ms", "transfer_bytes", "transfer_blocks", "transport")
+    TOKENIZE_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_OVERLAPPED_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RUN_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    tokenize_ms: float
+    queue_ms: float
+    prefill_wait_ms: float
+    prefill_compute_ms: float
+    transfer_ms: float
+    transfer_overlapped_ms: float
+    transfer_exposed_ms: float
+    decode_wait_ms: float
+    decode_run_ms: float
+    ttft_ms: float
+    total_ms: float
+    transfer_bytes: int
+    transfer_blocks: int
+    transport: Transport
+    def __init__(self, tokenize_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., prefill_wait_ms: _Optional[float] = ..., prefill_compute_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_overlapped_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., decode_wait_ms: _Optional[float] = ..., decode_run_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""What every service shares: ids, errors, clock, hashing, configuration. Standard library only."""
