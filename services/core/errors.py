@@ -93,6 +93,12 @@ class UnsupportedModel(BatonError):
     reason = "UNSUPPORTED_MODEL"
 
 
+class TransferFailed(BatonError):
+    """The other end of a transfer cannot be reached, broke off or fell silent. The lease may still be alive."""
+
+    reason = "TRANSFER_FAILED"
+
+
 class CorruptBlock(BatonError):
     reason = "CHECKSUM"
 

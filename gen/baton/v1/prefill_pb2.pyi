@@ -96,13 +96,11 @@ class PrefillStarted(_message.Message):
     def __init__(self, leg: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., source: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class LeaseEnded(_message.Message):
-    __slots__ = ("leg", "lease_id", "reason", "timings")
+    __slots__ = ("leg", "lease_id", "reason")
     LEG_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     leg: int
     lease_id: bytes
     reason: LeaseEndReason
-    timings: _types_pb2.PhaseTimings
-    def __init__(self, leg: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., reason: _Optional[_Union[LeaseEndReason, str]] = ..., timings: _Optional[_Union[_types_pb2.PhaseTimings, _Mapping]] = ...) -> None: ...
+    def __init__(self, leg: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., reason: _Optional[_Union[LeaseEndReason, str]] = ...) -> None: ...

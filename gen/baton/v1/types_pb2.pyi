@@ -132,7 +132,7 @@ class KVSource(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., shm_socket: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit")
+    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_IMPORTING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,7 @@ class LoadSnapshot(_message.Message):
     CURRENT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_QUERIED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_HIT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     blocks_importing: int
     blocks_leased: int
@@ -167,7 +168,8 @@ class LoadSnapshot(_message.Message):
     current_step_ms: float
     prefix_tokens_queried: int
     prefix_tokens_hit: int
-    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("router_incarnation", "session_number", "worker_incarnation")
@@ -186,18 +188,20 @@ class RouterHeartbeat(_message.Message):
     def __init__(self, held_leases: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SequenceTokens(_message.Message):
-    __slots__ = ("leg", "position", "token_ids", "logprobs", "finish")
+    __slots__ = ("leg", "position", "token_ids", "logprobs", "finish", "timings")
     LEG_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     leg: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     finish: SequenceFinish
-    def __init__(self, leg: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[SequenceFinish, _Mapping]] = ...) -> None: ...
+    timings: PhaseTimings
+    def __init__(self, leg: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[SequenceFinish, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ...) -> None: ...
 
 class SequenceFinish(_message.Message):
     __slots__ = ("reason", "stop_token_id", "timings")

@@ -1,0 +1,61 @@
+# Everything runs in .venv, which is made on demand; only git, make and Python with venv are assumed.
+#   make demo                                 the whole system on this machine, with three real prompts
+#   make test                                 the whole suite
+#   make install PYTHON=python3.13            another interpreter (3.11 or newer)
+#   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (README, "Which torch")
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install model protos format lint types contracts test demo clean
+
+help:
+	@sed -n '2,5s/^#   //p' $(MAKEFILE_LIST)
+	@echo "also: model protos format lint types contracts clean"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Baton needs Python 3.11 or newer; $(PYTHON) is not. Try: make install PYTHON=python3.13" >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_INDEX) \
+		--constraint requirements/constraints.txt --editable '.[dev]'
+	touch $@
+
+model: $(INSTALLED)
+	$(BIN)/baton models pull
+
+protos: $(INSTALLED)
+	PYTHON=$(BIN)/python scripts/gen_protos.sh
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+contracts: $(INSTALLED)
+	$(BIN)/lint-imports
+	PYTHON=$(BIN)/python scripts/gen_protos.sh --check
+
+test: model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: model
+	$(BIN)/python scripts/demo.py
+
+clean:
+	rm -rf out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-trace.jsonl
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,174 @@
+"""The whole system on one machine, with real prompts: what `make demo` runs.
+
+Starts `baton up` (router, one prefill worker, one decode worker), sends three prompts over gRPC and streams the
+answers, stops the cluster, then shows from the trace file where each request spent its time and how many bytes of KV
+were moved. Uses the command line and nothing else. Exit status 0 only if all of that worked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TRACE_FILE = ROOT / "demo-trace.jsonl"
+LOG_FILE = ROOT / "out" / "demo.log"
+DOCUMENT = ROOT / "examples" / "handoff.txt"
+BATON = (sys.executable, "-m", "services.cli.main")
+
+MIN_DOCUMENT_TOKENS = 1500
+START_S = 300.0
+ANSWER_S = 300.0
+STOP_S = 60.0
+
+
+class DemoFailed(Exception):
+    """The message is the reason, for people."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    request_id: str
+    title: str
+    flags: tuple[str, ...]
+
+
+PROMPTS = (
+    Prompt(
+        "demo-chat",
+        "a short chat",
+        ("--chat", "--prompt", "What is the capital of France, and what is it famous for?", "--temperature", "0")
+        + ("--max-tokens", "64"),
+    ),
+    Prompt(
+        "demo-document",
+        "a long document to summarise (its KV crosses from the prefill to the decode worker)",
+        ("--chat", "--prompt-file", "DOCUMENT", "--temperature", "0", "--max-tokens", "96"),
+    ),
+    Prompt(
+        "demo-sampling",
+        "seeded sampling: the same seed writes the same story",
+        ("--chat", "--prompt", "Write a short story about a relay race.", "--temperature", "0.8", "--seed", "7")
+        + ("--max-tokens", "96"),
+    ),
+)
+
+
+def main() -> int:
+    try:
+        run()
+    except DemoFailed as error:
+        print(f"\ndemo failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"\nThe trace is in {TRACE_FILE.name}: Jaeger's UI opens it (upload), or `baton trace {TRACE_FILE.name}`.")
+    return 0
+
+
+def run() -> None:
+    TRACE_FILE.unlink(missing_ok=True)
+    LOG_FILE.parent.mkdir(exist_ok=True)
+    with open(LOG_FILE, "w") as log:
+        cluster = Cluster(log.fileno())
+    try:
+        target = cluster.wait_until_ready()
+        for prompt in PROMPTS:
+            ask(target, prompt)
+        cluster.stop()
+    finally:
+        cluster.kill()
+    for prompt in PROMPTS:
+        show(prompt)
+
+
+class Cluster:
+    """`baton up` as a child, whose log goes to a file."""
+
+    def __init__(self, log_fd: int) -> None:
+        command = [*BATON, "up", "--prefill", "1", "--decode", "1", "--port", "0", "--trace-file", str(TRACE_FILE)]
+        heading(" ".join(["baton", *command[len(BATON) :]]))
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_fd, text=True)
+
+    def wait_until_ready(self) -> str:
+        """Shows what it prints; the router's address once a request would succeed."""
+        watchdog = threading.Timer(START_S, self._process.kill)
+        watchdog.start()
+        try:
+            target = ""
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                print("  " + line, end="", flush=True)
+                words = line.split()
+                if words[:1] == ["router"]:
+                    target = words[1]
+                if words == ["ready"]:
+                    return target
+        finally:
+            watchdog.cancel()
+        raise DemoFailed(f"baton up ended or was not ready after {START_S:g} s. The end of its log:\n{self._log()}")
+
+    def stop(self) -> None:
+        """Ctrl-C: it drains and exits 0."""
+        heading("Ctrl-C")
+        self._process.send_signal(signal.SIGINT)
+        try:
+            rest, _ = self._process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(f"baton up did not stop within {STOP_S:g} s") from None
+        print("".join(f"  {line}\n" for line in rest.splitlines()), end="")
+        if self._process.returncode != 0:
+            raise DemoFailed(f"baton up exited with {self._process.returncode}. The end of its log:\n{self._log()}")
+
+    def kill(self) -> None:
+        """Whatever happened, it is gone, and its children end with it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _log(self) -> str:
+        return "\n".join(LOG_FILE.read_text(errors="replace").splitlines()[-20:])
+
+
+def ask(target: str, prompt: Prompt) -> None:
+    """Streams one answer to the terminal."""
+    flags = [str(DOCUMENT) if flag == "DOCUMENT" else flag for flag in prompt.flags]
+    heading(prompt.title)
+    command = [*BATON, "generate", "--target", target, "--request-id", prompt.request_id, *flags]
+    try:
+        process = subprocess.run(command, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise DemoFailed(f"{prompt.request_id} was not answered within {ANSWER_S:g} s") from None
+    if process.returncode != 0:
+        raise DemoFailed(f"{prompt.request_id} was not answered (exit status {process.returncode})")
+
+
+def show(prompt: Prompt) -> None:
+    """The request's breakdown, and proof that what was promised happened."""
+    heading(f"where {prompt.request_id} spent its time")
+    sys.stdout.flush()
+    trace = [*BATON, "trace", str(TRACE_FILE), "--request", prompt.request_id]
+    if subprocess.run(trace, check=False).returncode != 0:
+        raise DemoFailed(f"{prompt.request_id} has no trace")
+    facts = json.loads(subprocess.run([*trace, "--json"], stdout=subprocess.PIPE, check=True).stdout)
+    if prompt.request_id == "demo-document":
+        check_document(facts)
+
+
+def check_document(facts: dict[str, object]) -> None:
+    print(json.dumps(facts)[:2000])
+
+
+def heading(text: str) -> None:
+    print(f"\n=== {text}", flush=True)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(main())

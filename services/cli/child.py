@@ -1,0 +1,122 @@
+"""One child process: started with its two pipes, heard when it is ready, ended.
+
+Owns: the process and the pipes. Never: whether it is started again (supervisor.py), nor what it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """What a child reports when it serves."""
+
+    port: int
+    metrics_port: int
+    pid: int
+
+
+class Lifeline:
+    """A pipe that no one writes. Children hold its read end; when this process is gone they read end of file."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()  # closed by exec: only `pass_fds` hands one on
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+
+class Child:
+    """A started process; made on the event loop's thread. Await `wait` before letting go of it.
+
+    A pidfd tells its end: asyncio's own subprocesses may lose an exit status when a signal is sent at the same moment.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], lifeline: Lifeline) -> None:
+        """Runs `command --ready-fd N --lifeline-fd M` in a session of its own: a Ctrl-C at the terminal is the
+        supervisor's to handle. Its output goes to our stderr, which leaves stdout to the supervisor."""
+        self.name = name
+        self._ready_fd, write_fd = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [*command, "--ready-fd", str(write_fd), "--lifeline-fd", str(lifeline.read_fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+                pass_fds=(write_fd, lifeline.read_fd),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._ready_fd)
+            raise
+        finally:
+            os.close(write_fd)  # the child's copy is now the only one, so its death is end of file
+        self.pid = self._process.pid
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._on_end)
+
+    async def ready(self) -> Ready | None:
+        """Waits, once, for the child's report; None when it ends, or closes the pipe, without one."""
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(self._ready_fd, "rb")
+        transport, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            line = await reader.readline()
+        finally:
+            transport.close()
+        return self._parse(line) if line else None
+
+    async def wait(self) -> int:
+        """Exit status; -N when signal N ended it."""
+        return await asyncio.shield(self._ended)
+
+    async def end(self, grace_s: float) -> None:
+        """SIGTERM, and after `grace_s` SIGKILL. Returns when it has ended."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            logger.warning("%s did not end within %g s of SIGTERM: killed", self.name, grace_s)
+            await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it has ended."""
+        self._process.kill()
+        await self.wait()
+
+    def _parse(self, line: bytes) -> Ready | None:
+        try:
+            report = json.loads(line)
+            return Ready(int(report["port"]), int(report["metrics_port"]), int(report["pid"]))
+        except (ValueError, KeyError, TypeError):
+            logger.error("%s reported nonsense: %r", self.name, line)
+            return None
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._ended.set_result(self._process.wait())
+
+
+def describe_exit(status: int) -> str:
+    """`killed by SIGKILL`, `exit status 1`."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name of its own
+        return f"killed by signal {-status}"

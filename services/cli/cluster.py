@@ -1,0 +1,133 @@
+"""The processes of `baton up`: which command each is, in which order they start and stop.
+
+Owns: the router before its workers when starting, the workers after the router when stopping (the router drains while
+they still serve). Never: how a process is watched (supervisor.py), or how the machine is divided (plan.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from services.cli.child import Lifeline, Ready
+from services.cli.model_cache import ResolvedModel
+from services.cli.plan import CoreShare
+from services.cli.readiness import local_address, wait_until_ready
+from services.cli.supervisor import Supervised
+
+# A child gets this long beyond its own drain before it is killed.
+_MARGIN_S = 5.0
+# Workers serve this machine only: the router and each other.
+_WORKER_HOST = "127.0.0.1"
+
+# What a child runs; its role and flags follow.
+PROGRAM = (sys.executable, "-m", "services.cli.main")
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """One worker as planned."""
+
+    worker_id: str
+    role: str
+    metrics_port: int
+    share: CoreShare
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterPlan:
+    """Everything that is decided before the first process starts."""
+
+    model: ResolvedModel
+    host: str
+    port: int
+    router_metrics_port: int
+    workers: tuple[Worker, ...]
+    # Flags all workers get: --dtype, --transport, how large the pool is.
+    worker_flags: tuple[str, ...]
+    trace_file: str
+    drain_s: float
+
+
+class Cluster:
+    """Made and run on one event loop. `announce` takes one line for people."""
+
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        lifeline: Lifeline,
+        announce: Callable[[str], None],
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self._plan = plan
+        self._program = program
+        self._announce = announce
+        self._port = plan.port
+        self._router = Supervised("router", self._router_command, lifeline, announce, on_ready=self._router_ready)
+        self._workers = [self._supervise(worker, lifeline) for worker in plan.workers]
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serves until `stopping`, then drains. Raises an ExceptionGroup of what could not be started.
+
+        Cancelled, it kills every child at once."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._router.keep())
+            bring_up = group.create_task(self._bring_up(group))
+            await stopping.wait()
+            bring_up.cancel()
+            await self._router.stop(self._plan.drain_s + _MARGIN_S)
+            await asyncio.gather(*(worker.stop(_MARGIN_S) for worker in self._workers))
+
+    async def _bring_up(self, group: asyncio.TaskGroup) -> None:
+        await self._router.ready_once.wait()  # its port is now known
+        for worker in self._workers:
+            group.create_task(worker.keep())
+        for worker in self._workers:
+            await worker.settled.wait()
+        await wait_until_ready(local_address(self._plan.host, self._port))
+        self._announce("ready")
+
+    def _supervise(self, worker: Worker, lifeline: Lifeline) -> Supervised:
+        return Supervised(
+            worker.worker_id,
+            lambda: self._worker_command(worker),
+            lifeline,
+            self._announce,
+            on_ready=lambda ready: self._worker_ready(worker, ready),
+        )
+
+    def _router_command(self) -> list[str]:
+        plan = self._plan
+        flags = ["--host", plan.host, "--port", str(self._port), "--metrics-port", str(plan.router_metrics_port)]
+        return self._command("router", [*flags, "--drain-s", str(plan.drain_s)])
+
+    def _worker_command(self, worker: Worker) -> list[str]:
+        router = local_address(self._plan.host, self._port)
+        flags = ["--worker-id", worker.worker_id, "--host", _WORKER_HOST, "--port", "0", "--router", router]
+        flags += ["--metrics-port", str(worker.metrics_port), "--threads", str(worker.share.threads)]
+        flags += ["--cores", ",".join(map(str, worker.share.cores)), *self._plan.worker_flags]
+        return self._command(worker.role, flags)
+
+    def _command(self, role: str, flags: list[str]) -> list[str]:
+        plan = self._plan
+        flags += ["--model", str(plan.model.path), "--served-model-name", plan.model.model_id]
+        if plan.trace_file:
+            flags += ["--trace-file", str(pathlib.Path(plan.trace_file).absolute())]
+        return [*self._program, role, *flags]
+
+    def _router_ready(self, ready: Ready) -> None:
+        self._port = ready.port  # a restarted router must be found where it was
+        self._announce(_line("router", self._plan.host, ready))
+
+    def _worker_ready(self, worker: Worker, ready: Ready) -> None:
+        cores = ",".join(map(str, worker.share.cores))
+        self._announce(_line(worker.worker_id, _WORKER_HOST, ready) + f"  cores {cores}")
+
+
+def _line(name: str, host: str, ready: Ready) -> str:
+    address = local_address(host, ready.port) if ":" in host else f"{host}:{ready.port}"
+    metrics = f"http://{local_address(host, ready.metrics_port)}/metrics"
+    return f"{name:<12} {address:<21}  metrics {metrics}  pid {ready.pid}"

@@ -1,0 +1,162 @@
+"""`baton generate`: one prompt, one answer, printed as it comes or as one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from services.cli.arguments import Parser, add_target, token_ids
+from services.cli.client import connect, plain
+from services.core.errors import BatonError, ConfigError
+
+_SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed transfer"), ("total_ms", "total"))
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    arguments = _parser(prog).parse_args(argv)
+    request = _request(arguments)
+    with connect(arguments.target) as channel:
+        events = inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(request, timeout=arguments.timeout)
+        try:
+            answer = _read(events, echo=not arguments.json)
+        except KeyboardInterrupt:
+            events.cancel()
+            raise
+    if arguments.json:
+        print(json.dumps(answer, ensure_ascii=False))
+    else:
+        _summarise(answer)
+    return 0
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=prog, description="Sends one prompt and prints the answer.")
+    add_target(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file; - is standard input")
+    prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="a prompt that is tokenised already")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message in the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--request-id", metavar="ID", help="label, also of the trace (default: drawn by the router)")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: the likeliest N tokens at each position"
+    )
+    parser.add_argument("--priority", type=int, metavar="N", help="higher is served first")
+    add_sampling(parser)
+    return parser
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None = None) -> None:
+    """The flags `apply_sampling` reads. What is not given is left to the router's defaults."""
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to produce")
+    parser.add_argument("--temperature", type=float, metavar="T", default=temperature, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answer")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable")
+
+
+def apply_sampling(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
+    """Copies the sampling flags that were given. ConfigError for a number the field cannot hold."""
+    assign(request.stopping, "max_tokens", arguments.max_tokens, "--max-tokens")
+    assign(request.sampling, "temperature", arguments.temperature, "--temperature")
+    assign(request.sampling, "top_p", arguments.top_p, "--top-p")
+    assign(request.sampling, "seed", arguments.seed, "--seed")
+    request.stopping.stop.extend(arguments.stop)
+
+
+def assign(message: Message, field: str, value: Any, flag: str) -> None:
+    """Sets the field unless the value is None; ConfigError naming the flag if the field cannot hold it."""
+    if value is None:
+        return
+    try:
+        setattr(message, field, value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def _request(arguments: argparse.Namespace) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
+    if arguments.token_ids is not None:
+        _set_token_ids(arguments, request)
+    else:
+        _set_text(arguments, request)
+    assign(request, "request_id", arguments.request_id, "--request-id")
+    assign(request, "priority", arguments.priority, "--priority")
+    assign(request.response, "logprobs", arguments.logprobs, "--logprobs")
+    apply_sampling(arguments, request)
+    return request
+
+
+def _set_token_ids(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
+    if arguments.chat:
+        raise ConfigError("--chat needs text: give --prompt or --prompt-file")
+    request.token_ids.SetInParent()  # an empty list is the router's to refuse
+    try:
+        request.token_ids.ids.extend(arguments.token_ids)
+    except ValueError as error:
+        raise ConfigError(f"--token-ids: {error}") from error
+
+
+def _set_text(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
+    text, flag = arguments.prompt, "--prompt"
+    if text is None:
+        text, flag = _read_prompt(arguments.prompt_file), "--prompt-file"
+    if not arguments.chat:
+        assign(request, "text", text, flag)
+        return
+    if arguments.system is not None:
+        assign(request.messages.messages.add(role="system"), "content", arguments.system, "--system")
+    assign(request.messages.messages.add(role="user"), "content", text, flag)
+
+
+def _read_prompt(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else pathlib.Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file: {error}") from error
+
+
+def _read(events: Iterator[inference_pb2.GenerateStreamResponse], *, echo: bool) -> dict[str, Any]:
+    """The whole answer as data; with `echo` its text is printed as it comes."""
+    answer: dict[str, Any] = {"request_id": "", "text": "", "token_ids": []}
+    logprobs: list[dict[str, Any]] = []
+    completion: inference_pb2.Completion | None = None
+    for event in events:
+        if event.HasField("prompt_info"):
+            answer["request_id"] = event.prompt_info.request_id
+        elif event.HasField("chunk"):
+            answer["text"] += event.chunk.text
+            answer["token_ids"].extend(event.chunk.token_ids)
+            logprobs.extend(plain(entry) for entry in event.chunk.logprobs)
+            if echo:
+                print(event.chunk.text, end="", flush=True)
+        elif event.HasField("completion"):
+            completion = event.completion
+    if echo:
+        print(flush=True)
+    if completion is None:
+        raise BatonError("the stream ended without a completion")
+    answer |= {name: plain(completion)[name] for name in ("finish_reason", "usage", "timings", "workers")}
+    return answer | ({"logprobs": logprobs} if logprobs else {})
+
+
+def _summarise(answer: dict[str, Any]) -> None:
+    """One line on stderr, which leaves stdout to the answer."""
+    usage, timings, workers = answer["usage"], answer["timings"], answer["workers"]
+    parts = [
+        answer["request_id"],
+        f"{usage['prompt_tokens']} tokens in ({usage['cached_tokens']} cached), {usage['output_tokens']} out",
+        answer["finish_reason"],
+        " -> ".join(dict.fromkeys(filter(None, (workers["prefill"], workers["decode"])))),
+        *(f"{label} {timings[name]:.0f} ms" for name, label in _SHOWN_TIMINGS if name in timings),
+    ]
+    print(" | ".join(parts), file=sys.stderr)

@@ -1,0 +1,96 @@
+"""`baton`: finds the command, runs it, and turns whatever goes wrong into one line and an exit status.
+
+Owns: the list of commands and the error boundary. Never: what a command does, nor its imports; a command's module is
+loaded only when it is asked for, so that `baton --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+
+from services.core.errors import BatonError, ConfigError
+
+# Command -> (module, what it does). A module has `main(arguments, prog) -> exit status`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("services.cli.up", "start a local cluster: router, workers and their supervisor"),
+    "router": ("services.cli.service", "run one router"),
+    "prefill": ("services.cli.service", "run one prefill worker"),
+    "decode": ("services.cli.service", "run one decode worker"),
+    "mixed": ("services.cli.service", "run one worker that does both"),
+    "generate": ("services.cli.generate", "send one prompt and print the answer as it comes"),
+    "chat": ("services.cli.chat", "talk to the model"),
+    "status": ("services.cli.status", "show the workers, their load and their blocks"),
+    "health": ("services.cli.health", "ask one process whether it serves (for container checks)"),
+    "trace": ("services.cli.trace", "show where a request spent its time"),
+    "models": ("services.cli.models", "list the models on this machine, or fetch one"),
+}
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `baton ARGV`; returns the exit status. Never raises."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except SystemExit as exit_:  # argparse, after --help
+        return exit_.code if isinstance(exit_.code, int) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`baton status | head -1`); keep the interpreter's last flush quiet too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except ConfigError as error:
+        return _complain(arguments, str(error), EXIT_USAGE)
+    except (BatonError, OSError) as error:
+        return _complain(arguments, str(error), EXIT_FAILURE)
+    except Exception as error:  # the boundary: a person reads this
+        if os.environ.get("BATON_DEBUG"):
+            traceback.print_exc()
+        message = f"{type(error).__name__}: {error} (set BATON_DEBUG=1 for the whole story)"
+        return _complain(arguments, message, EXIT_FAILURE)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else EXIT_USAGE
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print("baton", version("baton-serving"))
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        raise ConfigError(f"{command!r} is not a command; there are {', '.join(COMMANDS)}")
+    module = importlib.import_module(COMMANDS[command][0])
+    status: int = module.main(rest, f"baton {command}")
+    sys.stdout.flush()  # a broken pipe must show here, not after main
+    return status
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<10}{help_}" for name, (_, help_) in COMMANDS.items())
+    return (
+        "usage: baton COMMAND [OPTIONS]   (baton COMMAND --help lists its options)\n\n"
+        "LLM serving with prefill and decode on separate workers.\n\n" + commands
+    )
+
+
+def _complain(arguments: list[str], message: str, status: int) -> int:
+    prog = f"baton {arguments[0]}" if arguments and arguments[0] in COMMANDS else "baton"
+    line = textwrap.shorten(message, width=2000, placeholder=" ...")  # one line, whatever the message holds
+    print(f"{prog}: error: {line}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""`baton router`, `prefill`, `decode` and `mixed`: one service in this process.
+
+Owns: the process around a service: the lifeline and the cores come first, before torch is imported; then the
+configuration, the model's place on disk, the loop. Never: what a service does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from services.cli.arguments import Parser
+from services.core import config as configuration
+from services.core.errors import ConfigError
+from services.core.lifecycle import Lifecycle, run
+
+_DESCRIPTIONS = {
+    "router": "Takes requests, places both phases on workers, streams the answers. Workers join it.",
+    "prefill": "Runs prompts and hands their KV over.",
+    "decode": "Takes over KV and produces tokens.",
+    "mixed": "Runs prompts and produces tokens over one pool.",
+}
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Runs the service `prog` ends with until it is told to stop."""
+    role = prog.rpartition(" ")[2]
+    supervised, rest = _supervision().parse_known_args(argv)
+    if supervised.cores:
+        os.sched_setaffinity(0, supervised.cores)
+    lifecycle = Lifecycle(ready_fd=supervised.ready_fd, lifeline_fd=supervised.lifeline_fd)
+    lifecycle.watch_lifeline()
+    if role == "router":
+        _run_router(rest, prog, lifecycle)
+    else:
+        _run_worker(role, rest, prog, lifecycle)
+    return 0
+
+
+def _run_router(argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
+    from services.router.main import RouterConfig, serve
+
+    config = _configure(RouterConfig, argv, prog, lifecycle)
+    run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
+
+
+def _run_worker(role: str, argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
+    from services.worker.config import WorkerConfig
+
+    config = _configure(WorkerConfig, argv, prog, lifecycle)  # before torch: a wrong flag is told at once
+    serve = _worker_service(role)
+    run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
+
+
+def _worker_service(role: str) -> Callable[[Any, Lifecycle], Coroutine[Any, Any, None]]:
+    if role == "prefill":
+        from services.prefill.main import serve as serve_prefill
+
+        return serve_prefill
+    if role == "decode":
+        from services.decode.main import serve as serve_decode
+
+        return serve_decode
+    from services.cli.mixed import serve as serve_mixed
+
+    return serve_mixed
+
+
+def _configure(config_type: type[Any], argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> Any:
+    parser = Parser(prog=prog, description=_DESCRIPTIONS[prog.rpartition(" ")[2]])
+    configuration.add_arguments(parser, config_type)
+    config = configuration.load(config_type, parser.parse_args(argv))
+    lifecycle.drain_s = config.drain_s
+    from services.cli.model_cache import resolve_model
+
+    model = resolve_model(config.model)
+    return dataclasses.replace(
+        config, model=str(model.path), served_model_name=config.served_model_name or model.model_id
+    )
+
+
+def _loop_factory() -> Any:
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _supervision() -> argparse.ArgumentParser:
+    """What `baton up` tells its children; not for people."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--ready-fd", type=_fd)
+    parser.add_argument("--lifeline-fd", type=_fd)
+    parser.add_argument("--cores", type=_cores, default=())
+    return parser
+
+
+def _fd(text: str) -> int:
+    fd = int(text)
+    try:
+        os.fstat(fd)
+    except OSError as error:
+        raise ConfigError(f"file descriptor {fd} is not open") from error
+    return fd
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))

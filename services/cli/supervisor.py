@@ -1,0 +1,112 @@
+"""Keeps children running: starts them, starts them again when they die, ends them in order.
+
+Owns: when a child is restarted and when that is hopeless. Never: what the children are or how they are told to serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from services.cli.child import Child, Lifeline, Ready, describe_exit
+from services.core.errors import WorkerFailed
+
+
+@dataclasses.dataclass(frozen=True)
+class Backoff:
+    """Waiting before a restart: doubles from `first_s` to `most_s`; forgotten once a child has served `healthy_s`."""
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    healthy_s: float = 60.0
+    # A child that has never been ready is given this many starts.
+    num_starts: int = 5
+
+    def delay_s(self, num_failures: int) -> float:
+        """Before the restart that follows the `num_failures`-th failure in a row (1 is the first)."""
+        return min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 30))
+
+
+class Supervised:
+    """One place in the cluster, and the child that fills it now."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        lifeline: Lifeline,
+        announce: Callable[[str], None],
+        *,
+        on_ready: Callable[[Ready], None],
+        backoff: Backoff = Backoff(),
+    ) -> None:
+        """`command` is asked again for every start; `announce` takes one line for people."""
+        self.name = name
+        self.settled = asyncio.Event()  # it has been ready, or has died, at least once
+        self.ready_once = asyncio.Event()
+        self._command = command
+        self._lifeline = lifeline
+        self._announce = announce
+        self._on_ready = on_ready
+        self._backoff = backoff
+        self._stopping = asyncio.Event()
+        self._child: Child | None = None
+        self._num_failures = 0
+
+    async def keep(self) -> None:
+        """Runs until `stop`; restarts the child when it dies. Raises WorkerFailed. Cancelled, it kills the child."""
+        while not self._stopping.is_set():
+            status, served_s = await self._live_once()
+            self.settled.set()
+            if self._stopping.is_set():
+                return
+            self._judge(status, served_s)
+            delay_s = self._backoff.delay_s(self._num_failures)
+            self._announce(f"{self.name} died ({describe_exit(status)}); restarting in {delay_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """No more restarts; SIGTERM, and after `grace_s` SIGKILL."""
+        self._stopping.set()
+        if self._child is not None:
+            await self._child.end(grace_s)
+
+    async def _live_once(self) -> tuple[int, float | None]:
+        """One life of the child: its exit status, and how long it served (None: it was never ready)."""
+        child = self._child = Child(self.name, self._command(), self._lifeline)
+        ready_at: float | None = None
+        try:
+            ready = await child.ready()
+            if ready is None:
+                await child.kill()  # almost always dead already; otherwise it closed the pipe and is of no use
+            else:
+                ready_at = time.monotonic()
+                self._now_ready(ready)
+            status = await child.wait()
+        except BaseException:
+            await asyncio.shield(child.kill())
+            raise
+        finally:
+            self._child = None
+        return status, None if ready_at is None else time.monotonic() - ready_at
+
+    def _now_ready(self, ready: Ready) -> None:
+        self._on_ready(ready)
+        self.ready_once.set()
+        self.settled.set()
+
+    def _judge(self, status: int, served_s: float | None) -> None:
+        if served_s is not None and served_s >= self._backoff.healthy_s:
+            self._num_failures = 0
+        self._num_failures += 1
+        if self.ready_once.is_set():
+            return  # it has worked here before: it is worth trying for ever
+        if status > 0:
+            raise WorkerFailed(f"{self.name} could not start ({describe_exit(status)}); its message is above")
+        if self._num_failures >= self._backoff.num_starts:
+            raise WorkerFailed(f"{self.name} died {self._num_failures} times while starting ({describe_exit(status)})")

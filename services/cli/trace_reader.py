@@ -1,0 +1,167 @@
+"""Reads OTLP JSON lines, of any number of processes, into one `RequestTrace` per request.
+
+Owns: the file format on the way in and which span belongs to which request. Never: what the spans mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from services.core.errors import ConfigError
+from services.rpc.names import Attr, Span
+
+_STATUS_ERROR = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanEvent:
+    name: str
+    at_ns: int
+    attributes: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanRecord:
+    """One finished span. Times are Unix nanoseconds."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    service: str
+    instance: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    events: tuple[SpanEvent, ...]
+    failed: bool
+    message: str
+
+    @property
+    def request_id(self) -> str:
+        return str(self.attributes.get(Attr.REQUEST_ID, ""))
+
+    @property
+    def duration_ms(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestTrace:
+    """All spans of one request in order of their start. `root` is missing while the request runs."""
+
+    request_id: str
+    trace_id: str
+    root: SpanRecord | None
+    spans: tuple[SpanRecord, ...]
+
+    @property
+    def start_ns(self) -> int:
+        return min(span.start_ns for span in self.spans)
+
+    @property
+    def end_ns(self) -> int:
+        return max(span.end_ns for span in self.spans)
+
+    def named(self, name: str) -> list[SpanRecord]:
+        return [span for span in self.spans if span.name == name]
+
+    def tree(self) -> list[tuple[int, SpanRecord]]:
+        """(depth, span), parents before children. A span whose parent is not there stands under the root."""
+        by_parent: dict[str, list[SpanRecord]] = {}
+        known = {span.span_id for span in self.spans}
+        orphanage = self.root.span_id if self.root else ""
+        for span in self.spans:
+            if span is not self.root:
+                by_parent.setdefault(span.parent_id if span.parent_id in known else orphanage, []).append(span)
+        rows: list[tuple[int, SpanRecord]] = []
+        pending = [(0, span) for span in reversed([self.root] if self.root else by_parent.get("", []))]
+        while pending:
+            depth, span = pending.pop()
+            rows.append((depth, span))
+            pending.extend((depth + 1, child) for child in reversed(by_parent.get(span.span_id, [])))
+        return rows
+
+
+def read_requests(path: str) -> list[RequestTrace]:
+    """All requests of the file, the latest last. ConfigError if it cannot be read or is not OTLP JSON lines."""
+    try:
+        with open(path, encoding="utf-8") as lines:
+            return group(span for number, line in enumerate(lines, 1) for span in _spans(path, number, line))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+
+
+def group(spans: Iterable[SpanRecord]) -> list[RequestTrace]:
+    """By trace and request id. An id is unique only among live requests, so one pair may have several roots in turn."""
+    pairs: dict[tuple[str, str], list[SpanRecord]] = {}
+    for span in spans:
+        if span.request_id:
+            pairs.setdefault((span.trace_id, span.request_id), []).append(span)
+    requests = [request for members in pairs.values() for request in _split(sorted(members, key=_order))]
+    return sorted(requests, key=lambda request: request.start_ns)
+
+
+def _order(span: SpanRecord) -> tuple[int, int]:
+    """By start; of two that start together the longer one, which is the parent, first."""
+    return span.start_ns, -span.end_ns
+
+
+def _split(members: Sequence[SpanRecord]) -> Iterator[RequestTrace]:
+    roots = [span for span in members if span.name == Span.REQUEST]
+    for index, root in enumerate(roots or [None]):
+        begin = root.start_ns if root and index else 0
+        end = roots[index + 1].start_ns if index + 1 < len(roots) else None
+        own = tuple(s for s in members if begin <= s.start_ns and (end is None or s.start_ns < end))
+        yield RequestTrace(members[0].request_id, members[0].trace_id, root, own)
+
+
+def _spans(path: str, number: int, line: str) -> Iterator[SpanRecord]:
+    if not line.endswith("\n") or not line.strip():  # still being written
+        return
+    try:
+        for resource in json.loads(line)["resourceSpans"]:
+            about = _attributes(resource.get("resource", {}))
+            for scope in resource.get("scopeSpans", ()):
+                yield from [_span(span, about) for span in scope.get("spans", ())]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}, line {number}: not a line of OTLP JSON") from error
+
+
+def _span(raw: dict[str, Any], about: dict[str, Any]) -> SpanRecord:
+    status = raw.get("status", {})
+    return SpanRecord(
+        name=raw["name"],
+        trace_id=raw["traceId"],
+        span_id=raw["spanId"],
+        parent_id=raw.get("parentSpanId", ""),
+        service=str(about.get("service.name", "")),
+        instance=str(about.get("service.instance.id", "")),
+        start_ns=int(raw["startTimeUnixNano"]),
+        end_ns=int(raw["endTimeUnixNano"]),
+        attributes=_attributes(raw),
+        events=tuple(
+            SpanEvent(event["name"], int(event["timeUnixNano"]), _attributes(event)) for event in raw.get("events", ())
+        ),
+        failed=status.get("code") == _STATUS_ERROR,
+        message=status.get("message", ""),
+    )
+
+
+def _attributes(owner: dict[str, Any]) -> dict[str, Any]:
+    return {pair["key"]: _value(pair.get("value", {})) for pair in owner.get("attributes", ())}
+
+
+def _value(raw: dict[str, Any]) -> Any:
+    """An OTLP AnyValue. 64-bit integers are strings in JSON."""
+    for kind, value in raw.items():
+        if kind == "intValue":
+            return int(value)
+        if kind == "arrayValue":
+            return [_value(item) for item in value.get("values", ())]
+        return value
+    return None

@@ -1,0 +1,126 @@
+"""The life of one service process: it reports that it is ready, it is told to stop, it never outlives its supervisor.
+
+Owns: the signals SIGTERM and SIGINT, the pipe on which a child reports its ports, and the lifeline, a pipe whose
+other end only the supervisor holds: end of file means that the supervisor is gone, however it died. Never: what a
+service does between ready and stopped, and which event loop it runs on.
+
+    lifecycle = Lifecycle(ready_fd=..., lifeline_fd=...)   # both None when started by hand
+    lifecycle.watch_lifeline()                             # before slow imports
+    run(lambda: serve(config, lifecycle), lifecycle, loop_factory=uvloop.new_event_loop)
+
+    async def serve(config, lifecycle):
+        ...                                      # bind, load, start
+        lifecycle.report_ready(port=server.port, metrics_port=metrics.port)
+        await lifecycle.stopping.wait()
+        ...                                      # refuse new work, lifecycle.drain_s for what runs, close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """One per process. Signals and `stop` belong to the event loop's thread; the lifeline has a thread of its own."""
+
+    def __init__(
+        self,
+        *,
+        ready_fd: int | None = None,
+        lifeline_fd: int | None = None,
+        drain_s: float = 30.0,
+        orphan_grace_s: float = 5.0,
+    ) -> None:
+        """`ready_fd` is the write end of a pipe, `lifeline_fd` the read end of another; both are inherited.
+
+        `drain_s`: how long running requests may take after `stopping`. `orphan_grace_s`: the same when the supervisor
+        is gone; after that the process ends whatever it is doing.
+        """
+        self.stopping = asyncio.Event()
+        self.drain_s = drain_s
+        self._ready_fd = ready_fd
+        self._lifeline_fd = lifeline_fd
+        self._orphan_grace_s = orphan_grace_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        for fd in (ready_fd, lifeline_fd):
+            if fd is not None:
+                os.set_inheritable(fd, False)
+
+    def watch_lifeline(self) -> None:
+        """Begins to watch the supervisor. Without a lifeline this does nothing."""
+        if self._lifeline_fd is not None:
+            threading.Thread(target=self._await_orphaned, name="lifeline", daemon=True).start()
+
+    def report_ready(self, *, port: int, metrics_port: int) -> None:
+        """Tells the supervisor, once, that the process serves, and on which ports. Without one it is only logged."""
+        logger.info("ready: port %d, metrics port %d", port, metrics_port)
+        if self._ready_fd is None:
+            return
+        report = {"port": port, "metrics_port": metrics_port, "pid": os.getpid()}
+        fd, self._ready_fd = self._ready_fd, None
+        try:
+            os.write(fd, json.dumps(report).encode() + b"\n")  # one write below PIPE_BUF: never torn
+        except BrokenPipeError:
+            logger.warning("the supervisor does not listen any more")  # the lifeline decides what follows
+        finally:
+            os.close(fd)
+
+    def stop(self, reason: str) -> None:
+        """Asks the service to stop; on the loop's thread only. Asking again changes nothing."""
+        if not self.stopping.is_set():
+            logger.info("stopping: %s", reason)
+            self.stopping.set()
+
+    def attach(self) -> None:
+        """Takes over the signals; called by `run` on its loop."""
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.stopping.is_set():
+            os._exit(128 + number)  # asked twice: at once
+        self.stop(number.name)
+
+    def _await_orphaned(self) -> None:
+        assert self._lifeline_fd is not None
+        while os.read(self._lifeline_fd, 1):
+            pass  # nothing is ever written; only the end of file speaks
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._orphaned)
+            except RuntimeError:
+                logger.debug("orphaned while closing")  # the loop is closed: the process is ending by itself
+            time.sleep(self._orphan_grace_s)
+        os._exit(1)  # still loading, stuck in a step, or draining for too long
+
+    def _orphaned(self) -> None:
+        self.drain_s = min(self.drain_s, self._orphan_grace_s)
+        self.stop("the supervisor is gone")
+
+
+def run(
+    main: Callable[[], Coroutine[Any, Any, None]],
+    lifecycle: Lifecycle,
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Runs `main()` to its end with the signals attached. Raises what it raises."""
+
+    async def attached() -> None:
+        lifecycle.attach()
+        await main()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(attached())

@@ -1,0 +1,76 @@
+"""Whether a decode worker takes a handoff now. Pure.
+
+A worker admits or refuses at once (DESIGN §4.5): a queue here would be hidden from the router, which may know a better
+place. Refusals carry the handoff's age: after refusing an aged one the worker refuses younger ones too, until the aged
+one fits or has not been retried for a while, so that a long prompt is not starved by short ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The worker at one moment; counts are blocks unless they say otherwise."""
+
+    num_available: int
+    """Free and evictable blocks, after the handoff's cached prefix is set aside."""
+    num_blocks: int
+    num_sequences: int
+    """Running, adopted and importing."""
+    max_num_seqs: int
+    num_preempted: int
+    """Victims of preemption waiting to come back; they go before new imports."""
+
+    @property
+    def idle(self) -> bool:
+        return self.num_sequences == 0 and self.num_preempted == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    needed_blocks: int
+    missing_blocks: int
+    """How many more blocks must become available; 0 when something else stands in the way."""
+    reason: str
+
+
+class AdmissionPolicy:
+    """Remembers the oldest handoff it had to refuse."""
+
+    def __init__(self, *, watermark: float = 0.05, aged_after_s: float = 1.0, forget_after_s: float = 2.0) -> None:
+        """`watermark`: share of the pool kept for the growth of running sequences; an idle worker ignores it."""
+        self._watermark = watermark
+        self._aged_after_s = aged_after_s
+        self._forget_after_s = forget_after_s
+        self._aged_key: bytes | None = None
+        self._aged_born_s = 0.0
+        self._aged_seen_s = 0.0
+
+    def decide(self, key: bytes, needed_blocks: int, age_s: float, room: Room, now: float) -> Refusal | None:
+        """None admits. `key` names the handoff over its attempts (its lease id)."""
+        refusal = self._refusal(key, needed_blocks, now - age_s, room, now)
+        if refusal is None:
+            if key == self._aged_key:
+                self._aged_key = None
+        elif age_s >= self._aged_after_s and self._oldest(key, now - age_s, now):
+            self._aged_key, self._aged_born_s, self._aged_seen_s = key, now - age_s, now
+        return refusal
+
+    def _refusal(self, key: bytes, needed: int, born_s: float, room: Room, now: float) -> Refusal | None:
+        if not self._oldest(key, born_s, now):
+            return Refusal(needed, 0, "an older handoff is waiting")
+        if room.num_preempted:
+            return Refusal(needed, 0, "preempted sequences come back first")
+        if room.num_sequences >= room.max_num_seqs:
+            return Refusal(needed, 0, "batch is full")
+        reserve = 0 if room.idle else int(self._watermark * room.num_blocks)
+        missing = needed + reserve - room.num_available
+        return Refusal(needed, missing, "not enough blocks") if missing > 0 else None
+
+    def _oldest(self, key: bytes, born_s: float, now: float) -> bool:
+        """No older aged handoff is still being retried here."""
+        if self._aged_key is None or now - self._aged_seen_s > self._forget_after_s:
+            return True
+        return key == self._aged_key or born_s <= self._aged_born_s

@@ -1,0 +1,136 @@
+"""When things happened to a decode leg: feeds its spans and the timings in its last message.
+
+Never: decides anything.
+"""
+
+from __future__ import annotations
+
+from baton.v1 import decode_pb2, types_pb2
+from services.engine.engine import StepReport
+from services.kvtransfer.client import FetchOutcome
+from services.rpc.names import Attr, Event, Span
+from services.rpc.telemetry import Attributes, Value
+from services.worker.host import WorkerHost
+
+
+class DecodeRecord:
+    """`admitted` … `token` as they happen; `close` once, which writes the spans."""
+
+    def __init__(self, host: WorkerHost, command: decode_pb2.DecodeCommand) -> None:
+        self._host = host
+        self._command = command
+        self._arrival_s = host.clock.now()
+        self._admitted_s: float | None = None  # prefill here
+        self._ready_s: float | None = None  # KV taken over
+        self._first_step_s = 0.0
+        self._first_step_ended_s = 0.0
+        self._last_token_s = 0.0
+        self._gaps_ms: list[float] = []
+        self._num_steps = 0
+        self._sum_batch = 0
+        self._timings = types_pb2.PhaseTimings()
+
+    def admitted(self, now: float) -> None:
+        self._admitted_s = now
+
+    def transferred(self, outcome: FetchOutcome) -> None:
+        start_s = outcome.sealed_s if outcome.first_copy_s is None else outcome.first_copy_s
+        self._transfer(
+            outcome.transport,
+            start_s,
+            outcome.sealed_s,
+            outcome.ended_s,
+            num_blocks=outcome.num_blocks,
+            num_bytes=outcome.num_bytes,
+        )
+
+    def adopted(self, started_s: float, num_blocks: int) -> None:
+        now = self._host.clock.now()
+        self._transfer(types_pb2.TRANSPORT_LOCAL, started_s, now, now, num_blocks=num_blocks, num_bytes=0)
+
+    def token(self, now: float, report: StepReport) -> None:
+        if self._num_steps == 0:
+            self._first_step_s = report.started_s
+            self._first_step_ended_s = now
+        else:
+            self._gaps_ms.append((now - self._last_token_s) * 1000)
+        self._num_steps += 1
+        self._sum_batch += report.num_sequences
+        self._last_token_s = now
+
+    def timings(self) -> types_pb2.PhaseTimings:
+        """What is known now; milliseconds."""
+        if self._num_steps:
+            if self._ready_s is not None:
+                self._timings.decode_wait_ms = (self._first_step_s - self._ready_s) * 1000
+            elif self._admitted_s is not None:
+                self._timings.prefill_wait_ms = (self._admitted_s - self._arrival_s) * 1000
+                self._timings.prefill_compute_ms = (self._first_step_ended_s - self._admitted_s) * 1000
+            self._timings.decode_run_ms = (self._last_token_s - self._run_start_s) * 1000
+        return self._timings
+
+    def close(self) -> None:
+        if not self._num_steps:
+            return
+        common: dict[str, Value] = {Attr.LEG: self._command.leg, Attr.WORKER: self._host.worker_id}
+        if self._ready_s is not None:
+            self._span(Span.DECODE_WAIT, self._ready_s, self._first_step_s, common)
+        elif self._admitted_s is not None:
+            self._span(Span.PREFILL_WAIT, self._arrival_s, self._admitted_s, common)
+            prompt: dict[str, Value] = {Attr.NUM_TOKENS: len(self._command.token_ids)}
+            self._span(Span.PREFILL_COMPUTE, self._admitted_s, self._first_step_ended_s, {**common, **prompt})
+        gaps = sorted(self._gaps_ms)
+        steps: dict[str, Value | None] = {
+            Attr.NUM_STEPS: self._num_steps,
+            Attr.MEAN_BATCH_SIZE: self._sum_batch / self._num_steps,
+            Attr.FIRST_STEP_MS: (self._first_step_ended_s - self._first_step_s) * 1000,
+            Attr.INTER_TOKEN_P50_MS: _quantile(gaps, 0.50),
+            Attr.INTER_TOKEN_P99_MS: _quantile(gaps, 0.99),
+            Attr.INTER_TOKEN_MAX_MS: gaps[-1] if gaps else None,
+        }
+        self._span(Span.DECODE_RUN, self._run_start_s, self._last_token_s, {**common, **steps})
+
+    @property
+    def _run_start_s(self) -> float:
+        """With prefill here, what follows its first token; else from the first step on."""
+        return self._first_step_s if self._ready_s is not None else self._first_step_ended_s
+
+    def _transfer(
+        self,
+        transport: types_pb2.Transport,
+        start_s: float,
+        sealed_s: float,
+        end_s: float,
+        *,
+        num_blocks: int,
+        num_bytes: int,
+    ) -> None:
+        self._ready_s = end_s
+        overlapped_ms, exposed_ms = (sealed_s - start_s) * 1000, (end_s - sealed_s) * 1000
+        timings = self._timings
+        timings.transfer_ms = overlapped_ms + exposed_ms
+        timings.transfer_overlapped_ms, timings.transfer_exposed_ms = overlapped_ms, exposed_ms
+        timings.transfer_bytes, timings.transfer_blocks, timings.transport = num_bytes, num_blocks, transport
+        name, tally = types_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower(), self._host.tally
+        tally.imports[name] += 1
+        tally.transfer_bytes[name] += num_bytes
+        tally.exposed_s[name] += exposed_ms / 1000
+        attributes: dict[str, Value | None] = {
+            Attr.LEG: self._command.leg,
+            Attr.WORKER: self._host.worker_id,
+            Attr.LEASE_ID: self._command.handoff.lease_id.hex(),
+            Attr.TRANSFER_TRANSPORT: name,
+            Attr.TRANSFER_BYTES: num_bytes,
+            Attr.TRANSFER_BLOCKS: num_blocks,
+            Attr.TRANSFER_OVERLAPPED_MS: overlapped_ms,
+            Attr.TRANSFER_EXPOSED_MS: exposed_ms,
+        }
+        self._host.span(self._command, Span.KV_TRANSFER, start_s, end_s, attributes, [(Event.SEALED, sealed_s, {})])
+
+    def _span(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
+        self._host.span(self._command, name, start_s, end_s, attributes)
+
+
+def _quantile(ordered: list[float], share: float) -> float | None:
+    """Nearest rank."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

@@ -1,0 +1,163 @@
+"""Paged attention by gathering blocks and multiplying: any device, every feature.
+
+Decodes of similar length run as one padded batch, prefill chunks one sequence at a time. The choice of products follows
+measurement on CPUs: scaled_dot_product_attention in float32 and where there is AMX; in bfloat16 without AMX, plain
+matrix products take a third less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.engine.attention import Memo
+from services.engine.attention_layout import Chunk, DecodeGroup, Layout, lay_out
+
+_MAX_BLOCK_DIAGONAL_HEADS = 16
+"""Beyond, the zeros of a block-diagonal query cost more than the copies they save."""
+_QUERY_TILE = 256
+"""Rows of a chunk per product: keeps the scores in cache, and spares keys that no row of the tile sees."""
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    memo: Memo,
+) -> Tensor:
+    """See `attention.PagedAttention`."""
+    block_size = key_cache.shape[1]
+
+    def make_layout() -> Layout:
+        return lay_out(block_tables, query_lens, context_lens, block_size, sliding_window, query)
+
+    layout = memo.get(("dense", sliding_window), make_layout)
+    products = softcap is not None or _prefers_products(query.dtype, query.device.type)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for group in layout.decodes:
+        attend = _decode_by_products if products else _decode_fused
+        output[group.rows] = attend(query[group.rows], key_cache, value_cache, group, scale, softcap)
+    for chunk in layout.chunks:
+        keys = _gather(key_cache, chunk.blocks)[chunk.keys]
+        values = _gather(value_cache, chunk.blocks)[chunk.keys]
+        if products:
+            _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scale, softcap)
+        else:
+            output[chunk.rows] = _chunk_fused(query[chunk.rows], keys, values, chunk, scale)
+    return output
+
+
+@cache
+def _prefers_products(dtype: torch.dtype, device_type: str) -> bool:
+    has_amx = device_type == "cpu" and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return device_type == "cpu" and dtype != torch.float32 and not has_amx
+
+
+def _gather(blocks: Tensor, index: Tensor) -> Tensor:
+    """[num_blocks, block_size, heads, head_dim] -> [len(index) * block_size, heads, head_dim]."""
+    return blocks.flatten(1).index_select(0, index).view(-1, *blocks.shape[2:])
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+# -- decodes: query [batch, num_heads, head_dim] -------------------------------------------------------------------
+
+
+def _decode_fused(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, group: DecodeGroup, scale: float, softcap: float | None
+) -> Tensor:
+    batch, _, head_dim = query.shape
+    heads = key_cache.shape[2]
+    keys = _gather(key_cache, group.blocks).view(batch, -1, heads, head_dim)
+    values = _gather(value_cache, group.blocks).view(batch, -1, heads, head_dim)
+    bias: Tensor | None = group.bias
+    if group.only_keys is not None:
+        keys, values, bias = keys[:, group.only_keys], values[:, group.only_keys], None
+    # The query heads of one key head take the place of query positions: no key is copied for them.
+    grouped = query.view(batch, heads, -1, head_dim)
+    mask = None if bias is None else bias[:, None]
+    return scaled_dot_product_attention(
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
+    ).reshape(query.shape)
+
+
+def _decode_by_products(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, group: DecodeGroup, scale: float, softcap: float | None
+) -> Tensor:
+    batch, num_heads, head_dim = query.shape
+    heads = key_cache.shape[2]
+    if softcap is None and (group.only_keys is not None or heads > _MAX_BLOCK_DIAGONAL_HEADS):
+        return _decode_fused(query, key_cache, value_cache, group, scale, softcap)
+    # Each head's query among zeros multiplies the keys of all heads as they lie, [keys, heads * head_dim].
+    keys = _gather(key_cache, group.blocks).view(batch, -1, heads * head_dim)
+    values = _gather(value_cache, group.blocks).view(batch, -1, heads * head_dim)
+    queries = (query * scale).view(batch, heads, -1, 1, head_dim)
+    queries = (queries * _identity(heads, query)).view(batch, num_heads, heads * head_dim)
+    scores = _capped(torch.bmm(queries, keys.transpose(1, 2)), softcap).add_(group.bias)
+    mixed = torch.bmm(scores.softmax(-1), values).view(batch, heads, -1, heads, head_dim)
+    return mixed.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(query.shape)
+
+
+@cache
+def _identity_of(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(heads, dtype=dtype, device=device).view(1, heads, 1, heads, 1)
+
+
+def _identity(heads: int, like: Tensor) -> Tensor:
+    return _identity_of(heads, like.dtype, like.device)
+
+
+# -- chunks: query [query_len, num_heads, head_dim]; keys, values [num_keys, heads, head_dim] ----------------------
+
+
+def _chunk_fused(query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: float) -> Tensor:
+    mixed = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=None if chunk.starts_fresh else chunk.bias(0, chunk.query_len, slice(0, len(keys))),
+        is_causal=chunk.starts_fresh,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return mixed[0].transpose(0, 1)
+
+
+def _chunk_by_products(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    chunk: Chunk,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    heads, head_dim = keys.shape[1:]
+    keys = keys.permute(1, 2, 0)  # [heads, head_dim, num_keys]
+    values = values.transpose(0, 1).contiguous()
+    scaled = (
+        (query * scale).view(chunk.query_len, heads, -1, head_dim).permute(1, 2, 0, 3)
+    )  # [heads, group, query, dim]
+    for start in range(0, chunk.query_len, _QUERY_TILE):
+        end = min(start + _QUERY_TILE, chunk.query_len)
+        seen = chunk.seen(start, end)
+        tile = scaled[:, :, start:end].reshape(heads, -1, head_dim)
+        scores = _capped(torch.bmm(tile, keys[:, :, seen]), softcap).view(-1, end - start, seen.stop - seen.start)
+        masked = chunk.masked(start, end)
+        scores[:, :, masked.start - seen.start :].add_(chunk.bias(start, end, masked))
+        weights = scores.softmax(-1).view(heads, -1, seen.stop - seen.start)
+        mixed = torch.bmm(weights, values[:, seen]).view(heads, -1, end - start, head_dim)
+        output[start:end] = mixed.permute(2, 0, 1, 3).flatten(1, 2)

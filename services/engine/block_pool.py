@@ -1,0 +1,218 @@
+"""Who holds which block of the KV pool: reference counts by kind of holder, the prefix index, eviction.
+
+Owns: the state of every block id. Never: the memory behind it, tokens, or the decision who gets a block. Pure and not
+thread-safe: callers hold `Engine.lock`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from services.core.errors import Overloaded
+from services.core.hashing import BlockHash
+
+
+class OutOfBlocks(Overloaded):
+    """Fewer blocks are available than were asked for. Nothing was taken."""
+
+
+class Holder(enum.IntEnum):
+    """Kinds of holder of a reference. A block may have several of several kinds (shared prefixes)."""
+
+    IMPORT = 0
+    LEASE = 1
+    SEQUENCE = 2
+
+
+class BlockClass(enum.IntEnum):
+    """The one class of a block: the first that applies. The first three are "held by" the `Holder` of equal value."""
+
+    IMPORTING = 0
+    LEASED = 1
+    ACTIVE = 2
+    CACHED = 3
+    """No reference, but indexed: found by its hash until evicted."""
+    FREE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Blocks per class. They sum to the pool's size."""
+
+    importing: int
+    leased: int
+    active: int
+    cached: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        return self.importing + self.leased + self.active + self.cached + self.free
+
+    @property
+    def idle(self) -> bool:
+        """Nobody holds anything."""
+        return self.importing == self.leased == self.active == 0
+
+
+IndexListener = Callable[[BlockHash, int], None]
+
+
+def _ignore(hash: BlockHash, block_id: int) -> None:
+    pass
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens each.
+
+    `on_index(hash, block_id)` and `on_evict(hash, block_id)` are called as blocks enter and leave the prefix index.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        on_index: IndexListener | None = None,
+        on_evict: IndexListener | None = None,
+    ) -> None:
+        assert num_blocks > 0, "a pool has blocks"
+        assert block_size > 0, "a block has tokens"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._on_index = on_index or _ignore
+        self._on_evict = on_evict or _ignore
+        self._refs = tuple([0] * num_blocks for _ in Holder)
+        self._num_refs = [0 for _ in Holder]
+        self._num_of_class = [0 for _ in BlockClass]
+        self._num_of_class[BlockClass.FREE] = num_blocks
+        # A stack: freed blocks are used again first, so a lightly loaded pool touches little memory.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could give: free or evictable."""
+        return len(self._free) + len(self._cached)
+
+    def match_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks of the longest indexed run from the start of `hashes`. Takes no reference: acquire, then allocate."""
+        matched: list[int] = []
+        for hash in hashes:
+            block_id = self._block_of.get(hash)
+            if block_id is None:
+                break
+            matched.append(block_id)
+        return matched
+
+    def acquire(self, block_ids: Iterable[int], holder: Holder) -> None:
+        """One more reference of that kind on each. A free block has no content to share: allocate it instead."""
+        for block_id in block_ids:
+            assert self.class_of(block_id) is not BlockClass.FREE, f"block {block_id} is free"
+            self._change(block_id, holder, +1)
+
+    def allocate(self, num_blocks: int, holder: Holder) -> list[int]:
+        """Fresh blocks with one reference each. Evicts the least recently used cached ones; raises OutOfBlocks."""
+        if num_blocks > self.num_available:
+            raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_available} available")
+        block_ids = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._change(block_id, holder, +1)
+        return block_ids
+
+    def release(self, block_ids: Sequence[int], holder: Holder) -> None:
+        """One reference less on each. Without references a block is cached if indexed, else free.
+
+        `block_ids` are in token order. Backwards, so that the tail of a sequence is evicted before its head: a head is
+        useful without its tail, and shared more often.
+        """
+        for block_id in reversed(block_ids):
+            self._change(block_id, holder, -1)
+
+    def transfer(self, block_ids: Iterable[int], from_: Holder, to: Holder) -> None:
+        """One reference on each changes its kind: an import turns READY, a lease is adopted in place."""
+        for block_id in block_ids:
+            self._change(block_id, to, +1)
+            self._change(block_id, from_, -1)
+
+    def index(self, block_id: int, hash: BlockHash) -> None:
+        """Makes a full block findable. Only after the step that wrote it has completed; from then on it is read-only.
+
+        The first block of a hash wins; a later twin stays private to its holders.
+        """
+        held = self._refs[Holder.SEQUENCE][block_id] or self._refs[Holder.LEASE][block_id]
+        assert held, f"block {block_id} has no holder that could have written it"
+        known = self._hash_of[block_id]
+        assert known is None or known == hash, f"block {block_id} is indexed under another hash"
+        if hash in self._block_of:
+            return
+        self._hash_of[block_id] = hash
+        self._block_of[hash] = block_id
+        self._on_index(hash, block_id)
+
+    def class_of(self, block_id: int) -> BlockClass:
+        for holder, block_class in _CLASS_OF_HOLDER:
+            if self._refs[holder][block_id]:
+                return block_class
+        return BlockClass.FREE if self._hash_of[block_id] is None else BlockClass.CACHED
+
+    def ledger(self) -> Ledger:
+        return Ledger(*self._num_of_class)
+
+    def references(self, holder: Holder, block_id: int | None = None) -> int:
+        """References of that kind, on one block or in all."""
+        return self._num_refs[holder] if block_id is None else self._refs[holder][block_id]
+
+    def check(self) -> None:
+        """Raises AssertionError unless counts, index and lists agree with the references. O(num_blocks)."""
+        classes = [self.class_of(block_id) for block_id in range(self.num_blocks)]
+        for block_class in BlockClass:
+            assert self._num_of_class[block_class] == classes.count(block_class), f"count of {block_class.name}"
+        for holder in Holder:
+            assert min(self._refs[holder]) >= 0, f"negative references: {holder.name}"
+            assert self._num_refs[holder] == sum(self._refs[holder]), f"sum of references: {holder.name}"
+        cached = [block_id for block_id, found in enumerate(classes) if found is BlockClass.CACHED]
+        free = [block_id for block_id, found in enumerate(classes) if found is BlockClass.FREE]
+        assert sorted(self._cached) == cached, "evictable blocks are those of class cached"
+        assert sorted(self._free) == free, "the free list is those of class free"
+        indexed = {hash: block_id for block_id, hash in enumerate(self._hash_of) if hash is not None}
+        assert indexed == self._block_of, "the index is one to one"
+
+    def _change(self, block_id: int, holder: Holder, by: int) -> None:
+        """The only writer of references: keeps the counts, and the lists of blocks without references."""
+        before = self.class_of(block_id)
+        refs = self._refs[holder]
+        refs[block_id] += by
+        assert refs[block_id] >= 0, f"block {block_id} released more often than acquired by {holder.name}"
+        self._num_refs[holder] += by
+        after = self.class_of(block_id)
+        if after is before:
+            return
+        self._num_of_class[before] -= 1
+        self._num_of_class[after] += 1
+        if before is BlockClass.CACHED:
+            del self._cached[block_id]
+        if after is BlockClass.CACHED:
+            self._cached[block_id] = None
+        elif after is BlockClass.FREE:
+            self._free.append(block_id)
+
+    def _evict(self) -> int:
+        """Takes the least recently used cached block out of the index. The caller references it at once."""
+        block_id, _ = self._cached.popitem(last=False)
+        hash = self._hash_of[block_id]
+        assert hash is not None, "a cached block is indexed"
+        self._hash_of[block_id] = None
+        del self._block_of[hash]
+        self._num_of_class[BlockClass.CACHED] -= 1
+        self._num_of_class[BlockClass.FREE] += 1
+        self._on_evict(hash, block_id)
+        return block_id
+
+
+_CLASS_OF_HOLDER = tuple((holder, BlockClass(holder)) for holder in Holder)

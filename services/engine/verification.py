@@ -1,0 +1,103 @@
+"""Shows at load that the paged forward pass computes what transformers' own eager one does.
+
+Two sequences run in chunks and single tokens, mixed in a batch, over a small pool; their logits are compared with
+those of plain passes over each sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.core.errors import UnsupportedModel
+from services.core.hashing import num_blocks_for
+from services.engine.inputs import flatten
+from services.engine.kv_cache import KVCache, KVShape
+from services.engine.model import ATTENTION, PagedModel
+from services.engine.sequence import SamplingParams, ScheduledSequence
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = 40
+_WINDOW_LIMIT = 600
+"""Sliding windows up to this are overrun by the longer sequence; a longer pass would cost more than it tells."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+"""Of the root mean square difference, relative to the spread of the logits. Wrong attention gives about 1."""
+
+
+def verify(model: PagedModel, block_size: int) -> float:
+    """The largest difference, relative to the spread of the logits. Raises UnsupportedModel if it is too large."""
+    long, short = _token_ids(model, _long_length(model.module)), _token_ids(model, _LENGTH // 2)
+    expected = {0: _eager_logits(model.module, long), 1: _eager_logits(model.module, short)}
+    num_blocks = num_blocks_for(len(long), block_size) + num_blocks_for(len(short), block_size)
+    shape = model.shape
+    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, shape.dtype)
+    cache = KVCache(kv_shape, num_blocks, model.module.device)
+    worst = 0.0
+    try:
+        for step in _steps(long, short, block_size):
+            logits = model.forward(flatten(step, block_size, model.module.device), cache)
+            for part, found in zip(step, logits, strict=True):
+                worst = max(worst, _difference(found, expected[part.seq_id][part.start + part.num_tokens - 1]))
+    finally:
+        cache.close()
+    logger.info("paged logits differ from eager ones by %.1e of their spread", worst)
+    if not worst <= _TOLERANCE[shape.dtype]:  # NaN is no pass either
+        kind = model.module.config.model_type
+        raise UnsupportedModel(f"{kind}: paged logits differ from transformers' own by {worst:.2g} of their spread")
+    return worst
+
+
+def _long_length(model: PreTrainedModel) -> int:
+    text = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) or 0
+    length = window + _LENGTH if window <= _WINDOW_LIMIT else _LENGTH
+    return min(length, text.max_position_embeddings)
+
+
+def _token_ids(model: PagedModel, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(0, model.shape.vocab_size, (length,), generator=generator).tolist()
+    return tokens
+
+
+def _steps(long: list[int], short: list[int], block_size: int) -> list[tuple[ScheduledSequence, ...]]:
+    """The longer in two chunks and a token, the shorter in a chunk and two tokens."""
+    half = len(long) // 2
+    blocks_of_long = num_blocks_for(len(long), block_size)
+
+    def part(seq_id: int, tokens: list[int], start: int, end: int) -> ScheduledSequence:
+        first_block = 0 if seq_id == 0 else blocks_of_long
+        blocks = range(first_block, first_block + num_blocks_for(end, block_size))
+        return ScheduledSequence(
+            seq_id, start, tuple(tokens[start:end]), tuple(blocks), samples=True, position=0, sampling=SamplingParams()
+        )
+
+    def both(ends: tuple[int, int, int, int]) -> tuple[ScheduledSequence, ...]:
+        return part(1, short, ends[0], ends[1]), part(0, long, ends[2], ends[3])
+
+    return [
+        both((0, len(short) - 2, 0, half)),
+        both((len(short) - 2, len(short) - 1, half, len(long) - 1)),
+        both((len(short) - 1, len(short), len(long) - 1, len(long))),
+    ]
+
+
+@torch.inference_mode()
+def _eager_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """[len(token_ids), vocab_size]"""
+    model.set_attn_implementation("eager")
+    try:
+        tokens = torch.tensor([token_ids], device=model.device)
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    return logits
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.float(), expected.float()
+    return ((found - expected).square().mean().sqrt() / expected.std()).item()

@@ -1,0 +1,78 @@
+"""The lease table on the event loop: wakes the streams that follow a lease and lets its clocks run out in time.
+
+Owns: one timer, and the wake-ups of open fetch streams. Never: a rule about leases. The worker changes the table
+directly; the board hears of it through `on_change`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from services.core.clock import Clock
+from services.kvtransfer.lease import FetchTicket, Lease
+from services.kvtransfer.lease_table import LeaseTable
+
+
+class LeaseBoard:
+    """Made on the event loop that runs the table. `close` when its server has stopped."""
+
+    def __init__(self, table: LeaseTable, clock: Clock) -> None:
+        self.table = table
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._followers: dict[Lease, set[asyncio.Event]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_deadline_s = 0.0
+        self._closed = False
+        table.on_change = self._changed
+
+    @property
+    def num_followers(self) -> int:
+        """Streams that follow a lease, also one that has just ended."""
+        return sum(len(events) for events in self._followers.values())
+
+    @contextlib.contextmanager
+    def follow(self, ticket: FetchTicket) -> Iterator[asyncio.Event]:
+        """An event that is set at every change of the lease or its fetches. The fetch ends with the context."""
+        event = asyncio.Event()
+        self._followers.setdefault(ticket.lease, set()).add(event)
+        try:
+            yield event
+        finally:
+            events = self._followers[ticket.lease]
+            events.discard(event)
+            if not events:
+                del self._followers[ticket.lease]
+            self.table.close_fetch(ticket, self._clock.now())
+
+    def tick(self) -> None:
+        """Ends what is due. The timer does this by itself."""
+        self._stop_timer()
+        self.table.expire(self._clock.now())
+        self._arm(self.table.next_deadline())
+
+    def close(self) -> None:
+        self._closed = True
+        self._stop_timer()
+
+    def _changed(self, lease: Lease) -> None:
+        for event in self._followers.get(lease, ()):
+            event.set()
+        self._arm(lease.deadline_s)
+
+    def _arm(self, deadline_s: float | None) -> None:
+        """A deadline may move back after this; the timer then fires early, finds nothing due and arms again."""
+        if self._closed or deadline_s is None:
+            return
+        if self._timer is not None and self._timer_deadline_s <= deadline_s:
+            return
+        self._stop_timer()
+        self._timer_deadline_s = deadline_s
+        self._timer = self._loop.call_later(max(0.0, deadline_s - self._clock.now()), self.tick)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

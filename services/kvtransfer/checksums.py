@@ -1,0 +1,24 @@
+"""Optional per-block checksums (xxh3-64): they turn a corrupted block into DATA_LOSS instead of another answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from services.core.errors import CorruptBlock
+from services.kvtransfer.memory import BlockMemory, Buffer
+
+
+def checksum(block: Buffer) -> int:
+    return int(xxhash.xxh3_64_intdigest(block))
+
+
+def verify(memory: BlockMemory, block_ids: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises CorruptBlock unless the blocks, as they now stand in memory, are what the source announced. No checksums
+    were sent: nothing to verify."""
+    if not expected:
+        return
+    for block_id, announced in zip(block_ids, expected, strict=True):
+        if checksum(memory.read_block(block_id)) != announced:
+            raise CorruptBlock(f"block {block_id} differs from what its source announced")

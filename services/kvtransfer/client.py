@@ -1,0 +1,260 @@
+"""The destination's side of a handoff, from the open Fetch to the valid Release.
+
+Owns: the copy threads, channels and mappings, and the order of steps: copy, acknowledge, validate, only then READY.
+Never: which blocks, or what becomes of the sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import grpc
+
+from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
+from services.core.clock import Clock
+from services.core.errors import LeaseInvalid, ProtocolViolation, StaleIncarnation, TransferFailed
+from services.kvtransfer.channels import ChannelCache
+from services.kvtransfer.checksums import verify
+from services.kvtransfer.fetch_stream import ErrorOf, FetchStream, Seal, as_transfer_error
+from services.kvtransfer.imports import Import, ImportTable
+from services.kvtransfer.layout import Layout
+from services.kvtransfer.memory import BlockMemory
+from services.kvtransfer.transports import Copier
+from services.kvtransfer.transports.grpc import GrpcCopier
+from services.kvtransfer.transports.shm_mapping import MappingCache, ShmCopier, ShmUnavailable
+from services.kvtransfer.wire import layout_to_proto
+
+log = logging.getLogger(__name__)
+
+Stub: TypeAlias = "kvtransfer_pb2_grpc.KVTransferServiceStub"
+TransportChoice: TypeAlias = Literal["auto", "shm", "grpc"]
+
+# The answer to a Release may be lost with the connection; the source gives the same leg the same one again.
+_RELEASE_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOutcome:
+    """What a fetch brought, and when (clock seconds)."""
+
+    ready: bool
+    """The import is READY. False: token 0 ended the sequence, and the import was dropped."""
+    first_token: types_pb2.SequenceTokens
+    num_tokens: int
+    """Tokens the lease's KV covers."""
+    transport: types_pb2.Transport
+    num_blocks: int
+    num_bytes: int
+    started_s: float
+    first_copy_s: float | None
+    """None: nothing had to be copied."""
+    sealed_s: float
+    """When SEALED was received."""
+    ended_s: float
+    """When the Release was answered."""
+
+    @property
+    def overlapped_ms(self) -> float:
+        """Transfer beside the remaining prefill."""
+        return 0.0 if self.first_copy_s is None else max(0.0, self.sealed_s - self.first_copy_s) * 1e3
+
+    @property
+    def exposed_ms(self) -> float:
+        """From receiving SEALED to the valid Release."""
+        return (self.ended_s - self.sealed_s) * 1e3
+
+
+def lease_may_live(error: BaseException) -> bool:
+    """Whether another worker may still fetch the lease after a fetch that raised `error`."""
+    return not isinstance(error, LeaseInvalid | StaleIncarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """One handoff to fetch."""
+
+    source: types_pb2.KVSource
+    lease_id: bytes
+    leg: int
+    import_: Import
+    first_block: int
+    """Index in the sequence of the first block this worker lacks."""
+    targets: Sequence[int]
+    """Pool blocks, all of the import's, for the sequence's blocks from `first_block` to the last of the prompt."""
+    transport: TransportChoice = "auto"
+    checksums: bool = False
+
+
+class BlockFetcher:
+    """Fetches leases into `memory`.
+
+    `dial(address)` makes channels (rpc.channels.dial); `error_of(call error)` gives the error a failed call stands for
+    (rpc.status.from_call). `silence_s` bounds every single answer that the source owes at once; never the prefill.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        layout: Layout,
+        imports: ImportTable,
+        clock: Clock,
+        *,
+        dial: Callable[[str], grpc.aio.Channel],
+        error_of: ErrorOf,
+        silence_s: float = 5.0,
+        copy_threads: int = 1,
+    ) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._imports = imports
+        self._clock = clock
+        self._error_of = error_of
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._channels = ChannelCache(dial)
+        self._mappings = MappingCache(memory.block_bytes)
+        self._copy_threads = ThreadPoolExecutor(copy_threads, thread_name_prefix="kv-copy")
+
+    @property
+    def num_mappings(self) -> int:
+        return len(self._mappings)
+
+    async def close(self) -> None:
+        """After the last fetch ended. Waits for copies under way; afterwards the memory may be closed."""
+        await asyncio.to_thread(self._copy_threads.shutdown)
+        self._mappings.close()
+        await self._channels.close()
+
+    async def fetch(self, order: FetchOrder) -> FetchOutcome:
+        """Runs the import to READY; the caller must pass its references on before the next await.
+
+        When it raises, cancellation included, the import is given up: FREED now, or when a copy under way ends. (A task
+        cancelled before it ever ran does nothing, so who cancels also drains.) Raises LeaseInvalid, StaleIncarnation,
+        LayoutMismatch, CorruptBlock, ProtocolViolation, TransferFailed, and Cancelled if the import was drained.
+        """
+        assert set(order.targets) <= set(order.import_.block_ids), "targets must be the import's"
+        try:
+            self._imports.begin(order.import_, self._clock.now())
+            copier = await self._copier(order)
+            copier.pin()
+            try:
+                with self._channels.use(order.source.address) as channel:
+                    return await self._run(order, kvtransfer_pb2_grpc.KVTransferServiceStub(channel), copier)
+            finally:
+                copier.unpin()
+        finally:
+            self._imports.drain(order.import_, self._clock.now())  # no effect once READY
+
+    async def _copier(self, order: FetchOrder) -> Copier:
+        if order.transport != "grpc":
+            try:
+                return ShmCopier(await self._mappings.get(order.source))
+            except ShmUnavailable as error:
+                if order.transport == "shm":
+                    raise
+                log.info("kv transfer from %s falls back to gRPC: %s", order.source.address, error)
+        return GrpcCopier(self._memory.block_bytes)
+
+    async def _run(self, order: FetchOrder, stub: Stub, copier: Copier) -> FetchOutcome:
+        started_s = self._clock.now()
+        carried = copier.transport == types_pb2.TRANSPORT_GRPC
+        async with FetchStream(
+            stub.Fetch(), self._clock, self._error_of, carried=carried, silence_s=self._silence_s
+        ) as stream:
+            await stream.open(self._opening(order, copier))
+            progress = _Progress(order.first_block)
+            seal = await self._pull(order, stream, copier, progress)
+            if not seal.finished:
+                self._imports.validate(order.import_, self._clock.now())
+                await self._release(order, stub)
+            ended_s = self._clock.now()
+        if not seal.finished:
+            self._imports.ready(order.import_, ended_s)
+        num_blocks = progress.copied - order.first_block
+        return FetchOutcome(
+            ready=not seal.finished,
+            first_token=seal.first_token,
+            num_tokens=seal.num_tokens,
+            transport=copier.transport,
+            num_blocks=num_blocks,
+            num_bytes=num_blocks * self._memory.block_bytes,
+            started_s=started_s,
+            first_copy_s=progress.first_copy_s,
+            sealed_s=seal.received_s,
+            ended_s=ended_s,
+        )
+
+    def _opening(self, order: FetchOrder, copier: Copier) -> kvtransfer_pb2.FetchOpen:
+        return kvtransfer_pb2.FetchOpen(
+            lease_id=order.lease_id,
+            leg=order.leg,
+            first_block=order.first_block,
+            transport=copier.transport,
+            layout=layout_to_proto(self._layout),
+            source_incarnation=order.source.incarnation,
+            checksums=order.checksums,
+        )
+
+    async def _pull(self, order: FetchOrder, stream: FetchStream, copier: Copier, progress: _Progress) -> Seal:
+        """Copies and acknowledges every announcement, in order, up to the seal."""
+        end = order.first_block + len(order.targets)
+        while not isinstance(item := await stream.next(), Seal):
+            upto = progress.copied + copier.count(item)
+            if item.first_block != progress.copied or not progress.copied < upto <= end:
+                raise ProtocolViolation(f"announced {item.first_block}…{upto} after {progress.copied} of {end} blocks")
+            targets = order.targets[progress.copied - order.first_block : upto - order.first_block]
+            if len(item.checksums) != (len(targets) if order.checksums else 0):
+                raise ProtocolViolation("checksums do not match what was asked for")
+            if progress.first_copy_s is None:
+                progress.first_copy_s = self._clock.now()
+            await self._copy(order.import_, copier, item, targets)
+            progress.copied = upto
+            await stream.ack(upto)
+        if not item.finished and (progress.copied != end or self._layout.num_blocks(item.num_tokens) != end):
+            raise ProtocolViolation(f"sealed {item.num_tokens} tokens after {progress.copied} of {end} blocks")
+        return item
+
+    def _copy(
+        self, import_: Import, copier: Copier, message: kvtransfer_pb2.FetchBlocks, targets: Sequence[int]
+    ) -> asyncio.Future[None]:
+        """Starts a copy. Whoever stops waiting for it does not stop it: the import counts it until its thread is
+        through (or it was cancelled before a thread took it), and only then can the blocks be freed."""
+        self._imports.copy_started(import_)
+        copier.pin()
+        copy = self._copy_threads.submit(self._write, copier, message, targets)
+        copy.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._copy_ended, import_, copier))
+        return asyncio.wrap_future(copy)
+
+    def _write(self, copier: Copier, message: kvtransfer_pb2.FetchBlocks, targets: Sequence[int]) -> None:
+        copier.copy(message, self._memory, targets)
+        verify(self._memory, targets, message.checksums)
+
+    def _copy_ended(self, import_: Import, copier: Copier) -> None:
+        copier.unpin()
+        self._imports.copy_ended(import_, self._clock.now())
+
+    async def _release(self, order: FetchOrder, stub: Stub) -> None:
+        request = kvtransfer_pb2.ReleaseRequest(lease_id=order.lease_id, leg=order.leg)
+        for attempts_left in reversed(range(_RELEASE_ATTEMPTS)):
+            try:
+                answer = await stub.Release(request, timeout=self._silence_s, wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                failure = as_transfer_error(error, self._error_of)
+                if not attempts_left or not isinstance(failure, TransferFailed):
+                    raise failure from error
+                continue
+            if not answer.valid:
+                raise LeaseInvalid(answer.reason)
+            return
+
+
+@dataclass(slots=True)
+class _Progress:
+    copied: int
+    """The import has all blocks before this index of the sequence."""
+    first_copy_s: float | None = None

@@ -1,0 +1,146 @@
+"""One Fetch call as the destination reads it: announcements in order, then the seal.
+
+Owns: the stream's reader, and what is a protocol violation. Never: copies, the import, the Release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from baton.v1 import kvtransfer_pb2, types_pb2
+from services.core.clock import Clock
+from services.core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    MalformedMessage,
+    NoWorker,
+    ProtocolViolation,
+    TransferFailed,
+)
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, kvtransfer_pb2.FetchResponse]"
+ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
+
+# Messages read ahead of the copies when they carry the blocks. Announcements are small and all are read at once, so
+# that SEALED is stamped when it arrives.
+_CARRIED_AHEAD = 4
+
+
+def as_transfer_error(error: grpc.RpcError, error_of: ErrorOf) -> BatonError:
+    """What a failed call means here: the source's own error where it sent one, TransferFailed where the runtime did."""
+    meaning = error_of(error)
+    if type(meaning) in (BatonError, NoWorker, DeadlineExceeded, Cancelled):
+        return TransferFailed(str(meaning))
+    return meaning
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The end of the announcements."""
+
+    num_tokens: int
+    first_token: types_pb2.SequenceTokens
+    received_s: float
+
+    @property
+    def finished(self) -> bool:
+        """Token 0 ended the sequence: the lease is over and there is nothing to take."""
+        return self.first_token.HasField("finish")
+
+
+class FetchStream:
+    """A context: `open` first, then `next` until it returns the seal."""
+
+    def __init__(self, call: Call, clock: Clock, error_of: ErrorOf, *, carried: bool, silence_s: float) -> None:
+        """`carried`: the messages bring the blocks' bytes. `silence_s` bounds what the source owes at once."""
+        self._call = call
+        self._clock = clock
+        self._error_of = error_of
+        self._silence_s = silence_s
+        self._inbox: asyncio.Queue[kvtransfer_pb2.FetchBlocks | Seal | Exception]
+        self._inbox = asyncio.Queue(_CARRIED_AHEAD if carried else 0)
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> FetchStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+
+    async def open(self, opened: kvtransfer_pb2.FetchOpen) -> None:
+        """Returns when the source has accepted the fetch (or refused: `next` raises what it said). How long the prompt
+        then takes is not for this stream to judge."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await self._call.write(kvtransfer_pb2.FetchRequest(open=opened))
+                await self._call.initial_metadata()
+        except TimeoutError:
+            raise TransferFailed("the source does not answer") from None
+        except asyncio.InvalidStateError:
+            pass  # the call is over already: the reader learns why
+        except grpc.aio.AioRpcError as error:
+            raise as_transfer_error(error, self._error_of) from error
+        self._reader = asyncio.create_task(self._read(), name="kv-fetch-reader")
+
+    async def next(self) -> kvtransfer_pb2.FetchBlocks | Seal:
+        """The next announcement, or the seal. Raises what ended the stream before it."""
+        item = await self._inbox.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def ack(self, copied: int) -> None:
+        """Tells the source that all blocks before index `copied` are here."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await self._call.write(kvtransfer_pb2.FetchRequest(ack=kvtransfer_pb2.FetchAck(copied_blocks=copied)))
+        except TimeoutError:
+            raise TransferFailed("the source does not take acknowledgements") from None
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            pass  # the stream is over: the reader says why, or SEALED came before and the Release decides
+
+    async def _read(self) -> None:
+        try:
+            while isinstance(item := await self._receive(), kvtransfer_pb2.FetchBlocks):
+                await self._inbox.put(item)
+            if item.finished:
+                self._forget_announced()
+            await self._inbox.put(item)
+        except grpc.aio.AioRpcError as error:
+            failure = as_transfer_error(error, self._error_of)
+            failure.__cause__ = error
+            self._fail(failure)
+        except DecodeError:
+            self._fail(MalformedMessage("the bytes received are not an answer of Fetch"))
+        except Exception as error:  # whatever it is: `next` raises it, instead of waiting for ever
+            self._fail(error)
+
+    async def _receive(self) -> kvtransfer_pb2.FetchBlocks | Seal:
+        response: Any = await self._call.read()
+        if response is grpc.aio.EOF:
+            raise TransferFailed("the stream ended before it was sealed")
+        kind = response.WhichOneof("message")
+        if kind == "blocks":
+            return response.blocks
+        if kind == "sealed":
+            return Seal(response.sealed.num_tokens, response.sealed.first_token, self._clock.now())
+        raise ProtocolViolation("an empty message in a fetch stream")
+
+    def _fail(self, error: Exception) -> None:
+        self._forget_announced()
+        self._inbox.put_nowait(error)
+
+    def _forget_announced(self) -> None:
+        """What was announced is no longer worth copying."""
+        while not self._inbox.empty():
+            self._inbox.get_nowait()

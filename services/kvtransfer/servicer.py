@@ -1,0 +1,186 @@
+"""The KVTransferService: serves the leases of one worker's pool.
+
+A thin shell over `LeaseBoard` and a transport's source end; the lease table decides.
+
+Raises BatonErrors; the host's interceptor turns them into statuses. Never: opens, publishes or seals a lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import grpc
+
+from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
+from services.core.clock import Clock
+from services.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    LeaseInvalid,
+    ProtocolViolation,
+    StaleIncarnation,
+    TransferFailed,
+)
+from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.layout import Layout
+from services.kvtransfer.lease import FetchEnd, FetchTicket, LeaseState
+from services.kvtransfer.memory import BlockMemory
+from services.kvtransfer.transports import Announcer
+from services.kvtransfer.transports.grpc import GrpcAnnouncer
+from services.kvtransfer.transports.shm import ShmAnnouncer
+from services.kvtransfer.wire import layout_from_proto
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Requests: TypeAlias = AsyncIterator[kvtransfer_pb2.FetchRequest]
+
+_LEASE_ID_BYTES = 16
+
+
+class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
+    """`shared`: whether a ShmServer hands out this pool. `silence_s` bounds the wait for a client's first message, and
+    for one that does not read what it is sent. `close` when the server has stopped."""
+
+    def __init__(
+        self,
+        board: LeaseBoard,
+        memory: BlockMemory,
+        layout: Layout,
+        incarnation: int,
+        clock: Clock,
+        *,
+        shared: bool,
+        silence_s: float = 5.0,
+    ) -> None:
+        self._board = board
+        self._memory = memory
+        self._layout = layout
+        self._incarnation = incarnation
+        self._clock = clock
+        self._shared = shared
+        self._silence_s = silence_s
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
+
+    def close(self) -> None:
+        """Waits for a read under way; afterwards the memory may be closed."""
+        self._reader.shutdown()
+
+    async def Fetch(self, requests: Requests, context: Context) -> None:
+        opened = await self._read_open(requests)
+        announcer = self._announcer(opened)
+        ticket = self._board.table.open_fetch(opened.lease_id, opened.leg, opened.first_block, self._clock.now())
+        with self._board.follow(ticket) as changed:
+            acks = asyncio.create_task(self._take_acks(ticket, requests), name="kv-acks")
+            acks.add_done_callback(lambda _: changed.set())
+            try:
+                # Tells the destination that the fetch is open, however long the first block takes.
+                await self._bounded(context.send_initial_metadata(()))
+                await self._serve(_Followed(ticket, changed, acks), announcer, context)
+            finally:
+                acks.cancel()
+                await asyncio.wait([acks])
+                if not acks.cancelled():
+                    acks.exception()  # `_serve` has raised it, or something worse
+
+    async def Release(self, request: kvtransfer_pb2.ReleaseRequest, context: Context) -> kvtransfer_pb2.ReleaseResponse:
+        _check_lease_id("lease_id", request.lease_id)
+        answer = self._board.table.release(request.lease_id, request.leg, self._clock.now())
+        return kvtransfer_pb2.ReleaseResponse(valid=answer.valid, reason=answer.reason)
+
+    async def _read_open(self, requests: Requests) -> kvtransfer_pb2.FetchOpen:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                first = await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded("a fetch must open with its first message") from None
+        if first is None or first.WhichOneof("message") != "open":
+            raise ProtocolViolation("a fetch starts with open")
+        opened = first.open
+        _check_lease_id("open.lease_id", opened.lease_id)
+        if opened.source_incarnation != self._incarnation:
+            raise StaleIncarnation("this worker has restarted since the lease was opened")
+        mismatch = self._layout.mismatch(layout_from_proto(opened.layout))
+        if mismatch is not None:
+            raise LayoutMismatch(mismatch)
+        return opened
+
+    def _announcer(self, opened: kvtransfer_pb2.FetchOpen) -> Announcer:
+        if opened.transport == types_pb2.TRANSPORT_GRPC:
+            return GrpcAnnouncer(self._memory, checksums=opened.checksums)
+        if opened.transport == types_pb2.TRANSPORT_SHM and self._shared:
+            return ShmAnnouncer(self._memory, checksums=opened.checksums)
+        raise InvalidRequest("open.transport", "GRPC, or SHM where the source offers it")
+
+    async def _take_acks(self, ticket: FetchTicket, requests: Requests) -> None:
+        async for request in requests:
+            if request.WhichOneof("message") != "ack":
+                raise ProtocolViolation("open comes first and only then")
+            self._board.table.ack(ticket, request.ack.copied_blocks, self._clock.now())
+
+    async def _serve(self, followed: _Followed, announcer: Announcer, context: Context) -> None:
+        """Sends every block as it is published, then the seal; ends with the fetch."""
+        lease, sent = followed.ticket.lease, followed.ticket.first_block
+        while not followed.over:
+            upto = min(lease.num_published, sent + announcer.blocks_per_message)
+            if sent < upto:
+                blocks = await self._announce(announcer, sent, lease.block_ids[sent:upto])
+                await self._bounded(context.write(kvtransfer_pb2.FetchResponse(blocks=blocks)))
+                sent = upto
+            elif lease.state is LeaseState.SEALED:
+                break
+            else:
+                await followed.change()
+        if followed.ticket.ended is FetchEnd.RELEASED:
+            return
+        sealed = kvtransfer_pb2.FetchSealed(num_tokens=lease.num_tokens, first_token=lease.first_token)
+        await self._bounded(context.write(kvtransfer_pb2.FetchResponse(sealed=sealed)))
+        while not followed.over:
+            await followed.change()
+
+    async def _announce(
+        self, announcer: Announcer, first_block: int, pool_blocks: tuple[int, ...]
+    ) -> kvtransfer_pb2.FetchBlocks:
+        if not announcer.reads_memory:
+            return announcer.announce(first_block, pool_blocks)
+        return await asyncio.wrap_future(self._reader.submit(announcer.announce, first_block, pool_blocks))
+
+    async def _bounded(self, sending: Any) -> None:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await sending
+        except TimeoutError:
+            raise TransferFailed("the destination does not read what it is sent") from None
+
+
+class _Followed:
+    """A fetch as its stream sees it."""
+
+    def __init__(self, ticket: FetchTicket, changed: asyncio.Event, acks: asyncio.Task[None]) -> None:
+        self.ticket = ticket
+        self._changed = changed
+        self._acks = acks
+
+    @property
+    def over(self) -> bool:
+        """Whether the fetch has ended well. Raises if it broke, or what was wrong with an acknowledgement."""
+        if self._acks.done():  # without an error: the client sends no more, which the stall clock judges
+            self._acks.result()
+        ended = self.ticket.ended
+        if ended is FetchEnd.STALLED:  # for another leg the lease is as good as before
+            raise TransferFailed(ended.value)
+        if ended is not None and ended.broken:
+            raise LeaseInvalid(ended.value)
+        return ended is not None
+
+    async def change(self) -> None:
+        """Returns when something has changed since the last return."""
+        await self._changed.wait()
+        self._changed.clear()
+
+
+def _check_lease_id(field: str, lease_id: bytes) -> None:
+    if len(lease_id) != _LEASE_ID_BYTES:
+        raise InvalidRequest(field, f"{len(lease_id)} bytes instead of {_LEASE_ID_BYTES}")

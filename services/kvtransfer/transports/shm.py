@@ -1,0 +1,148 @@
+"""Shared memory, the source's end: hands a pool's memfd to destinations on the same host.
+
+Owns: the Unix socket, its connections and a read-only handle of the memfd. A connection stays open as long as its
+peer maps the pool, so that the peer learns at once when this process is gone. Never: the pool; a named segment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.v1 import kvtransfer_pb2
+from services.core.errors import ConfigError
+from services.kvtransfer.checksums import checksum
+from services.kvtransfer.memory import BlockMemory
+
+log = logging.getLogger(__name__)
+
+GREETING = struct.Struct("<8sQQQ")
+"""Sent with the descriptor: magic, incarnation, block_bytes, num_blocks."""
+MAGIC = b"baton-kv"
+
+# Announcements are small; this bounds what a single copy takes, and so the wait of a cancelled import.
+_MESSAGE_BYTES = 16 << 20
+_PEER_CREDENTIALS = struct.Struct("3i")
+_RETRY_ACCEPT_S = 1.0
+
+
+def socket_address(name: str) -> str:
+    """What `socket.bind` and `connect` take: a path, or, for a leading '@', a name in the abstract namespace."""
+    return "\0" + name[1:] if name.startswith("@") else name
+
+
+def default_socket_name(incarnation: int) -> str:
+    return f"@baton-{incarnation:016x}"
+
+
+class ShmAnnouncer:
+    def __init__(self, memory: BlockMemory, *, checksums: bool) -> None:
+        self._memory = memory
+        self.reads_memory = checksums
+        self.blocks_per_message = max(1, _MESSAGE_BYTES // memory.block_bytes)
+
+    def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
+        checksums = (
+            [checksum(self._memory.read_block(block_id)) for block_id in pool_blocks] if self.reads_memory else []
+        )
+        return kvtransfer_pb2.FetchBlocks(first_block=first_block, pool_blocks=pool_blocks, checksums=checksums)
+
+
+class ShmServer:
+    """Listens from construction on, on the running event loop, until `close`. Only processes of the same user are
+    served. ConfigError if the socket cannot be bound."""
+
+    def __init__(self, memory: BlockMemory, incarnation: int, name: str | None = None) -> None:
+        assert memory.fd is not None, "this pool cannot be mapped"
+        self.name = name or default_socket_name(incarnation)
+        self._greeting = GREETING.pack(MAGIC, incarnation, memory.block_bytes, memory.num_blocks)
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[socket.socket] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._listener = _listen(self.name)
+        # A descriptor opened read-only cannot be mapped writable, whoever has it.
+        self._pool_fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._loop.add_reader(self._listener, self._accept)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def close(self) -> None:
+        """Peers drop their mappings. Leaves nothing behind."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._listener)
+        for connection in list(self._connections):
+            self._hang_up(connection)
+        self._listener.close()
+        os.close(self._pool_fd)
+        if not self.name.startswith("@"):
+            Path(self.name).unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:  # the peer has left again
+            return
+        except OSError as error:
+            # Out of descriptors, most likely. The listener would stay readable and spin the loop.
+            log.warning("shared memory: cannot accept on %s: %s", self.name, error)
+            self._loop.remove_reader(self._listener)
+            self._retry = self._loop.call_later(_RETRY_ACCEPT_S, self._loop.add_reader, self._listener, self._accept)
+            return
+        connection.setblocking(False)
+        uid = _peer_uid(connection)
+        if uid != os.geteuid():
+            log.warning("shared memory: refused a process of user %d on %s", uid, self.name)
+            connection.close()
+            return
+        try:
+            socket.send_fds(connection, [self._greeting], [self._pool_fd])
+        except OSError as error:
+            log.info("shared memory: a peer left before it was served: %s", error)
+            connection.close()
+            return
+        self._connections.add(connection)
+        self._loop.add_reader(connection, self._hang_up, connection)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        """The peer closed (it never says anything), or we do."""
+        self._loop.remove_reader(connection)
+        self._connections.discard(connection)
+        connection.close()
+
+
+def _listen(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        _remove_stale(name)
+        listener.bind(socket_address(name))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"shared memory: cannot listen on {name}: {error}") from error
+    return listener
+
+
+def _remove_stale(name: str) -> None:
+    """After `kill -9` a path outlives its listener; it is ours to replace only if nobody answers there."""
+    if name.startswith("@") or not Path(name).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(name)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                os.unlink(name)
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    return int(_PEER_CREDENTIALS.unpack(credentials)[1])

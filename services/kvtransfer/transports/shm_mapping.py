@@ -1,0 +1,175 @@
+"""Shared memory, the destination's end: read-only mappings of other workers' pools.
+
+Owns: the mappings, one per source incarnation, and the connection that tells when the source is gone: a mapping never
+survives its owner (but for a copy under way, whose result the owner's death makes worthless anyway). Never: writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+
+from baton.v1 import kvtransfer_pb2, types_pb2
+from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation, TransferFailed
+from services.kvtransfer.memory import BlockMemory
+from services.kvtransfer.transports.shm import GREETING, MAGIC, socket_address
+
+
+class ShmUnavailable(TransferFailed):
+    """The source's pool cannot be mapped from here; another transport may work."""
+
+
+class Mapping:
+    """One source's pool, mapped PROT_READ. Unmapped when it was dropped and nothing pins it."""
+
+    def __init__(self, connection: socket.socket, fd: int, block_bytes: int, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.connection = connection
+        self._block_bytes = block_bytes
+        self._map = mmap.mmap(fd, block_bytes * num_blocks, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._view = memoryview(self._map)
+        self._num_pins = 0
+        self._dropped = False
+
+    @property
+    def closed(self) -> bool:
+        return self._map.closed
+
+    def block(self, block_id: int) -> memoryview:
+        start = block_id * self._block_bytes
+        return self._view[start : start + self._block_bytes]
+
+    def pin(self) -> None:
+        assert not self.closed, "the mapping is gone"
+        self._num_pins += 1
+
+    def unpin(self) -> None:
+        self._num_pins -= 1
+        self._close_if_unused()
+
+    def drop(self) -> None:
+        self._dropped = True
+        self.connection.close()
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._dropped and self._num_pins == 0 and not self.closed:
+            self._view.release()
+            self._map.close()
+
+
+class MappingCache:
+    """Mappings by source incarnation. Event loop only."""
+
+    def __init__(self, block_bytes: int, *, timeout_s: float = 2.0) -> None:
+        self._block_bytes = block_bytes
+        self._timeout_s = timeout_s
+        self._mappings: dict[int, Mapping] = {}
+
+    def __len__(self) -> int:
+        return len(self._mappings)
+
+    async def get(self, source: types_pb2.KVSource) -> Mapping:
+        """The source's mapping, made on first use. Pin it before the next await.
+
+        Raises ShmUnavailable, StaleIncarnation (another process answers there) and LayoutMismatch.
+        """
+        mapping = self._mappings.get(source.incarnation)
+        if mapping is not None:
+            return mapping
+        if not source.shm_socket:
+            raise ShmUnavailable("the source offers no shared memory")
+        mapping = await self._map(source)
+        existing = self._mappings.get(source.incarnation)
+        if existing is not None:  # two fetches came at the same time
+            mapping.drop()
+            return existing
+        self._mappings[source.incarnation] = mapping
+        asyncio.get_running_loop().add_reader(mapping.connection, self._drop, source.incarnation)
+        return mapping
+
+    def close(self) -> None:
+        for incarnation in list(self._mappings):
+            self._drop(incarnation)
+
+    def _drop(self, incarnation: int) -> None:
+        """The source is gone (it never says anything more), or we are."""
+        mapping = self._mappings.pop(incarnation)
+        asyncio.get_running_loop().remove_reader(mapping.connection)
+        mapping.drop()
+
+    async def _map(self, source: types_pb2.KVSource) -> Mapping:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect(socket_address(source.shm_socket))
+            async with asyncio.timeout(self._timeout_s):
+                await _readable(connection)
+            greeting, fds, _, _ = socket.recv_fds(connection, GREETING.size, 1)
+            try:
+                return self._accept(source, connection, greeting, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        except (OSError, TimeoutError) as error:
+            connection.close()
+            raise ShmUnavailable(f"shared memory at {source.shm_socket}: {error or 'no answer'}") from error
+        except BaseException:
+            connection.close()
+            raise
+
+    def _accept(
+        self, source: types_pb2.KVSource, connection: socket.socket, greeting: bytes, fds: Sequence[int]
+    ) -> Mapping:
+        if len(greeting) != GREETING.size or len(fds) != 1:
+            raise ShmUnavailable(f"shared memory at {source.shm_socket}: refused")
+        magic, incarnation, block_bytes, num_blocks = GREETING.unpack(greeting)
+        if magic != MAGIC:
+            raise ProtocolViolation(f"{source.shm_socket} is not a baton socket")
+        if incarnation != source.incarnation:
+            raise StaleIncarnation("the source has restarted: another process hands out memory at its socket")
+        if block_bytes != self._block_bytes:
+            raise LayoutMismatch(f"block_bytes: {self._block_bytes} != {block_bytes}")
+        if os.fstat(fds[0]).st_size < block_bytes * num_blocks:
+            raise ProtocolViolation("the source's memory is shorter than its blocks")
+        return Mapping(connection, fds[0], block_bytes, num_blocks)
+
+
+class ShmCopier:
+    transport = types_pb2.TRANSPORT_SHM
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+
+    def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
+        if not all(0 <= block_id < self._mapping.num_blocks for block_id in message.pool_blocks):
+            raise ProtocolViolation("a block lies outside the source's pool")
+        return len(message.pool_blocks)
+
+    def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
+        for block_id, pool_block in zip(targets, message.pool_blocks, strict=True):
+            with self._mapping.block(pool_block) as data:
+                memory.write_block(block_id, data)
+
+    def pin(self) -> None:
+        self._mapping.pin()
+
+    def unpin(self) -> None:
+        self._mapping.unpin()
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(connection, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection)

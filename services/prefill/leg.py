@@ -1,0 +1,168 @@
+"""One PrefillCommand, from its arrival until its lease has ended and nothing of it is left.
+
+Owns: the sequence in the engine, then the lease. The engine takes the LEASE references at admission; the lease's end,
+whatever its reason, drops them exactly once. Never: the session stream or the lease's clocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from baton.v1 import prefill_pb2, types_pb2
+from services.core.errors import BatonError, DeadlineExceeded
+from services.core.ids import new_lease_id
+from services.engine.block_pool import Holder
+from services.engine.engine import StepReport
+from services.engine.sequence import Admitted, Failed, Mode, Progress, SequenceEvent, Token
+from services.kvtransfer.lease import Lease, LeaseState
+from services.rpc.names import Attr, Event, Span
+from services.rpc.status import to_status
+from services.rpc.telemetry import Attributes, Value
+from services.worker.commands import tokens_of
+from services.worker.host import WorkerHost
+from services.worker.session import RouterSession
+
+log = logging.getLogger(__name__)
+
+_END_REASONS = {
+    LeaseState.RELEASED: prefill_pb2.LEASE_END_REASON_RELEASED,
+    LeaseState.EXPIRED: prefill_pb2.LEASE_END_REASON_EXPIRED,
+    LeaseState.ABORTED: prefill_pb2.LEASE_END_REASON_ABORTED,
+}
+
+
+class PrefillLeg:
+    """Registered in `session.legs` and in the hub from `start` until `_close`."""
+
+    def __init__(self, host: WorkerHost, session: RouterSession, command: prefill_pb2.PrefillCommand) -> None:
+        self._host = host
+        self._session = session
+        self._command = command
+        self._arrival_s = host.clock.now()
+        self._sequence = host.new_sequence(command, Mode.PREFILL_ONLY)
+        self._lease: Lease | None = None
+        self._given_up = False
+        self._chunks: list[tuple[str, float, Attributes]] = []
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def number(self) -> int:
+        return self._command.leg
+
+    def start(self) -> None:
+        self._session.legs[self.number] = self
+        self._host.hub.register(self._sequence.seq_id, self)
+        if self._command.HasField("remaining_ms"):
+            self._deadline = self._host.call_later(self._command.remaining_ms / 1000, self._deadline_passed)
+        self._host.engine.add(self._sequence)
+
+    def cancel(self) -> None:
+        """Compute ends with the step in flight; the lease at once."""
+        if self._given_up:
+            return
+        self._given_up = True
+        self._host.engine.abort(self._sequence.seq_id)
+        if self._lease is not None:
+            self._host.leases.abort(self._lease.lease_id, self._host.clock.now())
+        elif self._sequence.admitted_s is None:
+            self._close()
+        # Otherwise the engine has taken the lease's references, and the Admitted event that says so is on its way.
+
+    # -- what the engine reports ---------------------------------------------------------------------------------------
+
+    def on_event(self, event: SequenceEvent, report: StepReport) -> None:
+        match event:
+            case Admitted():
+                self._admitted(event)
+            case Progress() if self._lease is not None:
+                self._chunks.append((Event.CHUNK, event.now, {Attr.NUM_TOKENS: event.num_computed}))
+                self._host.leases.publish(self._lease.lease_id, event.num_computed, event.now)
+            case Token() if self._lease is not None:
+                self._sampled(event)
+            case Failed():
+                self._fail(event.error)
+
+    def _admitted(self, event: Admitted) -> None:
+        if self._given_up:
+            self._host.release_blocks(event.block_ids, Holder.LEASE)
+            self._close()
+            return
+        self._lease = self._host.leases.open(
+            new_lease_id(),
+            owner=self._session,
+            block_ids=event.block_ids,
+            num_tokens=len(self._command.token_ids),
+            now=self._host.clock.now(),
+            note=self,
+        )
+        started = prefill_pb2.PrefillStarted(
+            leg=self.number,
+            lease_id=self._lease.lease_id,
+            source=self._host.source(),
+            cached_tokens=event.num_cached,
+        )
+        self._session.emit(prefill_pb2.PrefillEvent(started=started))
+        log.info("request %s leg %d: prefill admitted", self._command.request_id, self.number)
+
+    def _sampled(self, event: Token) -> None:
+        """The prompt is computed: the lease is sealed, or over if the first token ends the sequence."""
+        assert self._lease is not None
+        tokens = tokens_of(self.number, event)
+        admitted_s = self._sequence.admitted_s or event.now
+        tokens.timings.prefill_wait_ms = (admitted_s - self._arrival_s) * 1000
+        tokens.timings.prefill_compute_ms = (event.now - admitted_s) * 1000
+        self._trace(admitted_s, event.now)
+        # The token first: the router streams it without waiting for the transfer.
+        self._session.emit(prefill_pb2.PrefillEvent(tokens=tokens))
+        finished = event.finish is not None
+        self._given_up = finished
+        self._host.leases.seal(self._lease.lease_id, tokens, self._host.clock.now(), finished=finished)
+
+    # -- how it ends ---------------------------------------------------------------------------------------------------
+
+    def lease_ended(self, lease: Lease) -> None:
+        """The lease has left OPEN or SEALED, for whatever reason."""
+        if not lease.adopted:
+            self._host.release_blocks(lease.block_ids, Holder.LEASE)
+        self._host.engine.abort(self._sequence.seq_id)
+        if not self._given_up:
+            ended = prefill_pb2.LeaseEnded(leg=self.number, lease_id=lease.lease_id, reason=_END_REASONS[lease.state])
+            self._session.emit(prefill_pb2.PrefillEvent(lease_ended=ended))
+            self._session.flush()
+        self._close()
+
+    def _deadline_passed(self) -> None:
+        self._fail(DeadlineExceeded("the deadline passed on the prefill worker"))
+        self._session.flush()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._given_up:
+            failed = types_pb2.LegFailed(leg=self.number, status=to_status(error))
+            self._session.emit(prefill_pb2.PrefillEvent(failed=failed))
+            reason = error.reason if isinstance(error, BatonError) else repr(error)
+            log.warning("request %s leg %d failed: %s", self._command.request_id, self.number, reason)
+        self.cancel()
+
+    def _close(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._host.hub.unregister(self._sequence.seq_id)
+        self._host.leg_over(self._session, self.number)
+
+    def _trace(self, admitted_s: float, end_s: float) -> None:
+        common: dict[str, Value] = {Attr.LEG: self.number, Attr.WORKER: self._host.worker_id}
+        self._host.span(self._command, Span.PREFILL_WAIT, self._arrival_s, admitted_s, common)
+        self._host.span(
+            self._command,
+            Span.PREFILL_COMPUTE,
+            admitted_s,
+            end_s,
+            {
+                **common,
+                Attr.NUM_TOKENS: len(self._command.token_ids),
+                Attr.CACHED_TOKENS: self._sequence.num_cached,
+                Attr.NUM_CHUNKS: len(self._chunks),
+            },
+            self._chunks,
+        )

@@ -1,0 +1,159 @@
+"""What the coordinator wants done, as plain data. Shells do it; the simulator does it on a simulated network.
+
+Sends to a worker whose session has just ended may be dropped: the coordinator hears of the loss by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from services.core.errors import BatonError
+from services.router.coordinator.events import FinishReason
+from services.router.coordinator.requests import RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRef:
+    """The lease a decode worker is to take over."""
+
+    lease_id: bytes
+    source: object
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    worker_id: str
+    incarnation: int
+    leg: int
+    spec: RequestSpec
+    max_tokens: int
+    token_ids: tuple[int, ...]
+    output_base: int
+    remaining_s: float | None
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendDecode:
+    worker_id: str
+    incarnation: int
+    leg: int
+    spec: RequestSpec
+    max_tokens: int
+    token_ids: tuple[int, ...]
+    """With a handoff: exactly what its KV covers."""
+    output_base: int
+    remaining_s: float | None
+    attempt: int
+    handoff: HandoffRef | None
+    """None: prefill there."""
+    age_s: float
+    """How long the handoff has been waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPrefill:
+    worker_id: str
+    incarnation: int
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDecode:
+    worker_id: str
+    incarnation: int
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmitStarted:
+    """Once per request, before its first token."""
+
+    request_id: str
+    prefill_worker: str
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """In order, without gap or repeat."""
+
+    request_id: str
+    position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished request's story. Durations in seconds; None: did not happen."""
+
+    num_output_tokens: int
+    cached_tokens: int
+    prefill_worker: str
+    decode_worker: str
+    num_retries: int
+    queue_s: float
+    ttft_s: float | None
+    total_s: float
+    prefill_wait_s: float | None
+    """From command to lease, as the router saw it."""
+    prefill_compute_s: float | None
+    """From lease to the first token, as the router saw it."""
+    worker_timings: tuple[object, ...]
+    """What the workers measured, in order of arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmitFinished:
+    request_id: str
+    reason: FinishReason
+    stop_token_id: int | None
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class EmitFailed:
+    request_id: str
+    error: BatonError
+
+
+class Stage(enum.Enum):
+    """The router's spans below a request's root."""
+
+    QUEUE = "queue"
+    PLACE = "place"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnded:
+    """One span. PREFILL and DECODE belong to the leg a Send* action started; a refused DECODE never ran."""
+
+    request_id: str
+    stage: Stage
+    leg: int
+    """0 for QUEUE and PLACE."""
+    worker_id: str
+    attempt: int
+    started_s: float
+    ended_s: float
+    outcome: str
+    """"done", "refused", "lost", "cancelled", ...: how it ended."""
+    num_refusals: int = 0
+    """PLACE: workers that said no."""
+
+
+Action = (
+    SendPrefill
+    | SendDecode
+    | CancelPrefill
+    | CancelDecode
+    | EmitStarted
+    | EmitTokens
+    | EmitFinished
+    | EmitFailed
+    | StageEnded
+)

@@ -1,0 +1,273 @@
+"""The book of live requests: the only code that opens and ends legs, moves phases and ends requests. Pure.
+
+Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions. Never: decides where something
+runs (`dispatch.py`) or what an event means (`handoff.py`).
+
+Invariant: after every input a request's phase is what its legs say it is (`settle`), it is in the queue iff QUEUED and
+among the parked iff PARKED, and each current leg is listed with its worker.
+"""
+
+from __future__ import annotations
+
+from services.core.errors import BatonError, WorkerFailed
+from services.core.hashing import num_blocks_for
+from services.router.coordinator import timeline
+from services.router.coordinator.actions import (
+    Action,
+    CancelDecode,
+    CancelPrefill,
+    EmitFailed,
+    EmitFinished,
+    EmitStarted,
+    EmitTokens,
+    HandoffRef,
+    SendDecode,
+    SendPrefill,
+    Stage,
+)
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import FinishReason
+from services.router.coordinator.requests import (
+    TRANSITIONS,
+    DecodeLeg,
+    Phase,
+    PrefillLeg,
+    Request,
+    RequestSpec,
+)
+from services.router.coordinator.waitlist import WaitList
+from services.router.coordinator.workers import Prediction, Worker, WorkerTable
+
+
+class Book:
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.workers = WorkerTable()
+        self.requests: dict[str, Request] = {}
+        self.queue = WaitList()
+        self.parked = WaitList()
+        self.actions: list[Action] = []
+        self.legs: dict[int, Request] = {}
+        """Current legs, and the last released prefill leg of each request."""
+        self._last_leg = 0
+        self._num_arrivals = 0
+
+    def add(self, spec: RequestSpec, max_tokens: int, now: float) -> Request:
+        self._num_arrivals += 1
+        request = Request(spec, max_tokens, self._num_arrivals, arrived_s=now, phase_since_s=now, waiting_since_s=now)
+        self.requests[spec.request_id] = request
+        self.queue.add(request)
+        return request
+
+    # Legs
+
+    def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
+        token_ids = request.leg_tokens()
+        leg = self._open_leg(request, worker, len(token_ids), len(token_ids), now)
+        request.num_prefills += 1
+        request.prefill_worker = worker.info.worker_id
+        request.prefill = PrefillLeg(
+            leg, worker.info, token_ids, output_base=len(request.output), attempt=request.num_prefills, sent_s=now
+        )
+        self.actions.append(
+            SendPrefill(
+                worker.info.worker_id,
+                worker.info.incarnation,
+                leg,
+                request.spec,
+                request.max_tokens,
+                token_ids,
+                len(request.output),
+                _remaining_s(request, now),
+                request.num_prefills,
+            )
+        )
+        self.settle(request, now)
+
+    def open_decode(self, request: Request, worker: Worker, now: float) -> None:
+        """Hands the request's lease to `worker`; without one, the whole sequence runs there."""
+        source = request.prefill
+        handoff, age_s, tokens_to_prefill = None, 0.0, 0
+        if source is None:
+            token_ids, output_base = request.leg_tokens(), len(request.output)
+            tokens_to_prefill = len(token_ids)
+        else:
+            assert source.lease is not None
+            token_ids, output_base = source.token_ids, source.output_base
+            handoff = HandoffRef(source.lease.lease_id, source.lease.source)
+            age_s = now - request.waiting_since_s
+        in_place = source is not None and source.worker.worker_id == worker.info.worker_id
+        leg = self._open_leg(request, worker, 0 if in_place else len(token_ids) + 1, tokens_to_prefill, now)
+        request.num_decodes += 1
+        request.decode_worker = worker.info.worker_id
+        if source is None:
+            request.prefill_worker = worker.info.worker_id
+        request.decode = DecodeLeg(
+            leg,
+            worker.info,
+            output_base,
+            attempt=request.num_decodes,
+            sent_s=now,
+            has_handoff=handoff is not None,
+        )
+        self.actions.append(
+            SendDecode(
+                worker.info.worker_id,
+                worker.info.incarnation,
+                leg,
+                request.spec,
+                request.max_tokens,
+                token_ids,
+                output_base,
+                _remaining_s(request, now),
+                request.num_decodes,
+                handoff,
+                age_s,
+            )
+        )
+        self.settle(request, now)
+
+    def end_prefill(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
+        """Gives the leg up, and with it the lease. `cancel`: the worker does not know yet."""
+        leg = request.prefill
+        assert leg is not None
+        request.prefill = None
+        self._drop_leg(leg.leg, leg.worker.worker_id)
+        if leg.sealed_s is None:
+            self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, outcome))
+        if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
+            self.actions.append(CancelPrefill(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
+
+    def end_decode(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
+        """Gives the leg up; the prefill leg and its lease stay. `cancel`: the worker does not know yet."""
+        leg = request.decode
+        assert leg is not None
+        request.decode = None
+        self._drop_leg(leg.leg, leg.worker.worker_id)
+        self.actions.append(timeline.leg_stage(request, Stage.DECODE, leg, now, outcome))
+        if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
+            self.actions.append(CancelDecode(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
+
+    def seal_prefill(self, request: Request, now: float) -> None:
+        """The prefill leg's token arrived: its compute is over, its lease goes on."""
+        leg = request.prefill
+        assert leg is not None
+        assert leg.lease is not None
+        leg.sealed_s = now
+        request.prefill_wait_s = leg.lease.opened_s - leg.sent_s
+        request.prefill_compute_s = now - leg.lease.opened_s
+        self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, "done"))
+
+    def release_prefill(self, request: Request, now: float) -> None:
+        """The decode leg has everything: the prefill leg is over. Its last report is still awaited, for its timings."""
+        leg = request.prefill
+        assert leg is not None
+        request.prefill = None
+        self.workers.drop_leg(leg.worker.worker_id, leg.leg)
+        if leg.sealed_s is None:
+            self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, "done"))
+        self.forget_released(request)
+        request.released_leg = leg.leg
+
+    def forget_released(self, request: Request) -> None:
+        if request.released_leg is not None:
+            del self.legs[request.released_leg]
+            request.released_leg = None
+
+    def announce(self, request: Request) -> None:
+        """Tells the client who runs its prompt, once."""
+        if not request.announced:
+            request.announced = True
+            self.actions.append(EmitStarted(request.request_id, request.prefill_worker, request.cached_tokens))
+
+    def emit_tokens(
+        self, request: Request, position: int, token_ids: tuple[int, ...], logprobs: tuple[object, ...]
+    ) -> None:
+        self.actions.append(EmitTokens(request.request_id, position, token_ids, logprobs))
+
+    # Phases
+
+    def settle(self, request: Request, now: float, *, refused: bool = False) -> None:
+        """Makes the phase what the legs say. Call after every change of legs."""
+        if request.decode is not None:
+            self._move(request, Phase.BINDING if request.decode.admitted_s is None else Phase.DECODING, now)
+            return
+        if len(request.crashes) >= self.config.max_crashes:
+            error = WorkerFailed(
+                f"workers failed {len(request.crashes)} times under this request",
+                retry_after_s=self.config.retry_after_s,
+            )
+            self.fail(request, error, now)
+            return
+        before = request.phase
+        if request.prefill is None:
+            after = Phase.QUEUED
+        else:
+            after = Phase.PREFILLING if request.prefill.lease is None else Phase.PARKED
+        self._move(request, after, now)
+        went_back = after is not before and (after is Phase.QUEUED or before in (Phase.BINDING, Phase.DECODING))
+        if went_back and not refused:
+            request.num_retries += 1
+        if after is not before and not refused:
+            request.waiting_since_s = now
+
+    def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None, now: float) -> None:
+        self._end_request(request, now, "done")
+        self.actions.append(EmitFinished(request.request_id, reason, stop_token_id, timeline.summary(request, now)))
+
+    def fail(self, request: Request, error: BatonError, now: float) -> None:
+        self._end_request(request, now, error.reason.lower())
+        self.actions.append(EmitFailed(request.request_id, error))
+
+    def _open_leg(self, request: Request, worker: Worker, num_tokens: int, queued_tokens: int, now: float) -> int:
+        self._last_leg += 1
+        leg = self._last_leg
+        self.legs[leg] = request
+        blocks = num_blocks_for(num_tokens, worker.info.block_size)
+        self.workers.add_leg(worker, leg, request.request_id, Prediction(blocks, queued_tokens, now))
+        return leg
+
+    def _drop_leg(self, leg: int, worker_id: str) -> None:
+        del self.legs[leg]
+        self.workers.drop_leg(worker_id, leg)
+
+    def _move(self, request: Request, phase: Phase, now: float) -> None:
+        before = request.phase
+        if phase is before:
+            return
+        assert phase in TRANSITIONS[before], f"{before} -> {phase}"
+        if before is Phase.QUEUED:
+            self.queue.remove(request)
+            request.queued_s += now - request.phase_since_s
+            self.actions.append(timeline.queue_stage(request, now, outcome=phase.value))
+        elif before is Phase.PARKED:
+            self.parked.remove(request)
+        request.phase, request.phase_since_s = phase, now
+        if phase is Phase.QUEUED:
+            self.queue.add(request)
+        elif phase is Phase.PARKED:
+            self.parked.add(request)
+        self._follow_placing(request, now)
+
+    def _follow_placing(self, request: Request, now: float) -> None:
+        """PLACE lasts from the lease to a worker's admission, over all refusals."""
+        if request.phase is Phase.PARKED and request.placing_since_s is None:
+            request.placing_since_s = now
+        if request.phase in (Phase.PARKED, Phase.BINDING) or request.placing_since_s is None:
+            return
+        outcome = "done" if request.phase is Phase.DECODING else "abandoned"
+        self.actions.append(timeline.place_stage(request, request.placing_since_s, now, outcome))
+        request.placing_since_s = None
+
+    def _end_request(self, request: Request, now: float, outcome: str) -> None:
+        if request.decode is not None:
+            self.end_decode(request, now, outcome)
+        if request.prefill is not None:
+            self.end_prefill(request, now, outcome)
+        self.forget_released(request)
+        self._move(request, Phase.FINISHED, now)
+        del self.requests[request.request_id]
+
+
+def _remaining_s(request: Request, now: float) -> float | None:
+    return None if request.spec.deadline_s is None else max(0.0, request.spec.deadline_s - now)

@@ -1,0 +1,39 @@
+"""The coordinator's bounds. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.router.policy import PolicyConfig
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    model_context_tokens: int
+    """The model's longest sequence; speaks while no worker is known."""
+    max_queue: int = 1024
+    """Requests that may wait for a first placement."""
+    queue_timeout_s: float = 120.0
+    """Longest wait for a busy worker."""
+    no_worker_timeout_s: float = 30.0
+    """Longest wait while no ready worker could serve the request at all."""
+    max_crashes: int = 3
+    """Worker failures under one request, without progress, that end it."""
+    overtake_limit_s: float = 1.0
+    """A request that has waited longer is not overtaken."""
+    max_overtaken: int = 16
+    """How far past the queue's unplaceable head a placement looks."""
+    refusal_backoff_s: float = 0.02
+    """Before the same worker is asked again; doubles with each refusal."""
+    max_refusal_backoff_s: float = 0.5
+    """Below the 2 s for which a worker keeps room for an aged handoff it refused."""
+    answer_timeout_s: float = 10.0
+    """A handoff is admitted or refused at once; a worker that does neither for so long has failed it."""
+    orphan_timeout_s: float = 2.0
+    """How long a decode leg whose source is gone may take to say whether it had everything."""
+    max_failed_imports: int = 2
+    """Of one lease; then the prompt is computed again."""
+    forget_worker_s: float = 300.0
+    retry_after_s: float = 1.0
+    """What refused clients are told."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -1,0 +1,128 @@
+"""Legs that end without finishing their request: failed, lost, migrated, overdue. Pure.
+
+Owns: whom a failure counts against, and what survives it. Giving up a decode leg leaves the prefill leg and its lease;
+without both the request is computed again from its prompt and the output received.
+"""
+
+from __future__ import annotations
+
+from services.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    MalformedMessage,
+    Overloaded,
+    ProtocolViolation,
+    UnknownModel,
+)
+from services.router.coordinator.book import Book
+from services.router.coordinator.events import WorkerInfo
+from services.router.coordinator.requests import Crash, DecodeLeg, PrefillLeg, Refusal, Request
+from services.router.coordinator.workers import Worker
+from services.router.policy import Role
+
+# No other worker would do better.
+FATAL = (InvalidRequest, MalformedMessage, UnknownModel, Overloaded, DeadlineExceeded)
+
+
+def prefill_failed(
+    book: Book, request: Request, leg: PrefillLeg, error: BatonError, now: float, *, cancel: bool
+) -> None:
+    if isinstance(error, FATAL):
+        book.end_prefill(request, now, "failed", cancel=cancel)
+        book.fail(request, error, now)
+        return
+    blame(book, request, leg.worker, Role.PREFILL, error, now)
+    if request.decode is not None and leg.sealed_s is None:
+        # Never sealed, so there is nothing the decode leg could still complete.
+        book.end_decode(request, now, "source failed")
+    source_gone(book, request, now, "failed", cancel=cancel)
+    book.settle(request, now)
+
+
+def decode_failed(book: Book, request: Request, leg: DecodeLeg, error: BatonError, now: float, *, cancel: bool) -> None:
+    book.end_decode(request, now, "failed", cancel=cancel)
+    if isinstance(error, FATAL):
+        book.fail(request, error, now)
+        return
+    blame(book, request, leg.worker, Role.DECODE, error, now)
+    book.settle(request, now)
+
+
+def source_gone(book: Book, request: Request, now: float, outcome: str, *, cancel: bool) -> None:
+    """The prefill leg is over. A decode leg that may have fetched everything is left to say so itself, for a while."""
+    book.end_prefill(request, now, outcome, cancel=cancel)
+    if request.decode is not None:
+        request.decode.orphaned_s = now
+
+
+def blame(book: Book, request: Request, worker: WorkerInfo, role: Role, error: BatonError, now: float) -> None:
+    if isinstance(error, Draining):
+        book.workers.drain(book.workers.get(worker.worker_id), now)
+        return
+    request.crashes.append(Crash(worker.worker_id, worker.incarnation, role, session_lost=False))
+    book.workers.note_failure(worker.worker_id, now)
+
+
+def note_refusal(book: Book, request: Request, leg: DecodeLeg, worker: Worker, now: float) -> None:
+    before = request.refusals.get(worker.info.worker_id)
+    count = before.count + 1 if before else 1
+    config = book.config
+    delay_s = min(config.max_refusal_backoff_s, config.refusal_backoff_s * 2.0 ** min(count - 1, 16))
+    jitter = 0.75 + 0.25 * (leg.leg * 0.618034 % 1.0)  # spreads retries, repeatably
+    load_number = worker.load.sequence_number if worker.load else 0
+    request.refusals[worker.info.worker_id] = Refusal(load_number, now + delay_s * jitter, count)
+
+
+def worker_gone(book: Book, worker: Worker, legs: dict[int, str], now: float, *, crashed: bool) -> None:
+    """Its session is over, and all it held for this router with it. `legs`: those current at the loss."""
+    touched = {request_id: book.requests[request_id] for request_id in legs.values()}
+    for request in touched.values():
+        role = Role.PREFILL
+        if request.decode is not None and request.decode.leg in legs:
+            role = Role.DECODE
+            book.end_decode(request, now, "lost", cancel=False)
+        if request.prefill is not None and request.prefill.leg in legs:
+            if request.prefill.sealed_s is None:
+                role = Role.PREFILL
+            source_gone(book, request, now, "lost", cancel=False)
+        if crashed:
+            request.crashes.append(Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=True))
+        book.settle(request, now)
+
+
+def worker_alive(book: Book, worker: Worker) -> None:
+    """The incarnation whose session broke is back: that was no crash."""
+    back = (worker.info.worker_id, worker.info.incarnation)
+    for request in book.requests.values():
+        request.crashes = [
+            crash for crash in request.crashes if not crash.session_lost or (crash.worker_id, crash.incarnation) != back
+        ]
+
+
+def migrate(book: Book, worker: Worker, now: float) -> int:
+    """Gives up all legs at `worker`; their requests go on elsewhere. Returns how many requests that were."""
+    requests = {request_id: book.requests[request_id] for request_id in worker.legs.values()}
+    legs = set(worker.legs)
+    for request in requests.values():
+        if request.decode is not None and request.decode.leg in legs:
+            book.end_decode(request, now, "migrated")
+        if request.prefill is not None and request.prefill.leg in legs:
+            source_gone(book, request, now, "migrated", cancel=True)
+        book.settle(request, now)
+    return len(requests)
+
+
+def expire_legs(book: Book, now: float) -> None:
+    """Bounds the two waits for an answer that a worker owes at once."""
+    for request in list(book.requests.values()):
+        leg = request.decode
+        if leg is None or not leg.has_handoff:
+            continue
+        if leg.orphaned_s is not None and now - leg.orphaned_s >= book.config.orphan_timeout_s:
+            # Not counted: what became of its source was.
+            book.end_decode(request, now, "orphaned")
+            book.settle(request, now)
+        elif leg.admitted_s is None and now - leg.sent_s >= book.config.answer_timeout_s:
+            decode_failed(book, request, leg, ProtocolViolation("no answer to a handoff"), now, cancel=True)

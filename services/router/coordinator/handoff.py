@@ -1,0 +1,189 @@
+"""What an event from a worker means for its request (DESIGN §4 "Legs and positions", "Replay"; §5). Pure.
+
+Owns: the rules. Never: where the request goes next; one left without a leg is queued or parked by `Book.settle` and
+placed by `dispatch.py`. Events of a leg that is not current change nothing; if the leg may live on at its worker, it is
+cancelled there.
+"""
+
+from __future__ import annotations
+
+from services.core.errors import Draining, ProtocolViolation
+from services.router.coordinator.actions import CancelDecode, CancelPrefill
+from services.router.coordinator.book import Book
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    DecodeEvent,
+    DecodeRefused,
+    ImportFailed,
+    ImportReady,
+    LeaseEnd,
+    LeaseEnded,
+    LegFailed,
+    PrefillEvent,
+    PrefillStarted,
+    Tokens,
+)
+from services.router.coordinator.failures import (
+    FATAL,
+    blame,
+    decode_failed,
+    note_refusal,
+    prefill_failed,
+    source_gone,
+)
+from services.router.coordinator.received import finish_if_over, fits, made_progress, note_timings, receive
+from services.router.coordinator.requests import DecodeLeg, Lease, PrefillLeg, Request
+from services.router.coordinator.workers import Worker
+from services.router.policy import Role
+
+
+def prefill_event(book: Book, worker: Worker, event: PrefillEvent, now: float) -> None:
+    request = book.legs.get(event.leg)
+    if request is not None and event.leg == request.released_leg:
+        _released_leg_event(book, request, event)
+        return
+    leg = None if request is None else request.prefill
+    if request is None or leg is None or leg.leg != event.leg:
+        if isinstance(event, PrefillStarted) or (isinstance(event, Tokens) and event.finish is None):
+            book.actions.append(CancelPrefill(worker.info.worker_id, worker.info.incarnation, event.leg))
+        return
+    match event:
+        case PrefillStarted():
+            _prefill_started(book, request, leg, event, now)
+        case Tokens():
+            _prefill_tokens(book, request, leg, event, now)
+        case LegFailed():
+            prefill_failed(book, request, leg, event.error, now, cancel=False)
+        case LeaseEnded():
+            _lease_ended(book, request, leg, event, now)
+
+
+def decode_event(book: Book, worker: Worker, event: DecodeEvent, now: float) -> None:
+    request = book.legs.get(event.leg)
+    leg = None if request is None else request.decode
+    if request is None or leg is None or leg.leg != event.leg:
+        if isinstance(event, DecodeAdmitted | ImportReady) or (isinstance(event, Tokens) and event.finish is None):
+            book.actions.append(CancelDecode(worker.info.worker_id, worker.info.incarnation, event.leg))
+        return
+    match event:
+        case DecodeAdmitted():
+            _decode_admitted(book, request, leg, event, now)
+        case DecodeRefused():
+            _decode_refused(book, request, leg, worker, now)
+        case ImportReady():
+            _import_ready(book, request, leg, now)
+        case ImportFailed():
+            _import_failed(book, request, leg, worker, event, now)
+        case Tokens():
+            _decode_tokens(book, request, leg, event, now)
+        case LegFailed():
+            decode_failed(book, request, leg, event.error, now, cancel=False)
+
+
+# Prefill legs
+
+
+def _released_leg_event(book: Book, request: Request, event: PrefillEvent) -> None:
+    """Its token was repeated by the decode leg and its lease is over: only its timings are news."""
+    if isinstance(event, LeaseEnded):
+        note_timings(request, event.timings)
+        book.forget_released(request)
+
+
+def _prefill_started(book: Book, request: Request, leg: PrefillLeg, event: PrefillStarted, now: float) -> None:
+    if leg.lease is not None:
+        prefill_failed(book, request, leg, ProtocolViolation("a second lease"), now, cancel=True)
+        return
+    leg.lease = Lease(event.lease_id, event.source, opened_s=now)
+    book.workers.answered(leg.worker.worker_id, leg.leg)
+    request.refusals.clear()
+    if not request.announced:
+        request.cached_tokens = event.cached_tokens
+    book.announce(request)
+    book.settle(request, now)
+
+
+def _prefill_tokens(book: Book, request: Request, leg: PrefillLeg, event: Tokens, now: float) -> None:
+    if leg.lease is None or leg.sealed_s is not None or not fits(request, event):
+        prefill_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
+        return
+    if receive(book, request, event, now):
+        made_progress(request, Role.PREFILL)
+    book.seal_prefill(request, now)
+    if event.finish is not None:
+        # The source closes the lease at seal.
+        book.end_prefill(request, now, "done", cancel=False)
+    finish_if_over(book, request, event, now)
+
+
+def _lease_ended(book: Book, request: Request, leg: PrefillLeg, event: LeaseEnded, now: float) -> None:
+    note_timings(request, event.timings)
+    if request.decode is None and event.reason is not LeaseEnd.RELEASED:
+        # Nobody had it, and it was held. (Released without a decode leg: to one that was lost since, and counted then.)
+        error = ProtocolViolation(f"lease {event.reason.value}")
+        blame(book, request, leg.worker, Role.PREFILL, error, now)
+    # With a decode leg: perhaps that one released it, and its own report is on the way.
+    source_gone(book, request, now, f"lease {event.reason.value}", cancel=False)
+    book.settle(request, now)
+
+
+# Decode legs
+
+
+def _decode_admitted(book: Book, request: Request, leg: DecodeLeg, event: DecodeAdmitted, now: float) -> None:
+    leg.admitted_s = now
+    book.workers.answered(leg.worker.worker_id, leg.leg)
+    if not request.announced:
+        request.cached_tokens = event.cached_tokens
+    book.announce(request)
+    book.settle(request, now)
+    request.refusals.clear()
+
+
+def _decode_refused(book: Book, request: Request, leg: DecodeLeg, worker: Worker, now: float) -> None:
+    note_refusal(book, request, leg, worker, now)
+    book.end_decode(request, now, "refused", cancel=False)
+    book.settle(request, now, refused=True)
+
+
+def _import_ready(book: Book, request: Request, leg: DecodeLeg, now: float) -> None:
+    leg.orphaned_s = None
+    if request.prefill is not None:
+        book.release_prefill(request, now)
+
+
+def _import_failed(
+    book: Book, request: Request, leg: DecodeLeg, worker: Worker, event: ImportFailed, now: float
+) -> None:
+    source = request.prefill
+    book.end_decode(request, now, "import failed", cancel=False)
+    if isinstance(event.error, FATAL):
+        book.fail(request, event.error, now)
+        return
+    draining = isinstance(event.error, Draining)
+    if draining:
+        book.workers.drain(worker, now)
+    if source is not None and source.lease is not None:
+        source.lease.num_failed_imports += not draining
+        if event.lease_alive and source.lease.num_failed_imports < book.config.max_failed_imports:
+            note_refusal(book, request, leg, worker, now)
+        else:
+            if not draining:
+                # The decode role made no progress, whoever is to blame; the source is avoided.
+                blame(book, request, source.worker, Role.DECODE, event.error, now)
+            book.end_prefill(request, now, "import failed")
+    book.settle(request, now)
+
+
+def _decode_tokens(book: Book, request: Request, leg: DecodeLeg, event: Tokens, now: float) -> None:
+    if not fits(request, event):
+        decode_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
+        return
+    book.announce(request)
+    fresh = receive(book, request, event, now)
+    if fresh and len(request.output) > leg.output_base + 1:
+        # Its first token is the prefill's work: a prompt that kills decode workers must not look like progress.
+        made_progress(request, Role.DECODE)
+    if event.finish is not None:
+        book.end_decode(request, now, "done", cancel=False)
+    finish_if_over(book, request, event, now)

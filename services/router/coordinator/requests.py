@@ -1,0 +1,169 @@
+"""A live request's record: what the client asked, the output received, the current legs, the phase.
+
+Pure data and the phase's transition table. `book.py` opens and ends legs and moves the phase; `handoff.py` notes in the
+record what workers report.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from services.router.coordinator.events import WorkerInfo
+from services.router.policy import Job, Role
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A validated, tokenised request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    """None: what the context leaves."""
+    priority: int = 0
+    deadline_s: float | None = None
+    """On the coordinator's clock."""
+    cache_salt: str = ""
+    payload: object = None
+    """Sampling, stopping and response options, for the commands; pure code never looks."""
+
+
+class Phase(enum.Enum):
+    QUEUED = "queued"
+    """No leg: waits for a worker."""
+    PREFILLING = "prefilling"
+    """A prefill command was sent; no lease yet."""
+    PARKED = "parked"
+    """A lease is held and no decode worker has it."""
+    BINDING = "binding"
+    """A decode command was sent and not answered."""
+    DECODING = "decoding"
+    """Admitted by a decode worker: importing or generating."""
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.QUEUED: frozenset({Phase.PREFILLING, Phase.BINDING, Phase.FINISHED}),
+    Phase.PREFILLING: frozenset({Phase.PARKED, Phase.QUEUED, Phase.FINISHED}),
+    Phase.PARKED: frozenset({Phase.BINDING, Phase.QUEUED, Phase.FINISHED}),
+    Phase.BINDING: frozenset({Phase.DECODING, Phase.PARKED, Phase.QUEUED, Phase.FINISHED}),
+    Phase.DECODING: frozenset({Phase.PARKED, Phase.QUEUED, Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Lease:
+    lease_id: bytes
+    source: object
+    opened_s: float
+    num_failed_imports: int = 0
+
+
+@dataclass(slots=True)
+class PrefillLeg:
+    leg: int
+    worker: WorkerInfo
+    token_ids: tuple[int, ...]
+    output_base: int
+    attempt: int
+    sent_s: float
+    lease: Lease | None = None
+    sealed_s: float | None = None
+    """The sampled token arrived."""
+
+
+@dataclass(slots=True)
+class DecodeLeg:
+    leg: int
+    worker: WorkerInfo
+    output_base: int
+    attempt: int
+    sent_s: float
+    has_handoff: bool
+    admitted_s: float | None = None
+    orphaned_s: float | None = None
+    """Its source went away before it was ready; it will say whether it had everything, but not for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """A worker failed under this request, in the role of one of its legs."""
+
+    worker_id: str
+    incarnation: int
+    role: Role
+    session_lost: bool
+    """Assumed from a broken session, which a living worker may have too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Not the same worker again until it has newer numbers and a moment has passed."""
+
+    load_number: int
+    retry_at_s: float
+    count: int
+
+
+@dataclass(slots=True)
+class Request:
+    spec: RequestSpec
+    max_tokens: int
+    number: int
+    """Order of arrival."""
+    arrived_s: float
+    phase_since_s: float
+    phase: Phase = Phase.QUEUED
+    output: list[int] = field(default_factory=list)
+    """All tokens received, from output position 0."""
+    prefill: PrefillLeg | None = None
+    decode: DecodeLeg | None = None
+    released_leg: int | None = None
+    """Prefill leg whose lease was taken over; only its timings are still of interest."""
+    crashes: list[Crash] = field(default_factory=list)
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    waiting_since_s: float = 0.0
+    """When it last became in need of a worker; refusals do not make it younger."""
+    unserved_since_s: float | None = None
+    """While waiting: since when no ready worker could serve it at all."""
+    placing_since_s: float | None = None
+    """Since when the current handoff has been looking for a decode worker."""
+    num_retries: int = 0
+    """Times it was placed again; refusals do not count."""
+    num_prefills: int = 0
+    num_decodes: int = 0
+    announced: bool = False
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    queued_s: float = 0.0
+    first_token_s: float | None = None
+    prefill_wait_s: float | None = None
+    prefill_compute_s: float | None = None
+    worker_timings: list[object] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who is served first: higher priority, then earlier arrival."""
+        return (-self.spec.priority, self.number)
+
+    def leg_tokens(self) -> tuple[int, ...]:
+        """What a new leg computes: the prompt and all output received."""
+        return self.spec.token_ids + tuple(self.output)
+
+    def job(self, num_tokens: int) -> Job:
+        return Job(
+            num_tokens=num_tokens,
+            total_tokens=len(self.spec.token_ids) + self.max_tokens,
+            avoid=frozenset(crash.worker_id for crash in self.crashes),
+        )
+
+    def next_job(self) -> Job:
+        """Of a request without legs."""
+        return self.job(len(self.spec.token_ids) + len(self.output))

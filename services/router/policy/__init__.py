@@ -1,0 +1,33 @@
+"""Placement policy (DESIGN §8). Every module here is pure; the simulator runs it unchanged.
+
+Owns: the views policy may look at, the filters and the scores. Never: state, clocks, I/O.
+"""
+
+from services.router.policy.placement import (
+    can_decode,
+    can_prefill,
+    has_decode_room,
+    nearest_to_room,
+    place_decode,
+    place_prefill,
+    resolve_max_tokens,
+)
+from services.router.policy.terms import PolicyConfig, Term
+from services.router.policy.views import Job, Load, Role, Source, WorkerView
+
+__all__ = [
+    "Job",
+    "Load",
+    "PolicyConfig",
+    "Role",
+    "Source",
+    "Term",
+    "WorkerView",
+    "can_decode",
+    "can_prefill",
+    "has_decode_room",
+    "nearest_to_room",
+    "place_decode",
+    "place_prefill",
+    "resolve_max_tokens",
+]

@@ -1,0 +1,134 @@
+"""Which worker runs a prompt, and which one decodes it. Pure functions of (job, worker views, now, config).
+
+A choice is filter (ready, compatible, room) -> score in [0, 1] -> weighted sum -> best; ties by worker id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from services.core.errors import InvalidRequest
+from services.router.policy.terms import PolicyConfig, Term
+from services.router.policy.views import Job, Role, Source, WorkerView
+
+
+def resolve_max_tokens(
+    num_prompt_tokens: int, max_tokens: int | None, workers: Iterable[WorkerView], model_context_tokens: int
+) -> int:
+    """`max_tokens`, or what the largest pool leaves. `model_context_tokens` speaks while no worker is known.
+
+    Raises InvalidRequest if no pool could ever hold the request.
+    """
+    contexts = [worker.context_tokens for worker in workers if worker.role.can_decode]
+    context_tokens = max(contexts, default=model_context_tokens)
+    room = context_tokens - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequest("prompt", f"has {num_prompt_tokens} tokens; at most {context_tokens - 1} fit")
+    if max_tokens is not None and max_tokens > room:
+        raise InvalidRequest(
+            "stopping.max_tokens", f"is {max_tokens}; a prompt of {num_prompt_tokens} tokens leaves room for {room}"
+        )
+    return room if max_tokens is None else max_tokens
+
+
+def can_prefill(job: Job, worker: WorkerView) -> bool:
+    """Ever: load does not matter."""
+    return worker.ready and worker.role.can_prefill and job.num_tokens <= worker.context_tokens
+
+
+def can_decode(job: Job, worker: WorkerView) -> bool:
+    """Ever: load does not matter."""
+    return worker.ready and worker.role.can_decode and job.total_tokens <= worker.context_tokens
+
+
+def place_prefill(
+    job: Job, workers: Sequence[WorkerView], handoffs_in_flight: Sequence[int], now: float, config: PolicyConfig
+) -> str | None:
+    """Worker for the prompt, or None to wait.
+
+    `handoffs_in_flight`: tokens of each handoff that no decode worker has admitted yet. A prefill starts only while
+    decode room covers them and this one: a lease that nobody can take fills its prefill worker. With none in flight one
+    is always let through.
+    """
+    candidates = [
+        worker
+        for worker in workers
+        if can_prefill(job, worker)
+        and _has_prefill_room(job, worker, config)
+        and _has_decode_room(job, worker, workers, handoffs_in_flight)
+    ]
+    return _best(candidates, job, None, now, config.prefill_terms)
+
+
+def place_decode(
+    job: Job, source: Source | None, workers: Sequence[WorkerView], now: float, config: PolicyConfig
+) -> str | None:
+    """Worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait."""
+    candidates = [
+        worker
+        for worker in workers
+        if can_decode(job, worker) and _compatible(worker, source) and has_decode_room(job, source, worker)
+    ]
+    return _best(candidates, job, source, now, config.decode_terms)
+
+
+def nearest_to_room(job: Job, source: Source | None, workers: Sequence[WorkerView]) -> str | None:
+    """The worker that could take an aged job soonest: most available blocks, whether or not they suffice."""
+    candidates = [worker for worker in workers if can_decode(job, worker) and _compatible(worker, source)]
+    if not candidates:
+        return None
+    return min(candidates, key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
+
+
+def has_decode_room(job: Job, source: Source | None, worker: WorkerView) -> bool:
+    """By the newest numbers; the worker itself decides. An idle worker always has: what it caches it can evict."""
+    if source is not None and worker.worker_id == source.worker_id:
+        return True  # adoption in place takes no new blocks
+    if worker.idle:
+        return True
+    room = worker.available_blocks >= worker.blocks_for(job.num_tokens + 1)
+    return room and worker.num_sequences < worker.max_num_seqs
+
+
+def _has_prefill_room(job: Job, worker: WorkerView, config: PolicyConfig) -> bool:
+    if worker.idle:
+        return True
+    return (
+        worker.available_blocks >= worker.blocks_for(job.num_tokens) and worker.queued_tokens < config.max_queued_tokens
+    )
+
+
+def _has_decode_room(
+    job: Job, source: WorkerView, workers: Sequence[WorkerView], handoffs_in_flight: Sequence[int]
+) -> bool:
+    """Could the handoff of a prefill on `source` be taken over, after those in flight?"""
+    decoders = [worker for worker in workers if can_decode(job, worker) and worker.layout == source.layout]
+    if not decoders:
+        return False
+    if source.role is Role.MIXED or not handoffs_in_flight:
+        return True
+    room = sum(worker.load.available_blocks for worker in decoders)
+    taken = sum(source.blocks_for(num_tokens + 1) for num_tokens in handoffs_in_flight)
+    return room - taken >= source.blocks_for(job.num_tokens + 1)
+
+
+def _compatible(worker: WorkerView, source: Source | None) -> bool:
+    return source is None or worker.layout == source.layout
+
+
+def _best(
+    candidates: Sequence[WorkerView],
+    job: Job,
+    source: Source | None,
+    now: float,
+    terms: Sequence[tuple[float, Term]],
+) -> str | None:
+    preferred = [worker for worker in candidates if worker.worker_id not in job.avoid] or candidates
+    if not preferred:
+        return None
+
+    def rank(worker: WorkerView) -> tuple[float, str]:
+        score = sum(weight * term(worker, job, source, now) for weight, term in terms)
+        return -score, worker.worker_id
+
+    return min(preferred, key=rank).worker_id

@@ -1,0 +1,168 @@
+"""Errors on the wire: the one table from `core/errors.py` leaves to gRPC codes, with google.rpc details.
+
+Owns: both directions (error to `google.rpc.Status`, status or failed call back to the error) and what a client may
+learn of an unforeseen exception, which is nothing but an id that stands in the log. Never: retries, or what a service
+does about an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any, NoReturn
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from services.core import errors
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "baton"
+DETAILS_KEY = "grpc-status-details-bin"
+DEFAULT_RETRY_AFTER_S = 1.0
+
+_Code = grpc.StatusCode
+
+CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
+    errors.InvalidRequest: _Code.INVALID_ARGUMENT,
+    errors.MalformedMessage: _Code.INVALID_ARGUMENT,
+    errors.UnknownModel: _Code.NOT_FOUND,
+    errors.UnknownWorker: _Code.NOT_FOUND,
+    errors.DuplicateRequest: _Code.ALREADY_EXISTS,
+    errors.Overloaded: _Code.RESOURCE_EXHAUSTED,
+    errors.NoWorker: _Code.UNAVAILABLE,
+    errors.Draining: _Code.UNAVAILABLE,
+    errors.LeaseInvalid: _Code.ABORTED,
+    errors.StaleIncarnation: _Code.ABORTED,
+    errors.LeaseNotSealed: _Code.FAILED_PRECONDITION,
+    errors.LayoutMismatch: _Code.FAILED_PRECONDITION,
+    errors.UnsupportedModel: _Code.FAILED_PRECONDITION,
+    errors.ProtocolViolation: _Code.FAILED_PRECONDITION,
+    errors.TransferFailed: _Code.UNAVAILABLE,
+    errors.CorruptBlock: _Code.DATA_LOSS,
+    errors.DeadlineExceeded: _Code.DEADLINE_EXCEEDED,
+    errors.Cancelled: _Code.CANCELLED,
+    # A client may try again later: the request may be innocent of the crashes it met. The router bounds each attempt.
+    errors.WorkerFailed: _Code.UNAVAILABLE,
+    errors.StepFailed: _Code.INTERNAL,
+    errors.ConfigError: _Code.INTERNAL,
+}
+
+# What a status without our ErrorInfo means: the runtime made it (connection refused, message too large, deadline).
+_BY_CODE: dict[int, type[errors.BatonError]] = {
+    _Code.RESOURCE_EXHAUSTED.value[0]: errors.Overloaded,
+    _Code.UNAVAILABLE.value[0]: errors.NoWorker,
+    _Code.DEADLINE_EXCEEDED.value[0]: errors.DeadlineExceeded,
+    _Code.CANCELLED.value[0]: errors.Cancelled,
+    _Code.DATA_LOSS.value[0]: errors.CorruptBlock,
+}
+_BY_REASON = {leaf.reason: leaf for leaf in CODES}
+_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+_RETRYABLE = (errors.Overloaded, errors.NoWorker, errors.Draining, errors.WorkerFailed)
+
+# A status travels in HTTP/2 trailers (8 KiB by default), the message twice: percent-encoded and in the details.
+_MAX_MESSAGE_BYTES = 768
+_MAX_FIELD_BYTES = 256
+
+
+def code_of(error: errors.BatonError) -> grpc.StatusCode:
+    """The table's entry for the error's class or the nearest class above it; INTERNAL for the bare root."""
+    return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
+
+
+def to_status(error: BaseException) -> status_pb2.Status:
+    """The google.rpc.Status of any exception. One that has no leaf of its own is logged and becomes opaque."""
+    if not isinstance(error, errors.BatonError) or type(error) is errors.BatonError:
+        return _opaque(error)
+    status = status_pb2.Status(code=code_of(error).value[0], message=_clip(str(error), _MAX_MESSAGE_BYTES))
+    for detail in _details(error, status.message):
+        status.details.add().Pack(detail)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> errors.BatonError:
+    """The error a status stands for: by reason, else by code, else the bare root."""
+    info = _unpack(status, error_details_pb2.ErrorInfo)
+    bad_request = _unpack(status, error_details_pb2.BadRequest)
+    retry = _unpack(status, error_details_pb2.RetryInfo)
+    kind = _BY_REASON.get(info.reason) if info is not None and info.domain == DOMAIN else _BY_CODE.get(status.code)
+    if kind is errors.InvalidRequest:
+        violation = (
+            bad_request.field_violations[0] if bad_request is not None and bad_request.field_violations else None
+        )
+        if violation is None:
+            return errors.InvalidRequest("", status.message)
+        return errors.InvalidRequest(violation.field, violation.description)
+    if kind is None:
+        name = _BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN).name
+        return errors.BatonError(f"{name}: {status.message}")
+    retry_after_s = None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
+    return kind(status.message, retry_after_s=retry_after_s)
+
+
+def status_of_call(error: grpc.RpcError) -> status_pb2.Status:
+    """The status a failed call ended with, details included where the peer sent them."""
+    call: Any = error  # both the sync and the aio error have these methods; the stub's base class declares none
+    for key, value in call.trailing_metadata() or ():
+        if key == DETAILS_KEY:
+            return status_pb2.Status.FromString(value)
+    return status_pb2.Status(code=call.code().value[0], message=call.details() or "")
+
+
+def from_call(error: grpc.RpcError) -> errors.BatonError:
+    """The error a failed call stands for."""
+    return from_status(status_of_call(error))
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+    """Ends the RPC with the error's status. Always raises grpc.aio.AbortError, which must reach the runtime."""
+    status = to_status(error)
+    metadata = ((DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(_BY_NUMBER[status.code], status.message, metadata)
+    raise AssertionError("abort returned")
+
+
+def _opaque(error: BaseException) -> status_pb2.Status:
+    error_id = secrets.token_hex(8)
+    logger.error("internal error %s", error_id, exc_info=error)
+    status = status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0], message=f"internal error {error_id}")
+    info = error_details_pb2.ErrorInfo(reason=errors.BatonError.reason, domain=DOMAIN, metadata={"error_id": error_id})
+    status.details.add().Pack(info)
+    return status
+
+
+def _details(error: errors.BatonError, message: str) -> list[Any]:
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
+    if isinstance(error, errors.InvalidRequest):
+        bad_request = error_details_pb2.BadRequest()
+        field, description = _clip(error.field, _MAX_FIELD_BYTES), _clip(error.description, _MAX_MESSAGE_BYTES)
+        bad_request.field_violations.add(field=field, description=description)
+        details.append(bad_request)
+    if isinstance(error, errors.Overloaded):
+        quota = error_details_pb2.QuotaFailure()
+        quota.violations.add(subject="capacity", description=message)
+        details.append(quota)
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and isinstance(error, _RETRYABLE):
+        retry_after_s = DEFAULT_RETRY_AFTER_S
+    if retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(retry_after_s * 1000))
+        details.append(retry)
+    return details
+
+
+def _unpack(status: status_pb2.Status, kind: Any) -> Any:
+    """The first detail of that kind, or None."""
+    for packed in status.details:
+        if packed.Is(kind.DESCRIPTOR):
+            detail = kind()
+            packed.Unpack(detail)
+            return detail
+    return None
+
+
+def _clip(text: str, max_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    return text if len(data) <= max_bytes else data[:max_bytes].decode(errors="ignore") + "…"

@@ -1,0 +1,169 @@
+"""Traces: spans with explicit times, handed on as W3C `traceparent` strings.
+
+Owns: the tracer of a process and where its spans go (OTLP by the standard OTEL_* variables, the trace file, both or
+nowhere). Never: ambient context, automatic instrumentation, or waiting for a collector; spans that find none are lost.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from services.core.clock import epoch_ns
+from services.core.errors import BatonError
+from services.rpc import names
+from services.rpc.trace_export import otlp_exporters
+from services.rpc.trace_file import TraceFileExporter
+
+Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+Attributes = Mapping[str, Value | None]
+"""None means: not known; the attribute is left out."""
+
+FILE_DELAY_MS = 200
+_SHUTDOWN_S = 2.0
+_CUT_SHORT_S = 0.5
+_W3C = TraceContextTextMapPropagator()
+
+
+class OpenSpan:
+    """A span that has begun. Set what becomes known, then `end` it; one that is never ended is never exported."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        carrier: dict[str, str] = {}
+        _W3C.inject(carrier, trace.set_span_in_context(span, Context()))
+        self.traceparent = carrier.get("traceparent", "")
+        """For children, here or in another process. Empty when tracing is disabled."""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits, for logs; empty when tracing is disabled."""
+        return trace_id_of(self.traceparent)
+
+    def set(self, attributes: Attributes) -> None:
+        self._span.set_attributes(_known(attributes))
+
+    def event(self, name: str, at_s: float, attributes: Attributes | None = None) -> None:
+        """`at_s`: monotonic seconds, like all times here."""
+        self._span.add_event(name, _known(attributes or {}), timestamp=epoch_ns(at_s))
+
+    def fail(self, error: BaseException) -> None:
+        """Marks the span as failed, with the error's reason as error.type."""
+        self._span.set_attribute(names.Attr.ERROR_TYPE, error_type(error))
+        self._span.set_status(trace.StatusCode.ERROR, str(error))
+
+    def end(self, end_s: float) -> None:
+        self._span.end(end_time=epoch_ns(end_s))
+
+
+class Tracer:
+    """Makes spans. Times are monotonic seconds of `core.clock.MonotonicClock`; safe from any thread."""
+
+    def __init__(self, provider: TracerProvider, exporters: Sequence[SpanExporter] = ()) -> None:
+        """The provider's processors feed `exporters`; they are listed so that `shutdown` can cut them short."""
+        self._provider = provider
+        self._exporters = exporters
+        self._tracer = provider.get_tracer("baton")
+
+    def start(
+        self,
+        name: str,
+        *,
+        request_id: str,
+        start_s: float,
+        parent: str = "",
+        attributes: Attributes | None = None,
+        server: bool = False,
+    ) -> OpenSpan:
+        """`parent`: a traceparent; empty or malformed begins a new trace. `server`: the root, which serves an RPC."""
+        context = _W3C.extract({"traceparent": parent}, Context()) if parent else Context()
+        span = self._tracer.start_span(
+            name,
+            context=context,
+            kind=trace.SpanKind.SERVER if server else trace.SpanKind.INTERNAL,
+            attributes={names.Attr.REQUEST_ID: request_id, **_known(attributes or {})},
+            start_time=epoch_ns(start_s),
+        )
+        return OpenSpan(span)
+
+    def span(
+        self,
+        name: str,
+        *,
+        request_id: str,
+        start_s: float,
+        end_s: float,
+        parent: str,
+        attributes: Attributes | None = None,
+        events: Sequence[tuple[str, float, Attributes]] = (),
+        error: BaseException | None = None,
+    ) -> str:
+        """A whole span after the fact; returns its traceparent. `events`: (name, monotonic seconds, attributes)."""
+        span = self.start(name, request_id=request_id, start_s=start_s, parent=parent, attributes=attributes)
+        for event in events:
+            span.event(*event)
+        if error is not None:
+            span.fail(error)
+        span.end(end_s)
+        return span.traceparent
+
+    def flush(self) -> None:
+        """Exports what is pending. Blocks as long as the collector does: for tests and tools."""
+        self._provider.force_flush()
+
+    def shutdown(self) -> None:
+        """Exports what is pending and closes the exporters. A silent collector delays it by about 2 s at most."""
+        # The SDK waits for a batch under way, all its retries included. Closing the exporters under it ends that.
+        thread = threading.Thread(target=self._provider.shutdown, name="trace-shutdown", daemon=True)
+        thread.start()
+        thread.join(_SHUTDOWN_S)
+        if thread.is_alive():
+            for exporter in self._exporters:
+                exporter.shutdown()
+            thread.join(_CUT_SHORT_S)
+
+
+def configure_tracing(service_name: str, instance_id: str, trace_file: str | None = None) -> Tracer:
+    """The tracer of this process. OTEL_* variables decide the rest, resource names included; call it once, in `main`.
+
+    ConfigError: the trace file cannot be written, or a variable names an exporter or protocol that does not exist.
+    """
+    ours: dict[str, str | int] = {
+        "service.name": service_name,
+        "service.instance.id": instance_id,
+        "process.pid": os.getpid(),
+    }
+    resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return Tracer(provider)
+    exporters = otlp_exporters()
+    # The file first: shutting down goes in this order, and it never has to wait.
+    if trace_file:
+        file_exporter = TraceFileExporter(trace_file)
+        provider.add_span_processor(BatchSpanProcessor(file_exporter, schedule_delay_millis=FILE_DELAY_MS))
+    for exporter in exporters:
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracer(provider, exporters)
+
+
+def trace_id_of(traceparent: str) -> str:
+    """32 hex digits of a traceparent, or nothing."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) >= 4 else ""
+
+
+def error_type(error: BaseException) -> str:
+    return error.reason if isinstance(error, BatonError) else type(error).__qualname__
+
+
+def _known(attributes: Attributes) -> dict[str, Value]:
+    return {name: value for name, value in attributes.items() if value is not None}

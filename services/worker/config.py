@@ -1,0 +1,54 @@
+"""A worker's configuration: the same flags for every role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.core.config import option, port, positive
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    # Model and engine.
+    model: str = option("smollm2-135m-instruct", "model: default model's name, local directory, GGUF file or hub id")
+    served_model_name: str = option("", "model id clients use (default: derived from --model)")
+    device: str = option("cpu", "torch device, such as cpu or cuda:0")
+    dtype: str = option("auto", "type of weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
+    memory_utilization: float = option(
+        0.0,
+        "share of device memory for weights and pool; 0 takes the device's default",
+        check=lambda v: 0 <= v <= 1,
+        must="must be in [0, 1]",
+    )
+    kv_blocks: int = option(0, "blocks in the pool; 0 sizes it by --memory-utilization", check=lambda v: v >= 0)
+    block_size: int = option(16, "tokens in a block", check=lambda v: 1 <= v <= 1024, must="must be in [1, 1024]")
+    max_num_seqs: int = option(64, "most sequences in one step", check=positive, must="must be positive")
+    max_model_len: int = option(0, "most tokens of prompt and output; 0 takes the model's", check=lambda v: v >= 0)
+    max_num_batched_tokens: int = option(
+        512, "most tokens in one step; longer prompts run in chunks", check=positive, must="must be positive"
+    )
+    threads: int = option(0, "compute threads; 0 takes one per core it may use", check=lambda v: v >= 0)
+    # Where it listens and whom it joins.
+    host: str = option("127.0.0.1", "address to bind")
+    port: int = option(0, "gRPC port; 0 picks a free one", check=port, must="must be in [0, 65535]")
+    metrics_port: int = option(-1, "Prometheus port; 0 picks a free one, -1 none", check=lambda v: -1 <= v <= 65535)
+    router: tuple[str, ...] = option(
+        (), "router to join, host:port; repeatable; a name with several addresses joins all"
+    )
+    advertise: str = option("", "host:port routers and other workers dial (default: what was bound)")
+    worker_id: str = option("", "stable name in the cluster (default: role and port)")
+    # Transfer.
+    transport: str = option("auto", "how KV is pulled from other workers", choices=("auto", "shm", "grpc"))
+    shm_dir: str = option("", "folder for the pool's Unix socket, shared between containers (default: abstract socket)")
+    checksums: bool = option(False, "verify every imported block with xxh3")
+    lease_ttl_s: float = option(10.0, "life of a sealed lease that no one fetches or holds, seconds", check=positive)
+    stall_s: float = option(5.0, "longest wait for a destination to copy an announced block, seconds", check=positive)
+    # Sessions.
+    heartbeat_s: float = option(0.5, "interval of heartbeats to routers, seconds", check=positive)
+    silence_s: float = option(5.0, "a router silent this long has lost its session, seconds", check=positive)
+    max_message_bytes: int = option(64 << 20, "largest gRPC message", check=positive)
+    drain_s: float = option(30.0, "time sequences get to finish after SIGTERM, seconds", check=lambda v: v >= 0)
+    # Observability.
+    trace_file: str = option("", "append spans to this file as OTLP JSON lines")
+    log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("console", "log format", choices=("console", "json"))

@@ -1,0 +1,66 @@
+"""Runs a worker process: configure, bind, load, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from baton.v1 import types_pb2
+from services.core.ids import new_incarnation
+from services.core.lifecycle import Lifecycle
+from services.engine.engine import Engine, EngineConfig
+from services.rpc.logging import configure_logging
+from services.rpc.serving import GrpcServer
+from services.rpc.telemetry import configure_tracing
+from services.worker.config import WorkerConfig
+from services.worker.host import Phase, WorkerHost, role_name
+from services.worker.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    config: WorkerConfig,
+    role: types_pb2.WorkerRole,
+    lifecycle: Lifecycle,
+    phases: Callable[[WorkerHost], Iterable[Phase]],
+) -> None:
+    """Runs until told to stop. Port and health answer while the weights load; services come when they are there."""
+    server = GrpcServer(config.host, config.port, max_request_bytes=config.max_message_bytes)
+    await server.start()
+    name = config.worker_id or f"{role_name(role)}-{server.port}"
+    configure_logging(f"baton-{role_name(role)}", name, level=config.log_level, form=config.log_format)
+    tracer = configure_tracing(f"baton-{role_name(role)}", name, config.trace_file or None)
+    try:
+        loading = asyncio.create_task(asyncio.to_thread(Engine, engine_config(config, role)))
+        engine = await loading
+        host = WorkerHost(config, role, engine, server, tracer, new_incarnation())
+        metrics = WorkerMetrics(host)
+        try:
+            await host.start(phases(host))
+            lifecycle.report_ready(port=server.port, metrics_port=metrics.port)
+            await lifecycle.stopping.wait()
+            await host.drain(lifecycle.drain_s)
+        finally:
+            await host.stop()
+            metrics.close()
+    finally:
+        tracer.shutdown()
+
+
+def engine_config(config: WorkerConfig, role: types_pb2.WorkerRole) -> EngineConfig:
+    return EngineConfig(
+        model_path=config.model,
+        model_id=config.served_model_name or config.model.rstrip("/").rpartition("/")[2],
+        device=config.device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=config.kv_blocks or None,
+        memory_utilization=config.memory_utilization or None,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len or None,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        threads=config.threads or None,
+        half_leased=role == types_pb2.WORKER_ROLE_MIXED,
+    )

@@ -1,0 +1,298 @@
+"""A source and a destination as a worker would put them together: real servers on port 0, real memfds, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
+from services.core.clock import ManualClock
+from services.core.ids import new_incarnation, new_lease_id
+from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.client import BlockFetcher, FetchOrder, FetchOutcome, TransportChoice
+from services.kvtransfer.imports import Import, ImportTable
+from services.kvtransfer.layout import Layout
+from services.kvtransfer.lease import Lease
+from services.kvtransfer.lease_table import LeaseTable
+from services.kvtransfer.memory import Buffer
+from services.kvtransfer.servicer import KVTransferServicer
+from services.kvtransfer.transports.shm import ShmServer
+from services.kvtransfer.wire import layout_to_proto
+from services.rpc.channels import dial
+from services.rpc.serving import GrpcServer
+from services.rpc.status import from_call
+
+PATIENCE_S = 10.0
+"""Far beyond what anything here takes: reached only by a hang."""
+
+LAYOUT = Layout("tiny", "digest", "float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
+TOKEN = types_pb2.SequenceTokens(leg=1, position=0, token_ids=[42])
+
+
+class Gate:
+    """Stops writers until it is opened."""
+
+    def __init__(self) -> None:
+        self._entered = threading.Event()
+        self._open = threading.Event()
+
+    def enter(self) -> None:
+        self._entered.set()
+        assert self._open.wait(PATIENCE_S)
+
+    async def entered(self) -> None:
+        assert await asyncio.to_thread(self._entered.wait, PATIENCE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class MemfdMemory:
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.fd: int | None = os.memfd_create("baton-test")
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        os.ftruncate(self.fd, num_blocks * block_bytes)
+        self._map = mmap.mmap(self.fd, num_blocks * block_bytes)
+        self.gate: Gate | None = None
+        self.corrupts = False
+
+    def read_block(self, block_id: int) -> memoryview:
+        return memoryview(self._map)[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+
+    def write_block(self, block_id: int, data: Buffer) -> None:
+        if self.gate is not None:
+            self.gate.enter()
+        with self.read_block(block_id) as block:
+            block[:] = data
+            if self.corrupts:
+                block[self.block_bytes // 2] ^= 1
+
+    def fill(self, block_id: int, seed: int) -> None:
+        with self.read_block(block_id) as block:
+            block[:] = content(seed, self.block_bytes)
+
+    def close(self) -> None:
+        self._map.close()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def content(seed: int, num_bytes: int) -> bytes:
+    return (seed.to_bytes(4, "big") * (num_bytes // 4 + 1))[:num_bytes]
+
+
+async def until(predicate: Callable[[], bool]) -> None:
+    """Returns when the predicate holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not predicate():
+            await asyncio.sleep(0.001)
+
+
+class Source:
+    """A worker that leases its blocks. Lease `n` of a test has the content seeds 100 n, 100 n + 1, …"""
+
+    def __init__(
+        self,
+        layout: Layout = LAYOUT,
+        *,
+        shared: bool = True,
+        servicer: type[KVTransferServicer] = KVTransferServicer,
+        silence_s: float = PATIENCE_S,
+    ) -> None:
+        self.clock = ManualClock()
+        self.layout = layout
+        self.incarnation = new_incarnation()
+        self.memory = MemfdMemory(64, layout.block_bytes)
+        self.ended: list[Lease] = []
+        self.table = LeaseTable(layout.block_size, on_end=self.ended.append)
+        self.board = LeaseBoard(self.table, self.clock)
+        self.shm = ShmServer(self.memory, self.incarnation) if shared else None
+        self.servicer = servicer(
+            self.board, self.memory, layout, self.incarnation, self.clock, shared=shared, silence_s=silence_s
+        )
+        self.server = GrpcServer()
+        self.server.add(
+            "baton.v1.KVTransferService",
+            kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server,
+            self.servicer,
+        )
+        self._free = list(range(64))
+        self._num_leases = 0
+
+    @property
+    def where(self) -> types_pb2.KVSource:
+        return types_pb2.KVSource(
+            address=self.server.address,
+            incarnation=self.incarnation,
+            shm_socket=self.shm.name if self.shm else "",
+            layout=layout_to_proto(self.layout),
+        )
+
+    def lease(self, num_tokens: int, *, sealed: bool = False, owner: str = "session") -> Lease:
+        """A lease whose blocks are not written yet, or all are and it is sealed."""
+        self._num_leases += 1
+        block_ids = [self._free.pop() for _ in range(self.layout.num_blocks(num_tokens))]
+        lease = self.table.open(
+            new_lease_id(),
+            owner=owner,
+            block_ids=block_ids,
+            num_tokens=num_tokens,
+            now=self.clock.now(),
+            note=100 * self._num_leases,
+        )
+        if sealed:
+            self.seal(lease)
+        return lease
+
+    def publish(self, lease: Lease, num_tokens: int) -> None:
+        self._compute(lease, num_tokens // self.layout.block_size)
+        self.table.publish(lease.lease_id, num_tokens, self.clock.now())
+
+    def seal(self, lease: Lease, token: types_pb2.SequenceTokens = TOKEN, *, finished: bool = False) -> None:
+        self._compute(lease, lease.num_blocks)
+        self.table.seal(lease.lease_id, token, self.clock.now(), finished=finished)
+
+    def _compute(self, lease: Lease, upto: int) -> None:
+        assert isinstance(lease.note, int)
+        for index in range(lease.num_published, upto):
+            self.memory.fill(lease.block_ids[index], lease.note + index)
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.board.tick()
+
+    def expected(self, lease: Lease, first_block: int = 0) -> list[bytes]:
+        assert isinstance(lease.note, int)
+        return [content(lease.note + i, self.layout.block_bytes) for i in range(first_block, lease.num_blocks)]
+
+    def assert_idle(self) -> None:
+        assert len(self.table) == 0
+        assert self.table.num_fetches == 0
+        assert self.board.num_followers == 0
+        assert len(self.ended) == len(set(self.ended)) == self._num_leases
+        assert self.table.next_deadline() is None
+
+    async def close(self) -> None:
+        await self.server.stop()
+        self.servicer.close()
+        self.board.close()
+        if self.shm is not None:
+            self.shm.close()
+        self.memory.close()
+
+
+class Destination:
+    """A worker that imports. Its import `n` gets fresh blocks."""
+
+    def __init__(
+        self,
+        layout: Layout = LAYOUT,
+        *,
+        silence_s: float = PATIENCE_S,
+        dial: Callable[[str], grpc.aio.Channel] = dial,
+    ) -> None:
+        self.clock = ManualClock()
+        self.memory = MemfdMemory(64, layout.block_bytes)
+        self.freed: list[Import] = []
+        self.table = ImportTable(on_freed=self.freed.append)
+        self.fetcher = BlockFetcher(
+            self.memory, layout, self.table, self.clock, dial=dial, error_of=from_call, silence_s=silence_s
+        )
+        self._free = list(range(64))
+
+    def reserve(self, num_blocks: int) -> Import:
+        return self.table.reserve(
+            owner="session", block_ids=[self._free.pop() for _ in range(num_blocks)], now=self.clock.now()
+        )
+
+    def order(
+        self,
+        source: Source,
+        lease: Lease,
+        *,
+        leg: int = 1,
+        first_block: int = 0,
+        transport: TransportChoice = "auto",
+        checksums: bool = False,
+    ) -> FetchOrder:
+        """With one block more than the prompt needs, as a decode worker reserves it."""
+        num_blocks = lease.num_blocks - first_block
+        import_ = self.reserve(num_blocks + 1)
+        return FetchOrder(
+            source.where,
+            lease.lease_id,
+            leg,
+            import_,
+            first_block,
+            import_.block_ids[:num_blocks],
+            transport,
+            checksums,
+        )
+
+    async def fetch(self, source: Source, lease: Lease, **options: Any) -> FetchOutcome:
+        return await self.fetcher.fetch(self.order(source, lease, **options))
+
+    def start(self, order: FetchOrder) -> asyncio.Task[FetchOutcome]:
+        return asyncio.create_task(self.fetcher.fetch(order))
+
+    def holds(self, block_ids: Sequence[int]) -> list[bytes]:
+        return [bytes(self.memory.read_block(block_id)) for block_id in block_ids]
+
+    def assert_idle(self) -> None:
+        assert len(self.table) == 0
+        assert len(self.freed) == len(set(self.freed))
+
+    async def close(self) -> None:
+        await self.fetcher.close()
+        self.memory.close()
+
+
+@contextlib.asynccontextmanager
+async def running(*parties: Source | Destination) -> AsyncIterator[None]:
+    """Starts the servers; afterwards everything must have come to an end by itself: leases, imports, streams, copies,
+    connections and tasks."""
+    for party in parties:
+        if isinstance(party, Source):
+            await party.server.start()
+    try:
+        yield
+        for party in parties:
+            if isinstance(party, Source):
+                await until(lambda source=party: source.board.num_followers == 0)  # type: ignore[misc]
+            party.assert_idle()
+    finally:
+        # Destinations first: a source notices.
+        for party in sorted(parties, key=lambda party: isinstance(party, Source)):
+            if isinstance(party, Source) and party.shm is not None:
+                await until(lambda shm=party.shm: shm.num_connections == 0)  # type: ignore[misc]
+            await party.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+@contextlib.asynccontextmanager
+async def raw_stub(source: Source) -> AsyncIterator[kvtransfer_pb2_grpc.KVTransferServiceStub]:
+    """For what a well-behaved destination would never send."""
+    async with dial(source.server.address) as channel:
+        yield kvtransfer_pb2_grpc.KVTransferServiceStub(channel)
+
+
+def opening(source: Source, lease_id: bytes, **fields: Any) -> kvtransfer_pb2.FetchRequest:
+    opened = kvtransfer_pb2.FetchOpen(
+        lease_id=lease_id,
+        leg=1,
+        transport=types_pb2.TRANSPORT_GRPC,
+        layout=layout_to_proto(source.layout),
+        source_incarnation=source.incarnation,
+    )
+    opened.MergeFrom(kvtransfer_pb2.FetchOpen(**fields))
+    return kvtransfer_pb2.FetchRequest(open=opened)

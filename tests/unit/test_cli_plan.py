@@ -1,0 +1,139 @@
+"""How `baton up` divides cores, ports and memory."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.cli import machine
+from services.cli.plan import (
+    MAX_POOL_BYTES,
+    MEMORY_SHARE,
+    CoreShare,
+    divide_cores,
+    memory_utilization,
+    plan_metrics_ports,
+    plan_workers,
+)
+from services.core.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "expected"),
+    [
+        (2, 2, [((0,), 1), ((1,), 1)]),
+        (2, 1, [((0, 1), 2)]),
+        (8, 3, [((0, 1, 2), 3), ((3, 4, 5), 3), ((6, 7), 2)]),
+        (2, 5, [((0,), 1), ((1,), 1), ((0,), 1), ((1,), 1), ((0,), 1)]),
+        (4, 0, []),
+    ],
+)
+def test_even_division(num_cores: int, num_workers: int, expected: list[tuple[tuple[int, ...], int]]) -> None:
+    shares = divide_cores(range(num_cores), num_workers)
+    assert shares == [CoreShare(cores, threads) for cores, threads in expected]
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "threads", "expected"),
+    [
+        (8, 2, 3, [(0, 1, 2), (3, 4, 5)]),
+        (4, 2, 4, [(0, 1, 2, 3), (0, 1, 2, 3)]),
+        (4, 2, 3, [(0, 1, 2), (0, 2, 3)]),
+        (2, 2, 9, [(0, 1), (0, 1)]),
+    ],
+)
+def test_threads_asked_for(num_cores: int, num_workers: int, threads: int, expected: list[tuple[int, ...]]) -> None:
+    shares = divide_cores(range(num_cores), num_workers, threads=threads)
+    assert [share.cores for share in shares] == expected
+    assert {share.threads for share in shares} == {threads}
+
+
+@given(st.integers(1, 64), st.integers(1, 80), st.none() | st.integers(1, 80), st.none() | st.floats(0.1, 64))
+def test_shares_are_sound(num_cores: int, num_workers: int, threads: int | None, quota: float | None) -> None:
+    cores = list(range(100, 100 + num_cores))
+    shares = divide_cores(cores, num_workers, threads=threads, quota=quota)
+    assert len(shares) == num_workers
+    for share in shares:
+        assert share.cores
+        assert len(set(share.cores)) == len(share.cores)
+        assert set(share.cores) <= set(cores)
+        assert share.threads >= 1
+    if threads is None and num_workers <= num_cores:
+        assert sorted(core for share in shares for core in share.cores) == cores
+
+
+def test_quota_limits_threads_not_cores() -> None:
+    shares = divide_cores(range(16), 2, quota=4.0)
+    assert [(len(share.cores), share.threads) for share in shares] == [(8, 2), (8, 2)]
+
+
+def test_no_core_is_told() -> None:
+    with pytest.raises(ConfigError, match="no CPU core"):
+        divide_cores([], 1)
+
+
+@pytest.mark.parametrize(
+    ("port", "metrics_port", "expected"),
+    [
+        (50051, None, [9400, 9401, 9402]),
+        (0, None, [0, 0, 0]),
+        (50051, 0, [0, 0, 0]),
+        (0, 7000, [7000, 7001, 7002]),
+    ],
+)
+def test_metrics_ports_count_up(port: int, metrics_port: int | None, expected: list[int]) -> None:
+    assert plan_metrics_ports(port, metrics_port, 3) == expected
+
+
+@pytest.mark.parametrize(
+    ("port", "metrics_port", "words"), [(0, 65534, "pass 65535"), (7001, 7000, "include --port 7001")]
+)
+def test_metrics_ports_that_cannot_be(port: int, metrics_port: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--metrics-port: .*{words}"):
+        plan_metrics_ports(port, metrics_port, 3)
+
+
+@pytest.mark.parametrize(
+    ("counts", "roles"),
+    [
+        ((None, None, None), ["prefill", "decode"]),
+        ((2, 1, None), ["prefill", "prefill", "decode"]),
+        ((None, None, 1), ["mixed"]),
+        ((1, None, 1), ["prefill", "mixed"]),
+    ],
+)
+def test_workers(counts: tuple[int | None, int | None, int | None], roles: list[str]) -> None:
+    assert plan_workers(*counts) == roles
+
+
+@pytest.mark.parametrize(
+    ("counts", "flag"), [((1, None, None), "--decode"), ((0, 1, None), "--prefill"), ((0, 0, 0), "--decode")]
+)
+def test_clusters_that_cannot_serve(counts: tuple[int | None, int | None, int | None], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        plan_workers(*counts)
+
+
+def test_memory_is_divided_and_bounded() -> None:
+    small = memory_utilization(4 * GIB, 8 * GIB, GIB // 4, 2)
+    assert small == pytest.approx(MEMORY_SHARE * 4 / 2 / 8)
+    large = memory_utilization(200 * GIB, 256 * GIB, GIB, 2)
+    assert large == pytest.approx((GIB + MAX_POOL_BYTES) / (256 * GIB))
+
+
+def test_container_limits_are_heeded(tmp_path: pathlib.Path) -> None:
+    assert machine.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert machine.cpu_quota(tmp_path) == 1.5
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert machine.memory_bytes(tmp_path)[0] == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.memory_bytes(tmp_path)[0] > 3000

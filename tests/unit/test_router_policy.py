@@ -1,0 +1,161 @@
+"""Placement as tables: (workers, job) -> worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.core.errors import InvalidRequest
+from services.router.policy import (
+    Job,
+    Load,
+    PolicyConfig,
+    Role,
+    Source,
+    WorkerView,
+    nearest_to_room,
+    place_decode,
+    place_prefill,
+    resolve_max_tokens,
+)
+from services.router.policy.terms import FAILURE_MEMORY_S
+
+NOW = 1000.0
+CONFIG = PolicyConfig()
+JOB = Job(num_tokens=64, total_tokens=128)
+
+
+def view(worker_id: str, role: Role, *, busy: int = 0, **changes: object) -> WorkerView:
+    """64 blocks of 16; `busy` of them active."""
+    worker = WorkerView(
+        worker_id=worker_id,
+        role=role,
+        ready=True,
+        host_id="h1",
+        layout="L",
+        block_size=16,
+        num_blocks=64,
+        max_model_len=1024,
+        max_num_seqs=8,
+        load=Load(sequence_number=1, blocks_active=busy, blocks_free=64 - busy, num_running=1 if busy else 0),
+    )
+    return replace(worker, **changes)  # type: ignore[arg-type]
+
+
+def prefill(worker_id: str = "p", **changes: object) -> WorkerView:
+    return view(worker_id, Role.PREFILL, **changes)  # type: ignore[arg-type]
+
+
+def decode(worker_id: str = "d", **changes: object) -> WorkerView:
+    return view(worker_id, Role.DECODE, **changes)  # type: ignore[arg-type]
+
+
+def mixed(worker_id: str = "m", **changes: object) -> WorkerView:
+    return view(worker_id, Role.MIXED, **changes)  # type: ignore[arg-type]
+
+
+def queue(num_tokens: int) -> Load:
+    return Load(1, blocks_active=1, blocks_free=63, queued_prefill_tokens=num_tokens)
+
+
+PREFILL_CASES = {
+    "no worker": ([], [], None),
+    "decode alone": ([decode()], [], None),
+    "nobody could take the handoff": ([prefill()], [], None),
+    "handoff of another layout": ([prefill(), decode(layout="M")], [], None),
+    "not ready": ([prefill(ready=False), decode()], [], None),
+    "tie goes to the lower id": ([prefill("p2"), prefill("p1"), decode()], [], "p1"),
+    "shorter queue": ([prefill("p1", load=queue(2000)), prefill("p2", load=queue(100)), decode()], [], "p2"),
+    "predicted queue counts": ([prefill("p1", predicted_tokens=900), prefill("p2"), decode()], [], "p2"),
+    "full queue waits": ([prefill(load=queue(CONFIG.max_queued_tokens)), decode()], [], None),
+    "no room in the pool": ([prefill(busy=61), decode()], [], None),
+    "just room": ([prefill(busy=60), decode()], [], "p"),
+    "predicted blocks count": ([prefill(busy=50, predicted_blocks=11, predicted_sequences=1), decode()], [], None),
+    "too long for its context": ([prefill(max_model_len=63), decode()], [], None),
+    "too long for its pool": ([prefill(num_blocks=3), decode()], [], None),
+    "dedicated before mixed": ([mixed(), prefill(), decode()], [], "p"),
+    "mixed when it is alone": ([mixed()], [], "m"),
+    "decode room covers it": ([prefill(), decode(busy=59)], [20], None),
+    "decode room covers both": ([prefill(), decode(busy=57)], [20], "p"),
+    "one is always let through": ([prefill(), decode(busy=64)], [], "p"),
+    "a mixed source needs no decode room": ([mixed(busy=8), decode(busy=64)], [20], "m"),
+    "lately failed": ([prefill("p1", last_failure_s=NOW), prefill("p2"), decode()], [], "p2"),
+    "failed long ago": ([prefill("p1", last_failure_s=NOW - FAILURE_MEMORY_S), prefill("p2"), decode()], [], "p1"),
+}
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES)
+def test_place_prefill(case: str) -> None:
+    workers, in_flight, expected = PREFILL_CASES[case]
+    assert place_prefill(JOB, workers, in_flight, NOW, CONFIG) == expected
+
+
+SOURCE = Source("p", "h1", "L")
+DECODE_CASES = {
+    "prefill workers do not decode": ([prefill()], SOURCE, None),
+    "only one": ([decode()], SOURCE, "d"),
+    "other layout": ([decode(layout="M")], SOURCE, None),
+    "draining": ([decode(ready=False)], SOURCE, None),
+    "no room": ([decode(busy=60)], SOURCE, None),
+    "room for one token more": ([decode(busy=59)], SOURCE, "d"),
+    "idle evicts its cache": ([decode(load=Load(1, blocks_cached=64))], SOURCE, "d"),
+    "more free memory": ([decode("d1", busy=40), decode("d2", busy=10)], SOURCE, "d2"),
+    "same host": ([decode("d1", host_id="h2"), decode("d2")], SOURCE, "d2"),
+    "batch is full": ([decode(load=Load(1, blocks_active=8, blocks_free=56, num_running=8))], SOURCE, None),
+    "imports fill the batch": (
+        [decode(load=Load(1, blocks_active=8, blocks_free=56, num_running=6, num_importing=2))],
+        SOURCE,
+        None,
+    ),
+    "commands in flight fill the batch": ([decode(busy=8, predicted_sequences=7)], SOURCE, None),
+    "decode before mixed": ([decode(busy=30), mixed("p")], SOURCE, "d"),
+    "in place when all others are full": ([decode(busy=64), mixed("p", busy=64)], SOURCE, "p"),
+    "in place rather than on another mixed worker": ([mixed("a"), mixed("p")], SOURCE, "p"),
+    "whole sequence": ([decode("d1", layout="M"), prefill()], None, "d1"),
+    "too small for what it may become": ([decode(num_blocks=7)], SOURCE, None),
+}
+
+
+@pytest.mark.parametrize("case", DECODE_CASES)
+def test_place_decode(case: str) -> None:
+    workers, source, expected = DECODE_CASES[case]
+    assert place_decode(JOB, source, workers, NOW, CONFIG) == expected
+
+
+def test_a_worker_to_avoid_is_the_last_resort() -> None:
+    job = replace(JOB, avoid=frozenset({"d1"}))
+    assert place_decode(job, SOURCE, [decode("d1"), decode("d2", busy=40)], NOW, CONFIG) == "d2"
+    assert place_decode(job, SOURCE, [decode("d1")], NOW, CONFIG) == "d1"
+
+
+def test_nearest_to_room_ignores_load_but_not_capability() -> None:
+    workers = [decode("d1", busy=63), decode("d2", busy=62), decode("d3", num_blocks=4), decode("d4", layout="M")]
+    assert nearest_to_room(JOB, SOURCE, workers) == "d2"
+    assert nearest_to_room(JOB, SOURCE, []) is None
+
+
+def test_scores_are_shares() -> None:
+    crowded = view("w", Role.MIXED, busy=64, predicted_sequences=99, predicted_tokens=10**6, last_failure_s=NOW)
+    for worker in (crowded, prefill(), decode(), mixed()):
+        for _, term in (*CONFIG.prefill_terms, *CONFIG.decode_terms):
+            for source in (None, SOURCE):
+                assert 0.0 <= term(worker, JOB, source, NOW) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "expected"),
+    [(10, 5, 5), (10, None, 1014), (1023, 1, 1), (1024, 1, "prompt"), (1000, 25, "stopping.max_tokens")],
+)
+def test_resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, expected: int | str) -> None:
+    workers = [prefill(max_model_len=9999, num_blocks=9999), decode("d1", num_blocks=8), decode("d2")]
+    if isinstance(expected, int):
+        assert resolve_max_tokens(num_prompt_tokens, max_tokens, workers, 77) == expected
+    else:
+        with pytest.raises(InvalidRequest) as raised:
+            resolve_max_tokens(num_prompt_tokens, max_tokens, workers, 77)
+        assert raised.value.field == expected
+
+
+def test_the_model_speaks_while_no_worker_is_known() -> None:
+    assert resolve_max_tokens(70, None, [], 77) == 7
