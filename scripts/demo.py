@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE_FILE = ROOT / "demo-trace.jsonl"
@@ -38,25 +38,27 @@ class Prompt:
     request_id: str
     title: str
     flags: tuple[str, ...]
+    max_tokens: int
 
 
 PROMPTS = (
     Prompt(
         "demo-chat",
         "a short chat",
-        ("--chat", "--prompt", "What is the capital of France, and what is it famous for?", "--temperature", "0")
-        + ("--max-tokens", "64"),
+        ("--chat", "--prompt", "What is the capital of France, and what is it famous for?", "--temperature", "0"),
+        max_tokens=64,
     ),
     Prompt(
         "demo-document",
         "a long document to summarise (its KV crosses from the prefill to the decode worker)",
-        ("--chat", "--prompt-file", "DOCUMENT", "--temperature", "0", "--max-tokens", "96"),
+        ("--chat", "--system", "Summarise in three sentences.", "--prompt-file", str(DOCUMENT), "--temperature", "0"),
+        max_tokens=96,
     ),
     Prompt(
         "demo-sampling",
         "seeded sampling: the same seed writes the same story",
-        ("--chat", "--prompt", "Write a short story about a relay race.", "--temperature", "0.8", "--seed", "7")
-        + ("--max-tokens", "96"),
+        ("--chat", "--prompt", "Write a short story about a relay race.", "--temperature", "0.8", "--seed", "7"),
+        max_tokens=96,
     ),
 )
 
@@ -123,7 +125,7 @@ class Cluster:
             rest, _ = self._process.communicate(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             raise DemoFailed(f"baton up did not stop within {STOP_S:g} s") from None
-        print("".join(f"  {line}\n" for line in rest.splitlines()), end="")
+        print("".join(f"  {line}\n" for line in rest.splitlines()), end="", flush=True)
         if self._process.returncode != 0:
             raise DemoFailed(f"baton up exited with {self._process.returncode}. The end of its log:\n{self._log()}")
 
@@ -138,9 +140,9 @@ class Cluster:
 
 def ask(target: str, prompt: Prompt) -> None:
     """Streams one answer to the terminal."""
-    flags = [str(DOCUMENT) if flag == "DOCUMENT" else flag for flag in prompt.flags]
     heading(prompt.title)
-    command = [*BATON, "generate", "--target", target, "--request-id", prompt.request_id, *flags]
+    command = [*BATON, "generate", "--target", target, "--request-id", prompt.request_id]
+    command += ["--max-tokens", str(prompt.max_tokens), *prompt.flags]
     try:
         process = subprocess.run(command, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
@@ -152,7 +154,6 @@ def ask(target: str, prompt: Prompt) -> None:
 def show(prompt: Prompt) -> None:
     """The request's breakdown, and proof that what was promised happened."""
     heading(f"where {prompt.request_id} spent its time")
-    sys.stdout.flush()
     trace = [*BATON, "trace", str(TRACE_FILE), "--request", prompt.request_id]
     if subprocess.run(trace, check=False).returncode != 0:
         raise DemoFailed(f"{prompt.request_id} has no trace")
@@ -161,8 +162,12 @@ def show(prompt: Prompt) -> None:
         check_document(facts)
 
 
-def check_document(facts: dict[str, object]) -> None:
-    print(json.dumps(facts)[:2000])
+def check_document(facts: dict[str, Any]) -> None:
+    num_tokens = facts["attributes"].get("gen_ai.usage.input_tokens", 0)
+    if num_tokens < MIN_DOCUMENT_TOKENS:
+        raise DemoFailed(f"the document has {num_tokens} tokens, not the {MIN_DOCUMENT_TOKENS} that were promised")
+    if not (facts["transfer"] or {}).get("bytes"):
+        raise DemoFailed("no KV was moved for the document")
 
 
 def heading(text: str) -> None:

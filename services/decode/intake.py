@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.v1 import decode_pb2, types_pb2
 from services.core.errors import BatonError, LayoutMismatch, LeaseInvalid
-from services.core.hashing import BlockHash, block_hashes, num_blocks_for
+from services.core.hashing import block_hashes, num_blocks_for
 from services.decode.admission import AdmissionPolicy, Refusal, Room
 from services.engine.block_pool import Holder
 from services.engine.sequence import Sequence
@@ -29,11 +29,19 @@ class Reservation:
     """SEQUENCE references are held."""
     import_: Import
     """Its block_ids follow the prefix; IMPORT references are held until READY or FREED."""
-    hashes: list[BlockHash]
 
-    @property
-    def block_ids(self) -> list[int]:
-        return [*self.prefix, *self.import_.block_ids]
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A handoff's KV, valid and complete. To be passed to `enter` or `discard` before the next await."""
+
+    first_token: types_pb2.SequenceTokens
+    """With `finish` if it ended the sequence; there are no blocks then."""
+    prefix: list[int]
+    """SEQUENCE references are held."""
+    block_ids: tuple[int, ...]
+    """What follows the prefix; references of kind `holder` are held."""
+    holder: Holder
 
 
 class Refused(BatonError):
@@ -74,15 +82,10 @@ class Intake:
                 raise Refused(refusal)
             fresh = pool.allocate(num_fresh, Holder.IMPORT)
         import_ = host.imports.reserve(owner=owner, block_ids=fresh, now=host.clock.now())
-        return Reservation(prefix, import_, hashes)
+        return Reservation(prefix, import_)
 
-    async def fetch(
-        self, command: decode_pb2.DecodeCommand, reservation: Reservation, sequence: Sequence
-    ) -> FetchOutcome:
-        """Pulls the blocks; afterwards they are the sequence's, but for its last token, which it now has.
-
-        When it raises, the reservation is given up. `ready` False: token 0 ended the sequence, and so did the import.
-        """
+    async def fetch(self, command: decode_pb2.DecodeCommand, reservation: Reservation) -> tuple[FetchOutcome, Arrival]:
+        """Pulls the blocks. When it raises, the reservation is given up, as it is when token 0 ended the sequence."""
         try:
             outcome = await self._host.fetcher.fetch(
                 FetchOrder(
@@ -101,13 +104,9 @@ class Intake:
             raise
         if not outcome.ready:
             self.give_up(reservation)
-            return outcome
-        with self._host.engine.lock:
-            self._host.engine.pool.transfer(reservation.import_.block_ids, Holder.IMPORT, Holder.SEQUENCE)
-        sequence.num_cached = len(reservation.prefix) * self._host.engine.info.block_size
-        _hand_over(sequence, reservation.block_ids, outcome.first_token)
-        reservation.prefix = []  # the sequence's now: a later give_up must not touch them
-        return outcome
+            return outcome, Arrival(outcome.first_token, [], (), Holder.IMPORT)
+        prefix, reservation.prefix = reservation.prefix, []  # no longer the reservation's to give up
+        return outcome, Arrival(outcome.first_token, prefix, reservation.import_.block_ids, Holder.IMPORT)
 
     def give_up(self, reservation: Reservation) -> None:
         """Frees the prefix now, and the import when no copy can still write it. Idempotent; not after a hand-over."""
@@ -116,29 +115,39 @@ class Intake:
         if prefix:
             self._host.release_blocks(prefix, Holder.SEQUENCE)
 
-    async def adopt(self, command: decode_pb2.DecodeCommand, sequence: Sequence) -> types_pb2.SequenceTokens:
+    async def adopt(self, command: decode_pb2.DecodeCommand) -> Arrival:
         """Takes this worker's own lease over in place, once it is sealed: references change hands, nothing moves.
 
-        Returns token 0. Raises LeaseInvalid when the lease ends first.
+        Raises LeaseInvalid when the lease ends first.
         """
-        host = self._host
-        ticket = host.leases.open_fetch(command.handoff.lease_id, command.leg, 0, host.clock.now())
-        with host.board.follow(ticket) as changed:
+        leases, clock = self._host.leases, self._host.clock
+        ticket = leases.open_fetch(command.handoff.lease_id, command.leg, 0, clock.now())
+        with self._host.board.follow(ticket) as changed:
             while ticket.ended is None and ticket.lease.state is LeaseState.OPEN:
                 await changed.wait()
                 changed.clear()
-                host.leases.ack(ticket, ticket.lease.num_published, host.clock.now())
+                leases.ack(ticket, ticket.lease.num_published, clock.now())
             first_token = ticket.lease.first_token
-            if ticket.ended is not None:
-                if not ticket.ended.broken and isinstance(first_token, types_pb2.SequenceTokens):
-                    return first_token
+            if ticket.ended is not None and (ticket.ended.broken or first_token is None):
                 raise LeaseInvalid(ticket.ended.value)
-            lease = host.leases.adopt(command.handoff.lease_id, command.leg, host.clock.now())
-        with host.engine.lock:
-            host.engine.pool.transfer(lease.block_ids, Holder.LEASE, Holder.SEQUENCE)
-        assert isinstance(first_token, types_pb2.SequenceTokens)
-        _hand_over(sequence, list(lease.block_ids), first_token)
-        return first_token
+            assert isinstance(first_token, types_pb2.SequenceTokens)
+            if ticket.ended is not None:  # token 0 ended the sequence
+                return Arrival(first_token, [], (), Holder.LEASE)
+            lease = leases.adopt(command.handoff.lease_id, command.leg, clock.now())
+        return Arrival(first_token, [], lease.block_ids, Holder.LEASE)
+
+    def enter(self, sequence: Sequence, arrival: Arrival) -> None:
+        """The sequence joins the batch with its blocks and token 0."""
+        sequence.block_ids = [*arrival.prefix, *arrival.block_ids]
+        sequence.num_cached = len(arrival.prefix) * self._host.engine.info.block_size
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.token_ids.append(arrival.first_token.token_ids[0])
+        self._host.engine.adopt(sequence, arrival.block_ids, arrival.holder)
+
+    def discard(self, arrival: Arrival) -> None:
+        """Nobody wants it any more."""
+        self._host.release_blocks(arrival.prefix, Holder.SEQUENCE)
+        self._host.release_blocks(arrival.block_ids, arrival.holder)
 
     def _room(self) -> Room:
         """Under the engine's lock."""
@@ -150,9 +159,3 @@ class Intake:
             max_num_seqs=engine.scheduler.config.max_num_seqs,
             num_preempted=engine.scheduler.num_preempted,
         )
-
-
-def _hand_over(sequence: Sequence, block_ids: list[int], first_token: types_pb2.SequenceTokens) -> None:
-    sequence.block_ids = block_ids
-    sequence.num_computed = len(sequence.token_ids)
-    sequence.token_ids.append(first_token.token_ids[0])

@@ -10,10 +10,9 @@ import logging
 
 from baton.v1 import decode_pb2, types_pb2
 from services.core.errors import BatonError, DeadlineExceeded
-from services.decode.intake import Intake, Refused, Reservation
+from services.decode.intake import Arrival, Intake, Refused, Reservation
 from services.decode.record import DecodeRecord
-from services.engine.block_pool import Holder
-from services.engine.engine import StepReport
+from services.engine.config import StepReport
 from services.engine.sequence import Admitted, Failed, Mode, SequenceEvent, Token
 from services.kvtransfer.client import lease_may_live
 from services.rpc.status import to_status
@@ -93,9 +92,9 @@ class DecodeLeg:
 
     async def _fetch(self, reservation: Reservation) -> None:
         try:
-            outcome = await self._intake.fetch(self._command, reservation, self._sequence)
+            outcome, arrival = await self._intake.fetch(self._command, reservation)
             self._record.transferred(outcome)
-            self._take_over(outcome.first_token)
+            self._take_over(arrival)
         except Exception as error:  # whatever went wrong, the router must hear of it
             self._import_failed(error)
 
@@ -107,9 +106,9 @@ class DecodeLeg:
     async def _adopt(self) -> None:
         try:
             started_s = self._host.clock.now()
-            first_token = await self._intake.adopt(self._command, self._sequence)
-            self._record.adopted(started_s, len(self._sequence.block_ids))
-            self._take_over(first_token)
+            arrival = await self._intake.adopt(self._command)
+            self._record.adopted(started_s, len(arrival.block_ids))
+            self._take_over(arrival)
         except Exception as error:
             self._import_failed(error)
 
@@ -118,21 +117,21 @@ class DecodeLeg:
             self._task = None
             self._close()
 
-    def _take_over(self, first_token: types_pb2.SequenceTokens) -> None:
+    def _take_over(self, arrival: Arrival) -> None:
         """The KV is here and valid: token 0 is repeated to the router, and the sequence joins the batch."""
         if self._over:  # cancelled in the very moment the release was answered
-            self._host.release_blocks(self._sequence.block_ids, Holder.SEQUENCE)
+            self._intake.discard(arrival)
             return
         self._emit(decode_pb2.DecodeEvent(ready=decode_pb2.ImportReady(leg=self.number)))
         tokens = types_pb2.SequenceTokens()
-        tokens.CopyFrom(first_token)
+        tokens.CopyFrom(arrival.first_token)
         tokens.leg = self.number
         tokens.ClearField("timings")
         self._emit(decode_pb2.DecodeEvent(tokens=tokens))
         if not tokens.HasField("finish"):
             self._task = None
             self._host.hub.register(self._sequence.seq_id, self)
-            self._host.engine.adopt(self._sequence)
+            self._intake.enter(self._sequence, arrival)
             log.info("request %s leg %d: decode begins", self._command.request_id, self.number)
 
     # -- what the engine reports ---------------------------------------------------------------------------------------

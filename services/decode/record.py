@@ -6,7 +6,7 @@ Never: decides anything.
 from __future__ import annotations
 
 from baton.v1 import decode_pb2, types_pb2
-from services.engine.engine import StepReport
+from services.engine.config import StepReport
 from services.kvtransfer.client import FetchOutcome
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Attributes, Value
@@ -55,7 +55,7 @@ class DecodeRecord:
         else:
             self._gaps_ms.append((now - self._last_token_s) * 1000)
         self._num_steps += 1
-        self._sum_batch += report.num_sequences
+        self._sum_batch += max(1, report.num_decodes)
         self._last_token_s = now
 
     def timings(self) -> types_pb2.PhaseTimings:

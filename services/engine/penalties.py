@@ -1,4 +1,4 @@
-"""Changes to single logits before sampling: bias, penalties, masked ids. In place, touching only the tokens concerned."""
+"""Changes to single logits before sampling: bias, penalties, masked ids. Touches only the tokens concerned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.engine.sequence import ScheduledSequence
 
 
 def adjust(logits: Tensor, sequences: Sequence[ScheduledSequence]) -> None:
-    """Bias first, then repetition, then presence and frequency, then masks. logits: [len(sequences), vocab_size]."""
+    """In place: bias, then repetition, then presence and frequency, then masks. logits: [num_rows, vocab_size]."""
     for row, sequence in enumerate(sequences):
         sampling = sequence.sampling
         if sampling.logit_bias:

@@ -1,8 +1,8 @@
 """Chooses one token for each row of logits, by its sequence's parameters.
 
 Sampling is Gumbel-max: the token with the largest (logit / temperature + noise) among those that the filters keep has
-exactly the softmax distribution. Neither filters nor noise sort or take logarithms of the whole vocabulary: the best few
-tokens decide nearly always, and a bound shows when they do.
+exactly the softmax distribution. Neither filters nor noise sort or take logarithms of the whole vocabulary: the best
+few tokens decide nearly always, and bounds show when they do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from services.engine.penalties import adjust
 from services.engine.sequence import SampledToken, SamplingParams, ScheduledSequence
 
 _NUM_CANDIDATES = 128
+_LEAST_TEMPERATURE = 1e-30
+"""Smaller ones are this: greedy in all but name, and no division by what float32 rounds to zero."""
 
 
 @torch.inference_mode()
@@ -37,9 +39,9 @@ def sample(logits: Tensor, sequences: Sequence[ScheduledSequence]) -> list[Sampl
 
 def _draw(logits: Tensor, sequences: Sequence[ScheduledSequence]) -> Tensor:
     """[num_rows] token ids. logits: [num_rows, vocab_size] float32; changed."""
-    num_rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     params = [sequence.sampling for sequence in sequences]
-    temperatures = torch.tensor([each.temperature for each in params], device=logits.device)
+    temperatures = torch.tensor([max(each.temperature, _LEAST_TEMPERATURE) for each in params], device=logits.device)
     # Relative to the best, so that small temperatures do not overflow.
     scaled = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures[:, None])
     num_candidates = min(vocab_size, max(_NUM_CANDIDATES, *(each.top_k for each in params)))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.clock import Clock
@@ -120,8 +119,6 @@ class FetchStream:
             failure = as_transfer_error(error, self._error_of)
             failure.__cause__ = error
             self._fail(failure)
-        except DecodeError:
-            self._fail(MalformedMessage("the bytes received are not an answer of Fetch"))
         except Exception as error:  # whatever it is: `next` raises it, instead of waiting for ever
             self._fail(error)
 
@@ -129,6 +126,8 @@ class FetchStream:
         response: Any = await self._call.read()
         if response is grpc.aio.EOF:
             raise TransferFailed("the stream ended before it was sealed")
+        if response is None:  # what the runtime makes of bytes that do not parse
+            raise MalformedMessage("the bytes received are not an answer of Fetch")
         kind = response.WhichOneof("message")
         if kind == "blocks":
             return response.blocks

@@ -13,7 +13,7 @@ from baton.v1 import prefill_pb2, types_pb2
 from services.core.errors import BatonError, DeadlineExceeded
 from services.core.ids import new_lease_id
 from services.engine.block_pool import Holder
-from services.engine.engine import StepReport
+from services.engine.config import StepReport
 from services.engine.sequence import Admitted, Failed, Mode, Progress, SequenceEvent, Token
 from services.kvtransfer.lease import Lease, LeaseState
 from services.rpc.names import Attr, Event, Span

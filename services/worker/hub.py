@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
-from services.engine.engine import StepReport
+from services.engine.config import StepReport
 from services.engine.sequence import SequenceEvent
 
 

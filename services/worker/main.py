@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from baton.v1 import types_pb2
 from services.core.ids import new_incarnation
 from services.core.lifecycle import Lifecycle
-from services.engine.engine import Engine, EngineConfig
+from services.engine.config import EngineConfig
+from services.engine.engine import Engine
 from services.rpc.logging import configure_logging
 from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import configure_tracing
@@ -62,5 +63,5 @@ def engine_config(config: WorkerConfig, role: types_pb2.WorkerRole) -> EngineCon
         max_model_len=config.max_model_len or None,
         max_num_batched_tokens=config.max_num_batched_tokens,
         threads=config.threads or None,
-        half_leased=role == types_pb2.WORKER_ROLE_MIXED,
+        limit_leased_blocks=role == types_pb2.WORKER_ROLE_MIXED,
     )

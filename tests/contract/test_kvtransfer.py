@@ -303,12 +303,18 @@ class Holding(KVTransferServicer):
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
-        self.asked, self.go = asyncio.Event(), asyncio.Event()
+        self.asked, self.go, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.answers_first = False
 
     async def Release(self, request, context):  # type: ignore[no-untyped-def]
+        answer = await super().Release(request, context) if self.answers_first else None
         self.asked.set()
-        await self.go.wait()
-        return await super().Release(request, context)
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return answer or await super().Release(request, context)
 
 
 class TestCancellation:
@@ -392,21 +398,26 @@ class TestCancellation:
             source.table.abort(second.lease_id, 0.0)
 
     @TRANSPORTS
-    async def test_during_the_release(self, transport: TransportChoice) -> None:
+    @pytest.mark.parametrize("released", [True, False])
+    async def test_during_the_release(self, transport: TransportChoice, released: bool) -> None:
+        """The answer may be on its way: then the lease is over, and still nobody uses the blocks."""
         source, destination = Source(servicer=Holding), Destination()
         async with running(source, destination):
             lease = source.lease(40, sealed=True)
             order = destination.order(source, lease, transport=transport)
             fetch = destination.start(order)
             assert isinstance(source.servicer, Holding)
+            source.servicer.answers_first = released
             await source.servicer.asked.wait()
             assert order.import_.state is ImportState.VALIDATING
             fetch.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetch
             assert destination.freed == [order.import_]
+            await source.servicer.cancelled.wait()
             source.servicer.go.set()
-            if len(source.table):
+            assert source.ended == ([lease] if released else [])
+            if not released:
                 await self.finish(source, destination, transport)
 
     async def test_an_import_drained_by_its_owner_stops_its_fetch(self) -> None:

@@ -39,6 +39,8 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.Contr
         text = request.messages.messages[-1].content if request.HasField("messages") else request.text
         if text == "refuse":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: must not be negative")
+        if text == "hang":
+            context.add_callback(self.cancelled.set)
         request_id = request.request_id or "req-1"
         yield inference_pb2.GenerateStreamResponse(prompt_info=inference_pb2.PromptInfo(request_id=request_id))
         words = text.split(" ") if text else ["tokens"]
@@ -48,7 +50,6 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.Contr
                 chunk.logprobs.add(logprob=-0.5).top.add(token_id=position, logprob=-0.5)
             yield inference_pb2.GenerateStreamResponse(chunk=chunk)
         if text == "hang":
-            context.add_callback(self.cancelled.set)
             self.cancelled.wait(WAIT_S)
             return
         yield inference_pb2.GenerateStreamResponse(completion=completion(len(words)))

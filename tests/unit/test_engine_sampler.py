@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from services.engine import noise
 from services.engine.sampler import sample
 from services.engine.sequence import SampledToken, SamplingParams, ScheduledSequence
@@ -147,7 +148,9 @@ def test_seed_and_position_decide() -> None:
     logits = random_logits()
 
     def tokens(seed: int) -> list[int]:
-        return [token.token_id for token in sample(logits.repeat(50, 1), [part(place, seed=seed) for place in range(50)])]
+        return [
+            token.token_id for token in sample(logits.repeat(50, 1), [part(place, seed=seed) for place in range(50)])
+        ]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -212,7 +215,11 @@ def test_noise_is_pinned() -> None:
     """A change here changes what every seeded request answers, and breaks resuming across versions."""
     keys = noise.keys([(0, 0), (2**64 - 1, 12345)], torch.device("cpu"))
     tokens = torch.tensor([[0, 1, 49151], [0, 1, 49151]])
-    assert noise.gumbel(keys, tokens).tolist() == PINNED
+    pinned = [
+        [0.6715245024171894, 1.791093659393487, 0.04111205518282012],
+        [0.22268383311046983, -0.36192650147251115, 0.9846407949943304],
+    ]
+    assert noise.gumbel(keys, tokens).flatten().tolist() == pytest.approx([*pinned[0], *pinned[1]], abs=1e-12)
     whole = noise.hash_all(keys, 49152)
     assert len(set(whole[0].tolist())) == 49152
 

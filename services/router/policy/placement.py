@@ -33,7 +33,7 @@ def resolve_max_tokens(
 
 def can_prefill(job: Job, worker: WorkerView) -> bool:
     """Ever: load does not matter."""
-    return worker.ready and worker.role.can_prefill and job.num_tokens <= worker.context_tokens
+    return worker.ready and worker.role.can_prefill and job.num_tokens < worker.context_tokens
 
 
 def can_decode(job: Job, worker: WorkerView) -> bool:

@@ -1,0 +1,49 @@
+"""Runs a step plan on the device: plan -> flat inputs -> model -> sampled tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from services.engine.inputs import flatten
+from services.engine.kv_cache import KVCache
+from services.engine.model import PagedModel
+from services.engine.sampler import sample
+from services.engine.sequence import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    def run(self, plan: StepPlan) -> StepResult:
+        """Returns when the step is complete on the device, so that its KV may be announced. May raise anything."""
+        ...
+
+    def reclaim(self) -> None:
+        """After a failed step: gives back what the allocator keeps, so that a smaller step may fit."""
+        ...
+
+
+class DeviceRunner:
+    """The `Runner` of a loaded model."""
+
+    def __init__(self, model: PagedModel, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        started = time.perf_counter()
+        inputs = flatten(plan.sequences, self._cache.shape.block_size, self._cache.device)
+        self._cache.clear(inputs.first_written)
+        logits = self._model.forward(inputs, self._cache)
+        sampling = [part for part in plan.sequences if part.samples]
+        tokens = sample(logits, sampling) if sampling else []
+        if self._cache.device.type != "cpu":
+            torch.accelerator.synchronize(self._cache.device)
+        sampled = {part.seq_id: token for part, token in zip(sampling, tokens, strict=True)}
+        return StepResult(sampled, device_ms=(time.perf_counter() - started) * 1e3)
+
+    def reclaim(self) -> None:
+        if self._cache.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,199 @@
+"""A handoff between two real workers, driven session by session."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.v1 import decode_pb2, prefill_pb2, types_pb2
+from tests.models import tiny_model
+from tests.workers import DECODE, MIXED, PREFILL, ScriptedRouter, idle, running_worker, until, worker_config
+
+PROMPT = [5 + i % 300 for i in range(100)]
+GREEDY = types_pb2.SamplingParams(temperature=0.0)
+
+
+def stopping(max_tokens: int) -> types_pb2.StoppingParams:
+    return types_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("models"))
+
+
+def prefill_command(leg: int, prompt: list[int] = PROMPT, max_tokens: int = 8, **more: Any) -> Any:
+    return prefill_pb2.PrefillCommand(
+        leg=leg, request_id="r", token_ids=prompt, sampling=GREEDY, stopping=stopping(max_tokens), **more
+    )
+
+
+def decode_command(leg: int, started: Any = None, prompt: list[int] = PROMPT, max_tokens: int = 8, **more: Any) -> Any:
+    handoff = decode_pb2.Handoff(lease_id=started.lease_id, source=started.source) if started else None
+    return decode_pb2.DecodeCommand(
+        leg=leg,
+        request_id="r",
+        token_ids=prompt,
+        sampling=GREEDY,
+        stopping=stopping(max_tokens),
+        handoff=handoff,
+        **more,
+    )
+
+
+async def alone(host: Any, router: ScriptedRouter, max_tokens: int = 8) -> list[int]:
+    """The same request run whole on one worker."""
+    leg = router.new_leg()
+    async with router.decode(host, number=1000 + leg) as session:
+        await session.send(decode=decode_command(leg, max_tokens=max_tokens))
+        ids, _ = await session.tokens(leg)
+    return ids
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_the_handoff_equals_one_worker(model: Path, transport: str) -> None:
+    router = ScriptedRouter()
+    config = worker_config(model, transport=transport)
+    async with running_worker(config, PREFILL) as source, running_worker(config, DECODE) as target:
+        async with router.prefill(source) as prefill, router.decode(target) as decode:
+            leg = router.new_leg()
+            await prefill.send(prefill=prefill_command(leg))
+            started = await prefill.next("started", leg)
+            decode_leg = router.new_leg()
+            await decode.send(decode=decode_command(decode_leg, started))
+            await decode.next("admitted", decode_leg)
+            first, _ = await prefill.tokens(leg, count=1)
+            await decode.next("ready", decode_leg)
+            ids, finish = await decode.tokens(decode_leg)
+            ended = await prefill.next("lease_ended", leg)
+        assert ids[0] == first[0]
+        assert len(ids) == 8
+        assert finish.reason == types_pb2.FINISH_REASON_LENGTH
+        assert finish.timings.transport == types_pb2.Transport.Value(f"TRANSPORT_{transport.upper()}")
+        assert finish.timings.transfer_blocks == 7
+        assert ended.reason == prefill_pb2.LEASE_END_REASON_RELEASED
+        await idle(target)
+        assert ids == await alone(target, router)
+
+
+async def test_a_mixed_worker_adopts_its_own_lease(model: Path) -> None:
+    router = ScriptedRouter()
+    async with running_worker(worker_config(model), MIXED) as host:
+        async with router.prefill(host) as prefill, router.decode(host) as decode:
+            leg, decode_leg = router.new_leg(), router.new_leg()
+            await prefill.send(prefill=prefill_command(leg))
+            started = await prefill.next("started", leg)
+            await decode.send(decode=decode_command(decode_leg, started))
+            ids, finish = await decode.tokens(decode_leg)
+        assert finish.timings.transport == types_pb2.TRANSPORT_LOCAL
+        assert finish.timings.transfer_bytes == 0
+        assert ids == await alone(host, router)
+
+
+async def test_the_first_token_may_end_the_sequence(model: Path) -> None:
+    router = ScriptedRouter()
+    config = worker_config(model)
+    async with running_worker(config, PREFILL) as source, running_worker(config, DECODE) as target:
+        async with router.prefill(source) as prefill, router.decode(target) as decode:
+            leg, decode_leg = router.new_leg(), router.new_leg()
+            await prefill.send(prefill=prefill_command(leg, max_tokens=1))
+            started = await prefill.next("started", leg)
+            await decode.send(decode=decode_command(decode_leg, started, max_tokens=1))
+            ids, finish = await prefill.tokens(leg)
+            assert len(ids) == 1
+            assert finish.reason == types_pb2.FINISH_REASON_LENGTH
+            await until(lambda: bool(decode.events), "the decode worker answers")
+
+
+async def test_a_refusal_leaves_the_lease_and_another_fetch_succeeds(model: Path) -> None:
+    router = ScriptedRouter()
+    async with (
+        running_worker(worker_config(model), PREFILL) as source,
+        running_worker(worker_config(model, kv_blocks=4), DECODE) as small,
+        running_worker(worker_config(model), DECODE) as large,
+    ):
+        async with router.prefill(source) as prefill, router.decode(small) as tight, router.decode(large) as roomy:
+            leg, first_leg, second_leg = router.new_leg(), router.new_leg(), router.new_leg()
+            await prefill.send(prefill=prefill_command(leg))
+            started = await prefill.next("started", leg)
+            # The small worker's context is smaller too; it must still answer as it would for a full pool.
+            await tight.send(decode=decode_command(first_leg, started, prompt=PROMPT[:50]))
+            refused = await tight.next("refused", first_leg)
+            assert refused.missing_blocks > 0
+            await roomy.send(decode=decode_command(second_leg, started))
+            ids, _ = await roomy.tokens(second_leg)
+            assert len(ids) == 8
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+async def test_the_end_of_a_session_frees_everything(model: Path, who: str) -> None:
+    router = ScriptedRouter()
+    config = worker_config(model, max_num_batched_tokens=16)
+    long = PROMPT * 6
+    async with running_worker(config, PREFILL) as source, running_worker(config, DECODE) as target:
+        async with router.prefill(source) as prefill, router.decode(target) as decode:
+            leg, decode_leg = router.new_leg(), router.new_leg()
+            await prefill.send(prefill=prefill_command(leg, long, max_tokens=300))
+            started = await prefill.next("started", leg)
+            await decode.send(decode=decode_command(decode_leg, started, long, max_tokens=300))
+            await decode.next("admitted", decode_leg)
+            if who in ("prefill", "both"):
+                prefill.call.cancel()
+            if who in ("decode", "both"):
+                decode.call.cancel()
+            if who == "prefill":
+                failed = await decode.next("import_failed", decode_leg)
+                assert not failed.lease_alive
+            if who == "decode":
+                await prefill.tokens(leg, count=1)  # the lease outlives the decode leg
+
+
+async def test_cancel_in_every_phase_frees_everything(model: Path) -> None:
+    router = ScriptedRouter()
+    config = worker_config(model, max_num_batched_tokens=16)
+    async with running_worker(config, PREFILL) as source, running_worker(config, DECODE) as target:
+        async with router.prefill(source) as prefill, router.decode(target) as decode:
+            for round_number in range(12):
+                leg, decode_leg = router.new_leg(), router.new_leg()
+                prompt = [7 + round_number, *PROMPT]
+                await prefill.send(prefill=prefill_command(leg, prompt, max_tokens=50))
+                if round_number % 4 > 0:
+                    started = await prefill.next("started", leg)
+                    await decode.send(decode=decode_command(decode_leg, started, prompt, max_tokens=50))
+                if round_number % 4 > 1:
+                    await decode.next("admitted", decode_leg)
+                if round_number % 4 > 2:
+                    await decode.tokens(decode_leg, count=5)
+                await prefill.send(cancel=prefill_pb2.CancelPrefill(leg=leg))
+                await decode.send(cancel=decode_pb2.CancelDecode(leg=decode_leg))
+            await asyncio.gather(idle(source), idle(target))
+
+
+async def test_the_deadline_ends_a_leg_with_its_status(model: Path) -> None:
+    router = ScriptedRouter()
+    config = worker_config(model)
+    async with running_worker(config, DECODE) as host, router.decode(host) as decode:
+        leg = router.new_leg()
+        await decode.send(decode=decode_command(leg, max_tokens=900, remaining_ms=150))
+        failed = await decode.next("failed", leg)
+        assert failed.status.code == 4  # DEADLINE_EXCEEDED
+        await idle(host)
+
+
+async def test_a_drained_worker_finishes_what_it_has_and_takes_nothing_new(model: Path) -> None:
+    router = ScriptedRouter()
+    async with running_worker(worker_config(model), DECODE) as host, router.decode(host) as decode:
+        running, refused = router.new_leg(), router.new_leg()
+        await decode.send(decode=decode_command(running, max_tokens=200))
+        await decode.tokens(running, count=3)
+        draining = asyncio.create_task(host.drain(20.0))
+        await until(lambda: decode.loads[-1].draining, "the snapshot says so")
+        await decode.send(decode=decode_command(refused))
+        failed = await decode.next("failed", refused)
+        assert failed.status.code == 14  # UNAVAILABLE
+        ids, _ = await decode.tokens(running)
+        await draining
+        assert ids
