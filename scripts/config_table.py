@@ -8,7 +8,7 @@ import re
 import sys
 
 from services.cli.up import UpConfig
-from services.router.main import RouterConfig
+from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 
 README = pathlib.Path(__file__).resolve().parents[1] / "README.md"

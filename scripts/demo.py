@@ -22,6 +22,7 @@ TRACE_FILE = ROOT / "demo-trace.jsonl"
 LOG_FILE = ROOT / "out" / "demo.log"
 DOCUMENT = ROOT / "examples" / "handoff.txt"
 BATON = (sys.executable, "-m", "services.cli.main")
+TASK = "Summarise the text above in three sentences."
 
 MIN_DOCUMENT_TOKENS = 1500
 START_S = 300.0
@@ -51,8 +52,8 @@ PROMPTS = (
     Prompt(
         "demo-document",
         "a long document to summarise (its KV crosses from the prefill to the decode worker)",
-        ("--chat", "--system", "Summarise in three sentences.", "--prompt-file", str(DOCUMENT), "--temperature", "0"),
-        max_tokens=96,
+        ("--chat", "--prompt", f"{DOCUMENT.read_text()}\n{TASK}", "--temperature", "0", "--repetition-penalty", "1.1"),
+        max_tokens=80,
     ),
     Prompt(
         "demo-sampling",

@@ -10,6 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+# Tiny models gain nothing from threads, and a busy machine makes them wait for each other.
+torch.set_num_threads(1)
+
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 2
 SLIDING_WINDOW = 24

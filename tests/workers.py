@@ -117,9 +117,17 @@ class ScriptedSession:
         self.error: grpc.aio.AioRpcError | None = None
         self._request_type = request_type
         self._arrived = asyncio.Event()
+        self._writing = asyncio.Lock()
 
     async def send(self, **message: Any) -> None:
-        await self.call.write(self._request_type(**message))
+        async with self._writing:
+            await self.call.write(self._request_type(**message))
+
+    async def beat(self) -> None:
+        """As a router does, until the session is over."""
+        while not self.call.done():
+            await self.send(heartbeat=types_pb2.RouterHeartbeat())
+            await asyncio.sleep(0.5)
 
     async def next(self, kind: str, leg: int) -> Any:
         """The first event of this kind for the leg, whatever else came before; it is taken out."""
@@ -164,8 +172,10 @@ async def _session(host: WorkerHost, stub: Any, request_type: Any, hello: Any) -
         session = ScriptedSession(stub(channel).Session(), request_type)
         reader = asyncio.create_task(session.read())
         await session.send(hello=hello)
+        heart = asyncio.create_task(session.beat())
         try:
             yield session
         finally:
+            heart.cancel()
             session.call.cancel()
-            await asyncio.wait([reader])
+            await asyncio.wait([reader, heart])

@@ -60,6 +60,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None =
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to produce")
     parser.add_argument("--temperature", type=float, metavar="T", default=temperature, help="0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repeating")
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answer")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable")
 
@@ -69,6 +70,7 @@ def apply_sampling(arguments: argparse.Namespace, request: inference_pb2.Generat
     assign(request.stopping, "max_tokens", arguments.max_tokens, "--max-tokens")
     assign(request.sampling, "temperature", arguments.temperature, "--temperature")
     assign(request.sampling, "top_p", arguments.top_p, "--top-p")
+    assign(request.sampling, "repetition_penalty", arguments.repetition_penalty, "--repetition-penalty")
     assign(request.sampling, "seed", arguments.seed, "--seed")
     request.stopping.stop.extend(arguments.stop)
 

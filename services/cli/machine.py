@@ -24,13 +24,14 @@ def cpu_quota(cgroup: pathlib.Path = _CGROUP) -> float | None:
 
 
 def memory_bytes(cgroup: pathlib.Path = _CGROUP) -> tuple[int, int]:
-    """(available now, in all), both of the machine; the container's limit bounds the first."""
+    """(available now, in all) of the machine, or of the container where that is less."""
     memory = psutil.virtual_memory()
-    available = int(memory.available)
+    available, total = int(memory.available), int(memory.total)
     limit, used = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
     if limit and used and limit[0] != "max":
         available = min(available, max(0, int(limit[0]) - int(used[0])))
-    return available, int(memory.total)
+        total = min(total, int(limit[0]))
+    return available, total
 
 
 def directory_bytes(path: pathlib.Path) -> int:

@@ -41,16 +41,18 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _run_router(argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
-    from services.router.main import RouterConfig, serve
+    from services.router.config import RouterConfig
 
-    config = _configure(RouterConfig, argv, prog, lifecycle)
+    config = _configure(RouterConfig, argv, prog, lifecycle)  # before slow imports: a wrong flag is told at once
+    from services.router.main import serve
+
     run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
 
 
 def _run_worker(role: str, argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
     from services.worker.config import WorkerConfig
 
-    config = _configure(WorkerConfig, argv, prog, lifecycle)  # before torch: a wrong flag is told at once
+    config = _configure(WorkerConfig, argv, prog, lifecycle)
     serve = _worker_service(role)
     run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
 

@@ -100,7 +100,9 @@ def _worker_flags(config: UpConfig, model: ResolvedModel, num_workers: int) -> t
         flags += ["--kv-blocks", str(config.kv_blocks)]
     elif config.device == "cpu":
         available, total = machine.memory_bytes()
-        share = memory_utilization(available, total, machine.directory_bytes(model.path), num_workers)
+        widening = 2 if config.dtype == "float32" else 1  # files usually hold 16 bits
+        weights_bytes = widening * machine.directory_bytes(model.path)
+        share = memory_utilization(available, total, weights_bytes, num_workers)
         flags += ["--memory-utilization", f"{share:.5f}"]
     return tuple(flags)
 

@@ -16,7 +16,7 @@ from services.engine.block_pool import Holder
 from services.engine.sequence import Sequence
 from services.kvtransfer.client import FetchOrder, FetchOutcome
 from services.kvtransfer.imports import Import
-from services.kvtransfer.lease import LeaseState
+from services.kvtransfer.lease import FetchEnd, LeaseState
 from services.kvtransfer.wire import layout_from_proto
 from services.worker.host import WorkerHost
 
@@ -126,12 +126,13 @@ class Intake:
             while ticket.ended is None and ticket.lease.state is LeaseState.OPEN:
                 await changed.wait()
                 changed.clear()
-                leases.ack(ticket, ticket.lease.num_published, clock.now())
+                if ticket.copied < ticket.lease.num_published:  # an ack is a change too, and would wake us again
+                    leases.ack(ticket, ticket.lease.num_published, clock.now())
             first_token = ticket.lease.first_token
-            if ticket.ended is not None and (ticket.ended.broken or first_token is None):
+            if ticket.ended is not None and ticket.ended.broken:
                 raise LeaseInvalid(ticket.ended.value)
             assert isinstance(first_token, types_pb2.SequenceTokens)
-            if ticket.ended is not None:  # token 0 ended the sequence
+            if ticket.ended is FetchEnd.FINISHED:  # token 0 ended the sequence
                 return Arrival(first_token, [], (), Holder.LEASE)
             lease = leases.adopt(command.handoff.lease_id, command.leg, clock.now())
         return Arrival(first_token, [], lease.block_ids, Holder.LEASE)

@@ -13,7 +13,7 @@ class EngineConfig:
     """The worker's flags of the same names decide these; None and "auto" leave the choice to the engine."""
 
     model_path: str
-    """A directory (see `weights.resolve_model`)."""
+    """A directory in the transformers layout."""
     model_id: str
     device: str = "cpu"
     dtype: str = "auto"

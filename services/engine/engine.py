@@ -147,6 +147,18 @@ class Engine:
 
     def _step(self, on_step: OnStep) -> bool:
         """One turn; False if there was nothing to do."""
+        plan, anything = self._begin(on_step)
+        if not plan.sequences:
+            return anything
+        try:
+            result: StepResult | Exception = self._runner.run(plan)
+        except Exception as error:
+            result = error
+        self._finish(plan, result, on_step)
+        return True
+
+    def _begin(self, on_step: OnStep) -> tuple[StepPlan, bool]:
+        """What to run next, and whether there was anything to tell before."""
         started_s = self._clock.now()
         with self.lock:
             plan = self.scheduler.schedule(started_s)
@@ -154,19 +166,18 @@ class Engine:
         if events:
             # Before the step: whoever binds the other half of a handoff need not wait for the first chunk.
             on_step(StepReport(tuple(events), 0, 0, 0, started_s, started_s))
-        if not plan.sequences:
-            return bool(events)
-        self._step_started_s = started_s
-        try:
-            result: StepResult | Exception = self._runner.run(plan)
-        except Exception as error:
-            result = error
+        if plan.sequences:
+            self._step_started_s = started_s
+        return plan, bool(events)
+
+    def _finish(self, plan: StepPlan, result: StepResult | Exception, on_step: OnStep) -> None:
+        """The step has run, or raised."""
+        assert self._step_started_s is not None, "a step that ends has begun"
+        started_s, ended_s = self._step_started_s, self._clock.now()
         self._step_started_s = None
-        ended_s = self._clock.now()
         events = self._absorb(plan, result, started_s, ended_s)
         num_decodes = sum(part.num_tokens == 1 for part in plan.sequences)
         on_step(StepReport(tuple(events), plan.step_number, plan.num_tokens, num_decodes, started_s, ended_s))
-        return True
 
     def _absorb(
         self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float

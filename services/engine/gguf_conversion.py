@@ -62,6 +62,8 @@ def _write(path: Path, directory: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = split
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
+    for file in directory.iterdir():
+        file.chmod(0o644)  # safetensors makes its own private
 
 
 def _metadata(path: Path) -> dict[str, Any]:

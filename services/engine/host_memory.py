@@ -1,6 +1,6 @@
 """Keeps glibc from giving freed memory back to the kernel after every step.
 
-Owns: a process-wide setting of the C allocator, no memory. A step's tensors are large, so glibc would map them anew each
+Owns: a process-wide setting of the C allocator. A step's tensors are large, so glibc would map them anew each
 time, and the kernel zero them page by page: several times the cost of what is computed in them.
 """
 

@@ -16,8 +16,10 @@ from services.engine import attention, servable, verification, weights
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cost_model import CostModel
 from services.engine.fingerprint import weights_digest
+from services.engine.host_memory import keep_freed_memory
 from services.engine.kv_cache import KVCache, KVShape
 from services.engine.model import ATTENTION, ModelShape, PagedModel
+from services.engine.packed_linear import pack_linears
 from services.engine.runner import DeviceRunner, Runner
 from services.engine.sequence import SamplingParams, ScheduledSequence, StepPlan
 
@@ -36,6 +38,7 @@ class Loaded:
 
 def load(config: EngineConfig) -> Loaded:
     """Raises UnsupportedModel, or ConfigError naming the flag."""
+    keep_freed_memory()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = torch.device(config.device)
@@ -44,13 +47,15 @@ def load(config: EngineConfig) -> Loaded:
     servable.check_config(module.config)
     shape = servable.examine(module)
     digest = weights_digest(module)
+    weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    logger.info("%d linear layers are packed", pack_linears(module))
     backend = attention.select(
         device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
     )
     model = PagedModel(module, shape, backend)
     verification.verify(model, config.block_size)
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, shape.dtype)
-    num_blocks = _num_blocks(config, device, kv_shape, _weight_bytes(module))
+    num_blocks = _num_blocks(config, device, kv_shape, weight_bytes)
     max_model_len = _max_model_len(config, shape, num_blocks)
     cache = KVCache(kv_shape, num_blocks, device)
     info = EngineInfo(
@@ -99,10 +104,6 @@ def _max_model_len(config: EngineConfig, shape: ModelShape, num_blocks: int) -> 
         raise ConfigError(f"--max-model-len: {wanted} is more than the model's {shape.max_model_len} positions")
     # A sequence that the pool can never hold is better refused before it starts than failed while it grows.
     return min(shape.max_model_len if wanted is None else wanted, num_blocks * config.block_size)
-
-
-def _weight_bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _num_blocks(config: EngineConfig, device: torch.device, shape: KVShape, weight_bytes: int) -> int:

@@ -29,6 +29,7 @@ _HARMLESS = {
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "return_dict",
     "token_type_ids",
     "position_bias_cache",
@@ -71,9 +72,7 @@ def examine(model: PreTrainedModel) -> ModelShape:
     if num_layers != text.num_hidden_layers:
         raise UnsupportedModel(f"{kind}: {num_layers} of {text.num_hidden_layers} layers use the attention interface")
     if len(set(observer.calls)) != 1:
-        raise UnsupportedModel(
-            f"{kind} has layers of different head counts or dimensions: {sorted(set(observer.calls))}"
-        )
+        raise UnsupportedModel(f"{kind} has layers of different heads or dimensions: {sorted(set(observer.calls))}")
     num_heads, num_kv_heads, head_dim = observer.calls[0]
     return ModelShape(
         num_layers=num_layers,
@@ -106,10 +105,10 @@ class _Observer:
             raise UnsupportedModel(f"{self.kind} asks attention for {', '.join(unknown)}")
         if mask is not None or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
             raise UnsupportedModel(f"{self.kind} has attention that is not plainly causal")
-        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        if query.shape[-1] != key.shape[-1] or key.shape != value.shape:
+            shapes = ", ".join(str(tuple(part.shape[1::2])) for part in (query, key, value))
             raise UnsupportedModel(
-                f"{self.kind} has heads of different dimensions: query {query.shape[-1]}, key {key.shape[-1]}, "
-                f"value {value.shape[-1]}"
+                f"{self.kind} has queries, keys and values of different heads or dimensions: {shapes}"
             )
         if any(key is other for other in self._keys):
             raise UnsupportedModel(f"{self.kind} shares keys and values across layers")

@@ -24,31 +24,32 @@ logger = logging.getLogger(__name__)
 _LENGTH = 40
 _WINDOW_LIMIT = 600
 """Sliding windows up to this are overrun by the longer sequence; a longer pass would cost more than it tells."""
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-"""Of the root mean square difference, relative to the spread of the logits. Wrong attention gives about 1."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.4, torch.float16: 0.1}
+"""Of the root mean square difference, relative to the spread of the logits. Wrong attention gives about 1.4; in
+bfloat16 transformers' own attentions differ among themselves by up to 0.2 on random tokens."""
 
 
 def verify(model: PagedModel, block_size: int) -> float:
-    """The largest difference, relative to the spread of the logits. Raises UnsupportedModel if it is too large."""
+    """The difference, relative to the spread of the logits. Raises UnsupportedModel if it is too large."""
     long, short = _token_ids(model, _long_length(model.module)), _token_ids(model, _LENGTH // 2)
     expected = {0: _eager_logits(model.module, long), 1: _eager_logits(model.module, short)}
     num_blocks = num_blocks_for(len(long), block_size) + num_blocks_for(len(short), block_size)
     shape = model.shape
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, shape.dtype)
     cache = KVCache(kv_shape, num_blocks, model.module.device)
-    worst = 0.0
+    found, wanted = [], []
     try:
         for step in _steps(long, short, block_size):
-            logits = model.forward(flatten(step, block_size, model.module.device), cache)
-            for part, found in zip(step, logits, strict=True):
-                worst = max(worst, _difference(found, expected[part.seq_id][part.start + part.num_tokens - 1]))
+            found.append(model.forward(flatten(step, block_size, model.module.device), cache))
+            wanted += [expected[part.seq_id][part.start + part.num_tokens - 1] for part in step]
     finally:
         cache.close()
-    logger.info("paged logits differ from eager ones by %.1e of their spread", worst)
-    if not worst <= _TOLERANCE[shape.dtype]:  # NaN is no pass either
+    difference = _difference(torch.cat(found), torch.stack(wanted))
+    logger.info("paged logits differ from eager ones by %.1e of their spread", difference)
+    if not difference <= _TOLERANCE[shape.dtype]:  # NaN is no pass either
         kind = model.module.config.model_type
-        raise UnsupportedModel(f"{kind}: paged logits differ from transformers' own by {worst:.2g} of their spread")
-    return worst
+        raise UnsupportedModel(f"{kind}: paged logits differ from transformers' by {difference:.2g} of their spread")
+    return difference
 
 
 def _long_length(model: PreTrainedModel) -> int:
@@ -99,5 +100,6 @@ def _eager_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
+    """[num_rows, vocab_size] each."""
     found, expected = found.float(), expected.float()
-    return ((found - expected).square().mean().sqrt() / expected.std()).item()
+    return ((found - expected).square().mean().sqrt() / expected.std(-1).mean()).item()

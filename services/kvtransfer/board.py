@@ -22,7 +22,7 @@ class LeaseBoard:
         self.table = table
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._followers: dict[Lease, set[asyncio.Event]] = {}
+        self._followers: dict[Lease, dict[asyncio.Event, None]] = {}  # in order, so that runs can be repeated
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline_s = 0.0
         self._closed = False
@@ -37,12 +37,12 @@ class LeaseBoard:
     def follow(self, ticket: FetchTicket) -> Iterator[asyncio.Event]:
         """An event that is set at every change of the lease or its fetches. The fetch ends with the context."""
         event = asyncio.Event()
-        self._followers.setdefault(ticket.lease, set()).add(event)
+        self._followers.setdefault(ticket.lease, {})[event] = None
         try:
             yield event
         finally:
             events = self._followers[ticket.lease]
-            events.discard(event)
+            del events[event]
             if not events:
                 del self._followers[ticket.lease]
             self.table.close_fetch(ticket, self._clock.now())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -107,7 +107,8 @@ class BlockFetcher:
         dial: Callable[[str], grpc.aio.Channel],
         error_of: ErrorOf,
         silence_s: float = 5.0,
-        copy_threads: int = 1,
+        copy_threads: Executor | None = None,
+        mappings: MappingCache | None = None,
     ) -> None:
         self._memory = memory
         self._layout = layout
@@ -117,8 +118,8 @@ class BlockFetcher:
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._channels = ChannelCache(dial)
-        self._mappings = MappingCache(memory.block_bytes)
-        self._copy_threads = ThreadPoolExecutor(copy_threads, thread_name_prefix="kv-copy")
+        self._mappings = MappingCache(memory.block_bytes) if mappings is None else mappings
+        self._copy_threads = copy_threads or ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
 
     @property
     def num_mappings(self) -> int:

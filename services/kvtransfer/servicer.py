@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import grpc
@@ -54,6 +54,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         *,
         shared: bool,
         silence_s: float = 5.0,
+        reader: Executor | None = None,
     ) -> None:
         self._board = board
         self._memory = memory
@@ -62,7 +63,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         self._clock = clock
         self._shared = shared
         self._silence_s = silence_s
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
+        self._reader = reader or ThreadPoolExecutor(1, thread_name_prefix="kv-read")
 
     def close(self) -> None:
         """Waits for a read under way; afterwards the memory may be closed."""

@@ -66,6 +66,8 @@ class Attr:
     # On what belongs to one leg, and on the workers' spans.
     LEG = "baton.leg"
     ATTEMPT = "baton.attempt"
+    # How the router's stage ended: "done", "lost", "cancelled", ...
+    OUTCOME = "baton.outcome"
     WORKER = "baton.worker"
     PREFILL_WORKER = "baton.prefill.worker"
     DECODE_WORKER = "baton.decode.worker"
@@ -73,6 +75,8 @@ class Attr:
     TTFT_MS = "baton.ttft_ms"
     RETRIES = "baton.retries"
     PRIORITY = "baton.priority"
+    # On place: decode workers that said no.
+    NUM_REFUSALS = "baton.place.num_refusals"
     # On prefill.compute, and on its chunk events.
     NUM_TOKENS = "baton.num_tokens"
     CACHED_TOKENS = "baton.cached_tokens"

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.v1 import control_pb2, kvtransfer_pb2_grpc, types_pb2
-from services.core.clock import MonotonicClock
 from services.core.ids import host_id, new_incarnation
 from services.engine.block_pool import Holder
 from services.engine.engine import Engine
@@ -29,13 +28,13 @@ from services.kvtransfer.lease_table import LeaseTable
 from services.kvtransfer.servicer import KVTransferServicer
 from services.kvtransfer.transports.shm import ShmServer
 from services.kvtransfer.wire import layout_to_proto
-from services.rpc.channels import dial
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
 from services.rpc.telemetry import Attributes, Tracer
 from services.worker import commands
 from services.worker.config import WorkerConfig
 from services.worker.hub import EventHub
+from services.worker.machine import Machine
 from services.worker.registration import keep_registered
 from services.worker.session import RouterSession, SessionHost
 
@@ -73,12 +72,14 @@ class WorkerHost:
         server: GrpcServer,
         tracer: Tracer,
         incarnation: int | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.config = config
         self.role = role
         self.engine = engine
         self.server = server
-        self.clock = MonotonicClock()
+        self.machine = machine or Machine()
+        self.clock = self.machine.clock
         self.incarnation = incarnation or new_incarnation()
         self.draining = False
         self.tally = Tally()
@@ -113,12 +114,27 @@ class WorkerHost:
         )
         self._shm: ShmServer | None = None
         if cache.fd is not None and config.transport != "grpc":
-            path = os.path.join(config.shm_dir, f"{self.incarnation:016x}.sock") if config.shm_dir else None
-            self._shm = ShmServer(cache, self.incarnation, path)
+            path = os.path.join(config.shm_dir, f"{self.worker_id}.sock") if config.shm_dir else None
+            self._shm = self.machine.share(cache, self.incarnation, path)
         self._transfer = KVTransferServicer(
-            self.board, cache, self.layout, self.incarnation, self.clock, shared=self._shm is not None
+            self.board,
+            cache,
+            self.layout,
+            self.incarnation,
+            self.clock,
+            shared=self._shm is not None,
+            reader=self.machine.thread("kv-read"),
         )
-        self.fetcher = BlockFetcher(cache, self.layout, self.imports, self.clock, dial=dial, error_of=from_call)
+        self.fetcher = BlockFetcher(
+            cache,
+            self.layout,
+            self.imports,
+            self.clock,
+            dial=self.machine.dial,
+            error_of=from_call,
+            copy_threads=self.machine.thread("kv-copy"),
+            mappings=self.machine.mappings(cache.block_bytes),
+        )
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -133,8 +149,8 @@ class WorkerHost:
         self.engine.start(self.hub.on_step)
         await self.server.set_ready(True)
         for target in self.config.router:
-            task = asyncio.create_task(keep_registered(target, self.describe), name=f"register {target}")
-            self._registrations.append(task)
+            joining = keep_registered(target, self.describe, self.machine.dial)
+            self._registrations.append(asyncio.create_task(joining, name=f"register {target}"))
         transports = "shm, grpc" if self._shm is not None else "grpc"
         log.info(
             "%s serves %s on %s; transports offered: %s",

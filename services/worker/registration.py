@@ -10,15 +10,16 @@ from collections.abc import Callable
 import grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc
-from services.rpc.channels import dial
 
 log = logging.getLogger(__name__)
+
+Dial = Callable[[str], grpc.aio.Channel]
 
 _RETRY_S = 1.0
 _CALL_TIMEOUT_S = 2.0
 
 
-async def keep_registered(target: str, describe: Callable[[], control_pb2.WorkerDescription]) -> None:
+async def keep_registered(target: str, describe: Callable[[], control_pb2.WorkerDescription], dial: Dial) -> None:
     """Registers with every address `target` (host:port) resolves to, until cancelled."""
     channels: dict[str, grpc.aio.Channel] = {}
     joined: dict[str, int] = {}

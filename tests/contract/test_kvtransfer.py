@@ -283,7 +283,8 @@ class TestStall:
             lease = source.lease(40, sealed=True)
             fetch = stuck.start(order := stuck.order(source, lease, leg=1, transport=transport))
             await gate.entered()
-            source.pass_time(5.0)
+            await until(lambda: not any(task.get_name() == "kv-fetch-reader" for task in asyncio.all_tasks()))
+            source.pass_time(5.0)  # after SEALED was read
             await until(lambda: source.board.num_followers == 0)
             assert lease.state is LeaseState.SEALED
             if taken_over:

@@ -170,7 +170,7 @@ async def test_malformed_and_oversize_requests_are_typed() -> None:
         assert await fetch(iter([b"\xff\xff\xff"])).code() is Code.INVALID_ARGUMENT
         assert await release(b"\xff\xff\xff").code() is Code.INVALID_ARGUMENT
     options = [("grpc.max_send_message_length", -1)]
-    async with running(source := Source(shared=False)):  # noqa: SIM117
+    async with running(source := Source(shared=False)):
         async with grpc.aio.insecure_channel(source.server.address, options=options) as channel:
             release = channel.unary_unary("/baton.v1.KVTransferService/Release")
             assert await release(bytes(20 << 20)).code() is Code.RESOURCE_EXHAUSTED

@@ -52,7 +52,7 @@ def num_maps() -> int:
 
 
 def open_files() -> set[str]:
-    """What this process's descriptors stand for."""
+    """What this process's descriptors stand for. (gRPC's threads still close some of earlier tests.)"""
     files = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
@@ -176,7 +176,7 @@ async def test_a_peer_that_is_no_pool(
         with pytest.raises(error):
             await getting
         connection.close()
-    assert open_files() == before
+    await until(lambda: open_files() <= before)
     assert len(cache) == 0
 
 
@@ -194,7 +194,7 @@ async def test_close_leaves_nothing(memory: MemfdMemory, cache: MappingCache, tm
         await cache.get(at(server.name))
         cache.close()
         server.close()
-        assert open_files() == before
+        await until(lambda before=before: open_files() <= before)  # type: ignore[misc]
         assert os.listdir(tmp_path) == []
         with socket.socket(socket.AF_UNIX) as connection, pytest.raises(OSError, match=r"refused|No such file"):
             connection.connect(socket_address(server.name))
@@ -208,7 +208,7 @@ async def test_a_taken_socket_is_a_configuration_error(memory: MemfdMemory, tmp_
         ShmServer(memory, 8, name)
     with pytest.raises(ConfigError):
         ShmServer(memory, 8, str(tmp_path / "none" / "kv.sock"))
-    assert open_files() == before
+    await until(lambda: open_files() <= before)
     await until(lambda: server.num_connections == 0)  # the second one's probe
     server.close()
 

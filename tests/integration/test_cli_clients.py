@@ -6,12 +6,14 @@ import io
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent import futures
+from typing import IO
 
 import grpc
 import pytest
@@ -194,29 +196,37 @@ def test_health(router: Router, capsys: pytest.CaptureFixture[str], flags: list[
     assert capsys.readouterr().out == out
 
 
-def start_chat(router: Router) -> subprocess.Popen[str]:
+def start_chat(router: Router) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "services.cli.main", "chat", "--target", router.target, "--system", "s"],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'gen'}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        bufsize=0,
     )
 
 
-def read_until(stream: io.TextIOBase, end: str) -> str:
-    text = ""
+def read_until(stream: IO[bytes], end: bytes) -> None:
+    text = b""
     while not text.endswith(end):
         text += stream.read(1) or pytest.fail(f"ended after {text!r}")
-    return text
+
+
+def interrupt_until_heard(chat: subprocess.Popen[bytes]) -> None:
+    """A signal between the prompt and the read behind it is seen only with the next one: no person is that quick."""
+    for _ in range(100):
+        chat.send_signal(signal.SIGINT)
+        if select.select([chat.stdout], [], [], 0.3)[0]:
+            return
+    pytest.fail("the chat does not hear SIGINT")
 
 
 def test_chat_keeps_the_conversation(router: Router) -> None:
     with start_chat(router) as chat:
-        out, err = chat.communicate("one two\nrefuse\nthree\n/exit\n", timeout=WAIT_S)
-    assert out == "> one two \n> > three \n> "
-    assert "INVALID_ARGUMENT" in err
+        out, err = chat.communicate(b"one two\nrefuse\nthree\n/exit\n", timeout=WAIT_S)
+    assert out == b"> one two \n> > three \n> "
+    assert b"INVALID_ARGUMENT" in err
     assert chat.returncode == 0
     roles = [[message.role for message in request.messages.messages] for request in router.requests]
     assert roles == [
@@ -228,16 +238,16 @@ def test_chat_keeps_the_conversation(router: Router) -> None:
 
 def test_ctrl_c_cancels_the_answer_not_the_chat(router: Router) -> None:
     with start_chat(router) as chat:
-        chat.stdin.write("hang\n")
-        chat.stdin.flush()
-        read_until(chat.stdout, "> hang ")
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        chat.stdin.write(b"hang\n")
+        read_until(chat.stdout, b"> hang ")
         chat.send_signal(signal.SIGINT)
-        read_until(chat.stdout, "(cancelled)\n> ")
+        read_until(chat.stdout, b"(cancelled)\n> ")
         assert router.cancelled.wait(WAIT_S)
-        chat.send_signal(signal.SIGINT)
-        read_until(chat.stdout, "leaves)\n> ")
-        chat.stdin.write("still here\n")
-        chat.stdin.flush()
-        read_until(chat.stdout, "still here \n> ")
+        interrupt_until_heard(chat)
+        read_until(chat.stdout, b"leaves)\n> ")
+        chat.stdin.write(b"still here\n")
+        read_until(chat.stdout, b"still here \n> ")
         chat.stdin.close()
         assert chat.wait(WAIT_S) == 0

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.cli import machine
+from services.cli.model_cache import ResolvedModel
 from services.cli.plan import (
     MAX_POOL_BYTES,
     MEMORY_SHARE,
@@ -18,6 +19,7 @@ from services.cli.plan import (
     plan_metrics_ports,
     plan_workers,
 )
+from services.cli.up import UpConfig, make_plan
 from services.core.errors import ConfigError
 
 GIB = 1 << 30
@@ -134,6 +136,28 @@ def test_container_limits_are_heeded(tmp_path: pathlib.Path) -> None:
     assert machine.cpu_quota(tmp_path) == 1.5
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
-    assert machine.memory_bytes(tmp_path)[0] == 3000
+    assert machine.memory_bytes(tmp_path) == (3000, 5000)
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.memory_bytes(tmp_path)[0] > 3000
+
+
+def test_plan_of_a_cluster() -> None:
+    config = UpConfig(prefill=2, decode=1, port=0, metrics_port=7000, kv_blocks=64, dtype="bfloat16", transport="grpc")
+    plan = make_plan(config, ["prefill", "prefill", "decode"], ResolvedModel("m", pathlib.Path("/m")))
+    assert [(worker.worker_id, worker.metrics_port) for worker in plan.workers] == [
+        ("prefill-0", 7001),
+        ("prefill-1", 7002),
+        ("decode-0", 7003),
+    ]
+    assert plan.router_metrics_port == 7000
+    flags = dict(zip(plan.worker_flags[::2], plan.worker_flags[1::2], strict=True))
+    assert flags == {"--device": "cpu", "--dtype": "bfloat16", "--transport": "grpc", "--kv-blocks": "64"}
+
+
+def test_pools_are_sized_by_memory_unless_told() -> None:
+    plan = make_plan(UpConfig(), ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
+    assert 0 < float(plan.worker_flags[plan.worker_flags.index("--memory-utilization") + 1]) < 1
+    assert (
+        "--memory-utilization"
+        not in make_plan(UpConfig(device="cuda"), ["mixed"], ResolvedModel("m", pathlib.Path("/m"))).worker_flags
+    )

@@ -411,6 +411,12 @@ def test_migration_replays_what_a_draining_worker_still_has(bench: Bench) -> Non
     assert bench.take(SendDecode).worker_id == "d2"
 
 
+def test_a_worker_may_say_that_it_drains(bench: Bench) -> None:
+    bench.load("p1", draining=True)
+    bench.submit()
+    assert bench.take(SendPrefill).worker_id == "p2"
+
+
 def test_a_drained_worker_that_loses_its_session_stays_drained(bench: Bench) -> None:
     bench.coordinator.drain("d1", bench.now)
     bench.lose("d1")

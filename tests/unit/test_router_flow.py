@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from router_bench import Bench, started, tokens
 
@@ -64,10 +66,10 @@ def test_a_request_from_arrival_to_finish(bench: Bench) -> None:
 
     bench.decode("d", DecodeAdmitted(decode.leg))
     assert bench.phase() is Phase.DECODING
-    bench.prefill("p", tokens(prefill, 7))
+    bench.prefill("p", replace(tokens(prefill, 7), timings="prefill timings"))
     assert bench.output["r"] == [7], "token 0 does not wait for the transfer"
     bench.decode("d", ImportReady(decode.leg), tokens(decode, 7))
-    bench.prefill("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED, timings="prefill timings"))
+    bench.prefill("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
     bench.decode("d", tokens(decode, 8, 9, at=1, finish=FinishReason.LENGTH))
 
     assert bench.output["r"] == [7, 8, 9]
@@ -216,7 +218,7 @@ def test_a_small_request_passes_a_big_one_until_that_is_aged(bench: Bench) -> No
 
 def test_prefill_starts_only_while_decode_room_covers_the_handoffs_in_flight(bench: Bench) -> None:
     bench.load("d", blocks_active=59, blocks_free=5, num_running=1)
-    bench.submit("a", num_tokens=40)  # 3 blocks with the next token
+    bench.submit("a", num_tokens=40)  # 3 blocks and one
     bench.submit("b", num_tokens=40)
     prefill = bench.take(SendPrefill)
     assert prefill.spec.request_id == "a"

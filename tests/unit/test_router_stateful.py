@@ -1,5 +1,5 @@
-"""Random lives of a cluster: whatever happens, and whoever wakes up late, every request ends, its output is the right one
-and nothing is left anywhere.
+"""Random lives of a cluster: whatever happens, and whoever wakes up late, every request ends, its output is right, and
+nothing is left anywhere.
 """
 
 from __future__ import annotations
@@ -165,9 +165,10 @@ class ClusterLife(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "coordinator"):
             return
-        for worker in self.workers.values():  # a drained worker comes back as a new process
-            self.lose(worker, crashed=False)
-            self.restart(worker)
+        for worker in self.workers.values():
+            if self.coordinator.worker(worker.info.worker_id).draining:  # comes back as a new process
+                self.lose(worker, crashed=False)
+                self.restart(worker)
             self.connect(worker.info.worker_id)
         for _ in range(400):
             if not self.live():

@@ -97,7 +97,7 @@ class Book:
             handoff = HandoffRef(source.lease.lease_id, source.lease.source)
             age_s = now - request.waiting_since_s
         in_place = source is not None and source.worker.worker_id == worker.info.worker_id
-        leg = self._open_leg(request, worker, 0 if in_place else len(token_ids) + 1, tokens_to_prefill, now)
+        leg = self._open_leg(request, worker, 0 if in_place else len(token_ids), tokens_to_prefill, now)
         request.num_decodes += 1
         request.decode_worker = worker.info.worker_id
         if source is None:
@@ -159,7 +159,7 @@ class Book:
         self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, "done"))
 
     def release_prefill(self, request: Request, now: float) -> None:
-        """The decode leg has everything: the prefill leg is over. Its last report is still awaited, for its timings."""
+        """The decode leg has everything: the prefill leg is over. Its last reports may still come."""
         leg = request.prefill
         assert leg is not None
         request.prefill = None

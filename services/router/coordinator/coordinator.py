@@ -58,10 +58,10 @@ class Coordinator:
         self._dispatch(now)
 
     def cancel(self, request_id: str, now: float, error: BatonError | None = None) -> None:
-        """Ends a request with `error` (default Cancelled). Unknown ones have ended already."""
+        """The client gave up, perhaps because its deadline passed. Unknown requests have ended already."""
         request = self._book.requests.get(request_id)
         if request is not None:
-            self._book.fail(request, error or Cancelled("cancelled by the client"), now)
+            self._book.fail(request, error or _passed_deadline(request, now) or Cancelled("cancelled"), now)
             self._dispatch(now)
 
     def finish_stopped(self, request_id: str, now: float) -> None:
@@ -203,6 +203,8 @@ class Coordinator:
     def _take_load(self, worker: Worker, load: Load | None, now: float) -> None:
         if load is not None:
             self._book.workers.set_load(worker, load, now)
+            if load.draining:
+                self._book.workers.drain(worker, now)
         self._dispatch(now)
 
     def _lose(self, worker: Worker, now: float, reason: str, *, crashed: bool) -> None:
@@ -218,9 +220,8 @@ class Coordinator:
         dispatch(self._book, now)
 
     def _overdue(self, request: Request, now: float) -> BatonError | None:
-        deadline_s = request.spec.deadline_s
-        if deadline_s is not None and now >= deadline_s:
-            return DeadlineExceeded("the deadline passed")
+        if (error := _passed_deadline(request, now)) is not None:
+            return error
         if request.phase not in (Phase.QUEUED, Phase.PARKED):
             request.unserved_since_s = None
             return None
@@ -233,3 +234,8 @@ class Coordinator:
         if now - request.waiting_since_s >= self._config.queue_timeout_s:
             return Overloaded("no room became free in time", retry_after_s=self._config.retry_after_s)
         return None
+
+
+def _passed_deadline(request: Request, now: float) -> DeadlineExceeded | None:
+    deadline_s = request.spec.deadline_s
+    return DeadlineExceeded("the deadline passed") if deadline_s is not None and now >= deadline_s else None

@@ -91,7 +91,7 @@ def _start(book: Book, request: Request, in_flight: list[int], claimed: set[str]
             in_flight.append(job.num_tokens)
         book.open_prefill(request, worker, now)
         return True
-    if any(policy.can_prefill(job, view) for view in views):
+    if policy.can_hand_over(job, views):
         return False
     # No prefill worker is there, or the sequence has outgrown them all: the whole of it runs on a decode worker.
     askable = [view for view in views if view.worker_id not in claimed and _may_ask(request, view, now)]

@@ -52,6 +52,8 @@ class Tokens:
     logprobs: tuple[object, ...] = ()
     """Empty, or one per token."""
     finish: Finish | None = None
+    timings: object = None
+    """What a prefill worker measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,6 @@ class LeaseEnded:
     leg: int
     lease_id: bytes
     reason: LeaseEnd
-    timings: object = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,10 @@ def decode_event(book: Book, worker: Worker, event: DecodeEvent, now: float) -> 
 
 
 def _released_leg_event(book: Book, request: Request, event: PrefillEvent) -> None:
-    """Its token was repeated by the decode leg and its lease is over: only its timings are news."""
-    if isinstance(event, LeaseEnded):
+    """The decode leg has repeated its token, and its lease is over: only its timings are news."""
+    if isinstance(event, Tokens):
         note_timings(request, event.timings)
+    elif isinstance(event, LeaseEnded):
         book.forget_released(request)
 
 
@@ -109,6 +110,7 @@ def _prefill_tokens(book: Book, request: Request, leg: PrefillLeg, event: Tokens
         return
     if receive(book, request, event, now):
         made_progress(request, Role.PREFILL)
+    note_timings(request, event.timings)
     book.seal_prefill(request, now)
     if event.finish is not None:
         # The source closes the lease at seal.
@@ -117,7 +119,6 @@ def _prefill_tokens(book: Book, request: Request, leg: PrefillLeg, event: Tokens
 
 
 def _lease_ended(book: Book, request: Request, leg: PrefillLeg, event: LeaseEnded, now: float) -> None:
-    note_timings(request, event.timings)
     if request.decode is None and event.reason is not LeaseEnd.RELEASED:
         # Nobody had it, and it was held. (Released without a decode leg: to one that was lost since, and counted then.)
         error = ProtocolViolation(f"lease {event.reason.value}")

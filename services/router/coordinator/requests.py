@@ -121,7 +121,7 @@ class Request:
     prefill: PrefillLeg | None = None
     decode: DecodeLeg | None = None
     released_leg: int | None = None
-    """Prefill leg whose lease was taken over; only its timings are still of interest."""
+    """Prefill leg whose lease was taken over: what it still reports is no stale leg's doing."""
     crashes: list[Crash] = field(default_factory=list)
     refusals: dict[str, Refusal] = field(default_factory=dict)
     waiting_since_s: float = 0.0

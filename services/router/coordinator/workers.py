@@ -113,6 +113,7 @@ class WorkerTable:
         self._set_state(worker, WorkerState.DRAINING if worker.draining else WorkerState.READY, now)
 
     def drain(self, worker: Worker, now: float) -> None:
+        """Idempotent."""
         worker.draining = True
         if worker.state is WorkerState.READY:
             self._set_state(worker, WorkerState.DRAINING, now, "draining")

@@ -5,12 +5,15 @@ Owns: the views policy may look at, the filters and the scores. Never: state, cl
 
 from services.router.policy.placement import (
     can_decode,
+    can_hand_over,
     can_prefill,
+    can_take_over,
     has_decode_room,
     nearest_to_room,
     place_decode,
     place_prefill,
     resolve_max_tokens,
+    source_of,
 )
 from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import Job, Load, Role, Source, WorkerView
@@ -24,10 +27,13 @@ __all__ = [
     "Term",
     "WorkerView",
     "can_decode",
+    "can_hand_over",
     "can_prefill",
+    "can_take_over",
     "has_decode_room",
     "nearest_to_room",
     "place_decode",
     "place_prefill",
     "resolve_max_tokens",
+    "source_of",
 ]

@@ -37,8 +37,29 @@ def can_prefill(job: Job, worker: WorkerView) -> bool:
 
 
 def can_decode(job: Job, worker: WorkerView) -> bool:
-    """Ever: load does not matter."""
+    """Ever, as a whole: load does not matter."""
     return worker.ready and worker.role.can_decode and job.total_tokens <= worker.context_tokens
+
+
+def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
+    """Ever: load does not matter. In place no block is needed; elsewhere all the prompt's blocks and one."""
+    if not can_decode(job, worker) or worker.layout != source.layout:
+        return False
+    return worker.worker_id == source.worker_id or _import_blocks(job, worker) <= worker.num_blocks
+
+
+def can_hand_over(job: Job, workers: Sequence[WorkerView]) -> bool:
+    """Ever: some worker could run the prompt and some worker take it over."""
+    return any(
+        can_take_over(job, source_of(worker), decoder)
+        for worker in workers
+        if can_prefill(job, worker)
+        for decoder in workers
+    )
+
+
+def source_of(worker: WorkerView) -> Source:
+    return Source(worker.worker_id, worker.host_id, worker.layout)
 
 
 def place_prefill(
@@ -65,16 +86,14 @@ def place_decode(
 ) -> str | None:
     """Worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait."""
     candidates = [
-        worker
-        for worker in workers
-        if can_decode(job, worker) and _compatible(worker, source) and has_decode_room(job, source, worker)
+        worker for worker in workers if _could_run(job, source, worker) and has_decode_room(job, source, worker)
     ]
     return _best(candidates, job, source, now, config.decode_terms)
 
 
 def nearest_to_room(job: Job, source: Source | None, workers: Sequence[WorkerView]) -> str | None:
     """The worker that could take an aged job soonest: most available blocks, whether or not they suffice."""
-    candidates = [worker for worker in workers if can_decode(job, worker) and _compatible(worker, source)]
+    candidates = [worker for worker in workers if _could_run(job, source, worker)]
     if not candidates:
         return None
     return min(candidates, key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
@@ -86,8 +105,7 @@ def has_decode_room(job: Job, source: Source | None, worker: WorkerView) -> bool
         return True  # adoption in place takes no new blocks
     if worker.idle:
         return True
-    room = worker.available_blocks >= worker.blocks_for(job.num_tokens + 1)
-    return room and worker.num_sequences < worker.max_num_seqs
+    return worker.available_blocks >= _import_blocks(job, worker) and worker.num_sequences < worker.max_num_seqs
 
 
 def _has_prefill_room(job: Job, worker: WorkerView, config: PolicyConfig) -> bool:
@@ -102,18 +120,23 @@ def _has_decode_room(
     job: Job, source: WorkerView, workers: Sequence[WorkerView], handoffs_in_flight: Sequence[int]
 ) -> bool:
     """Could the handoff of a prefill on `source` be taken over, after those in flight?"""
-    decoders = [worker for worker in workers if can_decode(job, worker) and worker.layout == source.layout]
+    decoders = [decoder for decoder in workers if can_take_over(job, source_of(source), decoder)]
     if not decoders:
         return False
     if source.role is Role.MIXED or not handoffs_in_flight:
         return True
-    room = sum(worker.load.available_blocks for worker in decoders)
-    taken = sum(source.blocks_for(num_tokens + 1) for num_tokens in handoffs_in_flight)
-    return room - taken >= source.blocks_for(job.num_tokens + 1)
+    room = sum(decoder.load.available_blocks for decoder in decoders)
+    taken = sum(source.blocks_for(num_tokens) + 1 for num_tokens in handoffs_in_flight)
+    return room - taken >= _import_blocks(job, source)
 
 
-def _compatible(worker: WorkerView, source: Source | None) -> bool:
-    return source is None or worker.layout == source.layout
+def _could_run(job: Job, source: Source | None, worker: WorkerView) -> bool:
+    return can_decode(job, worker) if source is None else can_take_over(job, source, worker)
+
+
+def _import_blocks(job: Job, worker: WorkerView) -> int:
+    """What a decode worker sets aside for a handoff: its prompt's blocks and one to grow into."""
+    return worker.blocks_for(job.num_tokens) + 1
 
 
 def _best(

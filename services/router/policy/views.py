@@ -40,6 +40,7 @@ class Load:
     num_leases: int = 0
     ms_per_prefill_token: float = 0.0
     ms_per_decode_step: float = 0.0
+    draining: bool = False
 
     @property
     def available_blocks(self) -> int:

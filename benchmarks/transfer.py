@@ -1,0 +1,114 @@
+"""Block transfer alone: two processes on this host, a pool each, one lease at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+
+from baton.v1 import kvtransfer_pb2_grpc, types_pb2
+from benchmarks.figure import Figure
+from services.core.clock import MonotonicClock
+from services.core.ids import new_incarnation, new_lease_id
+from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.client import BlockFetcher, FetchOrder
+from services.kvtransfer.imports import ImportTable
+from services.kvtransfer.layout import Layout
+from services.kvtransfer.lease_table import LeaseTable
+from services.kvtransfer.servicer import KVTransferServicer
+from services.kvtransfer.transports.shm import ShmServer
+from services.kvtransfer.wire import layout_to_proto
+from services.rpc.channels import dial
+from services.rpc.serving import GrpcServer
+from services.rpc.status import from_call
+
+# SmolLM2-135M in bfloat16: 2048 tokens are 128 blocks, 47 MB.
+_LAYOUT = Layout("bench", "0", "bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
+_NUM_BLOCKS = 128
+
+
+class _Pool:
+    """Host memory behind a memfd, as the engine's is."""
+
+    def __init__(self) -> None:
+        self.block_bytes, self.num_blocks = _LAYOUT.block_bytes, _NUM_BLOCKS
+        self.fd: int | None = os.memfd_create("bench")
+        os.ftruncate(self.fd, self.block_bytes * self.num_blocks)
+        self._map = mmap.mmap(self.fd, self.block_bytes * self.num_blocks)
+        self._view = memoryview(self._map)
+        for block_id in range(self.num_blocks):
+            self.write_block(block_id, bytes([block_id]) * self.block_bytes)
+
+    def read_block(self, block_id: int) -> memoryview:
+        return self._view[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+
+    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
+        self.read_block(block_id)[:] = data
+
+
+def measure(repeats: int) -> list[Figure]:
+    return [asyncio.run(_measure(transport, repeats)) for transport in ("shm", "grpc")]
+
+
+async def _measure(transport: str, repeats: int) -> Figure:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    source = context.Process(target=_run_source, args=(theirs, repeats + 1), daemon=True)
+    source.start()
+    try:
+        described, lease_ids = await asyncio.to_thread(ours.recv)
+        samples = await _fetch_all(types_pb2.KVSource.FromString(described), lease_ids, transport)
+        ours.send("done")
+    finally:
+        await asyncio.to_thread(source.join, 10)
+        source.terminate()
+    return Figure(f"transfer: 2048 tokens (47 MB), {transport}", "GB/s", tuple(samples[1:]))
+
+
+async def _fetch_all(source: types_pb2.KVSource, lease_ids: list[bytes], transport: str) -> list[float]:
+    pool, clock = _Pool(), MonotonicClock()
+    imports = ImportTable(on_freed=lambda import_: None)
+    fetcher = BlockFetcher(pool, _LAYOUT, imports, clock, dial=dial, error_of=from_call)
+    samples = []
+    for leg, lease_id in enumerate(lease_ids, start=1):
+        blocks = tuple(range(_NUM_BLOCKS))
+        import_ = imports.reserve(owner="bench", block_ids=blocks, now=clock.now())
+        started = time.perf_counter()
+        order = FetchOrder(source, lease_id, leg, import_, 0, blocks, transport)  # type: ignore[arg-type]
+        outcome = await fetcher.fetch(order)
+        samples.append(outcome.num_bytes / (time.perf_counter() - started) / 1e9)
+    await fetcher.close()
+    return samples
+
+
+def _run_source(pipe: Connection, num_leases: int) -> None:
+    asyncio.run(_source(pipe, num_leases))
+
+
+async def _source(pipe: Connection, num_leases: int) -> None:
+    pool, clock, incarnation = _Pool(), MonotonicClock(), new_incarnation()
+    table = LeaseTable(_LAYOUT.block_size, on_end=lambda lease: None, ttl_s=60.0)
+    board = LeaseBoard(table, clock)
+    shm = ShmServer(pool, incarnation)
+    servicer = KVTransferServicer(board, pool, _LAYOUT, incarnation, clock, shared=True)
+    server = GrpcServer()
+    server.add("baton.v1.KVTransferService", kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, servicer)
+    await server.start()
+    lease_ids = [new_lease_id() for _ in range(num_leases)]
+    num_tokens = _NUM_BLOCKS * _LAYOUT.block_size
+    for lease_id in lease_ids:
+        table.open(lease_id, owner="bench", block_ids=range(_NUM_BLOCKS), num_tokens=num_tokens, now=clock.now())
+        table.publish(lease_id, num_tokens, clock.now())
+        table.seal(lease_id, types_pb2.SequenceTokens(token_ids=[1]), clock.now())
+    source = types_pb2.KVSource(
+        address=server.address, incarnation=incarnation, shm_socket=shm.name, layout=layout_to_proto(_LAYOUT)
+    )
+    pipe.send((source.SerializeToString(), lease_ids))
+    await asyncio.to_thread(pipe.recv)
+    await server.stop()
+    servicer.close()
+    board.close()
+    shm.close()

@@ -1,0 +1,64 @@
+"""ControlService: what operators see and may do."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from baton.v1 import control_pb2, control_pb2_grpc
+from services.core.clock import Clock
+from services.core.errors import InvalidRequest
+from services.router.conductor import Conductor
+from services.router.coordinator.requests import Phase
+from services.router.coordinator.workers import Worker, WorkerState
+
+FULL_NAME = "baton.v1.ControlService"
+DEFAULT_DRAIN_MS = 30_000
+
+_STATES = {
+    WorkerState.JOINING: control_pb2.WORKER_STATE_JOINING,
+    WorkerState.READY: control_pb2.WORKER_STATE_READY,
+    WorkerState.DRAINING: control_pb2.WORKER_STATE_DRAINING,
+    WorkerState.LOST: control_pb2.WORKER_STATE_SUSPECT,
+}
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    def __init__(self, conductor: Conductor, *, model_id: str, clock: Clock) -> None:
+        self._conductor = conductor
+        self._model_id = model_id
+        self._clock = clock
+
+    async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> control_pb2.GetStatusResponse:
+        coordinator = self._conductor.coordinator
+        phases = coordinator.phases()
+        return control_pb2.GetStatusResponse(
+            router_incarnation=self._conductor.incarnation,
+            router_pid=os.getpid(),
+            ready=coordinator.ready,
+            workers=[self._worker(worker) for worker in coordinator.workers()],
+            num_queued=phases[Phase.QUEUED],
+            num_prefilling=phases[Phase.PREFILLING],
+            num_parked=phases[Phase.PARKED],
+            num_decoding=phases[Phase.BINDING] + phases[Phase.DECODING],
+            model_id=self._model_id,
+        )
+
+    async def Drain(self, request: control_pb2.DrainRequest, context: Any) -> control_pb2.DrainResponse:
+        deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else DEFAULT_DRAIN_MS
+        if deadline_ms < 0:
+            raise InvalidRequest("deadline_ms", f"is {deadline_ms}; it must not be negative")
+        num_finished, num_migrated = await self._conductor.drain_worker(request.worker_id, deadline_ms / 1000)
+        return control_pb2.DrainResponse(num_finished=num_finished, num_migrated=num_migrated)
+
+    def _worker(self, worker: Worker) -> control_pb2.WorkerStatus:
+        description = worker.info.description
+        assert isinstance(description, control_pb2.WorkerDescription)
+        status = control_pb2.WorkerStatus(worker=description, state=_STATES[worker.state], reason=worker.reason)
+        link = self._conductor.links.get(worker.info.worker_id)
+        if link is not None:
+            status.num_sessions = link.num_sessions
+            if link.load is not None and worker.load_s is not None:
+                status.load.CopyFrom(link.load)
+                status.load_age_ms = round((self._clock.now() - worker.load_s) * 1000)
+        return status

@@ -1,0 +1,125 @@
+"""Over gRPC, through split prefill and decode: greedy output equals transformers' `generate`, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Answer, Cluster, running_cluster
+from tests.equality import GreedyReference
+from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
+from tests.workers import DECODE, MIXED, PREFILL
+
+# Around the edges of blocks (16) and of every chunk size.
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 257, 511, 513, 600)
+MAX_TOKENS = 12
+BATCH = 16
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}-{seed}").choices(range(3, VOCAB_SIZE), k=length)
+
+
+class Expected:
+    """The reference's outputs, computed once for the whole module."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.reference = GreedyReference(model)
+        self._outputs: dict[tuple[int, ...], list[int]] = {}
+
+    def check(self, prompt: Sequence[int], answer: Answer, max_tokens: int = MAX_TOKENS) -> None:
+        key = (max_tokens, *prompt)
+        if key not in self._outputs:
+            self._outputs[key] = self.reference.generate(prompt, max_tokens)
+        assert len(answer.token_ids) == max_tokens
+        self.reference.check(prompt, answer.token_ids, self._outputs[key])
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    return Expected(tiny_model("llama", tmp_path_factory.mktemp("split")))
+
+
+@pytest.fixture(autouse=True)
+def near_ties_are_rare(expected: Expected) -> object:
+    """Rounding may decide now and then, not as a rule."""
+    yield
+    reference = expected.reference
+    print(f"equal tokens {reference.num_compared}, outputs that ended at a near-tie {reference.num_near_ties}")
+    assert reference.num_near_ties * 200 <= reference.num_compared
+
+
+async def all_together(
+    cluster: Cluster, prompts: Sequence[Sequence[int]], max_tokens: int = MAX_TOKENS
+) -> list[Answer]:
+    return await asyncio.gather(*(cluster.greedy(prompt, max_tokens) for prompt in prompts))
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_lengths_alone_batched_and_cached(expected: Expected, transport: str, chunk: int) -> None:
+    async with running_cluster(
+        expected.model, [PREFILL, DECODE], transport=transport, max_num_batched_tokens=chunk, kv_blocks=600
+    ) as cluster:
+        prompts = [prompt_of(length) for length in LENGTHS]
+        for prompt in prompts:
+            answer = await cluster.greedy(prompt, MAX_TOKENS)
+            expected.check(prompt, answer)
+            assert answer.completion is not None
+            assert (answer.completion.workers.prefill, answer.completion.workers.decode) == ("w0", "w1")
+            assert answer.completion.timings.transport == {"shm": 1, "grpc": 2}[transport]
+        others = [prompt_of(length, seed=1) for length in LENGTHS[-BATCH:]]
+        for prompt, answer in zip(others, await all_together(cluster, others), strict=True):
+            expected.check(prompt, answer)
+        for prompt, answer in zip(prompts, await all_together(cluster, prompts), strict=True):
+            expected.check(prompt, answer)
+            assert answer.prompt_info is not None
+            assert answer.prompt_info.cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_after_preemption(expected: Expected, transport: str) -> None:
+    """Outputs grow until the decode pool cannot hold them all: victims recompute and go on."""
+    each = [{"kv_blocks": 200}, {"kv_blocks": 30}]
+    async with running_cluster(expected.model, [PREFILL, DECODE], each=each, transport=transport) as cluster:
+        prompts = [prompt_of(20 + n, seed=2) for n in range(BATCH)]
+        for prompt, answer in zip(prompts, await all_together(cluster, prompts, 60), strict=True):
+            expected.check(prompt, answer, 60)
+        assert cluster.workers[1].engine.stats().num_preemptions > 0
+
+
+async def test_parked_handoffs(expected: Expected) -> None:
+    """The decode pool holds two prompts at a time; the others wait under their leases."""
+    each = [{"kv_blocks": 200}, {"kv_blocks": 24}]
+    async with running_cluster(expected.model, [PREFILL, DECODE], each=each) as cluster:
+        prompts = [prompt_of(150 + n, seed=3) for n in range(6)]
+        most_parked = 0
+        answers = asyncio.gather(*(cluster.greedy(prompt, 40) for prompt in prompts))
+        while not answers.done():
+            most_parked = max(most_parked, (await cluster.status()).num_parked)
+            await asyncio.sleep(0.005)
+        for prompt, answer in zip(prompts, await answers, strict=True):
+            expected.check(prompt, answer, 40)
+        assert most_parked > 0
+
+
+async def test_mixed_workers(expected: Expected) -> None:
+    async with running_cluster(expected.model, [MIXED, MIXED]) as cluster:
+        prompts = [prompt_of(length, seed=4) for length in LENGTHS[-8:]]
+        for prompt, answer in zip(prompts, await all_together(cluster, prompts), strict=True):
+            expected.check(prompt, answer)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+async def test_families(family: str, tmp_path: Path) -> None:
+    other = Expected(tiny_model(family, tmp_path))
+    async with running_cluster(other.model, [PREFILL, DECODE], max_num_batched_tokens=48) as cluster:
+        prompts = [prompt_of(length, seed=5) for length in (3, 16, 40, 130)]
+        for prompt, answer in zip(prompts, await all_together(cluster, prompts), strict=True):
+            other.check(prompt, answer)
+    assert other.reference.num_near_ties <= 1

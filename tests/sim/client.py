@@ -1,0 +1,114 @@
+"""A client's request: what is asked, what must come, and the check of every token that does.
+
+Stands for the router's `Answer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.v1 import inference_pb2
+from services.core.errors import BatonError
+from services.router.coordinator.actions import EmitFinished, EmitStarted
+from services.router.coordinator.events import FinishReason
+from services.router.coordinator.requests import RequestSpec
+from tests.sim.model import Expected
+from tests.sim.world import World
+
+
+class SimRequest:
+    def __init__(
+        self,
+        world: World,
+        message: inference_pb2.GenerateRequest,
+        expected: Expected,
+        *,
+        arrival_s: float,
+        router: str,
+        deadline_s: float | None = None,
+        cancel_after_s: float | None = None,
+        cancel_at_token: int | None = None,
+    ) -> None:
+        """`cancel_at_token`: the client leaves when it has so many tokens."""
+        self.message = message
+        self.expected = expected
+        self.arrival_s = arrival_s
+        self.router = router
+        self.deadline_s = deadline_s
+        self.cancel_after_s = cancel_after_s
+        self.cancel_at_token = cancel_at_token
+        self.received: list[int] = []
+        self.outcome: str | None = None
+        """How it ended: "stop", "length", an error's reason, or "router lost"."""
+        self.ended_s: float | None = None
+        self.cancelled = False
+        self.stop_string: str | None = None
+        self.on_tokens: Any = lambda request: None
+        self._world = world
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def over(self) -> bool:
+        return self.outcome is not None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.received)
+
+    def spec(self, now: float) -> RequestSpec:
+        message = self.message
+        return RequestSpec(
+            request_id=message.request_id,
+            token_ids=tuple(message.token_ids.ids),
+            max_tokens=message.stopping.max_tokens,
+            priority=message.priority,
+            deadline_s=None if self.deadline_s is None else now + self.deadline_s,
+            cache_salt=message.cache_salt,
+            payload=message,
+        )
+
+    # What the conductor tells.
+
+    def started(self, action: EmitStarted) -> None:
+        self._require(not self.received, "was announced after its first token")
+
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
+        self._require(not self.over, "gets tokens after its end")
+        at = len(self.received)
+        self._require(
+            tuple(token_ids) == self.expected.token_ids[at : at + len(token_ids)],
+            f"got {list(token_ids)} at {at} instead of {self.expected.token_ids[at : at + len(token_ids)]}",
+        )
+        self.received += token_ids
+        self.on_tokens(self)
+        return False
+
+    def finished(self, action: EmitFinished) -> None:
+        self._require(not self.over, "ends twice")
+        self._require(tuple(self.received) == self.expected.token_ids, f"ends early: {len(self.received)} tokens")
+        stops = self.expected.stop_token_id is not None
+        self._require(action.reason is (FinishReason.STOP if stops else FinishReason.LENGTH), f"ends: {action.reason}")
+        self._require(action.stop_token_id == self.expected.stop_token_id, "ends with another stop token")
+        self._end(action.reason.value)
+
+    def failed(self, error: BatonError) -> None:
+        self._require(not self.over, "ends twice")
+        self._end(error.reason)
+
+    def router_lost(self) -> None:
+        if not self.over:
+            self._end("router lost")
+
+    def refused(self, error: BatonError) -> None:
+        self._end(error.reason)
+
+    def _end(self, outcome: str) -> None:
+        self.outcome, self.ended_s = outcome, self._world.now_s
+        self._world.note("request ended", self.request_id, outcome, len(self.received))
+
+    def _require(self, condition: object, what: str) -> None:
+        self._world.require(condition, f"request {self.request_id} {what}")

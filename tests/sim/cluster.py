@@ -1,0 +1,163 @@
+"""The whole simulated cluster: routers, workers, network, truth. What a fault does to it is a method here.
+
+Never: which faults happen when (`faults`), what must hold (`invariants`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from services.core.errors import BatonError
+from services.router.coordinator.config import CoordinatorConfig
+from services.worker.host import WorkerHost
+from tests.sim.client import SimRequest
+from tests.sim.model import Truth
+from tests.sim.network import Network
+from tests.sim.router import SimRouter
+from tests.sim.shared_memory import SharedMemory
+from tests.sim.worker import SimWorker, WorkerPlan
+from tests.sim.world import World
+
+# Moments of a handoff at which faults like to strike: (where, method of that table).
+_MOMENTS = {
+    "leases": ("open", "publish", "seal", "open_fetch", "release", "adopt"),
+    "imports": ("reserve", "begin", "copy_started", "copy_ended", "validate", "ready"),
+}
+
+
+class Cluster:
+    def __init__(self, world: World, network: Network, truth: Truth) -> None:
+        self.world = world
+        self.network = network
+        self.truth = truth
+        self.shared_memory = SharedMemory(world)
+        self.workers: dict[str, SimWorker] = {}
+        self.routers: dict[str, SimRouter] = {}
+        self.requests: list[SimRequest] = []
+        self.released_by: dict[bytes, int] = {}
+        """Leases that were handed over, and to which leg."""
+        self.on_moment: Callable[[str, str], None] = lambda moment, node: None
+
+    # What runs.
+
+    def start_worker(self, plan: WorkerPlan) -> None:
+        self.workers[plan.name] = SimWorker(self, plan)
+
+    def start_router(self, name: str, address: str, config: CoordinatorConfig) -> None:
+        self.routers[name] = SimRouter(self, name, address, config)
+
+    def submit(self, request: SimRequest) -> None:
+        """At its router, at its time."""
+        self.requests.append(request)
+        self.world.at(request.arrival_s, lambda: self._arrive(request))
+
+    def _arrive(self, request: SimRequest) -> None:
+        router = self.routers[request.router]
+        if not router.node.alive:
+            request.router_lost()
+            return
+        router.node.loop.call_soon(self._ask, router, request)
+        request.on_tokens = self._leave_at_token
+        if request.cancel_after_s is not None:
+            self.world.after(request.cancel_after_s, lambda: self.cancel(request))
+
+    def _ask(self, router: SimRouter, request: SimRequest) -> None:
+        if request.over:
+            return
+        self.world.note("request", request.request_id, len(request.message.token_ids.ids))
+        try:
+            router.submit(request)
+        except BatonError as error:
+            request.refused(error)
+
+    def _leave_at_token(self, request: SimRequest) -> None:
+        if request.cancel_at_token is not None and len(request.received) >= request.cancel_at_token:
+            self.world.after(self.world.random.random() * 0.004, lambda: self.cancel(request))
+
+    def cancel(self, request: SimRequest) -> None:
+        router = self.routers[request.router]
+        if router.node.alive and not request.over:
+            request.cancelled = True
+            self.world.note("cancel", request.request_id)
+            router.node.loop.call_soon(router.cancel, request)
+
+    # What happens to it.
+
+    def crash(self, name: str) -> None:
+        node = (self.workers.get(name) or self.routers[name]).node
+        if not node.alive:
+            return
+        self.world.note("crash", name)
+        self.network.drop_node(node)
+        node.kill()
+        for request in self.requests:
+            if request.router == name and request.arrival_s <= self.world.now_s:
+                request.router_lost()
+
+    def restart(self, name: str) -> None:
+        self.crash(name)
+        self.world.note("restart", name)
+        if name in self.workers:
+            self.start_worker(self.workers[name].plan)
+        else:
+            old = self.routers[name]
+            self.start_router(name, old.node.address, old.config)
+
+    def freeze(self, name: str) -> None:
+        self.world.note("freeze", name)
+        (self.workers.get(name) or self.routers[name]).node.freeze()
+
+    def thaw(self, name: str) -> None:
+        self.world.note("thaw", name)
+        (self.workers.get(name) or self.routers[name]).node.thaw()
+
+    def terminate(self, name: str, deadline_s: float, back_after_s: float) -> None:
+        """SIGTERM, and a new process when the old one has gone."""
+        worker = self.workers[name]
+        if not worker.node.alive or worker.stopping:
+            return
+        worker.stopping = True
+        self.world.note("terminate", name)
+        task = worker.node.loop.enter(
+            lambda: worker.node.loop.create_task(worker.drain_and_stop(deadline_s), name="SIGTERM")
+        )
+        task.add_done_callback(lambda _: self._exited(worker, back_after_s))
+
+    def _exited(self, worker: SimWorker, back_after_s: float) -> None:
+        if worker.node.alive:
+            self.world.require(not worker.left_over(), f"{worker.plan.name} leaves behind {worker.left_over()}")
+            self.crash(worker.plan.name)
+            self.world.after(back_after_s, lambda: self.restart(worker.plan.name))
+
+    def drain(self, router_name: str, worker_name: str, deadline_s: float) -> None:
+        """`ControlService.Drain`."""
+        router = self.routers[router_name]
+        if not router.node.alive or worker_name not in {w.info.worker_id for w in router.coordinator.workers()}:
+            return
+        self.world.note("drain", router_name, worker_name)
+        loop = router.node.loop
+        loop.enter(lambda: loop.create_task(router.conductor.drain_worker(worker_name, deadline_s), name="drain"))
+
+    # What is watched.
+
+    def watch(self, host: WorkerHost, name: str) -> None:
+        """Reports the moments of its handoffs, and notes which leg a lease was handed to."""
+        tables: dict[str, Any] = {"leases": host.leases, "imports": host.imports}
+        for where, methods in _MOMENTS.items():
+            for method in methods:
+                setattr(tables[where], method, self._reporting(getattr(tables[where], method), method, name))
+
+    def _reporting(self, act: Any, moment: str, name: str) -> Any:
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            result = act(*args, **kwargs)
+            if moment in ("release", "adopt") and (moment == "adopt" or result.valid):
+                self._handed_over(args[0], args[1])
+            self.on_moment(moment, name)
+            return result
+
+        return reporting
+
+    def _handed_over(self, lease_id: bytes, leg: int) -> None:
+        before = self.released_by.setdefault(lease_id, leg)
+        self.world.require(before == leg, f"a lease is handed to leg {leg} after leg {before}")

@@ -1,0 +1,196 @@
+"""The real engine without its thread and its model: steps take simulated time, and compute with `SimMemory`.
+
+Owns: when steps begin and end. Never: scheduling, the pool, the reports; `services.engine.engine.Engine` does those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.engine.config import EngineConfig, EngineInfo
+from services.engine.cost_model import CostModel
+from services.engine.engine import Engine, OnStep
+from services.engine.loading import Loaded
+from services.engine.sequence import SampledToken, ScheduledSequence, StepPlan, StepResult
+from tests.sim.memory import SimMemory
+from tests.sim.model import EOS, VOCAB_SIZE, History, digest_after, next_token, root_digest, slot
+from tests.sim.node import Node
+from tests.sim.world import Actor
+
+
+class StepFault(Exception):
+    """What a device raises when the seed says so."""
+
+
+class _NoModel:
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult({})  # only ever asked to warm up
+
+    def reclaim(self) -> None:
+        pass
+
+
+class SimEngine(Engine):
+    def __init__(self, node: Node, config: EngineConfig, memory: SimMemory, step_s: float) -> None:
+        """`step_s`: what a step takes, with a tenth of it for each token; give or take a half."""
+        self._node = node
+        self._memory = memory
+        super().__init__(config, clock=node, loader=lambda _: Loaded(_info(config), _any(memory), _NoModel()))
+        self._costs = CostModel()  # warming up measured real time
+        self._step_s = step_s
+        self._plan: StepPlan | None = None
+        self._histories: dict[int, History] = {}
+        self._on_step: OnStep
+        self.num_steps_to_fail = 0
+        self.stuck_until_s = 0.0
+        """The device does not answer before; the world's clock."""
+        self._step_thread = node.new_thread()
+        self.lock = _any(_Lock(node, self._step_thread))
+        self._wake = _any(_Wake(self._step_thread, self._turn))
+        memory.watch(self.pool)
+
+    def start(self, on_step: OnStep) -> None:
+        self._on_step = on_step
+        self._wake.set()
+
+    @property
+    def alive(self) -> bool:
+        return not self._stopping
+
+    def stop(self) -> None:
+        self._stopping = True
+        if self._plan is not None:
+            self._land()
+        super().stop()
+
+    # On the step thread.
+
+    def _turn(self) -> None:
+        """`Engine._loop` until it waits: for the device, or to be woken."""
+        self._wake.clear()
+        if self._stopping or self._plan is not None:
+            return
+        plan, anything = self._begin(self._on_step)
+        if plan.sequences:
+            self._plan = plan
+            world = self._node.world
+            duration_s = self._step_s * (1 + 0.1 * plan.num_tokens) * world.random.uniform(0.5, 1.5)
+            world.at(max(world.now_s + duration_s, self.stuck_until_s), lambda: self._step_thread.post(self._land))
+        elif anything:
+            self._wake.set()
+
+    def _land(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is None:  # `stop` did not wait
+            return
+        try:
+            result: StepResult | Exception = self._compute(plan)
+        except StepFault as error:
+            result = error
+        self._finish(plan, result, self._on_step)
+        self._wake.set()
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        fails = self.num_steps_to_fail > 0
+        sampled: dict[int, SampledToken] = {}
+        for part in plan.sequences:
+            digest = self._read(part)
+            kv = bytearray()
+            for position, token_id in enumerate(part.token_ids, part.start):
+                digest = digest_after(digest, token_id)
+                kv += slot(digest, position)
+            self._memory.write_slots(part.block_ids, part.start, bytes(len(kv)) if fails else bytes(kv))
+            if part.samples:
+                sampled[part.seq_id] = SampledToken(next_token(digest, part.masked_token_ids))
+        if fails:
+            self.num_steps_to_fail -= 1
+            raise StepFault("injected")
+        return StepResult(sampled)
+
+    def _read(self, part: ScheduledSequence) -> int:
+        """The digest before the part, from memory; all KV before it must be that of the sequence's tokens."""
+        sequence, world = self.scheduler.sequences.get(part.seq_id), self._node.world
+        world.require(sequence is not None, f"{self._node.name}: sequence {part.seq_id} left under its step")
+        assert sequence is not None
+        history = self._histories.get(part.seq_id)
+        if history is None:
+            history = self._histories[part.seq_id] = History(sequence.cache_salt)
+        end = part.start + part.num_tokens
+        history.extend(sequence.token_ids[history.num_tokens : end])
+        if not part.start:
+            return root_digest(sequence.cache_salt)
+        held = self._memory.read_slots(part.block_ids, part.start)
+        world.require(
+            held == history.kv[: len(held)],
+            f"{self._node.name}: sequence {part.seq_id} reads KV that is not its own in {part.block_ids}",
+        )
+        return self._memory.digest_at(part.block_ids, part.start - 1)
+
+
+class _Wake:
+    """Stands for the engine's `threading.Event`: setting it gets the thread going."""
+
+    def __init__(self, thread: Actor, turn: Any) -> None:
+        self._thread = thread
+        self._turn = turn
+        self._set = False
+
+    def set(self) -> None:
+        if not self._set:
+            self._set = True
+            self._thread.post(self._turn)
+
+    def clear(self) -> None:
+        self._set = False
+
+
+class _Lock:
+    """Stands for the engine's `threading.Lock`: whoever takes it may find that the step thread was quicker."""
+
+    def __init__(self, node: Node, step_thread: Actor) -> None:
+        self._node = node
+        self._step_thread = step_thread
+        self._overtaking = False
+
+    def __enter__(self) -> None:
+        thread, world = self._step_thread, self._node.world
+        if not thread.ready or self._overtaking or not self._node.alive or world.random.random() > 0.3:
+            return
+        loop = asyncio._get_running_loop()
+        if loop is None:  # it is the step thread that takes it
+            return
+        self._overtaking = True
+        asyncio._set_running_loop(None)
+        try:
+            thread.ready.popleft()()
+        finally:
+            asyncio._set_running_loop(loop)
+            self._overtaking = False
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _info(config: EngineConfig) -> EngineInfo:
+    assert config.num_blocks is not None
+    assert config.max_model_len is not None
+    return EngineInfo(
+        model_id="sim",
+        weights_digest="sim",
+        dtype="float32",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,  # with keys and values: the 8 bytes of a slot
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        max_model_len=min(config.max_model_len, config.num_blocks * config.block_size),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        device="sim",
+    )
+
+
+def _any(value: object) -> Any:
+    """For what stands in for a type that it is not."""
+    return value

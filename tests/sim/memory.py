@@ -1,0 +1,92 @@
+"""A worker's KV memory: every slot remembers what it was computed from, and every write is checked against the pool.
+
+Owns: the bytes. Never: references; it asks the pool who may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.core.hashing import BlockHash
+from services.engine.block_pool import BlockPool, Holder
+from tests.sim.model import SLOT_BYTES, Truth, digest_in
+from tests.sim.node import Node
+
+
+class SimMemory:
+    """Stands for `KVCache`; a `BlockMemory`. Its bytes outlive the process, as a mapped memfd does."""
+
+    fd: int | None = 0
+    """"Can be mapped": `SimMachine.share` does the rest."""
+
+    def __init__(self, node: Node, num_blocks: int, block_size: int, truth: Truth) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_size * SLOT_BYTES
+        self.bytes = bytearray(num_blocks * self.block_bytes)
+        self._block_size = block_size
+        self._node = node
+        self._truth = truth
+        self._pool: BlockPool
+
+    def watch(self, pool: BlockPool) -> None:
+        self._pool = pool
+        pool._on_index = self._indexed
+
+    def close(self) -> None:
+        pass
+
+    # As BlockMemory: copies.
+
+    def read_block(self, block_id: int) -> bytes:
+        return bytes(self._view(block_id))
+
+    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
+        self._require_writable(block_id, Holder.IMPORT)
+        self._view(block_id)[:] = data
+
+    # As the model sees it: steps.
+
+    def read_slots(self, block_ids: Sequence[int], num_tokens: int) -> bytes:
+        kv = b"".join([self._view(block_id) for block_id in block_ids])
+        return kv[: num_tokens * SLOT_BYTES]
+
+    def digest_at(self, block_ids: Sequence[int], position: int) -> int:
+        start = block_ids[position // self._block_size] * self.block_bytes + self._offset(position)
+        return digest_in(self.bytes[start : start + SLOT_BYTES])
+
+    def write_slots(self, block_ids: Sequence[int], start: int, kv: bytes) -> None:
+        """The KV of the tokens at positions start, start + 1, …"""
+        num_tokens = len(kv) // SLOT_BYTES
+        for block_id in block_ids[start // self._block_size :]:
+            self._require_writable(block_id, Holder.SEQUENCE)
+        for at in range(num_tokens):
+            position = start + at
+            target = block_ids[position // self._block_size] * self.block_bytes + self._offset(position)
+            self.bytes[target : target + SLOT_BYTES] = kv[at * SLOT_BYTES : (at + 1) * SLOT_BYTES]
+
+    # Checks.
+
+    def _require_writable(self, block_id: int, writer: Holder) -> None:
+        """One holder of the writer's kind and nobody else; a prompt's block is leased too while it is computed."""
+        pool, world = self._pool, self._node.world
+        if not self._node.alive:
+            return
+        holders = [pool.references(holder, block_id) for holder in Holder]
+        most = [0, 1, 0] if writer is Holder.SEQUENCE else [0, 0, 0]
+        most[writer] = 1
+        lawful = holders[writer] == 1 and all(have <= may for have, may in zip(holders, most, strict=True))
+        world.require(lawful, f"{self._node.name}: {writer.name} writes block {block_id} held by {holders}")
+        world.require(
+            pool._hash_of[block_id] is None, f"{self._node.name}: {writer.name} writes indexed block {block_id}"
+        )
+
+    def _indexed(self, hash: BlockHash, block_id: int) -> None:
+        right = self._truth.kv_of.get(hash) == self._view(block_id)
+        self._node.world.require(right or not self._node.alive, f"{self._node.name}: block {block_id} indexed wrongly")
+
+    def _view(self, block_id: int) -> memoryview:
+        start = block_id * self.block_bytes
+        return memoryview(self.bytes)[start : start + self.block_bytes]
+
+    def _offset(self, position: int) -> int:
+        return position % self._block_size * SLOT_BYTES

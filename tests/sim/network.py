@@ -1,0 +1,183 @@
+"""The network between nodes: packets of a stream arrive in order, those of different streams in any; links can be slow,
+cut, healed and reset.
+
+Owns: who listens where, every live call, and the state of links. Never: what gRPC makes of it (`rpc_client`,
+`rpc_server`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.node import Node
+from tests.sim.world import World
+
+if TYPE_CHECKING:
+    from tests.sim.rpc_server import SimServer
+
+Receiver = Callable[[Any], None]
+
+
+class Network:
+    def __init__(self, world: World, latency_s: float, window: int) -> None:
+        """`latency_s`: of a packet that nothing delays; each takes half of it or a few times as much.
+        `window`: messages of a stream that its receiver has not read."""
+        self.world = world
+        self.latency_s = latency_s
+        self.window = window
+        self.lossy: dict[str, float] = {}
+        """Nodes whose replies to unary calls get lost after the call took effect, with this probability."""
+        self.servers: dict[str, SimServer] = {}
+        self.wires: dict[Wire, None] = {}
+        self._cut: set[frozenset[str]] = set()
+        self._delays_s: dict[frozenset[str], float] = {}
+
+    def delay_s(self, source: Node, target: Node) -> float:
+        random = self.world.random.random()
+        usual = self.latency_s * (0.5 + 3 * random * random)
+        return usual + source.slowness_s + target.slowness_s + self._delays_s.get(_link(source, target), 0.0)
+
+    def is_cut(self, one: Node, other: Node) -> bool:
+        return _link(one, other) in self._cut
+
+    def cut(self, one: str, other: str) -> None:
+        """Nothing arrives any more; what is sent waits, as TCP does."""
+        self._cut.add(frozenset((one, other)))
+
+    def heal(self, one: str, other: str, *, reset: bool) -> None:
+        """`reset`: the connections did not survive."""
+        link = frozenset((one, other))
+        self._cut.discard(link)
+        for wire in [wire for wire in self.wires if wire.link == link]:
+            if reset:
+                wire.break_off()
+            else:
+                wire.pump()
+
+    def delay(self, one: str, other: str, delay_s: float) -> None:
+        """0 ends it."""
+        self._delays_s[frozenset((one, other))] = delay_s
+
+    def wires_between(self, one: str, other: str) -> list[Wire]:
+        link = frozenset((one, other))
+        return [wire for wire in self.wires if wire.link == link]
+
+    def drop_node(self, node: Node) -> None:
+        """Its process is gone, and the kernel says so to the others."""
+        for wire in [wire for wire in self.wires if node in (wire.client, wire.server)]:
+            wire.break_off()
+
+
+class Wire:
+    """The two directions of one call, between the client's and the server's node."""
+
+    def __init__(self, network: Network, client: Node, server: Node) -> None:
+        self.network = network
+        self.client = client
+        self.server = server
+        self.link = _link(client, server)
+        self.up = Pipe(self, client, server)
+        self.down = Pipe(self, server, client)
+        self.client_lost: Callable[[], None] = lambda: None
+        """The client's side learns that the connection broke."""
+        self.server_lost: Callable[[], None] = lambda: None
+        network.wires[self] = None
+
+    def close(self) -> None:
+        """Both ends know that the call is over."""
+        self.network.wires.pop(self, None)
+        self.up.close()
+        self.down.close()
+
+    def break_off(self) -> None:
+        """The connection breaks: what is under way is lost, and each end notices in its own time."""
+        if self not in self.network.wires:
+            return
+        self.close()
+        self._notify(self.client, lambda: self.client_lost())
+        self._notify(self.server, lambda: self.server_lost())
+
+    def pump(self) -> None:
+        self.up.pump()
+        self.down.pump()
+
+    def _notify(self, node: Node, notice: Callable[[], None]) -> None:
+        if node.alive:
+            world = self.network.world
+            # One end may not notice for long: nothing arrives, and nothing says so.
+            half_open_s = world.random.uniform(0.5, 3.0) if world.chance(0.15) else 0.0
+            world.after(self.network.latency_s + half_open_s, lambda: node.loop.call_soon(notice))
+
+
+class Pipe:
+    """One direction of a call: in order, with a bounded number of messages that the receiver has not read."""
+
+    def __init__(self, wire: Wire, source: Node, target: Node) -> None:
+        self._wire = wire
+        self._source = source
+        self._target = target
+        self._packets: deque[tuple[float, Any]] = deque()
+        self._last_s = 0.0
+        self._closed = False
+        self._num_unread = 0
+        self._waiting: deque[Any] = deque()
+        self._stalled_until_s = 0.0
+        self.receiver: Receiver = lambda packet: None
+
+    def close(self) -> None:
+        self._closed = True
+        self._packets.clear()
+        while self._waiting:
+            future = self._waiting.popleft()
+            self._source.loop.call_soon(lambda f=future: f.done() or f.set_result(None))
+
+    def send(self, packet: Any) -> None:
+        if self._closed or not self._source.alive:
+            return
+        network = self._wire.network
+        self._last_s = max(self._last_s, network.world.now_s + network.delay_s(self._source, self._target))
+        self._packets.append((self._last_s, packet))
+        network.world.at(self._last_s, self.pump)
+
+    async def send_message(self, packet: Any) -> None:
+        """Waits while the receiver's window is full."""
+        while self._num_unread >= self._wire.network.window and not self._closed:
+            future = self._source.loop.create_future()
+            self._waiting.append(future)
+            await future
+        self._num_unread += 1
+        self.send(packet)
+
+    def was_read(self) -> None:
+        self._num_unread -= 1
+        if self._waiting:
+            future = self._waiting.popleft()
+            wake = self._source.loop.call_soon
+            self._wire.network.world.after(
+                self._wire.network.latency_s, lambda: wake(lambda: future.done() or future.set_result(None))
+            )
+
+    def stall(self, duration_s: float) -> None:
+        """Nothing arrives for a while, though the connection lives."""
+        world = self._wire.network.world
+        self._stalled_until_s = world.now_s + duration_s
+        world.at(self._stalled_until_s, self.pump)
+
+    def pump(self) -> None:
+        """Delivers what is due."""
+        network = self._wire.network
+        now_s = network.world.now_s
+        if self._closed or now_s < self._stalled_until_s or network.is_cut(self._source, self._target):
+            return
+        while self._packets and self._packets[0][0] <= now_s:
+            _, packet = self._packets.popleft()
+            self._target.loop.call_soon(self._deliver, packet)
+
+    def _deliver(self, packet: Any) -> None:
+        self.receiver(packet)
+
+
+def _link(one: Node, other: Node) -> frozenset[str]:
+    return frozenset((one.name, other.name))

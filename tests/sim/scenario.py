@@ -1,0 +1,133 @@
+"""What a seed's cluster looks like and what is asked of it: small pools, short prompts with shared beginnings."""
+
+from __future__ import annotations
+
+import random
+
+from baton.v1 import inference_pb2
+from services.router.coordinator.config import CoordinatorConfig
+from services.worker.config import WorkerConfig
+from tests.sim.client import SimRequest
+from tests.sim.cluster import Cluster
+from tests.sim.model import EOS, VOCAB_SIZE, Truth
+from tests.sim.network import Network
+from tests.sim.worker import DECODE, MIXED, PREFILL, WorkerPlan
+from tests.sim.world import World
+
+BLOCK_SIZE = 4
+ROUTERS = ("router-1", "router-2")
+BUSY_S = 3.0
+"""Requests arrive, and faults begin, in this time."""
+
+
+def build(world: World) -> Cluster:
+    choose = world.random
+    network = Network(world, latency_s=choose.choice((0.0002, 0.001, 0.005)), window=choose.choice((2, 16, 64)))
+    cluster = Cluster(world, network, Truth(BLOCK_SIZE))
+    config = CoordinatorConfig(
+        model_context_tokens=64,
+        queue_timeout_s=15.0,
+        no_worker_timeout_s=8.0,
+        answer_timeout_s=4.0,
+    )
+    num_routers = 2 if world.chance(0.2) else 1
+    for at, name in enumerate(ROUTERS[:num_routers]):
+        cluster.start_router(name, f"10.0.1.{at + 1}:50051", config)
+    for plan in _plans(choose, num_routers):
+        cluster.start_worker(plan)
+    return cluster
+
+
+def _plans(choose: random.Random, num_routers: int) -> list[WorkerPlan]:
+    roles = choose.choice(
+        (
+            [PREFILL, DECODE],
+            [PREFILL, DECODE],
+            [PREFILL, DECODE, DECODE],
+            [PREFILL, PREFILL, DECODE],
+            [PREFILL, PREFILL, DECODE, DECODE],
+            [PREFILL, MIXED],
+            [DECODE, MIXED],
+            [MIXED, MIXED],
+            [MIXED],
+            [PREFILL, DECODE, MIXED],
+        )
+    )
+    lease_ttl_s = choose.choice((1.0, 2.0, 10.0))
+    stall_s = choose.choice((0.5, 1.5, 5.0))
+    step_s = choose.choice((0.001, 0.004, 0.02))
+    copy_s = choose.choice((0.0005, 0.01, 0.1))
+    tight = choose.random() < 0.4
+    plans = []
+    for at, role in enumerate(roles):
+        config = WorkerConfig(
+            worker_id=f"{('', 'p', 'd', 'm')[role]}{at}",
+            advertise=f"10.0.0.{at + 1}:6000",
+            router=tuple(f"10.0.1.{number + 1}:50051" for number in range(num_routers)),
+            kv_blocks=choose.randint(5, 10) if tight else choose.randint(10, 30),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=choose.choice((1, 2, 4, 8)),
+            max_model_len=64,
+            max_num_batched_tokens=choose.choice((4, 8, 32)),
+            transport=choose.choice(("auto", "auto", "shm", "grpc")),
+            checksums=choose.random() < 0.2,
+            lease_ttl_s=lease_ttl_s,
+            stall_s=stall_s,
+            silence_s=choose.choice((2.0, 5.0)),
+        )
+        plans.append(WorkerPlan(config, role, step_s, copy_s))
+    return plans
+
+
+def requests(world: World, cluster: Cluster) -> list[SimRequest]:
+    choose = world.random
+    stems = [[choose.randrange(1, VOCAB_SIZE) for _ in range(40)] for _ in range(2)]
+    contexts = [plan.kv_blocks * BLOCK_SIZE for plan in (worker.plan.config for worker in cluster.workers.values())]
+    # Mostly what every worker could hold; now and then what only some can.
+    made = []
+    for number in range(choose.randint(2, 7)):
+        context = min(contexts) if choose.random() < 0.9 else max(contexts)
+        made.append(_request(world, cluster, f"r{number}", min(context, 40), choose.choice(stems)))
+    return made
+
+
+def _request(world: World, cluster: Cluster, name: str, context: int, stem: list[int]) -> SimRequest:
+    choose = world.random
+    num_prompt = choose.randint(1, context - 2)
+    shared = choose.randint(0, num_prompt)
+    prompt = stem[:shared] + [choose.randrange(1, VOCAB_SIZE) for _ in range(num_prompt - shared)]
+    message = inference_pb2.GenerateRequest(request_id=name, priority=choose.choice((0, 0, 0, 1)))
+    message.token_ids.ids.extend(prompt)
+    message.stopping.max_tokens = min(choose.choice((1, 3, 8, 20)), context - num_prompt)
+    message.stopping.min_tokens = choose.choice((0, 0, 2))
+    if choose.random() < 0.3:  # many stops: the first token may end it
+        message.stopping.stop_token_ids.extend(sorted(choose.sample(range(1, VOCAB_SIZE), 15)))
+    message.cache_salt = choose.choice(("", "", "salt"))
+    expected = cluster.truth.add(
+        prompt,
+        max_tokens=message.stopping.max_tokens,
+        min_tokens=message.stopping.min_tokens,
+        stop_token_ids=frozenset(message.stopping.stop_token_ids) | {EOS},
+        cache_salt=message.cache_salt,
+    )
+    leaves = choose.random()
+    return SimRequest(
+        world,
+        message,
+        expected,
+        arrival_s=world.now_s + 0.05 + choose.random() ** 2 * BUSY_S,
+        router=choose.choice(list(cluster.routers)),
+        deadline_s=choose.uniform(0.01, 3.0) if choose.random() < 0.1 else None,
+        cancel_after_s=choose.random() ** 2 if leaves < 0.1 else None,
+        cancel_at_token=choose.randint(1, 3) if 0.1 < leaves < 0.2 else None,
+    )
+
+
+def probe(world: World, cluster: Cluster, router: str) -> SimRequest:
+    """Asked when all is quiet: it must be served."""
+    prompt = [1 + world.random.randrange(VOCAB_SIZE - 1) for _ in range(6)]
+    message = inference_pb2.GenerateRequest(request_id=f"probe {router}")
+    message.token_ids.ids.extend(prompt)
+    message.stopping.max_tokens = 3
+    expected = cluster.truth.add(prompt, max_tokens=3, stop_token_ids=frozenset({EOS}))
+    return SimRequest(world, message, expected, arrival_s=world.now_s, router=router)

@@ -1,0 +1,154 @@
+"""Runs one seed from the first packet to rest, and says what was wrong.
+
+Owns: the stages of a run (busy, faults over, everything at rest, a last request served) and their bounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from services.core import ids
+from tests.sim import scenario
+from tests.sim.cluster import Cluster
+from tests.sim.faults import LONGEST_S, Faults
+from tests.sim.invariants import Watch, check_outcomes, not_idle
+from tests.sim.world import Violation, World
+
+ENDS_WITHIN_S = 40.0
+"""Of the end of the last fault, every request has ended."""
+RESTS_WITHIN_S = 15.0
+"""After that, nothing is held any more and every worker is known to every router."""
+PROBE_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    seed: int
+    digest: int
+    """Equal for equal runs."""
+    num_turns: int
+    simulated_s: float
+    num_faults: int
+    outcomes: tuple[str, ...]
+
+
+def simulate(seed: int, *, on_note: Callable[[str], None] | None = None) -> Result:
+    """Raises what went wrong: a `Violation`, or whatever the code under test raised."""
+    world = World(seed, on_note=on_note)
+    with _deterministic(world), _errors_fail(world):
+        return _Run(world).to_the_end()
+
+
+class _Run:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cluster: Cluster = scenario.build(world)
+        self._watch = Watch(world, self._cluster)
+        self._faults = Faults(world, self._cluster)
+        world.after_turn = self._watch.after_turn
+
+    def to_the_end(self) -> Result:
+        world, cluster, faults = self._world, self._cluster, self._faults
+        try:
+            for request in scenario.requests(world, cluster):
+                cluster.submit(request)
+            faults.plan()
+            self._until(scenario.BUSY_S + 0.1)
+            while world.now_s < faults.quiet_s or self._live() and self._armed_may_strike():
+                self._until(world.now_s + 0.25)
+            faults.disarm()
+            self._all_end()
+            self._all_rest()
+            self._probe()
+            check_outcomes(world, cluster, faults=faults.num_faults > 0)
+            outcomes = tuple(str(request.outcome) for request in cluster.requests)
+            return Result(world.seed, world.digest, world.num_turns, world.now_s, faults.num_faults, outcomes)
+        finally:
+            self._tear_down()
+
+    def _until(self, when_s: float) -> None:
+        self._world.run(lambda: False, when_s)
+
+    def _live(self) -> bool:
+        return any(not request.over for request in self._cluster.requests)
+
+    def _armed_may_strike(self) -> bool:
+        return self._world.now_s < scenario.BUSY_S + LONGEST_S
+
+    def _all_end(self) -> None:
+        limit_s = self._world.now_s + ENDS_WITHIN_S
+        while self._live() and self._world.now_s < limit_s:
+            self._until(self._world.now_s + 0.25)
+        live = [request.request_id for request in self._cluster.requests if not request.over]
+        self._world.require(not live, f"requests do not end: {live}")
+
+    def _all_rest(self) -> None:
+        limit_s = self._world.now_s + RESTS_WITHIN_S
+        while not_idle(self._cluster) and self._world.now_s < limit_s:
+            self._until(self._world.now_s + 0.25)
+        busy = not_idle(self._cluster)
+        self._world.require(not busy, f"no rest: {busy}")
+        self._watch.check_all()
+
+    def _probe(self) -> None:
+        probes = [scenario.probe(self._world, self._cluster, router) for router in self._cluster.routers]
+        for request in probes:
+            self._cluster.submit(request)
+        self._world.run(lambda: all(request.over for request in probes), self._world.now_s + PROBE_WITHIN_S)
+        for request in probes:
+            self._world.require(request.outcome in ("stop", "length"), f"a last request: {request.outcome}")
+
+    def _tear_down(self) -> None:
+        """Closes every coroutine, where nobody sees it."""
+        for part in [*self._cluster.workers.values(), *self._cluster.routers.values()]:
+            part.node.kill()
+
+
+@contextlib.contextmanager
+def _deterministic(world: World) -> Iterator[None]:
+    """Random ids come from the seed."""
+    source = random.Random(world.seed ^ 0x5EED)
+    real = ids.secrets
+    stand_in: Any = SimpleNamespace(
+        randbits=source.getrandbits, token_bytes=source.randbytes, token_hex=lambda n: source.randbytes(n).hex()
+    )
+    ids.secrets = stand_in
+    try:
+        yield
+    finally:
+        ids.secrets = real
+
+
+class _ErrorHandler(logging.Handler):
+    """The code under test logs what should never happen as an error. Here that ends the run."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "services.engine.engine" and record.getMessage().endswith("its sequences end"):
+            return  # injected
+        error = record.exc_info[1] if record.exc_info else None
+        self._world.fail(error or Violation(record.getMessage()))
+
+
+@contextlib.contextmanager
+def _errors_fail(world: World) -> Iterator[None]:
+    logger = logging.getLogger("services")
+    handler, level, propagate = _ErrorHandler(world), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

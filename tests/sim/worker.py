@@ -1,0 +1,149 @@
+"""A simulated worker process: the real `WorkerHost` with its servicers, on a machine made of simulated parts."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.v1 import types_pb2
+from services.decode.servicer import DecodeServicer
+from services.engine.config import EngineConfig
+from services.kvtransfer.client import FetchOrder, FetchOutcome
+from services.kvtransfer.memory import BlockMemory
+from services.kvtransfer.transports.shm import ShmServer
+from services.kvtransfer.transports.shm_mapping import MappingCache
+from services.prefill.servicer import PrefillServicer
+from services.worker.config import WorkerConfig
+from services.worker.host import WorkerHost
+from services.worker.machine import Machine
+from tests.sim.engine import SimEngine
+from tests.sim.memory import SimMemory
+from tests.sim.node import Node, Thread
+from tests.sim.rpc_client import SimChannel
+from tests.sim.rpc_server import SimServer
+from tests.sim.shared_memory import SimMappingCache, SimShmServer
+from tests.sim.tracing import NullTracer
+
+if TYPE_CHECKING:
+    from tests.sim.cluster import Cluster
+
+PREFILL, DECODE, MIXED = (
+    types_pb2.WORKER_ROLE_PREFILL,
+    types_pb2.WORKER_ROLE_DECODE,
+    types_pb2.WORKER_ROLE_MIXED,
+)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What stays the same over restarts."""
+
+    config: WorkerConfig
+    role: types_pb2.WorkerRole
+    step_s: float
+    copy_s: float
+
+    @property
+    def name(self) -> str:
+        return self.config.worker_id
+
+
+class SimMachine(Machine):
+    def __init__(self, node: Node, cluster: Cluster, copy_s: float) -> None:
+        self.clock = node
+        self._node = node
+        self._cluster = cluster
+        self._copy_s = copy_s
+
+    def dial(self, address: str) -> Any:
+        return SimChannel(self._node, self._cluster.network, address)
+
+    def thread(self, name: str) -> Executor:
+        return Thread(self._node, lambda: self._copy_s * (0.1 + 4 * self._node.world.random.random() ** 4))
+
+    def share(self, memory: BlockMemory, incarnation: int, path: str | None) -> ShmServer:
+        assert isinstance(memory, SimMemory)
+        server: Any = SimShmServer(self._cluster.shared_memory, self._node, memory, incarnation)
+        return server  # type: ignore[no-any-return]
+
+    def mappings(self, block_bytes: int) -> MappingCache:
+        return SimMappingCache(self._cluster.shared_memory, block_bytes)
+
+
+class SimWorker:
+    """One incarnation. Made with its node's loop entered."""
+
+    def __init__(self, cluster: Cluster, plan: WorkerPlan) -> None:
+        self.plan = plan
+        self.node = node = Node(cluster.world, plan.name, plan.config.advertise)
+        self.stopping = False
+        self._cluster = cluster
+        node.loop.enter(lambda: self._build(plan))
+
+    def _build(self, plan: WorkerPlan) -> None:
+        config, cluster, node = plan.config, self._cluster, self.node
+        self.memory = SimMemory(node, config.kv_blocks, config.block_size, cluster.truth)
+        self.engine = SimEngine(node, _engine_config(plan), self.memory, plan.step_s)
+        server: Any = SimServer(node, cluster.network)
+        self.host = WorkerHost(
+            config, plan.role, self.engine, server, NullTracer(), machine=SimMachine(node, cluster, plan.copy_s)
+        )
+        self.host.fetcher.fetch = self._watched(self.host.fetcher.fetch)  # type: ignore[method-assign]
+        cluster.watch(self.host, plan.name)
+        phases: list[Any] = []
+        if plan.role in (PREFILL, MIXED):
+            phases.append(PrefillServicer(self.host))
+        if plan.role in (DECODE, MIXED):
+            phases.append(DecodeServicer(self.host))
+        node.loop.create_task(self._start(server, phases), name="start")
+
+    async def _start(self, server: SimServer, phases: list[Any]) -> None:
+        await server.start()
+        await self.host.start(phases)
+        self._cluster.world.note("up", self.plan.name, self.host.incarnation)
+
+    async def drain_and_stop(self, deadline_s: float) -> None:
+        """SIGTERM."""
+        await self.host.drain(deadline_s)
+        await self.host.stop()
+
+    def left_over(self) -> list[str]:
+        """What a stopped worker should not have."""
+        tasks = [task.get_name() for task in self.node.loop.tasks if not task.done()]
+        return [name for name in tasks if name != "SIGTERM"] + ([] if self.idle else ["references"])
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held: no leg, lease, import, sequence or block reference."""
+        host, scheduler = self.host, self.engine.scheduler
+        return not (host.num_legs or len(host.leases) or len(host.imports) or len(host.hub) or scheduler.has_work) and (
+            self.engine.pool.ledger().idle
+        )
+
+    def _watched(self, fetch: Any) -> Any:
+        async def watched(order: FetchOrder) -> FetchOutcome:
+            outcome: FetchOutcome = await fetch(order)
+            if outcome.ready and self.node.alive:
+                released_by = self._cluster.released_by.get(order.lease_id)
+                self._cluster.world.require(
+                    released_by == order.leg,
+                    f"{self.plan.name}: leg {order.leg} uses a lease that was released by {released_by}",
+                )
+            return outcome
+
+        return watched
+
+
+def _engine_config(plan: WorkerPlan) -> EngineConfig:
+    config = plan.config
+    return EngineConfig(
+        model_path="sim",
+        model_id="sim",
+        block_size=config.block_size,
+        num_blocks=config.kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        limit_leased_blocks=plan.role == MIXED,
+    )

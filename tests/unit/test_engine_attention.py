@@ -1,0 +1,73 @@
+"""Backends against the plain reference, over shapes, windows, caps, and blocks in any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from services.core.hashing import num_blocks_for
+from services.engine import attention, attention_dense
+from services.engine.attention import Memo
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (4, 1), (40, 20)])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_dense_passes_the_check_at_load(dtype: torch.dtype, heads: int, kv_heads: int, block_size: int) -> None:
+    attention.verify(attention_dense.paged_attention, CPU, dtype, heads, kv_heads, 16, block_size)
+
+
+def test_select_takes_dense_on_cpu() -> None:
+    assert attention.select(CPU, torch.float32, 4, 2, 16, 16) is attention_dense.paged_attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 20, 300])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches(dtype: torch.dtype, window: int | None, softcap: float | None, seed: int) -> None:
+    chance = random.Random(seed)
+    query_lens = [1] * chance.randrange(12) + [chance.choice((2, 3, 40, 300)) for _ in range(chance.randrange(1, 4))]
+    chance.shuffle(query_lens)
+    context_lens = [length + chance.choice((0, 0, 1, 7, 90, 400)) for length in query_lens]
+    counts = [num_blocks_for(length, BLOCK_SIZE) for length in context_lens]
+    blocks = chance.sample(range(sum(counts) + 3), sum(counts))
+    tables = [tuple(blocks[sum(counts[:row]) :][:count]) for row, count in enumerate(counts)]
+    torch.manual_seed(seed)
+    cache = torch.randn(sum(counts) + 3, 2, BLOCK_SIZE, 2, 16).to(dtype)
+    query = torch.randn(sum(query_lens), 6, 16).to(dtype)
+    for backend in (attention.reference, attention_dense.paged_attention):
+        memo = Memo()
+        found = [
+            backend(
+                query * layer,
+                cache[:, 0],
+                cache[:, 1],
+                tables,
+                query_lens,
+                context_lens,
+                scale=0.3,
+                sliding_window=window,
+                softcap=softcap,
+                memo=memo,
+            )
+            for layer in (1, 2)  # the second uses what the first left in the memo
+        ]
+        if backend is attention.reference:
+            expected = found
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 4e-2, rtol=1e-5)
+
+
+def test_verify_notices_a_wrong_backend() -> None:
+    def off_by_one(*args: object, sliding_window: int | None = None, **kwargs: object) -> torch.Tensor:
+        window = None if sliding_window is None else sliding_window + 1
+        return attention.reference(*args, sliding_window=window, **kwargs)  # type: ignore[arg-type]
+
+    with pytest.raises(AssertionError, match="window 11"):
+        attention.verify(off_by_one, CPU, torch.float32, 4, 2, 16, 16)
