@@ -16,4 +16,4 @@ from services.worker.main import serve as serve_worker
 async def serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     """Runs until told to stop."""
     role = types_pb2.WORKER_ROLE_MIXED
-    await serve_worker(config, role, lifecycle, lambda host: [PrefillServicer(host), DecodeServicer(host)])
+    await serve_worker(config, role, lifecycle, [PrefillServicer, DecodeServicer])

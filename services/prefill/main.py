@@ -11,4 +11,4 @@ from services.worker.main import serve as serve_worker
 
 async def serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     """Runs until told to stop."""
-    await serve_worker(config, types_pb2.WORKER_ROLE_PREFILL, lifecycle, lambda host: [PrefillServicer(host)])
+    await serve_worker(config, types_pb2.WORKER_ROLE_PREFILL, lifecycle, [PrefillServicer])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton.v1 import decode_pb2, prefill_pb2
 from services.core.clock import Clock
-from services.core.errors import BatonError, InvalidRequest
+from services.core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest
 from services.core.ids import new_incarnation
 from services.router import wire
 from services.router.answer import Answer
@@ -42,6 +42,7 @@ from services.rpc.logging import ids
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+_CLIENTS_DOING = (InvalidRequest, Cancelled, DeadlineExceeded)
 
 
 @dataclass(slots=True)
@@ -256,7 +257,7 @@ class Conductor:
         live.answer.failed(error)
         self._metrics.failed(error_outcome(error))
         live.trace.failed(error, self._clock.now())
-        level = logging.INFO if isinstance(error, InvalidRequest) else logging.WARNING
+        level = logging.INFO if isinstance(error, _CLIENTS_DOING) else logging.WARNING
         log.log(level, "request failed: %s: %s", error.reason, error, extra=ids(request_id, live.trace.traceparent))
 
     def _link(self, worker_id: str, incarnation: int) -> WorkerLink | None:

@@ -152,7 +152,10 @@ class WorkerLink:
             reason = "internal error"
         finally:
             await channel.close()
-        log.warning("worker %s lost: %s", self.info.worker_id, reason)
+        if crashed:
+            log.warning("worker %s lost: %s", self.info.worker_id, reason)
+        else:
+            log.info("worker %s left", self.info.worker_id)
         self._owner.link_lost(self, reason, crashed=crashed)
 
     async def _read(self, call: Any, stream: _Stream, take: Callable[[WorkerLink, Any], None]) -> None:

@@ -35,10 +35,14 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(max_request_bytes))
 
-    def add(self, service: str, register: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
+    def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a servicer under its full name: `add("baton.v1.X", x_pb2_grpc.add_XServicer_to_server, servicer)`."""
-        register(servicer, self._server)
-        self._services.append(service)
+        register(servicer, _AnyTime(self._server))
+        self.promise(service)
+
+    def promise(self, *services: str) -> None:
+        """Names services before `start` that are added after it: health and reflection know them, calls do not yet."""
+        self._services += [service for service in services if service not in self._services]
 
     @property
     def port(self) -> int:
@@ -83,6 +87,17 @@ class GrpcServer:
     async def wait(self) -> None:
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
+
+
+class _AnyTime:
+    """A server to generated registration code. Its second call is a shortcut of the synchronous server, which the aio
+    server ignores, but with a warning when it has started."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        pass
 
 
 def _join(host: str, port: int) -> str:

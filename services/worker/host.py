@@ -41,8 +41,13 @@ from services.worker.session import RouterSession, SessionHost
 log = logging.getLogger(__name__)
 
 
+TRANSFER_SERVICE = "baton.v1.KVTransferService"
+
+
 class Phase(Protocol):
     """A servicer of one phase."""
+
+    def __init__(self, host: WorkerHost) -> None: ...
 
     full_name: str
     sessions: SessionHost[Any, Any]
@@ -141,9 +146,7 @@ class WorkerHost:
     async def start(self, phases: Iterable[Phase]) -> None:
         """Serves the phases, and joins every router until `stop`."""
         self._phases = list(phases)
-        self.server.add(
-            "baton.v1.KVTransferService", kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, self._transfer
-        )
+        self.server.add(TRANSFER_SERVICE, kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, self._transfer)
         for phase in self._phases:
             self.server.add(phase.full_name, lambda servicer, server: servicer.register(server), phase)
         self.engine.start(self.hub.on_step)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Sequence
 
 from baton.v1 import types_pb2
 from services.core.ids import new_incarnation
@@ -15,7 +16,7 @@ from services.rpc.logging import configure_logging
 from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import configure_tracing
 from services.worker.config import WorkerConfig
-from services.worker.host import Phase, WorkerHost, role_name
+from services.worker.host import TRANSFER_SERVICE, Phase, WorkerHost, role_name
 from services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -25,21 +26,21 @@ async def serve(
     config: WorkerConfig,
     role: types_pb2.WorkerRole,
     lifecycle: Lifecycle,
-    phases: Callable[[WorkerHost], Iterable[Phase]],
+    phases: Sequence[type[Phase]],
 ) -> None:
     """Runs until told to stop. Port and health answer while the weights load; services come when they are there."""
     server = GrpcServer(config.host, config.port, max_request_bytes=config.max_message_bytes)
+    server.promise(TRANSFER_SERVICE, *(phase.full_name for phase in phases))
     await server.start()
     name = config.worker_id or f"{role_name(role)}-{server.port}"
     configure_logging(f"baton-{role_name(role)}", name, level=config.log_level, form=config.log_format)
     tracer = configure_tracing(f"baton-{role_name(role)}", name, config.trace_file or None)
     try:
-        loading = asyncio.create_task(asyncio.to_thread(Engine, engine_config(config, role)))
-        engine = await loading
+        engine = await _load(engine_config(config, role), lifecycle)
         host = WorkerHost(config, role, engine, server, tracer, new_incarnation())
         metrics = WorkerMetrics(host)
         try:
-            await host.start(phases(host))
+            await host.start([phase(host) for phase in phases])
             lifecycle.report_ready(port=server.port, metrics_port=metrics.port)
             await lifecycle.stopping.wait()
             await host.drain(lifecycle.drain_s)
@@ -48,6 +49,18 @@ async def serve(
             metrics.close()
     finally:
         tracer.shutdown()
+
+
+async def _load(config: EngineConfig, lifecycle: Lifecycle) -> Engine:
+    loading = asyncio.create_task(asyncio.to_thread(Engine, config))
+    stopping = asyncio.create_task(lifecycle.stopping.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        # The thread that loads cannot be interrupted, and nobody has been promised anything yet.
+        log.info("told to stop while loading")
+        os._exit(0)
+    stopping.cancel()
+    return loading.result()
 
 
 def engine_config(config: WorkerConfig, role: types_pb2.WorkerRole) -> EngineConfig:

@@ -52,6 +52,10 @@ class SimRequest:
         return self.message.request_id
 
     @property
+    def num_tokens_at_most(self) -> int:
+        return len(self.message.token_ids.ids) + self.message.stopping.max_tokens
+
+    @property
     def over(self) -> bool:
         return self.outcome is not None
 

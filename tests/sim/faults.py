@@ -67,7 +67,7 @@ class Faults:
 
     def plan(self) -> None:
         choose = self._world.random
-        num_faults = choose.choice((0, 1, 1, 2, 2, 3, 4, 6))
+        num_faults = choose.choice((0, 1, 2, 2, 3, 4, 5, 7))
         only = choose.choice(self._kinds) if choose.random() < 0.25 else None
         for _ in range(num_faults):
             strike = only or choose.choice(self._kinds)
@@ -77,7 +77,10 @@ class Faults:
                 self._world.at(choose.random() * BUSY_S, lambda strike=strike: self._strike(strike, self._any_worker()))
 
     def disarm(self) -> None:
+        """Nothing more goes wrong."""
         self._armed.clear()
+        for worker in self._cluster.workers.values():
+            worker.engine.num_steps_to_fail = 0
 
     # When.
 

@@ -81,6 +81,7 @@ class Watch:
 
 def check_outcomes(world: World, cluster: Cluster, *, faults: bool) -> None:
     """Every request ended, and in a way that it may."""
+    smallest = min(worker.engine.info.max_model_len for worker in cluster.workers.values())
     for request in cluster.requests:
         what = f"request {request.request_id} ended with {request.outcome}"
         world.require(request.over, f"request {request.request_id} never ends")
@@ -91,7 +92,8 @@ def check_outcomes(world: World, cluster: Cluster, *, faults: bool) -> None:
         elif request.outcome == "DEADLINE_EXCEEDED":
             world.require(request.deadline_s is not None, what)
         else:
-            world.require(faults and request.outcome in _EXCUSED, what)
+            too_long = request.num_tokens_at_most > smallest and request.outcome == "INVALID_PARAMETER"
+            world.require(too_long or (faults and request.outcome in _EXCUSED), what)
 
 
 def not_idle(cluster: Cluster) -> list[str]:

@@ -16,7 +16,7 @@ from tests.sim.world import World
 
 BLOCK_SIZE = 4
 ROUTERS = ("router-1", "router-2")
-BUSY_S = 3.0
+BUSY_S = 2.0
 """Requests arrive, and faults begin, in this time."""
 
 
@@ -55,9 +55,10 @@ def _plans(choose: random.Random, num_routers: int) -> list[WorkerPlan]:
     )
     lease_ttl_s = choose.choice((1.0, 2.0, 10.0))
     stall_s = choose.choice((0.5, 1.5, 5.0))
-    step_s = choose.choice((0.001, 0.004, 0.02))
-    copy_s = choose.choice((0.0005, 0.01, 0.1))
+    step_s = choose.choice((0.002, 0.01, 0.04))
+    copy_s = choose.choice((0.001, 0.02, 0.2))
     tight = choose.random() < 0.4
+    transports = choose.choice((("auto",), ("auto", "grpc"), ("shm",)))
     plans = []
     for at, role in enumerate(roles):
         config = WorkerConfig(
@@ -69,7 +70,7 @@ def _plans(choose: random.Random, num_routers: int) -> list[WorkerPlan]:
             max_num_seqs=choose.choice((1, 2, 4, 8)),
             max_model_len=64,
             max_num_batched_tokens=choose.choice((4, 8, 32)),
-            transport=choose.choice(("auto", "auto", "shm", "grpc")),
+            transport=choose.choice(transports),
             checksums=choose.random() < 0.2,
             lease_ttl_s=lease_ttl_s,
             stall_s=stall_s,
@@ -85,20 +86,23 @@ def requests(world: World, cluster: Cluster) -> list[SimRequest]:
     contexts = [plan.kv_blocks * BLOCK_SIZE for plan in (worker.plan.config for worker in cluster.workers.values())]
     # Mostly what every worker could hold; now and then what only some can.
     made = []
-    for number in range(choose.randint(2, 7)):
+    burst_s = 0.05 + choose.random() * BUSY_S / 2
+    for number in range(choose.randint(3, 9)):
+        # Most come together, so that they get into each other's way.
+        arrival_s = burst_s + choose.random() * 0.05 if choose.random() < 0.6 else 0.05 + choose.random() * BUSY_S
         context = min(contexts) if choose.random() < 0.9 else max(contexts)
-        made.append(_request(world, cluster, f"r{number}", min(context, 40), choose.choice(stems)))
+        made.append(_request(world, cluster, f"r{number}", arrival_s, min(context, 40), choose.choice(stems)))
     return made
 
 
-def _request(world: World, cluster: Cluster, name: str, context: int, stem: list[int]) -> SimRequest:
+def _request(world: World, cluster: Cluster, name: str, arrival_s: float, context: int, stem: list[int]) -> SimRequest:
     choose = world.random
     num_prompt = choose.randint(1, context - 2)
     shared = choose.randint(0, num_prompt)
     prompt = stem[:shared] + [choose.randrange(1, VOCAB_SIZE) for _ in range(num_prompt - shared)]
     message = inference_pb2.GenerateRequest(request_id=name, priority=choose.choice((0, 0, 0, 1)))
     message.token_ids.ids.extend(prompt)
-    message.stopping.max_tokens = min(choose.choice((1, 3, 8, 20)), context - num_prompt)
+    message.stopping.max_tokens = min(choose.choice((1, 3, 8, 16)), context - num_prompt)
     message.stopping.min_tokens = choose.choice((0, 0, 2))
     if choose.random() < 0.3:  # many stops: the first token may end it
         message.stopping.stop_token_ids.extend(sorted(choose.sample(range(1, VOCAB_SIZE), 15)))
@@ -115,7 +119,7 @@ def _request(world: World, cluster: Cluster, name: str, context: int, stem: list
         world,
         message,
         expected,
-        arrival_s=world.now_s + 0.05 + choose.random() ** 2 * BUSY_S,
+        arrival_s=arrival_s,
         router=choose.choice(list(cluster.routers)),
         deadline_s=choose.uniform(0.01, 3.0) if choose.random() < 0.1 else None,
         cancel_after_s=choose.random() ** 2 if leaves < 0.1 else None,

@@ -41,7 +41,7 @@ class Result:
 def simulate(seed: int, *, on_note: Callable[[str], None] | None = None) -> Result:
     """Raises what went wrong: a `Violation`, or whatever the code under test raised."""
     world = World(seed, on_note=on_note)
-    with _deterministic(world), _errors_fail(world):
+    with _deterministic(world), _logs(world, logging.ERROR if on_note is None else logging.INFO):
         return _Run(world).to_the_end()
 
 
@@ -60,7 +60,7 @@ class _Run:
                 cluster.submit(request)
             faults.plan()
             self._until(scenario.BUSY_S + 0.1)
-            while world.now_s < faults.quiet_s or self._live() and self._armed_may_strike():
+            while world.now_s < faults.quiet_s or (self._live() and self._armed_may_strike()):
                 self._until(world.now_s + 0.25)
             faults.disarm()
             self._all_end()
@@ -125,14 +125,17 @@ def _deterministic(world: World) -> Iterator[None]:
         ids.secrets = real
 
 
-class _ErrorHandler(logging.Handler):
+class _LogHandler(logging.Handler):
     """The code under test logs what should never happen as an error. Here that ends the run."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR:
+            self._world.tell(f"{self._world.now_s:.6f}     {record.name}: {record.getMessage()}")
+            return
         if record.name == "services.engine.engine" and record.getMessage().endswith("its sequences end"):
             return  # injected
         error = record.exc_info[1] if record.exc_info else None
@@ -140,11 +143,11 @@ class _ErrorHandler(logging.Handler):
 
 
 @contextlib.contextmanager
-def _errors_fail(world: World) -> Iterator[None]:
+def _logs(world: World, lowest: int) -> Iterator[None]:
     logger = logging.getLogger("services")
-    handler, level, propagate = _ErrorHandler(world), logger.level, logger.propagate
+    handler, level, propagate = _LogHandler(world), logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(lowest)
     logger.propagate = False
     try:
         yield

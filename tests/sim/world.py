@@ -62,7 +62,8 @@ class World:
         self.failure: BaseException | None = None
         self.num_turns = 0
         self.after_turn: Callable[[Machine], None] = lambda machine: None
-        self._on_note = on_note
+        self.tell = on_note or (lambda line: None)
+        """Prints, if anyone reads."""
         self._events: list[tuple[float, int, Work]] = []
         self._num_events = 0
         self._digest = 0
@@ -76,8 +77,7 @@ class World:
         """One line of the trace."""
         line = f"{self.now_s:.6f} {what} {details}"
         self._digest = zlib.crc32(line.encode(), self._digest)
-        if self._on_note is not None:
-            self._on_note(line)
+        self.tell(line)
 
     def require(self, condition: object, what: str) -> None:
         if not condition:

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text_model import byte_tokenizer
 
 from services.router.streaming import Detokeniser, Piece, StopFinder, TextStream
+from tests.text_model import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TEXT = st.text(alphabet="ab é中🙂\n", max_size=24)

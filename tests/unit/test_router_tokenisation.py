@@ -6,11 +6,11 @@ import json
 import pathlib
 
 import pytest
-from tests.text_model import CONTEXT_TOKENS, write_model
 
 from services.core.errors import ConfigError, InvalidRequest
 from services.router.chat_template import ChatTemplate
 from services.router.tokenisation import load_model_text
+from tests.text_model import CONTEXT_TOKENS, write_model
 
 
 def test_facts_and_prompts(tmp_path: pathlib.Path) -> None:

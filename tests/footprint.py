@@ -1,0 +1,113 @@
+"""What processes hold outside of themselves, as the kernel lists it, and what of it is still there later.
+
+Owns: reading /proc. Never: starts or ends a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_LISTEN = "0A"
+"""The state in /proc/net/tcp."""
+_GONE = (ProcessLookupError, FileNotFoundError, PermissionError)
+
+
+@dataclass(slots=True)
+class Footprint:
+    """Of a process and its descendants. `watch` again after restarts: what it has seen once must all be gone at the end."""
+
+    processes: set[psutil.Process] = field(default_factory=set)
+    ports: set[int] = field(default_factory=set)
+    """TCP, listening."""
+    sockets: set[str] = field(default_factory=set)
+    """Unix sockets by name; '@' first for the abstract namespace."""
+    memfds: set[int] = field(default_factory=set)
+    """Inodes of shared memory without a name, open or mapped."""
+    segments: set[str] = field(default_factory=set)
+    """Files in /dev/shm."""
+
+    def watch(self, root: int) -> None:
+        process = psutil.Process(root)
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._watch(one)
+
+    def _watch(self, process: psutil.Process) -> None:
+        self.processes.add(process)
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                self.ports.add(connection.laddr.port)
+        for connection in process.net_connections(kind="unix"):
+            if connection.laddr:
+                self.sockets.add(str(connection.laddr))
+        self.memfds.update(memfds(process.pid))
+        self.segments.update(path for path in _open_paths(process.pid) if path.startswith("/dev/shm/"))
+
+    def left(self) -> list[str]:
+        """In words, what has not gone."""
+        words = [f"process {process}" for process in self.processes if _runs(process)]
+        words += [f"port {port}" for port in self.ports & set(_listening_ports())]
+        names = Path("/proc/net/unix").read_text()
+        words += [f"socket {name}" for name in self.sockets if name in names]
+        words += [f"memfd {inode} in process {pid}" for inode, pid in holders(self.memfds)]
+        words += [f"segment {path}" for path in self.segments if os.path.exists(path)]
+        return words
+
+    def await_gone(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while left := self.left():
+            assert time.monotonic() < deadline_s, f"left behind after {timeout_s} s: {', '.join(left)}"
+            time.sleep(0.05)
+
+
+def memfds(pid: int) -> set[int]:
+    """Inodes of the memfds a process has open or mapped."""
+    inodes = set()
+    with contextlib.suppress(*_GONE):
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(*_GONE):
+                if os.readlink(link.path).startswith("/memfd:"):
+                    inodes.add(os.stat(link.path).st_ino)
+        inodes.update(int(line.split()[4]) for line in _maps(pid) if "/memfd:" in line)
+    return inodes
+
+
+def holders(inodes: Iterable[int]) -> list[tuple[int, int]]:
+    """(inode, pid) of every process on this machine that has one of these memfds open or mapped."""
+    wanted = set(inodes)
+    return [(inode, pid) for pid in psutil.pids() for inode in memfds(pid) & wanted] if wanted else []
+
+
+def _open_paths(pid: int) -> Iterator[str]:
+    with contextlib.suppress(*_GONE):
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(*_GONE):
+                yield os.readlink(link.path)
+        yield from (line.split(maxsplit=5)[5].rstrip("\n") for line in _maps(pid) if "/dev/shm/" in line)
+
+
+def _maps(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
+
+
+def _listening_ports() -> Iterator[int]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            match = re.match(r"\s*\d+: \w+:(\w+) \S+ (\w+)", line)
+            if match and match[2] == _LISTEN:
+                yield int(match[1], 16)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A zombie holds nothing; it is whoever should reap it who is late."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
