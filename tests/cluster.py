@@ -47,22 +47,7 @@ class Cluster:
         return await self.control.GetStatus(control_pb2.GetStatusRequest())
 
     async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 120.0) -> Answer:
-        answer = Answer()
-        async for message in self.inference.GenerateStream(request, timeout=timeout_s):
-            match message.WhichOneof("event"):
-                case "prompt_info":
-                    assert answer.prompt_info is None, "prompt_info comes once, and first"
-                    answer.prompt_info = message.prompt_info
-                case "chunk":
-                    assert answer.prompt_info is not None
-                    assert answer.completion is None
-                    answer.text += message.chunk.text
-                    answer.token_ids += message.chunk.token_ids
-                    answer.logprobs += message.chunk.logprobs
-                case "completion":
-                    answer.completion = message.completion
-        assert answer.completion is not None, "an OK stream ends with its completion"
-        return answer
+        return await receive(self.inference.GenerateStream(request, timeout=timeout_s))
 
     async def greedy(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
         return await self.stream(greedy_request(prompt, max_tokens, **fields))
@@ -73,6 +58,26 @@ class Cluster:
         self.router.coordinator.check_idle()
         for worker in self.workers:
             await idle(worker)
+
+
+async def receive(stream: AsyncIterator[inference_pb2.GenerateStreamResponse]) -> Answer:
+    """The whole of it, in the order the contract demands. Raises what the call does."""
+    answer = Answer()
+    async for message in stream:
+        match message.WhichOneof("event"):
+            case "prompt_info":
+                assert answer.prompt_info is None, "prompt_info comes once, and first"
+                answer.prompt_info = message.prompt_info
+            case "chunk":
+                assert answer.prompt_info is not None
+                assert answer.completion is None
+                answer.text += message.chunk.text
+                answer.token_ids += message.chunk.token_ids
+                answer.logprobs += message.chunk.logprobs
+            case "completion":
+                answer.completion = message.completion
+    assert answer.completion is not None, "an OK stream ends with its completion"
+    return answer
 
 
 def greedy_request(prompt: Sequence[int], max_tokens: int, **fields: Any) -> inference_pb2.GenerateRequest:

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.engine import noise
+
 # A busy machine makes threads wait for each other.
 torch.set_num_threads(1)
 
@@ -57,6 +59,22 @@ class GreedyReference:
                 self.num_near_ties += 1
                 return
             self.num_compared += 1
+
+    @torch.inference_mode()
+    def check_at_once(self, prompt: Sequence[int], found: Sequence[int], *, seed: int | None = None) -> None:
+        """The same in a single pass: each token is the best after those before it, or nearly so. Near-ties are passed
+        over and counted, so the whole output is checked. seed: it was sampled with this one, at temperature 1."""
+        tokens = torch.tensor([[*prompt, *found[:-1]]])
+        scores = self.model(tokens, use_cache=False).logits[0, len(prompt) - 1 :].double()
+        if seed is not None:
+            keys = noise.keys([(seed, position) for position in range(len(found))], scores.device)
+            scores += noise.gumbel(keys, torch.arange(scores.shape[1]).expand(len(found), -1))
+        chosen = scores.gather(-1, torch.tensor(found)[:, None])[:, 0]
+        gaps = (scores.max(-1).values - chosen).tolist()
+        for position, (token, gap) in enumerate(zip(found, gaps, strict=True)):
+            assert gap < self.gap_bound, f"position {position}: {token} is {gap:.2g} below the best"
+            self.num_near_ties += gap > 0
+            self.num_compared += gap == 0
 
     @torch.inference_mode()
     def _gap(self, context: Sequence[int], wanted: int, token: int) -> float:

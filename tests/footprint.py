@@ -22,7 +22,7 @@ _GONE = (ProcessLookupError, FileNotFoundError, PermissionError)
 
 @dataclass(slots=True)
 class Footprint:
-    """Of a process and its descendants. `watch` again after restarts: what it has seen once must all be gone at the end."""
+    """Of a process and its descendants. Everything that `watch` has seen once must be gone at the end."""
 
     processes: set[psutil.Process] = field(default_factory=set)
     ports: set[int] = field(default_factory=set)
@@ -68,22 +68,36 @@ class Footprint:
             time.sleep(0.05)
 
 
+def owned_memfds(pid: int) -> set[int]:
+    """Inodes of the memfds a process may write. (Peers have a read-only descriptor, kept by their mapping.)"""
+    return {os.stat(fd).st_ino for fd in _memfd_descriptors(pid) if _is_writable(pid, os.path.basename(fd))}
+
+
 def memfds(pid: int) -> set[int]:
     """Inodes of the memfds a process has open or mapped."""
-    inodes = set()
     with contextlib.suppress(*_GONE):
-        for link in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(*_GONE):
-                if os.readlink(link.path).startswith("/memfd:"):
-                    inodes.add(os.stat(link.path).st_ino)
-        inodes.update(int(line.split()[4]) for line in _maps(pid) if "/memfd:" in line)
-    return inodes
+        mapped = {int(line.split()[4]) for line in _maps(pid) if "/memfd:" in line}
+        return mapped | {os.stat(fd).st_ino for fd in _memfd_descriptors(pid)}
+    return set()
 
 
 def holders(inodes: Iterable[int]) -> list[tuple[int, int]]:
     """(inode, pid) of every process on this machine that has one of these memfds open or mapped."""
     wanted = set(inodes)
     return [(inode, pid) for pid in psutil.pids() for inode in memfds(pid) & wanted] if wanted else []
+
+
+def _memfd_descriptors(pid: int) -> Iterator[str]:
+    """As paths."""
+    for link in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(*_GONE):
+            if os.readlink(link.path).startswith("/memfd:"):
+                yield link.path
+
+
+def _is_writable(pid: int, fd: str) -> bool:
+    match = re.search(r"^flags:\s*(\d+)", Path(f"/proc/{pid}/fdinfo/{fd}").read_text(), re.MULTILINE)
+    return match is not None and int(match[1], 8) & os.O_ACCMODE == os.O_RDWR
 
 
 def _open_paths(pid: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """`baton` as real processes: the commands, and `baton up` with the lines it prints.
 
-Owns: their environment (nothing of the caller's BATON_* settings, a temp folder of their own) and that they end with the
-test. Never: what a test expects of them.
+Owns: their environment (nothing of the caller's BATON_* settings, a temp folder of their own), and that they end with
+the test. Never: what a test expects of them.
 """
 
 from __future__ import annotations

@@ -101,13 +101,15 @@ def _decode_by_products(
     heads = key_cache.shape[2]
     if softcap is None and (group.only_keys is not None or heads > _MAX_BLOCK_DIAGONAL_HEADS):
         return _decode_fused(query, key_cache, value_cache, group, scale, softcap)
-    # Each head's query among zeros multiplies the keys of all heads as they lie, [keys, heads * head_dim].
+    # Each head's query among zeros multiplies the keys of all heads as they lie, [keys, heads * head_dim]. Keys come
+    # first in the product: the other way round, they would be copied into another layout.
     keys = _gather(key_cache, group.blocks).view(batch, -1, heads * head_dim)
     values = _gather(value_cache, group.blocks).view(batch, -1, heads * head_dim)
-    queries = (query * scale).view(batch, heads, -1, 1, head_dim)
-    queries = (queries * _identity(heads, query)).view(batch, num_heads, heads * head_dim)
-    scores = _capped(torch.bmm(queries, keys.transpose(1, 2)), softcap).add_(group.bias)
-    mixed = torch.bmm(scores.softmax(-1), values).view(batch, heads, -1, heads, head_dim)
+    queries = (query * scale).view(batch, heads, -1, head_dim).transpose(2, 3).unsqueeze(3)
+    queries = (queries * _identity(heads, query)).reshape(batch, heads * head_dim, num_heads).contiguous()
+    scores = torch.bmm(keys, queries).transpose(1, 2).contiguous()
+    weights = _capped(scores, softcap).add_(group.bias).softmax(-1)
+    mixed = torch.bmm(weights, values).view(batch, heads, -1, heads, head_dim)
     return mixed.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(query.shape)
 
 
@@ -117,6 +119,7 @@ def _identity_of(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _identity(heads: int, like: Tensor) -> Tensor:
+    """[1, heads, 1, heads, 1]"""
     return _identity_of(heads, like.dtype, like.device)
 
 

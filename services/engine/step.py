@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.core.hashing import num_blocks_for
-from services.engine.sequence import Finish, SamplingParams, ScheduledSequence, Sequence
+from services.engine.sequence import Finish, Mode, SamplingParams, ScheduledSequence, Sequence
 
 
 def next_part(sequence: Sequence, num_tokens: int, block_size: int) -> ScheduledSequence:
@@ -27,11 +27,15 @@ def next_part(sequence: Sequence, num_tokens: int, block_size: int) -> Scheduled
 
 
 def ending(sequence: Sequence, token_id: int, max_model_len: int) -> tuple[Finish | None, int | None]:
-    """How `token_id`, about to be appended, ends the sequence: (finish, stop token id). STOP wins over LENGTH."""
+    """How `token_id`, about to be appended, ends the sequence: (finish, stop token id). STOP wins over LENGTH.
+
+    This pool's context does not end a PREFILL_ONLY sequence: it goes on in another one, which may be larger.
+    """
     position = sequence.next_position
     if position >= sequence.stopping.min_tokens and token_id in sequence.stopping.stop_token_ids:
         return Finish.STOP, token_id
-    if position + 1 >= sequence.stopping.max_tokens or len(sequence.token_ids) + 1 >= max_model_len:
+    full = sequence.mode is Mode.GENERATE and len(sequence.token_ids) + 1 >= max_model_len
+    if full or position + 1 >= sequence.stopping.max_tokens:
         return Finish.LENGTH, None
     return None, None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -19,6 +20,18 @@ from services.router.streaming import Piece, TextStream
 from services.router.wire import FINISH_REASONS
 
 Event = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the client has not taken yet."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+    def chunk(self) -> inference_pb2.Chunk:
+        return inference_pb2.Chunk(text="".join(self.text), token_ids=self.token_ids, logprobs=self.logprobs)
 
 
 class Answer:
@@ -50,7 +63,7 @@ class Answer:
             token_ids=token_ids if request.response.echo_token_ids else (),
         )
         self._announced = False
-        self._chunk = inference_pb2.Chunk()
+        self._pending = _Pending()
         self._completion: inference_pb2.Completion | None = None
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
@@ -75,8 +88,8 @@ class Answer:
         if self.stop_string is not None:
             return False
         piece = self._text.push(token_ids)
-        self._chunk.token_ids.extend(token_ids[: piece.num_tokens])
-        self._chunk.logprobs.extend(logprobs[: piece.num_tokens])
+        self._pending.token_ids.extend(token_ids[: piece.num_tokens])
+        self._pending.logprobs.extend(logprobs[: piece.num_tokens])
         self.num_output_tokens += piece.num_tokens
         return self._take(piece)
 
@@ -113,9 +126,9 @@ class Answer:
             if self._announced:
                 self._announced = False
                 yield self._info
-            if self._chunk.token_ids or self._chunk.text:
-                chunk, self._chunk = self._chunk, inference_pb2.Chunk()
-                yield chunk
+            pending, self._pending = self._pending, _Pending()
+            if pending.token_ids or pending.text:
+                yield pending.chunk()
             if self._changed.is_set():
                 continue  # more came while the client took that
             if self._error is not None:
@@ -125,7 +138,8 @@ class Answer:
                 return
 
     def _take(self, piece: Piece) -> bool:
-        self._chunk.text += piece.text
+        if piece.text:
+            self._pending.text.append(piece.text)
         self.stop_string = piece.stop
         self._changed.set()
         return piece.stop is not None

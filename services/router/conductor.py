@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton.v1 import decode_pb2, prefill_pb2
 from services.core.clock import Clock
-from services.core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest
+from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest
 from services.core.ids import new_incarnation
 from services.router import wire
 from services.router.answer import Answer
@@ -169,7 +169,7 @@ class Conductor:
     async def close(self) -> None:
         """Fails what still lives and ends every session. Leaves no task."""
         for request_id in list(self._live):
-            self.coordinator.cancel(request_id, self._clock.now())
+            self.coordinator.cancel(request_id, self._clock.now(), Draining("the router has stopped"))
         self.act()
         for worker_id in list(self.links):
             self._close_link(worker_id)

@@ -449,6 +449,28 @@ async def test_metrics(model: str) -> None:
     await cluster.stop()
 
 
+async def test_a_stopping_router_drains_and_sends_the_rest_elsewhere(model: str) -> None:
+    cluster = Cluster(replace(CONFIG, model=model))
+    await cluster.start()
+    prefill, decode = await cluster.add("prefill"), await cluster.add("decode")
+    decode.decode_gate.clear()
+    call = aiter(cluster.inference.GenerateStream(request()))
+    await anext(call)
+    draining = asyncio.create_task(cluster.router.drain(0.5))
+    await asyncio.sleep(0)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.inference.Generate(request())
+    assert code_of(refused.value) is grpc.StatusCode.UNAVAILABLE
+    await draining
+    await cluster.router.stop()
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await read(call)
+    assert code_of(ended.value) is grpc.StatusCode.UNAVAILABLE
+    await prefill.until(lambda: not prefill.num_legs)
+    await decode.until(lambda: not decode.num_legs)
+    await cluster.stop()
+
+
 async def test_a_router_process_serves_drains_and_stops(model: str, tmp_path: pathlib.Path) -> None:
     lifecycle = Lifecycle(drain_s=0.2)
     trace_file = tmp_path / "trace.jsonl"

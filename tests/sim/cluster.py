@@ -84,12 +84,13 @@ class Cluster:
 
     # What happens to it.
 
-    def crash(self, name: str) -> None:
+    def crash(self, name: str, silent_s: float = 0.0) -> None:
+        """`silent_s`: until its peers' kernels notice."""
         node = (self.workers.get(name) or self.routers[name]).node
         if not node.alive:
             return
         self.world.note("crash", name)
-        self.network.drop_node(node)
+        self.network.drop_node(node, silent_s)
         node.kill()
         for request in self.requests:
             if request.router == name and request.arrival_s <= self.world.now_s:

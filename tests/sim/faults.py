@@ -29,8 +29,10 @@ MOMENTS = (
     "validate",
     "ready",
 )
+# Those that make sense only where an import has begun.
+_WHEN = {"_exile": ("begin", "copy_started")}
 LONGEST_S = 7.0
-"""No fault lasts longer."""
+"""No fault strikes so long after the last request came."""
 
 
 class Faults:
@@ -48,6 +50,8 @@ class Faults:
             self._hang,
             self._partition,
             self._partition,
+            self._exile,
+            self._exile,
             self._reset,
             self._reset,
             self._stall,
@@ -86,7 +90,7 @@ class Faults:
 
     def _arm(self, strike: Callable[[str], float]) -> None:
         choose = self._world.random
-        moment, skipped = choose.choice(MOMENTS), int(choose.random() ** 2 * 6)
+        moment, skipped = choose.choice(_WHEN.get(strike.__name__, MOMENTS)), int(choose.random() ** 2 * 6)
         soon_s = choose.choice((0.0, 0.0, 0.002, 0.02))
 
         def reached(name: str) -> None:
@@ -115,9 +119,10 @@ class Faults:
 
     def _crash(self, name: str) -> float:
         back_s = self._world.random.choice((0.05, 0.5, 2.0))
-        self._cluster.crash(name)
+        # Every third time the host is gone, and only keepalive tells.
+        self._cluster.crash(name, silent_s=self._world.random.choice((0.0, 0.0, 8.0)))
         self._world.after(back_s, lambda: self._cluster.restart(name) if not self._alive(name) else None)
-        return back_s
+        return back_s + 8.0
 
     def _hang(self, name: str) -> float:
         lasts_s = self._duration()
@@ -126,8 +131,8 @@ class Faults:
         return lasts_s
 
     def _partition(self, name: str) -> float:
-        other, lasts_s = self._peer(name), self._duration()
-        reset = self._world.chance(0.5)
+        other = self._peer(name)
+        lasts_s, reset = self._duration(), self._world.chance(0.5)
         self._world.note("cut", name, other)
         self._cluster.network.cut(name, other)
 
@@ -137,6 +142,21 @@ class Faults:
 
         self._world.after(lasts_s, heal)
         return lasts_s
+
+    def _exile(self, name: str) -> float:
+        """An importing worker is given up by its router and does not know it, while the source takes its time: so two
+        legs come to fetch one lease."""
+        lasts_s = self._world.random.uniform(2.5, 4.0)
+        for router in self._cluster.routers:
+            self._world.note("exile", name, router)
+            self._cluster.network.cut(name, router)
+            self._world.after(
+                lasts_s + 0.7, lambda router=router: self._cluster.network.heal(name, router, reset=False)
+            )
+        for worker in self._cluster.workers.values():
+            if worker.plan.name != name:
+                worker.engine.stuck_until_s = self._world.now_s + lasts_s
+        return lasts_s + 0.7
 
     def _reset(self, name: str) -> float:
         wires = [
@@ -224,6 +244,9 @@ class Faults:
         return [*self._cluster.workers, *self._cluster.routers]
 
     def _peer(self, name: str) -> str:
+        """Mostly a router: behind its back things go on, and what it is told late does harm."""
+        if self._world.chance(0.5):
+            return self._world.random.choice(list(self._cluster.routers))
         return self._world.random.choice([other for other in self._names() if other != name])
 
     def _alive(self, name: str) -> bool:

@@ -13,7 +13,7 @@ from services.engine.block_pool import Holder
 from tests.sim.cluster import Cluster
 from tests.sim.router import SimRouter
 from tests.sim.worker import SimWorker
-from tests.sim.world import World
+from tests.sim.world import Machine, World
 
 _THOROUGH = 0.02
 """Share of turns after which the node is examined."""
@@ -40,11 +40,15 @@ def check_worker(world: World, worker: SimWorker) -> None:
     leased = sum(len(lease.block_ids) for lease in host.leases)
     # More than these: admissions on their way from the step thread.
     world.require(pool.references(Holder.LEASE) >= leased, f"{name}: leases without references")
-    _check_clocks(world, worker)
+    # A leg that is gone has stopped its compute, at the end of the step under way at the latest.
+    orphans = scheduler.sequences.keys() - host.hub._sinks.keys() - scheduler._aborted
+    world.require(not orphans, f"{name}: sequences without a leg: {orphans}")
 
 
-def _check_clocks(world: World, worker: SimWorker) -> None:
+def check_clocks(world: World, worker: SimWorker) -> None:
     """ "Cleanup runs only when new work is scheduled" is how others got this wrong."""
+    if not len(worker.host.leases):
+        return
     now = worker.node.now()
     if world.now_s - worker.node.thawed_s < _LATE_S:
         return
@@ -60,15 +64,15 @@ class Watch:
         self._world = world
         self._cluster = cluster
 
-    def after_turn(self, node: object) -> None:
-        if self._world.random.random() > _THOROUGH:
-            return
-        for worker in self._cluster.workers.values():
-            if worker.node is node:
-                check_worker(self._world, worker)
-        for router in self._cluster.routers.values():
-            if router.node is node:
-                router.coordinator.check()
+    def after_turn(self, node: Machine) -> None:
+        inhabitant = getattr(node, "inhabitant", None)
+        thorough = self._world.random.random() < _THOROUGH
+        if isinstance(inhabitant, SimWorker):
+            check_clocks(self._world, inhabitant)
+            if thorough:
+                check_worker(self._world, inhabitant)
+        elif isinstance(inhabitant, SimRouter) and thorough:
+            inhabitant.coordinator.check()
 
     def check_all(self) -> None:
         for worker in self._cluster.workers.values():

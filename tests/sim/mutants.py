@@ -7,7 +7,7 @@ router.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ from services.decode.intake import Intake, Reservation
 from services.decode.leg import DecodeLeg
 from services.engine import batch, prefix
 from services.engine.block_pool import Holder
+from services.engine.engine import Engine
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Admitted, StepPlan
 from services.engine.sequence import Sequence as EngineSequence
@@ -29,6 +30,8 @@ from services.kvtransfer.lease_table import LeaseTable, ReleaseAnswer
 from services.kvtransfer.transports.shm_mapping import Mapping, MappingCache
 from services.prefill.leg import PrefillLeg
 from services.router.coordinator import coordinator, dispatch, failures, handoff
+from services.router.conductor import Conductor
+from services.router.coordinator.requests import Request
 from services.worker.host import WorkerHost
 from services.worker.session import RouterSession
 
@@ -221,11 +224,11 @@ def preempts_leased_sequences() -> contextlib.AbstractContextManager[Any]:
 
 
 def does_not_wake_who_waits_for_blocks() -> contextlib.AbstractContextManager[Any]:
-    def release(self: WorkerHost, block_ids: Sequence[int], holder: Holder) -> None:
-        with self.engine.lock:
-            self.engine.pool.release(list(block_ids), holder)
+    def abort(self: Engine, seq_id: int) -> None:
+        with self.lock:
+            self.scheduler.abort(seq_id)
 
-    return replaced(WorkerHost, "release_blocks", release)
+    return _both(replaced(Engine, "wake", lambda self: None), replaced(Engine, "abort", abort))
 
 
 # The worker's legs and sessions.
@@ -260,9 +263,15 @@ def does_not_stop_a_cancelled_decode() -> contextlib.AbstractContextManager[Any]
     return replaced(DecodeLeg, "cancel", cancel)
 
 
-def takes_over_after_a_cancel() -> contextlib.AbstractContextManager[Any]:
-    """Cancelled in the moment in which the release is answered: the blocks must be given back."""
-    return replaced(Intake, "discard", lambda self, arrival: None)
+def does_not_repeat_the_first_token() -> contextlib.AbstractContextManager[Any]:
+    """The decode session may be quicker than the prefill session, or the only one left."""
+
+    def emit(self: DecodeLeg, event: decode_pb2.DecodeEvent) -> None:
+        if not event.HasField("tokens") or event.tokens.HasField("finish"):
+            self._session.emit(event)
+        self._session.flush()
+
+    return replaced(DecodeLeg, "_emit", emit)
 
 
 # The router.
@@ -276,20 +285,6 @@ def emits_repeated_tokens() -> contextlib.AbstractContextManager[Any]:
         return True
 
     return replaced(handoff, "receive", receive)
-
-
-def accepts_a_gap() -> contextlib.AbstractContextManager[Any]:
-    """A token after a lost one is taken for the lost one."""
-
-    def receive(book: Any, request: Any, event: Any, now: float) -> bool:
-        have = len(request.output)
-        fresh = event.token_ids[max(0, have - event.position) :]
-        request.output.extend(fresh)
-        if fresh:
-            book.emit_tokens(request, have, fresh, ())
-        return bool(fresh)
-
-    return _both(replaced(handoff, "receive", receive), replaced(handoff, "fits", lambda request, event: True))
 
 
 def asks_a_worker_that_refused_never_again() -> contextlib.AbstractContextManager[Any]:
@@ -312,19 +307,11 @@ def keeps_legs_on_a_lost_worker() -> contextlib.AbstractContextManager[Any]:
     return replaced(failures, "worker_gone", lambda *_, **__: None)
 
 
-def waits_for_an_orphan_for_ever() -> contextlib.AbstractContextManager[Any]:
-    return replaced(failures, "expire_legs", lambda book, now: None)
-
-
 def does_not_cancel_at_the_worker() -> contextlib.AbstractContextManager[Any]:
-    from services.router.conductor import Conductor
-
     return replaced(Conductor, "_send_cancel", lambda self, action: None)
 
 
 def replays_without_the_received_tokens() -> contextlib.AbstractContextManager[Any]:
-    from services.router.coordinator.requests import Request
-
     return replaced(Request, "leg_tokens", lambda self: self.spec.token_ids)
 
 
@@ -358,13 +345,11 @@ MUTANTS: dict[str, Mutant] = {
         keeps_legs_after_the_session,
         forgets_the_references_of_a_cancelled_prefill,
         does_not_stop_a_cancelled_decode,
-        takes_over_after_a_cancel,
+        does_not_repeat_the_first_token,
         emits_repeated_tokens,
-        accepts_a_gap,
         asks_a_worker_that_refused_never_again,
         does_not_try_again_on_heartbeats,
         keeps_legs_on_a_lost_worker,
-        waits_for_an_orphan_for_ever,
         does_not_cancel_at_the_worker,
         replays_without_the_received_tokens,
     )

@@ -64,10 +64,10 @@ class Network:
         link = frozenset((one, other))
         return [wire for wire in self.wires if wire.link == link]
 
-    def drop_node(self, node: Node) -> None:
-        """Its process is gone, and the kernel says so to the others."""
+    def drop_node(self, node: Node, silent_s: float) -> None:
+        """Its process is gone. The kernel says so to the others, or, when the host went with it, nobody does."""
         for wire in [wire for wire in self.wires if node in (wire.client, wire.server)]:
-            wire.break_off()
+            wire.break_off(silent_s)
 
 
 class Wire:
@@ -91,24 +91,24 @@ class Wire:
         self.up.close()
         self.down.close()
 
-    def break_off(self) -> None:
-        """The connection breaks: what is under way is lost, and each end notices in its own time."""
+    def break_off(self, silent_s: float = 0.0) -> None:
+        """The connection breaks: what is under way is lost, and each end notices in its own time, after `silent_s`."""
         if self not in self.network.wires:
             return
         self.close()
-        self._notify(self.client, lambda: self.client_lost())
-        self._notify(self.server, lambda: self.server_lost())
+        self._notify(self.client, silent_s, lambda: self.client_lost())
+        self._notify(self.server, silent_s, lambda: self.server_lost())
 
     def pump(self) -> None:
         self.up.pump()
         self.down.pump()
 
-    def _notify(self, node: Node, notice: Callable[[], None]) -> None:
+    def _notify(self, node: Node, silent_s: float, notice: Callable[[], None]) -> None:
         if node.alive:
             world = self.network.world
             # One end may not notice for long: nothing arrives, and nothing says so.
             half_open_s = world.random.uniform(0.5, 3.0) if world.chance(0.15) else 0.0
-            world.after(self.network.latency_s + half_open_s, lambda: node.loop.call_soon(notice))
+            world.after(self.network.latency_s + silent_s + half_open_s, lambda: node.loop.call_soon(notice))
 
 
 class Pipe:

@@ -26,6 +26,8 @@ class Node:
         self.slowness_s = 0.0
         """Added to every packet that leaves or reaches it."""
         self.loop = NodeLoop(world, self, origin_s=world.random.uniform(10.0, 10_000.0))
+        self.inhabitant: object = None
+        """What runs here: a `SimWorker` or a `SimRouter`."""
         self.on_death: list[Callable[[], None]] = []
         self._actors = [self.loop.actor]
 

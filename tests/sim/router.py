@@ -28,6 +28,7 @@ class SimRouter:
     def __init__(self, cluster: Cluster, name: str, address: str, config: CoordinatorConfig) -> None:
         self.node = Node(cluster.world, name, address)
         self.config = config
+        self.node.inhabitant = self
         self._cluster = cluster
         self.node.loop.enter(self._build)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
 from services.router.coordinator.config import CoordinatorConfig
@@ -20,7 +21,22 @@ BUSY_S = 2.0
 """Requests arrive, and faults begin, in this time."""
 
 
-def build(world: World) -> Cluster:
+@dataclass(frozen=True)
+class Load:
+    """How a seed fills its pools."""
+
+    tight: bool
+    """They hold a request or two."""
+    growing: bool
+    """Short prompts and long outputs: sequences outgrow the pool together and push each other out."""
+
+
+def choose_load(world: World) -> Load:
+    growing = world.chance(0.25)
+    return Load(tight=growing or world.chance(0.4), growing=growing)
+
+
+def build(world: World, load: Load) -> Cluster:
     choose = world.random
     network = Network(world, latency_s=choose.choice((0.0002, 0.001, 0.005)), window=choose.choice((2, 16, 64)))
     cluster = Cluster(world, network, Truth(BLOCK_SIZE))
@@ -33,12 +49,12 @@ def build(world: World) -> Cluster:
     num_routers = 2 if world.chance(0.2) else 1
     for at, name in enumerate(ROUTERS[:num_routers]):
         cluster.start_router(name, f"10.0.1.{at + 1}:50051", config)
-    for plan in _plans(choose, num_routers):
+    for plan in _plans(choose, num_routers, load):
         cluster.start_worker(plan)
     return cluster
 
 
-def _plans(choose: random.Random, num_routers: int) -> list[WorkerPlan]:
+def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPlan]:
     roles = choose.choice(
         (
             [PREFILL, DECODE],
@@ -53,11 +69,10 @@ def _plans(choose: random.Random, num_routers: int) -> list[WorkerPlan]:
             [PREFILL, DECODE, MIXED],
         )
     )
-    lease_ttl_s = choose.choice((1.0, 2.0, 10.0))
-    stall_s = choose.choice((0.5, 1.5, 5.0))
+    lease_ttl_s = choose.choice((1.0, 1.0, 2.0, 10.0))
+    stall_s = choose.choice((0.3, 0.5, 1.5, 5.0))
     step_s = choose.choice((0.002, 0.01, 0.04))
     copy_s = choose.choice((0.001, 0.02, 0.2))
-    tight = choose.random() < 0.4
     transports = choose.choice((("auto",), ("auto", "grpc"), ("shm",)))
     plans = []
     for at, role in enumerate(roles):
@@ -65,9 +80,9 @@ def _plans(choose: random.Random, num_routers: int) -> list[WorkerPlan]:
             worker_id=f"{('', 'p', 'd', 'm')[role]}{at}",
             advertise=f"10.0.0.{at + 1}:6000",
             router=tuple(f"10.0.1.{number + 1}:50051" for number in range(num_routers)),
-            kv_blocks=choose.randint(5, 10) if tight else choose.randint(10, 30),
+            kv_blocks=choose.randint(5, 10) if load.tight else choose.randint(10, 30),
             block_size=BLOCK_SIZE,
-            max_num_seqs=choose.choice((1, 2, 4, 8)),
+            max_num_seqs=choose.choice((4, 8) if load.growing else (1, 2, 4, 8)),
             max_model_len=64,
             max_num_batched_tokens=choose.choice((4, 8, 32)),
             transport=choose.choice(transports),
@@ -80,7 +95,7 @@ def _plans(choose: random.Random, num_routers: int) -> list[WorkerPlan]:
     return plans
 
 
-def requests(world: World, cluster: Cluster) -> list[SimRequest]:
+def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
     choose = world.random
     stems = [[choose.randrange(1, VOCAB_SIZE) for _ in range(40)] for _ in range(2)]
     contexts = [plan.kv_blocks * BLOCK_SIZE for plan in (worker.plan.config for worker in cluster.workers.values())]
@@ -91,18 +106,26 @@ def requests(world: World, cluster: Cluster) -> list[SimRequest]:
         # Most come together, so that they get into each other's way.
         arrival_s = burst_s + choose.random() * 0.05 if choose.random() < 0.6 else 0.05 + choose.random() * BUSY_S
         context = min(contexts) if choose.random() < 0.9 else max(contexts)
-        made.append(_request(world, cluster, f"r{number}", arrival_s, min(context, 40), choose.choice(stems)))
+        prompt = _prompt(choose, min(context, 40), choose.choice(stems), load)
+        made.append(_request(world, cluster, f"r{number}", arrival_s, prompt, min(context, 40), load))
     return made
 
 
-def _request(world: World, cluster: Cluster, name: str, arrival_s: float, context: int, stem: list[int]) -> SimRequest:
-    choose = world.random
-    num_prompt = choose.randint(1, context - 2)
+def _prompt(choose: random.Random, context: int, stem: list[int], load: Load) -> list[int]:
+    """Begins as others do."""
+    num_prompt = choose.randint(1, min(8, context - 2) if load.growing else context - 2)
     shared = choose.randint(0, num_prompt)
-    prompt = stem[:shared] + [choose.randrange(1, VOCAB_SIZE) for _ in range(num_prompt - shared)]
+    return stem[:shared] + [choose.randrange(1, VOCAB_SIZE) for _ in range(num_prompt - shared)]
+
+
+def _request(
+    world: World, cluster: Cluster, name: str, arrival_s: float, prompt: list[int], context: int, load: Load
+) -> SimRequest:
+    choose = world.random
     message = inference_pb2.GenerateRequest(request_id=name, priority=choose.choice((0, 0, 0, 1)))
     message.token_ids.ids.extend(prompt)
-    message.stopping.max_tokens = min(choose.choice((1, 3, 8, 16)), context - num_prompt)
+    num_tokens = 30 if load.growing else choose.choice((1, 3, 8, 16))
+    message.stopping.max_tokens = min(num_tokens, context - len(prompt))
     message.stopping.min_tokens = choose.choice((0, 0, 2))
     if choose.random() < 0.3:  # many stops: the first token may end it
         message.stopping.stop_token_ids.extend(sorted(choose.sample(range(1, VOCAB_SIZE), 15)))

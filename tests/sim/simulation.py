@@ -22,7 +22,7 @@ from tests.sim.world import Violation, World
 
 ENDS_WITHIN_S = 40.0
 """Of the end of the last fault, every request has ended."""
-RESTS_WITHIN_S = 15.0
+RESTS_WITHIN_S = 6.0
 """After that, nothing is held any more and every worker is known to every router."""
 PROBE_WITHIN_S = 5.0
 
@@ -48,7 +48,8 @@ def simulate(seed: int, *, on_note: Callable[[str], None] | None = None) -> Resu
 class _Run:
     def __init__(self, world: World) -> None:
         self._world = world
-        self._cluster: Cluster = scenario.build(world)
+        self._load = scenario.choose_load(world)
+        self._cluster: Cluster = scenario.build(world, self._load)
         self._watch = Watch(world, self._cluster)
         self._faults = Faults(world, self._cluster)
         world.after_turn = self._watch.after_turn
@@ -56,7 +57,7 @@ class _Run:
     def to_the_end(self) -> Result:
         world, cluster, faults = self._world, self._cluster, self._faults
         try:
-            for request in scenario.requests(world, cluster):
+            for request in scenario.requests(world, cluster, self._load):
                 cluster.submit(request)
             faults.plan()
             self._until(scenario.BUSY_S + 0.1)

@@ -78,6 +78,7 @@ class SimWorker:
         self.plan = plan
         self.node = node = Node(cluster.world, plan.name, plan.config.advertise)
         self.stopping = False
+        node.inhabitant = self
         self._cluster = cluster
         node.loop.enter(lambda: self._build(plan))
 

@@ -184,10 +184,6 @@ class Coordinator:
         """A short request would be placed now or queued with someone to serve it."""
         return not self._stopping and any(view.ready and view.role.can_decode for view in self._book.workers.views())
 
-    def max_tokens(self, request_id: str) -> int:
-        """Resolved at submission, for a live request."""
-        return self._book.requests[request_id].max_tokens
-
     def context_tokens(self) -> int:
         """Longest sequence any known worker could hold."""
         contexts = [view.context_tokens for view in self._book.workers.views() if view.role.can_decode]

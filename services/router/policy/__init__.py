@@ -8,12 +8,10 @@ from services.router.policy.placement import (
     can_hand_over,
     can_prefill,
     can_take_over,
-    has_decode_room,
     nearest_to_room,
     place_decode,
     place_prefill,
     resolve_max_tokens,
-    source_of,
 )
 from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import Job, Load, Role, Source, WorkerView
@@ -30,10 +28,8 @@ __all__ = [
     "can_hand_over",
     "can_prefill",
     "can_take_over",
-    "has_decode_room",
     "nearest_to_room",
     "place_decode",
     "place_prefill",
     "resolve_max_tokens",
-    "source_of",
 ]

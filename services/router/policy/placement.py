@@ -51,14 +51,14 @@ def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
 def can_hand_over(job: Job, workers: Sequence[WorkerView]) -> bool:
     """Ever: some worker could run the prompt and some worker take it over."""
     return any(
-        can_take_over(job, source_of(worker), decoder)
+        can_take_over(job, _source_of(worker), decoder)
         for worker in workers
         if can_prefill(job, worker)
         for decoder in workers
     )
 
 
-def source_of(worker: WorkerView) -> Source:
+def _source_of(worker: WorkerView) -> Source:
     return Source(worker.worker_id, worker.host_id, worker.layout)
 
 
@@ -86,7 +86,7 @@ def place_decode(
 ) -> str | None:
     """Worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait."""
     candidates = [
-        worker for worker in workers if _could_run(job, source, worker) and has_decode_room(job, source, worker)
+        worker for worker in workers if _could_run(job, source, worker) and _has_room_to_decode(job, source, worker)
     ]
     return _best(candidates, job, source, now, config.decode_terms)
 
@@ -99,7 +99,7 @@ def nearest_to_room(job: Job, source: Source | None, workers: Sequence[WorkerVie
     return min(candidates, key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
 
 
-def has_decode_room(job: Job, source: Source | None, worker: WorkerView) -> bool:
+def _has_room_to_decode(job: Job, source: Source | None, worker: WorkerView) -> bool:
     """By the newest numbers; the worker itself decides. An idle worker always has: what it caches it can evict."""
     if source is not None and worker.worker_id == source.worker_id:
         return True  # adoption in place takes no new blocks
@@ -120,7 +120,7 @@ def _has_decode_room(
     job: Job, source: WorkerView, workers: Sequence[WorkerView], handoffs_in_flight: Sequence[int]
 ) -> bool:
     """Could the handoff of a prefill on `source` be taken over, after those in flight?"""
-    decoders = [decoder for decoder in workers if can_take_over(job, source_of(source), decoder)]
+    decoders = [decoder for decoder in workers if can_take_over(job, _source_of(source), decoder)]
     if not decoders:
         return False
     if source.role is Role.MIXED or not handoffs_in_flight:

@@ -1,0 +1,89 @@
+"""Client streams that run beside a fault, each checked against the model itself.
+
+Owns: what is asked, and that every answer is exactly what no fault would have given. Never: the fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from baton.v1 import inference_pb2, types_pb2
+from tests.cluster import Answer
+from tests.equality import GreedyReference
+from tests.models import VOCAB_SIZE
+from tests.real_cluster import RouterClient
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int | None = None
+    """None: greedy."""
+    cache_salt: str = ""
+    """Its own, or its prompt would be in a prefix cache."""
+
+    def request(self) -> inference_pb2.GenerateRequest:
+        sampling = types_pb2.SamplingParams(temperature=0.0)
+        if self.seed is not None:
+            sampling = types_pb2.SamplingParams(temperature=1.0, seed=self.seed)
+        return inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=self.prompt),
+            sampling=sampling,
+            stopping=types_pb2.StoppingParams(max_tokens=self.max_tokens, ignore_eos=True),
+            cache_salt=self.cache_salt,
+        )
+
+    def check(self, reference: GreedyReference, answer: Answer) -> None:
+        """Nothing lost, repeated or changed."""
+        assert len(answer.token_ids) == self.max_tokens
+        assert answer.completion is not None
+        assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        assert answer.completion.usage.output_tokens == self.max_tokens
+        reference.check_at_once(self.prompt, answer.token_ids, seed=self.seed)
+
+
+def mixed_jobs(rng: random.Random, num_jobs: int, prompt_tokens: range, output_tokens: range) -> list[Job]:
+    """One in four is sampled; one in four may find its prompt in a prefix cache."""
+    shared = tuple(rng.choices(range(3, VOCAB_SIZE), k=prompt_tokens.stop))
+    jobs = []
+    for number in range(num_jobs):
+        length = rng.choice(prompt_tokens)
+        cached = number % 4 == 1
+        prompt = shared[:length] if cached else tuple(rng.choices(range(3, VOCAB_SIZE), k=length))
+        seed = rng.getrandbits(63) if number % 4 == 3 else None
+        jobs.append(Job(prompt, rng.choice(output_tokens), seed, "" if cached else f"{rng.getrandbits(64):x}"))
+    return jobs
+
+
+class Streams:
+    """Jobs under way."""
+
+    def __init__(self, router: RouterClient, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.tasks = [asyncio.create_task(router.stream(job.request())) for job in jobs]
+        self.answers: list[Answer] = []
+
+    @property
+    def num_retries(self) -> int:
+        """Times that requests were placed again, in all; when they have ended."""
+        return sum(answer.completion.workers.retries for answer in self.answers if answer.completion is not None)
+
+
+@contextlib.asynccontextmanager
+async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequence[Job]) -> AsyncIterator[Streams]:
+    """Started at entry; at the end of the block all are waited for and checked."""
+    running = Streams(router, jobs)
+    try:
+        yield running
+        running.answers = await asyncio.gather(*running.tasks)
+    finally:
+        for task in running.tasks:
+            task.cancel()
+        await asyncio.gather(*running.tasks, return_exceptions=True)
+    for job, answer in zip(jobs, running.answers, strict=True):
+        job.check(reference, answer)
