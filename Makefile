@@ -7,16 +7,17 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install model protos format lint types contracts test demo clean
+.PHONY: help install model protos format lint types contracts test demo bench clean
 
 help:
 	@sed -n '2,5s/^#   //p' $(MAKEFILE_LIST)
-	@echo "also: model protos format lint types contracts clean"
+	@echo "also: bench model protos format lint types contracts clean"
 
 install: $(INSTALLED)
 
@@ -55,6 +56,9 @@ test: model
 
 demo: model
 	$(BIN)/python scripts/demo.py
+
+bench: model
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:
 	rm -rf out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-trace.jsonl

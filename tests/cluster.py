@@ -96,19 +96,21 @@ async def running_cluster(
     *,
     router: dict[str, Any] | None = None,
     each: Sequence[dict[str, Any]] | None = None,
+    tracer: Tracer | None = None,
     **worker: Any,
 ) -> AsyncIterator[Cluster]:
     """`worker` configures all workers, `each` one by one. Asserts at the end that everything is idle."""
+    tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
     async with contextlib.AsyncExitStack() as stack:
         config = RouterConfig(model=str(model), host="127.0.0.1", port=0, **(router or {}))
-        brain = Router(config, Tracer(TracerProvider(shutdown_on_exit=False)))
+        brain = Router(config, tracer)
         await brain.start()
         stack.push_async_callback(brain.stop)
         workers = []
         for index, role in enumerate(roles):
             changes = {**worker, **(each[index] if each else {})}
             config = worker_config(model, router=(f"127.0.0.1:{brain.port}",), worker_id=f"w{index}", **changes)
-            workers.append(await stack.enter_async_context(running_worker(config, role)))
+            workers.append(await stack.enter_async_context(running_worker(config, role, tracer)))
         channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}"))
         cluster = Cluster(brain, workers, channel)
         await until(lambda: cluster.num_ready == len(roles), "every worker is ready", READY_WITHIN_S)

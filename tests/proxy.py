@@ -99,7 +99,7 @@ class Proxy:
         owners = {}
         for pid in self._peers():
             with contextlib.suppress(psutil.NoSuchProcess):
-                for connection in psutil.Process(pid).net_connections(kind="tcp4"):
+                for connection in psutil.Process(pid).net_connections(kind="tcp"):
                     owners[connection.laddr.port] = pid
         return owners
 

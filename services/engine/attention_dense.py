@@ -1,8 +1,8 @@
 """Paged attention by gathering blocks and multiplying: any device, every feature.
 
-Decodes of similar length run as one padded batch, prefill chunks one sequence at a time. The choice of products follows
-measurement on CPUs: scaled_dot_product_attention in float32 and where there is AMX; in bfloat16 without AMX, plain
-matrix products take a third less time.
+Decodes of similar length run as one padded batch, prefill chunks one sequence at a time. Which products follows
+measurement on CPUs: scaled_dot_product_attention in float32; in bfloat16 plain matrix products take half the time for
+batches of decodes, and two thirds for chunks unless the CPU has AMX.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from services.engine.attention import Memo
 from services.engine.attention_layout import Chunk, DecodeGroup, Layout, lay_out
 
-_MAX_BLOCK_DIAGONAL_HEADS = 16
-"""Beyond, the zeros of a block-diagonal query cost more than the copies they save."""
+_MAX_BLOCK_DIAGONAL_WIDTH = 1024
+"""Of all key heads together; beyond, the zeros of a block-diagonal query cost more than the copies they save."""
 _QUERY_TILE = 256
 """Rows of a chunk per product: keeps the scores in cache, and spares keys that no row of the tile sees."""
 
@@ -43,25 +43,29 @@ def paged_attention(
         return lay_out(block_tables, query_lens, context_lens, block_size, sliding_window, query)
 
     layout = memo.get(("dense", sliding_window), make_layout)
-    products = softcap is not None or _prefers_products(query.dtype, query.device.type)
+    decode_by_products = softcap is not None or _prefers_products(query.dtype, query.device.type)
+    chunk_by_products = softcap is not None or (decode_by_products and not _has_amx())
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in layout.decodes:
-        attend = _decode_by_products if products else _decode_fused
+        attend = _decode_by_products if decode_by_products else _decode_fused
         output[group.rows] = attend(query[group.rows], key_cache, value_cache, group, scale, softcap)
     for chunk in layout.chunks:
         keys = _gather(key_cache, chunk.blocks)[chunk.keys]
         values = _gather(value_cache, chunk.blocks)[chunk.keys]
-        if products:
+        if chunk_by_products:
             _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scale, softcap)
         else:
             output[chunk.rows] = _chunk_fused(query[chunk.rows], keys, values, chunk, scale)
     return output
 
 
-@cache
 def _prefers_products(dtype: torch.dtype, device_type: str) -> bool:
-    has_amx = device_type == "cpu" and bool(torch.cpu.get_capabilities().get("amx_bf16"))
-    return device_type == "cpu" and dtype != torch.float32 and not has_amx
+    return device_type == "cpu" and dtype != torch.float32
+
+
+@cache
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def _gather(blocks: Tensor, index: Tensor) -> Tensor:
@@ -99,17 +103,15 @@ def _decode_by_products(
 ) -> Tensor:
     batch, num_heads, head_dim = query.shape
     heads = key_cache.shape[2]
-    if softcap is None and (group.only_keys is not None or heads > _MAX_BLOCK_DIAGONAL_HEADS):
+    if softcap is None and (group.only_keys is not None or heads * head_dim > _MAX_BLOCK_DIAGONAL_WIDTH):
         return _decode_fused(query, key_cache, value_cache, group, scale, softcap)
-    # Each head's query among zeros multiplies the keys of all heads as they lie, [keys, heads * head_dim]. Keys come
-    # first in the product: the other way round, they would be copied into another layout.
+    # Each head's query among zeros multiplies the keys of all heads as they lie, [keys, heads * head_dim].
     keys = _gather(key_cache, group.blocks).view(batch, -1, heads * head_dim)
     values = _gather(value_cache, group.blocks).view(batch, -1, heads * head_dim)
-    queries = (query * scale).view(batch, heads, -1, head_dim).transpose(2, 3).unsqueeze(3)
-    queries = (queries * _identity(heads, query)).reshape(batch, heads * head_dim, num_heads).contiguous()
-    scores = torch.bmm(keys, queries).transpose(1, 2).contiguous()
-    weights = _capped(scores, softcap).add_(group.bias).softmax(-1)
-    mixed = torch.bmm(weights, values).view(batch, heads, -1, heads, head_dim)
+    queries = (query * scale).view(batch, heads, -1, 1, head_dim)
+    queries = (queries * _identity(heads, query)).view(batch, num_heads, heads * head_dim)
+    scores = _capped(torch.bmm(queries, keys.transpose(1, 2)), softcap).add_(group.bias)
+    mixed = torch.bmm(scores.softmax(-1), values).view(batch, heads, -1, heads, head_dim)
     return mixed.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(query.shape)
 
 

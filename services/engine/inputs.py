@@ -29,8 +29,8 @@ class StepInputs:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     """Tokens of each sequence once the step is done."""
-    first_written: tuple[int, ...]
-    """Blocks whose first token this step writes."""
+    partly_filled: tuple[int, ...]
+    """Blocks that this step begins, and does not fill."""
 
 
 def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: torch.device) -> StepInputs:
@@ -54,7 +54,11 @@ def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: t
         block_tables=tuple(sequence.block_ids for sequence in sequences),
         query_lens=tuple(sequence.num_tokens for sequence in sequences),
         context_lens=tuple(sequence.start + sequence.num_tokens for sequence in sequences),
-        first_written=tuple(
-            block for block, position in zip(slots, positions, strict=True) if position % block_size == 0
-        ),
+        partly_filled=tuple(block for sequence in sequences for block in _partly_filled(sequence, block_size)),
     )
+
+
+def _partly_filled(sequence: ScheduledSequence, block_size: int) -> tuple[int, ...]:
+    end = sequence.start + sequence.num_tokens
+    last = end // block_size
+    return (sequence.block_ids[last],) if end % block_size and sequence.start <= last * block_size else ()

@@ -82,9 +82,9 @@ class KVCache:
         self._tokens.index_copy_(0, rows, torch.cat((key.flatten(1), value.flatten(1))))
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zeroes blocks about to be written for the first time.
+        """Zeroes blocks about to be begun and not filled.
 
-        A partly filled block is read whole, under a mask; a NaN left there by its last owner would survive the mask.
+        They are read whole, under a mask, and a NaN left there by the last owner would survive the mask.
         """
         if block_ids:
             index = torch.tensor(block_ids, device=self.device)

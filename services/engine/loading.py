@@ -79,7 +79,7 @@ def load(config: EngineConfig) -> Loaded:
 def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
     """Runs a full prefill step and single decodes on a pool that nobody uses yet: first uses are slow, and costs known.
 
-    The blocks are cleared when they are first used.
+    What it leaves in the blocks is no one's, like what a sequence leaves in them.
     """
     info = loaded.info
     num_tokens = min(config.max_num_batched_tokens, info.max_model_len - 1, info.num_blocks * info.block_size - 1)

@@ -35,7 +35,7 @@ class DeviceRunner:
     def run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         inputs = flatten(plan.sequences, self._cache.shape.block_size, self._cache.device)
-        self._cache.clear(inputs.first_written)
+        self._cache.clear(inputs.partly_filled)
         logits = self._model.forward(inputs, self._cache)
         sampling = [part for part in plan.sequences if part.samples]
         tokens = sample(logits, sampling) if sampling else []

@@ -107,3 +107,12 @@ def test_prefill_here_and_decode_there(llama: Path, reference: GreedyReference, 
         (decoded,) = target.generate([handed_over], 20, block_ids=blocks, num_computed=len(prompt), output_base=1)
     assert len(decoded) == 19
     reference.check(prompt, prefilled.token_ids + decoded)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_blocks_held_before_does_not_matter(llama: Path, dtype: str) -> None:
+    prompts = [prompt_of(length) for length in (1, 17, 40)]
+    with drive(llama, dtype=dtype) as clean, drive(llama, dtype=dtype) as dirty:
+        for block in range(dirty.engine.info.num_blocks):
+            dirty.engine.cache.write_block(block, b"\xff" * dirty.engine.cache.block_bytes)  # NaN everywhere
+        assert dirty.generate(prompts, 30) == clean.generate(prompts, 30)

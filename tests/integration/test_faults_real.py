@@ -35,6 +35,7 @@ FLAGS = (
     "--stall-s",
     "1",
 )
+RANDOM = random.Random(1)
 SILENCE_S = 2.0
 """After which a router gives a worker up."""
 
@@ -69,10 +70,8 @@ async def cluster(shared: RealCluster) -> AsyncIterator[RealCluster]:
 
 
 @contextlib.asynccontextmanager
-async def load(
-    cluster: RealCluster, reference: GreedyReference, seed: int, num_jobs: int = 8
-) -> AsyncIterator[Streams]:
-    jobs = mixed_jobs(random.Random(seed), num_jobs, range(40, 420), range(20, 60))
+async def load(cluster: RealCluster, reference: GreedyReference) -> AsyncIterator[Streams]:
+    jobs = mixed_jobs(RANDOM, 10, range(150, 550), range(50, 100))
     async with streams(cluster.router, reference, jobs) as running:
         yield running
 
@@ -93,11 +92,11 @@ def prefilling(status: Status) -> bool:
 
 
 def transferring(status: Status) -> bool:
-    return _load(status, "decode-0").num_importing > 0 and _load(status, "prefill-0").num_leases > 0
+    return _load(status, "decode-0").num_importing > 0 and _load(status, "prefill-0").num_running > 0
 
 
 def decoding(status: Status) -> bool:
-    return _load(status, "decode-0").num_running > 1
+    return _load(status, "decode-0").num_running > 0
 
 
 PHASES = [
@@ -113,7 +112,7 @@ PHASES = [
 async def test_killed(
     cluster: RealCluster, reference: GreedyReference, phase: Callable[[Status], bool], victim: str
 ) -> None:
-    async with load(cluster, reference, seed=1) as running:
+    async with load(cluster, reference) as running:
         await cluster.router.until(phase, phase.__name__)
         await cluster.restart(victim)
     assert running.num_retries
@@ -123,7 +122,7 @@ async def test_killed(
 async def test_stopped_and_continued(
     cluster: RealCluster, reference: GreedyReference, phase: Callable[[Status], bool], victim: str
 ) -> None:
-    async with load(cluster, reference, seed=2) as running:
+    async with load(cluster, reference) as running:
         await cluster.router.until(phase, phase.__name__)
         with cluster[victim].stopped():
             await cluster.router.until(_lost(victim), f"{victim} is lost", 2 * SILENCE_S)
@@ -153,7 +152,7 @@ CUTS = [
 async def test_cut_off_from_the_router(
     cluster: RealCluster, reference: GreedyReference, fault: Fault, phase: Callable[[Status], bool], victim: str
 ) -> None:
-    async with load(cluster, reference, seed=3) as running:
+    async with load(cluster, reference) as running:
         await cluster.router.until(phase, phase.__name__)
         with cluster.cut(fault, victim, ["router-0"]):
             await cluster.router.until(_lost(victim), f"{victim} is lost", 2 * SILENCE_S)
@@ -162,7 +161,7 @@ async def test_cut_off_from_the_router(
 
 @pytest.mark.parametrize("fault", list(Fault))
 async def test_cut_off_from_each_other(cluster: RealCluster, reference: GreedyReference, fault: Fault) -> None:
-    async with load(cluster, reference, seed=4) as running:
+    async with load(cluster, reference) as running:
         await cluster.router.until(transferring, "transferring")
         with cluster.cut(fault, "prefill-0", ["decode-0", "decode-1"]):
             await cluster.router.until(lambda status: not status.num_queued, "all have started", 60)

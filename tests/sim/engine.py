@@ -76,9 +76,16 @@ class SimEngine(Engine):
             self._plan = plan
             world = self._node.world
             duration_s = self._step_s * (1 + 0.1 * plan.num_tokens) * world.random.uniform(0.5, 1.5)
-            world.at(max(world.now_s + duration_s, self.stuck_until_s), lambda: self._step_thread.post(self._land))
+            world.after(duration_s, self._device_done)
         elif anything:
             self._wake.set()
+
+    def _device_done(self) -> None:
+        world = self._node.world
+        if world.now_s < self.stuck_until_s:
+            world.at(self.stuck_until_s, self._device_done)
+        else:
+            self._step_thread.post(self._land)
 
     def _land(self) -> None:
         plan, self._plan = self._plan, None

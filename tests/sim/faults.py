@@ -52,6 +52,7 @@ class Faults:
             self._partition,
             self._exile,
             self._exile,
+            self._exile,
             self._reset,
             self._reset,
             self._stall,

@@ -58,7 +58,7 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
     roles = choose.choice(
         (
             [PREFILL, DECODE],
-            [PREFILL, DECODE],
+            [PREFILL, DECODE, DECODE],
             [PREFILL, DECODE, DECODE],
             [PREFILL, PREFILL, DECODE],
             [PREFILL, PREFILL, DECODE, DECODE],
@@ -69,6 +69,8 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
             [PREFILL, DECODE, MIXED],
         )
     )
+    if load.growing and choose.random() < 0.5:
+        roles = [MIXED] * len(roles[:2])
     lease_ttl_s = choose.choice((1.0, 1.0, 2.0, 10.0))
     stall_s = choose.choice((0.3, 0.5, 1.5, 5.0))
     step_s = choose.choice((0.002, 0.01, 0.04))
@@ -84,7 +86,7 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
             block_size=BLOCK_SIZE,
             max_num_seqs=choose.choice((4, 8) if load.growing else (1, 2, 4, 8)),
             max_model_len=64,
-            max_num_batched_tokens=choose.choice((4, 8, 32)),
+            max_num_batched_tokens=choose.choice((4, 8) if load.growing else (4, 8, 32)),
             transport=choose.choice(transports),
             checksums=choose.random() < 0.2,
             lease_ttl_s=lease_ttl_s,
@@ -113,7 +115,7 @@ def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
 
 def _prompt(choose: random.Random, context: int, stem: list[int], load: Load) -> list[int]:
     """Begins as others do."""
-    num_prompt = choose.randint(1, min(8, context - 2) if load.growing else context - 2)
+    num_prompt = choose.randint(1, min(14, context - 2) if load.growing else context - 2)
     shared = choose.randint(0, num_prompt)
     return stem[:shared] + [choose.randrange(1, VOCAB_SIZE) for _ in range(num_prompt - shared)]
 

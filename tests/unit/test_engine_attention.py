@@ -16,7 +16,7 @@ BLOCK_SIZE = 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (4, 1), (40, 20)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (4, 1), (80, 80)])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_dense_passes_the_check_at_load(dtype: torch.dtype, heads: int, kv_heads: int, block_size: int) -> None:
     attention.verify(attention_dense.paged_attention, CPU, dtype, heads, kv_heads, 16, block_size)
@@ -30,7 +30,16 @@ def test_select_takes_dense_on_cpu() -> None:
 @pytest.mark.parametrize("window", [None, 1, 20, 300])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_batches(dtype: torch.dtype, window: int | None, softcap: float | None, seed: int) -> None:
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_random_batches(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
+    has_amx: bool,
+) -> None:
+    monkeypatch.setattr(attention_dense, "_has_amx", lambda: has_amx)  # which products, not which instructions
     chance = random.Random(seed)
     query_lens = [1] * chance.randrange(12) + [chance.choice((2, 3, 40, 300)) for _ in range(chance.randrange(1, 4))]
     chance.shuffle(query_lens)
