@@ -1,12 +1,15 @@
 # Everything runs in .venv, which is made on demand; only git, make and Python with venv are assumed.
 #   make demo                                 the whole system on this machine, with three real prompts
 #   make test                                 the whole suite
+#   make sim SEEDS=100000                     the deterministic simulation of a cluster under faults
 #   make install PYTHON=python3.13            another interpreter (3.11 or newer)
 #   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (README, "Which torch")
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+SEEDS ?= 10000
+START ?= 0
 BENCH_ARGS ?=
 
 VENV := .venv
@@ -16,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help install model protos format lint types contracts test demo bench clean
 
 help:
-	@sed -n '2,5s/^#   //p' $(MAKEFILE_LIST)
+	@sed -n '2,6s/^#   //p' $(MAKEFILE_LIST)
 	@echo "also: bench model protos format lint types contracts clean"
 
 install: $(INSTALLED)
@@ -53,6 +56,9 @@ contracts: $(INSTALLED)
 
 test: model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+sim: $(INSTALLED)
+	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
 
 demo: model
 	$(BIN)/python scripts/demo.py

@@ -68,6 +68,12 @@ class Streams:
         self.tasks = [asyncio.create_task(router.stream(job.request())) for job in jobs]
         self.answers: list[Answer] = []
 
+    async def any_done(self) -> None:
+        await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    async def all_done(self) -> None:
+        await asyncio.wait(self.tasks)
+
     @property
     def num_retries(self) -> int:
         """Times that requests were placed again, in all; when they have ended."""

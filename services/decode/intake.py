@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.v1 import decode_pb2, types_pb2
-from services.core.errors import BatonError, LayoutMismatch, LeaseInvalid
+from services.core.errors import BatonError, LayoutMismatch, LeaseInvalid, ProtocolViolation
 from services.core.hashing import block_hashes, num_blocks_for
 from services.decode.admission import AdmissionPolicy, Refusal, Room
 from services.engine.block_pool import Holder
@@ -106,7 +106,11 @@ class Intake:
             self.give_up(reservation)
             return outcome, Arrival(outcome.first_token, [], (), Holder.IMPORT)
         prefix, reservation.prefix = reservation.prefix, []  # no longer the reservation's to give up
-        return outcome, Arrival(outcome.first_token, prefix, reservation.import_.block_ids, Holder.IMPORT)
+        arrival = Arrival(outcome.first_token, prefix, reservation.import_.block_ids, Holder.IMPORT)
+        if (nonsense := self._nonsense(command, outcome)) is not None:
+            self.discard(arrival)
+            raise ProtocolViolation(nonsense)
+        return outcome, arrival
 
     def give_up(self, reservation: Reservation) -> None:
         """Frees the prefix now, and the import when no copy can still write it. Idempotent; not after a hand-over."""
@@ -121,6 +125,9 @@ class Intake:
         Raises LeaseInvalid when the lease ends first.
         """
         leases, clock = self._host.leases, self._host.clock
+        lease = leases.get(command.handoff.lease_id)
+        if lease is not None and lease.num_tokens != len(command.token_ids):
+            raise ProtocolViolation(f"the lease is of {lease.num_tokens} tokens, not of {len(command.token_ids)}")
         ticket = leases.open_fetch(command.handoff.lease_id, command.leg, 0, clock.now())
         with self._host.board.follow(ticket) as changed:
             while ticket.ended is None and ticket.lease.state is LeaseState.OPEN:
@@ -149,6 +156,15 @@ class Intake:
         """Nobody wants it any more."""
         self._host.release_blocks(arrival.prefix, Holder.SEQUENCE)
         self._host.release_blocks(arrival.block_ids, arrival.holder)
+
+    def _nonsense(self, command: decode_pb2.DecodeCommand, outcome: FetchOutcome) -> str | None:
+        """What is wrong with a source's seal; such a token or length would fail a step, and others with it."""
+        if outcome.num_tokens != len(command.token_ids):
+            return f"the lease is of {outcome.num_tokens} tokens, not of {len(command.token_ids)}"
+        token_ids = outcome.first_token.token_ids
+        if len(token_ids) != 1 or not 0 <= token_ids[0] < self._host.engine.info.vocab_size:
+            return "the seal does not bring one token of the vocabulary"
+        return None
 
     def _room(self) -> Room:
         """Under the engine's lock."""

@@ -105,6 +105,11 @@ class Engine:
                 self.scheduler.abort(seq_id)
             self.scheduler.take_events()
 
+    def join(self) -> None:
+        """Returns when the step thread has ended: after `stop`, or by a defect. Blocks; not for the event loop."""
+        assert self._thread is not None, "join follows start"
+        self._thread.join()
+
     @property
     def alive(self) -> bool:
         """The step thread runs. False after a defect of the engine itself, which the log tells."""

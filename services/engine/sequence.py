@@ -14,7 +14,7 @@ from services.core.hashing import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen; ranges are those of `baton.v1.SamplingParams`, checked by the router."""
+    """How the next token is chosen; ranges are those of `baton.v1.SamplingParams`, checked on arrival."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -58,6 +58,7 @@ class Router:
         self.coordinator = Coordinator(
             CoordinatorConfig(
                 model_context_tokens=model.text.context_tokens,
+                vocab_size=model.text.vocab_size,
                 max_queue=config.max_queue,
                 queue_timeout_s=config.queue_timeout_s,
                 no_worker_timeout_s=config.no_worker_timeout_s,

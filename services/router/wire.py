@@ -46,10 +46,12 @@ _LOAD_FIELDS = tuple(Load.__dataclass_fields__)
 
 def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
     """Raises InvalidRequest naming the field."""
-    required = ("worker_id", "role", "address", "incarnation", "num_blocks", "max_model_len", "max_num_seqs")
-    for name in required:
+    for name in ("worker_id", "role", "address", "incarnation"):
         if not getattr(worker, name):
             raise InvalidRequest(f"worker.{name}", "is missing")
+    for name in ("num_blocks", "max_model_len", "max_num_seqs"):
+        if getattr(worker, name) < 1:
+            raise InvalidRequest(f"worker.{name}", "must be positive")
     if worker.role not in ROLES:
         raise InvalidRequest("worker.role", "is unknown")
     if worker.layout.block_size < 1:

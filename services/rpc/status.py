@@ -7,11 +7,13 @@ does about an error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from services.core import errors
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
 DEFAULT_RETRY_AFTER_S = 1.0
+_MAX_RETRY_AFTER_S = 3600.0
 
 _Code = grpc.StatusCode
 
@@ -97,7 +100,7 @@ def from_status(status: status_pb2.Status) -> errors.BatonError:
     if kind is None:
         name = _BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN).name
         return errors.BatonError(f"{name}: {status.message}")
-    retry_after_s = None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
+    retry_after_s = None if retry is None else _seconds(retry.retry_delay)
     return kind(status.message, retry_after_s=retry_after_s)
 
 
@@ -106,7 +109,8 @@ def status_of_call(error: grpc.RpcError) -> status_pb2.Status:
     call: Any = error  # both the sync and the aio error have these methods; the stub's base class declares none
     for key, value in call.trailing_metadata() or ():
         if key == DETAILS_KEY:
-            return status_pb2.Status.FromString(value)
+            with contextlib.suppress(DecodeError):  # a peer's mistake; the code still says what is known
+                return status_pb2.Status.FromString(value)
     return status_pb2.Status(code=call.code().value[0], message=call.details() or "")
 
 
@@ -158,9 +162,17 @@ def _unpack(status: status_pb2.Status, kind: Any) -> Any:
     for packed in status.details:
         if packed.Is(kind.DESCRIPTOR):
             detail = kind()
-            packed.Unpack(detail)
+            try:
+                packed.Unpack(detail)
+            except DecodeError:  # a peer's mistake; the code still says what is known
+                return None
             return detail
     return None
+
+
+def _seconds(delay: Any) -> float:
+    """Of a google.protobuf.Duration, whatever a peer put into it."""
+    return float(min(max(0.0, delay.seconds + delay.nanos * 1e-9), _MAX_RETRY_AFTER_S))
 
 
 def _clip(text: str, max_bytes: int) -> str:

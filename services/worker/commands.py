@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.v1 import decode_pb2, prefill_pb2, types_pb2
 from services.core.errors import InvalidRequest
 from services.engine.sequence import Finish, Mode, SamplingParams, Sequence, StoppingParams, Token
+from services.rpc.parameters import MAX_LOGPROBS, check_sampling, check_stopping, within
 
 Command = prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand
 
@@ -31,6 +32,9 @@ def sequence_of(
         raise InvalidRequest("token_ids", f"{len(token_ids)} tokens leave no room in a context of {max_model_len}")
     if not 0 <= command.output_base < len(token_ids):
         raise InvalidRequest("output_base", "is outside the tokens given")
+    check_sampling(command.sampling, vocab_size)
+    check_stopping(command.stopping, vocab_size)
+    within("logprobs", command.logprobs, 0, MAX_LOGPROBS)
     stopping = stopping_of(command.stopping, eos_token_ids, max_model_len)
     if stopping.max_tokens <= command.output_base:
         raise InvalidRequest("stopping.max_tokens", "is already reached")

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 
 TRANSFER_SERVICE = "baton.v1.KVTransferService"
+MAX_STEP_FAILURES = 3
+"""Steps in a row that raise before the worker says that it does not serve."""
 
 
 class Phase(Protocol):
@@ -87,9 +89,11 @@ class WorkerHost:
         self.clock = self.machine.clock
         self.incarnation = incarnation or new_incarnation()
         self.draining = False
+        self.failing = False
+        """Step after step raised. Commands are still taken: a good step ends it, and only a probe may bring one."""
         self.tally = Tally()
         self.worker_id = config.worker_id or f"{role_name(role)}-{server.port}"
-        self.hub = EventHub(asyncio.get_running_loop(), self._flush_sessions)
+        self.hub = EventHub(asyncio.get_running_loop(), self._stepped)
         self.leases = LeaseTable(
             engine.info.block_size,
             on_end=self._lease_ended,
@@ -327,6 +331,7 @@ class WorkerHost:
             prefix_tokens_queried=stats.prefix_tokens_queried,
             prefix_tokens_hit=stats.prefix_tokens_hit,
             draining=self.draining,
+            consecutive_step_failures=stats.consecutive_step_failures,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -338,6 +343,18 @@ class WorkerHost:
     def _import_freed(self, import_: Import) -> None:
         self.tally.imports_failed += 1
         self.release_blocks(import_.block_ids, Holder.IMPORT)
+
+    def _stepped(self) -> None:
+        failing = self.engine.consecutive_step_failures >= MAX_STEP_FAILURES
+        if failing != self.failing:
+            self.failing = failing
+            log.log(logging.WARNING, "%s: steps %s", self.worker_id, "keep failing" if failing else "succeed again")
+            self.spawn(self._tell_health(), "health")
+        self._flush_sessions()
+
+    async def _tell_health(self) -> None:
+        """Of the phases only: leases can be fetched whatever the steps do."""
+        await self.server.set_ready(not (self.failing or self.draining), *(phase.full_name for phase in self._phases))
 
     def _flush_sessions(self) -> None:
         for phase in self._phases:

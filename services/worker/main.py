@@ -8,10 +8,12 @@ import os
 from collections.abc import Sequence
 
 from baton.v1 import types_pb2
+from services.core.errors import WorkerFailed
 from services.core.ids import new_incarnation
 from services.core.lifecycle import Lifecycle
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
+from services.engine.host_memory import keep_freed_memory
 from services.rpc.logging import configure_logging
 from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import configure_tracing
@@ -29,6 +31,7 @@ async def serve(
     phases: Sequence[type[Phase]],
 ) -> None:
     """Runs until told to stop. Port and health answer while the weights load; services come when they are there."""
+    keep_freed_memory()  # here, since it works best before gRPC starts threads
     server = GrpcServer(config.host, config.port, max_request_bytes=config.max_message_bytes)
     server.promise(TRANSFER_SERVICE, *(phase.full_name for phase in phases))
     await server.start()
@@ -42,13 +45,32 @@ async def serve(
         try:
             await host.start([phase(host) for phase in phases])
             lifecycle.report_ready(port=server.port, metrics_port=metrics.port)
-            await lifecycle.stopping.wait()
-            await host.drain(lifecycle.drain_s)
+            await _live(host, lifecycle)
         finally:
             await host.stop()
             metrics.close()
     finally:
         tracer.shutdown()
+
+
+async def _live(host: WorkerHost, lifecycle: Lifecycle) -> None:
+    """Returns when the worker was told to stop and has drained. Raises WorkerFailed when its step thread has ended:
+    a worker that cannot compute must not linger; its supervisor starts another."""
+
+    async def told() -> None:
+        await lifecycle.stopping.wait()
+        await host.drain(lifecycle.drain_s)
+
+    life = asyncio.create_task(told(), name="life")
+    steps = asyncio.create_task(asyncio.to_thread(host.engine.join), name="step thread")
+    try:
+        await asyncio.wait({life, steps}, return_when=asyncio.FIRST_COMPLETED)
+        if not life.done():
+            raise WorkerFailed("the step thread has ended; the log says why")
+        life.result()
+    finally:
+        life.cancel()
+        steps.cancel()  # the thread it waits in ends with the engine
 
 
 async def _load(config: EngineConfig, lifecycle: Lifecycle) -> Engine:

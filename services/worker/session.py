@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from baton.v1 import types_pb2
 from services.core.clock import Clock
-from services.core.errors import ProtocolViolation, StaleIncarnation
+from services.core.errors import DeadlineExceeded, ProtocolViolation, StaleIncarnation
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class SessionHost(Generic[Request, Response]):
 
     async def serve(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
         """The body of the RPC: one response per batch of events, or per heartbeat interval."""
-        session = self._open(await anext(requests))
+        session = self._open(await self._first(requests))
         reader = asyncio.create_task(self._read(session, requests), name=f"{self._name}-session-reader")
         try:
             yield self._respond([])
@@ -156,8 +156,16 @@ class SessionHost(Generic[Request, Response]):
             reader.cancel()
             log.info("%s session %d of router %x ended", self._name, session.number, session.router_incarnation)
 
+    async def _first(self, requests: AsyncIterator[Request]) -> Request | None:
+        """Bounded in time: whoever opens streams and says nothing must not collect them here."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello within {self._silence_s:g} s") from None
+
     def _open(self, first: Any) -> RouterSession:
-        if first.WhichOneof("message") != "hello":
+        if first is None or first.WhichOneof("message") != "hello":
             raise ProtocolViolation("a session starts with hello")
         hello = first.hello
         if hello.worker_incarnation != self._incarnation:

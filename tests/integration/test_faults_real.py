@@ -7,7 +7,6 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -36,8 +35,8 @@ FLAGS = (
     "1",
 )
 RANDOM = random.Random(1)
-SILENCE_S = 2.0
-"""After which a router gives a worker up."""
+LOST_WITHIN_S = 4.0
+"""Routers wait for 2 s of silence."""
 
 
 @pytest.fixture(scope="module")
@@ -76,93 +75,98 @@ async def load(cluster: RealCluster, reference: GreedyReference) -> AsyncIterato
         yield running
 
 
-# Phases, as a router's status shows them.
+# Phases: each finds the worker to be hit in a router's status, if there is one now.
+
+Phase = Callable[[Status], str | None]
 
 
-def _load(status: Status, worker_id: str) -> Any:
-    return next(each.load for each in status.workers if each.worker.worker_id == worker_id)
+def queued(status: Status) -> str | None:
+    """Some wait; a prefill worker that runs others."""
+    return _busy(status, "prefill", "num_running") if status.num_queued else None
 
 
-def queued(status: Status) -> bool:
-    return status.num_queued > 0 and _load(status, "prefill-0").num_running > 0
+def prefilling(status: Status) -> str | None:
+    return _busy(status, "prefill", "num_running") if status.num_prefilling else None
 
 
-def prefilling(status: Status) -> bool:
-    return status.num_prefilling > 0 and _load(status, "prefill-0").num_running > 0
+def handing_over(status: Status) -> str | None:
+    """The source of a transfer."""
+    return _busy(status, "prefill", "num_leases") if taking_over(status) else None
 
 
-def transferring(status: Status) -> bool:
-    return _load(status, "decode-0").num_importing > 0 and _load(status, "prefill-0").num_running > 0
+def taking_over(status: Status) -> str | None:
+    """The destination of a transfer."""
+    return _busy(status, "decode", "num_importing")
 
 
-def decoding(status: Status) -> bool:
-    return _load(status, "decode-0").num_running > 0
+def decoding(status: Status) -> str | None:
+    return _busy(status, "decode", "num_running")
 
 
-PHASES = [
-    pytest.param(queued, "prefill-0", id="queued-prefill"),
-    pytest.param(prefilling, "prefill-0", id="prefilling-prefill"),
-    pytest.param(transferring, "prefill-0", id="transferring-prefill"),
-    pytest.param(transferring, "decode-0", id="transferring-decode"),
-    pytest.param(decoding, "decode-0", id="decoding-decode"),
-]
+def _busy(status: Status, role: str, count: str) -> str | None:
+    names = (each.worker.worker_id for each in status.workers if getattr(each.load, count))
+    return next((name for name in names if name.startswith(role)), None)
 
 
-@pytest.mark.parametrize(("phase", "victim"), PHASES)
-async def test_killed(
-    cluster: RealCluster, reference: GreedyReference, phase: Callable[[Status], bool], victim: str
-) -> None:
-    async with load(cluster, reference) as running:
-        await cluster.router.until(phase, phase.__name__)
-        await cluster.restart(victim)
-    assert running.num_retries
+async def reach(cluster: RealCluster, phase: Phase) -> str:
+    """Waits for the phase; the worker to be hit."""
+    victim = phase(await cluster.router.until(lambda status: phase(status) is not None, phase.__name__))
+    assert victim is not None
+    return victim
 
 
-@pytest.mark.parametrize(("phase", "victim"), PHASES)
-async def test_stopped_and_continued(
-    cluster: RealCluster, reference: GreedyReference, phase: Callable[[Status], bool], victim: str
-) -> None:
-    async with load(cluster, reference) as running:
-        await cluster.router.until(phase, phase.__name__)
-        with cluster[victim].stopped():
-            await cluster.router.until(_lost(victim), f"{victim} is lost", 2 * SILENCE_S)
-            # What it still held at the stop comes late: first the others take over.
-            await cluster.router.until(lambda status: not status.num_prefilling, "the others have taken over", 30)
-    assert running.num_retries
+async def lost(cluster: RealCluster, worker_id: str) -> None:
+    """Returns when the router has given the worker up."""
 
-
-def _lost(worker_id: str) -> Callable[[Status], bool]:
-    def lost(status: Status) -> bool:
+    def suspect(status: Status) -> bool:
         states = {each.worker.worker_id: each.state for each in status.workers}
         return states[worker_id] == control_pb2.WORKER_STATE_SUSPECT
 
-    return lost
+    await cluster.router.until(suspect, f"{worker_id} is lost", LOST_WITHIN_S)
 
 
-CUTS = [
-    pytest.param(Fault.STALL, prefilling, "prefill-0", id="stall-prefilling"),
-    pytest.param(Fault.DROP, transferring, "decode-0", id="drop-transferring"),
-    pytest.param(Fault.DROP, decoding, "decode-0", id="drop-decoding"),
-    pytest.param(Fault.RESET, prefilling, "prefill-0", id="reset-prefilling"),
-    pytest.param(Fault.RESET, decoding, "decode-0", id="reset-decoding"),
-]
+@pytest.mark.parametrize("phase", [queued, prefilling, handing_over, taking_over, decoding])
+async def test_killed(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
+    async with load(cluster, reference) as running:
+        await cluster.restart(await reach(cluster, phase))
+    assert running.num_retries
 
 
-@pytest.mark.parametrize(("fault", "phase", "victim"), CUTS)
+@pytest.mark.parametrize("phase", [queued, prefilling, handing_over, taking_over, decoding])
+async def test_stopped_and_continued(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
+    async with load(cluster, reference) as running:
+        victim = await reach(cluster, phase)
+        with cluster[victim].stopped():
+            await lost(cluster, victim)
+            await running.any_done()  # the others have taken over before it wakes up
+    assert running.num_retries
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase"),
+    [
+        (Fault.STALL, prefilling),
+        (Fault.STALL, decoding),
+        (Fault.DROP, taking_over),
+        (Fault.RESET, handing_over),
+        (Fault.RESET, decoding),
+    ],
+)
 async def test_cut_off_from_the_router(
-    cluster: RealCluster, reference: GreedyReference, fault: Fault, phase: Callable[[Status], bool], victim: str
+    cluster: RealCluster, reference: GreedyReference, fault: Fault, phase: Phase
 ) -> None:
     async with load(cluster, reference) as running:
-        await cluster.router.until(phase, phase.__name__)
+        victim = await reach(cluster, phase)
         with cluster.cut(fault, victim, ["router-0"]):
-            await cluster.router.until(_lost(victim), f"{victim} is lost", 2 * SILENCE_S)
+            await lost(cluster, victim)
+            await running.any_done()
     assert running.num_retries
 
 
 @pytest.mark.parametrize("fault", list(Fault))
 async def test_cut_off_from_each_other(cluster: RealCluster, reference: GreedyReference, fault: Fault) -> None:
     async with load(cluster, reference) as running:
-        await cluster.router.until(transferring, "transferring")
-        with cluster.cut(fault, "prefill-0", ["decode-0", "decode-1"]):
-            await cluster.router.until(lambda status: not status.num_queued, "all have started", 60)
+        source = await reach(cluster, handing_over)
+        with cluster.cut(fault, source, ["decode-0", "decode-1"]):
+            await running.all_done()
     assert running.num_retries

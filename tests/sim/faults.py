@@ -29,8 +29,8 @@ MOMENTS = (
     "validate",
     "ready",
 )
-# Those that make sense only where an import has begun.
-_WHEN = {"_exile": ("begin", "copy_started")}
+# Those that make sense only there.
+_WHEN = {"_exile": ("open",)}
 LONGEST_S = 7.0
 """No fault strikes so long after the last request came."""
 
@@ -76,7 +76,7 @@ class Faults:
         only = choose.choice(self._kinds) if choose.random() < 0.25 else None
         for _ in range(num_faults):
             strike = only or choose.choice(self._kinds)
-            if choose.random() < 0.67:
+            if strike.__name__ in _WHEN or choose.random() < 0.67:
                 self._arm(strike)
             else:
                 self._world.at(choose.random() * BUSY_S, lambda strike=strike: self._strike(strike, self._any_worker()))
@@ -92,14 +92,14 @@ class Faults:
     def _arm(self, strike: Callable[[str], float]) -> None:
         choose = self._world.random
         moment, skipped = choose.choice(_WHEN.get(strike.__name__, MOMENTS)), int(choose.random() ** 2 * 6)
-        soon_s = choose.choice((0.0, 0.0, 0.002, 0.02))
+        soon_s = 0.0 if strike.__name__ in _WHEN else choose.choice((0.0, 0.0, 0.002, 0.02))
 
         def reached(name: str) -> None:
             nonlocal skipped
             skipped -= 1
             if skipped < 0:
                 self._armed.remove(entry)
-                target = name if choose.random() < 0.7 else self._any_worker()
+                target = name if strike.__name__ in _WHEN or choose.random() < 0.8 else self._any_worker()
                 # Never in the middle of what reached the moment.
                 self._world.after(choose.random() * soon_s, lambda: self._strike(strike, target))
 
@@ -132,8 +132,11 @@ class Faults:
         return lasts_s
 
     def _partition(self, name: str) -> float:
-        other = self._peer(name)
-        lasts_s, reset = self._duration(), self._world.chance(0.5)
+        lasts_s = self._duration()
+        self._part(name, self._peer(name), lasts_s, reset=self._world.chance(0.5))
+        return lasts_s
+
+    def _part(self, name: str, other: str, lasts_s: float, *, reset: bool) -> None:
         self._world.note("cut", name, other)
         self._cluster.network.cut(name, other)
 
@@ -142,22 +145,21 @@ class Faults:
             self._cluster.network.heal(name, other, reset=reset)
 
         self._world.after(lasts_s, heal)
-        return lasts_s
 
     def _exile(self, name: str) -> float:
-        """An importing worker is given up by its router and does not know it, while the source takes its time: so two
-        legs come to fetch one lease."""
-        lasts_s = self._world.random.uniform(2.5, 4.0)
-        for router in self._cluster.routers:
-            self._world.note("exile", name, router)
-            self._cluster.network.cut(name, router)
-            self._world.after(
-                lasts_s + 0.7, lambda router=router: self._cluster.network.heal(name, router, reset=False)
-            )
-        for worker in self._cluster.workers.values():
-            if worker.plan.name != name:
-                worker.engine.stuck_until_s = self._world.now_s + lasts_s
-        return lasts_s + 0.7
+        """Whoever imports from this worker is given up by its routers and does not know it, while the source takes its
+        time: so two legs come to fetch one lease."""
+        world, lasts_s = self._world, self._world.random.uniform(2.5, 4.5)
+        self._cluster.workers[name].engine.stuck_until_s = world.now_s + lasts_s
+
+        def banish() -> None:
+            for worker in list(self._cluster.workers.values()):
+                if len(worker.host.imports) and worker.plan.name != name:
+                    for router in self._cluster.routers:
+                        self._part(worker.plan.name, router, lasts_s, reset=False)
+
+        world.after(0.1, banish)
+        return lasts_s + 0.2
 
     def _reset(self, name: str) -> float:
         wires = [

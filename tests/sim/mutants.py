@@ -69,7 +69,7 @@ def forgets_expiry_when_idle() -> contextlib.AbstractContextManager[Any]:
 
 
 def hands_a_lease_to_an_old_leg() -> contextlib.AbstractContextManager[Any]:
-    """Neither fetch nor release look at the leg, and the older fetch goes on beside the newer."""
+    """Neither fetch nor release looks at the leg, and one fetch goes on beside the other."""
 
     def open_fetch(self: LeaseTable, lease_id: bytes, leg: int, first_block: int, now: float) -> FetchTicket:
         lease = self._leases.get(lease_id)
@@ -84,6 +84,7 @@ def hands_a_lease_to_an_old_leg() -> contextlib.AbstractContextManager[Any]:
         if lease is None or lease.state not in (LeaseState.SEALED, LeaseState.RELEASED):
             return ReleaseAnswer(False, "unknown")
         if lease.state is LeaseState.SEALED:
+            lease.fetch = None  # whoever else fetches goes on
             self._leave(lease, LeaseState.RELEASED, FetchEnd.RELEASED, now)
         return ReleaseAnswer(True)
 

@@ -32,7 +32,7 @@ class Load:
 
 
 def choose_load(world: World) -> Load:
-    growing = world.chance(0.25)
+    growing = world.chance(0.3)
     return Load(tight=growing or world.chance(0.4), growing=growing)
 
 
@@ -69,7 +69,7 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
             [PREFILL, DECODE, MIXED],
         )
     )
-    if load.growing and choose.random() < 0.5:
+    if load.growing and choose.random() < 0.6:
         roles = [MIXED] * len(roles[:2])
     lease_ttl_s = choose.choice((1.0, 1.0, 2.0, 10.0))
     stall_s = choose.choice((0.3, 0.5, 1.5, 5.0))
@@ -147,8 +147,8 @@ def _request(
         arrival_s=arrival_s,
         router=choose.choice(list(cluster.routers)),
         deadline_s=choose.uniform(0.01, 3.0) if choose.random() < 0.1 else None,
-        cancel_after_s=choose.random() ** 2 if leaves < 0.1 else None,
-        cancel_at_token=choose.randint(1, 3) if 0.1 < leaves < 0.2 else None,
+        cancel_after_s=choose.random() ** 3 if leaves < 0.2 else None,
+        cancel_at_token=choose.randint(1, 3) if 0.2 < leaves < 0.3 else None,
     )
 
 

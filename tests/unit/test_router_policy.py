@@ -135,6 +135,18 @@ def test_a_worker_to_avoid_is_the_last_resort() -> None:
     assert place_decode(job, SOURCE, [decode("d1")], NOW, CONFIG) == "d1"
 
 
+def test_a_job_waits_for_room_rather_than_going_back_to_where_it_failed() -> None:
+    """Found by a cut between one prefill worker and all decode workers: it held nothing, and so it looked the best."""
+    full = decode("d2", busy=64)
+    job = replace(JOB, avoid=frozenset({"d1", "p1"}))
+    assert place_decode(job, SOURCE, [decode("d1"), full], NOW, CONFIG) is None
+    assert nearest_to_room(job, SOURCE, [decode("d1"), full]) == "d2"
+    workers = [prefill("p1"), prefill("p2", busy=64), decode("d1")]
+    assert place_prefill(job, workers, [], NOW, CONFIG) is None
+    unable = [prefill("p1"), prefill("p2", layout="M"), decode("d1")]
+    assert place_prefill(job, unable, [], NOW, CONFIG) == "p1", "nobody could take over what runs on p2"
+
+
 def test_nearest_to_room_ignores_load_but_not_capability() -> None:
     workers = [decode("d1", busy=63), decode("d2", busy=62), decode("d3", num_blocks=4), decode("d4", layout="M")]
     assert nearest_to_room(JOB, SOURCE, workers) == "d2"

@@ -113,7 +113,7 @@ class MappingCache:
             finally:
                 for fd in fds:
                     os.close(fd)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that no socket can have
             connection.close()
             raise ShmUnavailable(f"shared memory at {source.shm_socket}: {error or 'no answer'}") from error
         except BaseException:

@@ -11,6 +11,8 @@ from services.router.policy import PolicyConfig
 class CoordinatorConfig:
     model_context_tokens: int
     """The model's longest sequence; speaks while no worker is known."""
+    vocab_size: int = 1 << 31
+    """A worker's token beyond it is a protocol error; it must not reach other workers in a replay."""
     max_queue: int = 1024
     """Requests that may wait for a first placement."""
     queue_timeout_s: float = 120.0

@@ -50,7 +50,7 @@ class Coordinator:
         if spec.request_id in self._book.requests:
             raise DuplicateRequest(f"request {spec.request_id!r} is being served")
         max_tokens = policy.resolve_max_tokens(
-            len(spec.token_ids), spec.max_tokens, self._book.workers.views(), self._config.model_context_tokens
+            len(spec.token_ids), spec.max_tokens, self._book.workers.proven_views(), self._config.model_context_tokens
         )
         if len(self._book.queue) >= self._config.max_queue:
             raise Overloaded("the queue is full", retry_after_s=self._config.retry_after_s)
@@ -186,7 +186,7 @@ class Coordinator:
 
     def context_tokens(self) -> int:
         """Longest sequence any known worker could hold."""
-        contexts = [view.context_tokens for view in self._book.workers.views() if view.role.can_decode]
+        contexts = [view.context_tokens for view in self._book.workers.proven_views() if view.role.can_decode]
         return max(contexts, default=self._config.model_context_tokens)
 
     def check(self) -> None:

@@ -105,7 +105,7 @@ def _prefill_started(book: Book, request: Request, leg: PrefillLeg, event: Prefi
 
 
 def _prefill_tokens(book: Book, request: Request, leg: PrefillLeg, event: Tokens, now: float) -> None:
-    if leg.lease is None or leg.sealed_s is not None or not fits(request, event):
+    if leg.lease is None or leg.sealed_s is not None or not fits(request, event, book.config.vocab_size):
         prefill_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
     if receive(book, request, event, now):
@@ -177,7 +177,7 @@ def _import_failed(
 
 
 def _decode_tokens(book: Book, request: Request, leg: DecodeLeg, event: Tokens, now: float) -> None:
-    if not fits(request, event):
+    if not fits(request, event, book.config.vocab_size):
         decode_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
     book.announce(request)

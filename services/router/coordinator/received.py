@@ -8,14 +8,15 @@ from services.router.coordinator.requests import Request
 from services.router.policy import Role
 
 
-def fits(request: Request, event: Tokens) -> bool:
-    """No gap, what it repeats is what was received, and nothing follows a finish."""
+def fits(request: Request, event: Tokens, vocab_size: int) -> bool:
+    """Tokens of the model, no gap, what it repeats is what was received, and nothing follows a finish."""
     end = event.position + len(event.token_ids)
     received = request.output[event.position : end]
     return (
         0 <= event.position <= len(request.output)
         and list(event.token_ids[: len(received)]) == received
         and end <= request.max_tokens
+        and all(0 <= token_id < vocab_size for token_id in event.token_ids)
         and (event.finish is None or end >= len(request.output))
         and len(event.logprobs) in (0, len(event.token_ids))
     )

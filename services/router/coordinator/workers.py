@@ -47,6 +47,8 @@ class Worker:
     predictions: dict[int, Prediction] = field(default_factory=dict)
     last_failure_s: float | None = None
     draining: bool = False
+    proven: bool = False
+    """It has had a session: what it says of itself is not only a claim."""
     reason: str = ""
     """Why it is not ready; for people."""
 
@@ -106,10 +108,12 @@ class WorkerTable:
             assert not known.legs, "lose a worker before it joins again"
             worker.last_failure_s = known.last_failure_s
             worker.draining = known.draining and known.info.incarnation == info.incarnation
+            worker.proven = known.proven and known.view().context_tokens == worker.view().context_tokens
         self._workers[info.worker_id] = worker
         self._changed(info.worker_id)
 
     def open(self, worker: Worker, now: float) -> None:
+        worker.proven = True
         self._set_state(worker, WorkerState.DRAINING if worker.draining else WorkerState.READY, now)
 
     def drain(self, worker: Worker, now: float) -> None:
@@ -171,6 +175,10 @@ class WorkerTable:
 
     def views(self) -> list[WorkerView]:
         return [self.view(worker) for worker in self._workers.values()]
+
+    def proven_views(self) -> list[WorkerView]:
+        """Of those that have had a session, lost ones too."""
+        return [self.view(worker) for worker in self._workers.values() if worker.proven]
 
     def _changed(self, worker_id: str) -> None:
         self._views.pop(worker_id, None)

@@ -5,7 +5,7 @@ A choice is filter (ready, compatible, room) -> score in [0, 1] -> weighted sum 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from services.core.errors import InvalidRequest
 from services.router.policy.terms import PolicyConfig, Term
@@ -50,16 +50,19 @@ def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
 
 def can_hand_over(job: Job, workers: Sequence[WorkerView]) -> bool:
     """Ever: some worker could run the prompt and some worker take it over."""
-    return any(
-        can_take_over(job, _source_of(worker), decoder)
-        for worker in workers
-        if can_prefill(job, worker)
-        for decoder in workers
-    )
+    return any(can_prefill(job, worker) and any(_takers(job, worker, workers)) for worker in workers)
 
 
-def _source_of(worker: WorkerView) -> Source:
-    return Source(worker.worker_id, worker.host_id, worker.layout)
+def _takers(job: Job, worker: WorkerView, workers: Sequence[WorkerView]) -> Iterator[WorkerView]:
+    """Who could ever take over a prompt that ran on `worker`."""
+    source = Source(worker.worker_id, worker.host_id, worker.layout)
+    return (decoder for decoder in workers if can_take_over(job, source, decoder))
+
+
+def _unblamed(able: Sequence[WorkerView], job: Job) -> Sequence[WorkerView]:
+    """Those that have not failed under this job, room or not: the one that has often looks the freest, and a job that
+    went back there for want of room elsewhere would use up its attempts. All of them, if each has failed."""
+    return [worker for worker in able if worker.worker_id not in job.avoid] or able
 
 
 def place_prefill(
@@ -71,12 +74,11 @@ def place_prefill(
     decode room covers them and this one: a lease that nobody can take fills its prefill worker. With none in flight one
     is always let through.
     """
+    able = [worker for worker in workers if can_prefill(job, worker) and any(_takers(job, worker, workers))]
     candidates = [
         worker
-        for worker in workers
-        if can_prefill(job, worker)
-        and _has_prefill_room(job, worker, config)
-        and _has_decode_room(job, worker, workers, handoffs_in_flight)
+        for worker in _unblamed(able, job)
+        if _has_prefill_room(job, worker, config) and _has_decode_room(job, worker, workers, handoffs_in_flight)
     ]
     return _best(candidates, job, None, now, config.prefill_terms)
 
@@ -85,9 +87,8 @@ def place_decode(
     job: Job, source: Source | None, workers: Sequence[WorkerView], now: float, config: PolicyConfig
 ) -> str | None:
     """Worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait."""
-    candidates = [
-        worker for worker in workers if _could_run(job, source, worker) and _has_room_to_decode(job, source, worker)
-    ]
+    able = [worker for worker in workers if _could_run(job, source, worker)]
+    candidates = [worker for worker in _unblamed(able, job) if _has_room_to_decode(job, source, worker)]
     return _best(candidates, job, source, now, config.decode_terms)
 
 
@@ -96,7 +97,7 @@ def nearest_to_room(job: Job, source: Source | None, workers: Sequence[WorkerVie
     candidates = [worker for worker in workers if _could_run(job, source, worker)]
     if not candidates:
         return None
-    return min(candidates, key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
+    return min(_unblamed(candidates, job), key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
 
 
 def _has_room_to_decode(job: Job, source: Source | None, worker: WorkerView) -> bool:
@@ -120,12 +121,9 @@ def _has_decode_room(
     job: Job, source: WorkerView, workers: Sequence[WorkerView], handoffs_in_flight: Sequence[int]
 ) -> bool:
     """Could the handoff of a prefill on `source` be taken over, after those in flight?"""
-    decoders = [decoder for decoder in workers if can_take_over(job, _source_of(source), decoder)]
-    if not decoders:
-        return False
     if source.role is Role.MIXED or not handoffs_in_flight:
         return True
-    room = sum(decoder.load.available_blocks for decoder in decoders)
+    room = sum(decoder.load.available_blocks for decoder in _takers(job, source, workers))
     taken = sum(source.blocks_for(num_tokens) + 1 for num_tokens in handoffs_in_flight)
     return room - taken >= _import_blocks(job, source)
 
@@ -146,12 +144,11 @@ def _best(
     now: float,
     terms: Sequence[tuple[float, Term]],
 ) -> str | None:
-    preferred = [worker for worker in candidates if worker.worker_id not in job.avoid] or candidates
-    if not preferred:
+    if not candidates:
         return None
 
     def rank(worker: WorkerView) -> tuple[float, str]:
         score = sum(weight * term(worker, job, source, now) for weight, term in terms)
         return -score, worker.worker_id
 
-    return min(preferred, key=rank).worker_id
+    return min(candidates, key=rank).worker_id
