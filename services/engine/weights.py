@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from services.core.errors import UnsupportedModel
 
@@ -21,6 +22,7 @@ def load_model(directory: Path, dtype: str, device: torch.device, attention: str
 
     dtype: "auto" takes the one the model was saved in. attention: a name registered with the AttentionInterface.
     """
+    disable_progress_bar()  # a service logs; it does not draw
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -41,8 +41,8 @@ class _EngineCollector(Collector):
         self._host = host
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the figures exist only when they are collected."""
-        return iter(())
+        """By name, so that aliases find them."""
+        return self.collect()
 
     def collect(self) -> Iterator[Metric]:
         host, stats, name = self._host, self._host.engine.stats(), names.Metric
