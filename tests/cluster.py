@@ -102,7 +102,8 @@ async def running_cluster(
     """`worker` configures all workers, `each` one by one. Asserts at the end that everything is idle."""
     tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
     async with contextlib.AsyncExitStack() as stack:
-        config = RouterConfig(model=str(model), host="127.0.0.1", port=0, **(router or {}))
+        flags = {"canaries": False, **(router or {})}  # they would show in ledgers, step counts and prefix caches
+        config = RouterConfig(model=str(model), host="127.0.0.1", port=0, **flags)
         brain = Router(config, tracer)
         await brain.start()
         stack.push_async_callback(brain.stop)

@@ -20,7 +20,8 @@ Overrides = Mapping[str, Strategy]
 _NAN, _INF = float("nan"), float("inf")
 _FLOATS = st.sampled_from([0.0, -0.0, 1e-45, 1e-30, 0.5, 1.0, 2.0, 100.0, -1.0, 3e38, -3e38, _NAN, _INF, -_INF])
 _TEXTS = st.one_of(
-    st.sampled_from(["", "user", "a", "\x00", "\n", "\u202e", "🙂", "x" * 200, "%s{}", "../../etc"]), st.text(max_size=12)
+    st.sampled_from(["", "user", "a", "\x00", "\n", "\u202e", "🙂", "x" * 200, "%s{}", "../../etc"]),
+    st.text(max_size=12),
 )
 _BYTES = st.one_of(st.sampled_from([b"", bytes(16), b"\xff" * 16, b"x" * 17]), st.binary(max_size=20))
 _INTEGERS = {

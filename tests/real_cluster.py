@@ -185,9 +185,9 @@ class RealCluster:
         for router in self.routers:
             await router.until(lambda status: _ready(status) == workers, f"{workers} are ready", READY_WITHIN_S)
 
-    async def idle(self, within_s: float = IDLE_WITHIN_S) -> None:
-        """No router has a request and no worker holds a block, a lease or a sequence."""
-        for router in self.routers:
+    async def idle(self, within_s: float = IDLE_WITHIN_S, routers: Sequence[RouterClient] | None = None) -> None:
+        """No router (of those given) has a request and no worker holds a block, a lease or a sequence."""
+        for router in self.routers if routers is None else routers:
             await router.until(_idle, "everything is idle", within_s)
 
     async def close(self) -> None:
@@ -229,15 +229,14 @@ async def real_cluster(
     temp: Path,
     workers: Sequence[str],
     *worker_flags: str,
-    num_routers: int = 1,
-    router: Sequence[str] = (),
+    routers: Sequence[Sequence[str]] = ((),),
 ) -> AsyncIterator[RealCluster]:
-    """`temp`: an empty folder; `workers` by name, such as decode-0; `router`: flags of every router. Ready at entry."""
+    """`temp`: an empty folder; `workers` by name, such as decode-0; `routers`: flags of each. Ready at entry."""
     async with contextlib.AsyncExitStack() as stack:
         cluster = RealCluster(model, temp, worker_flags)
         stack.push_async_callback(cluster.close)
-        for _ in range(num_routers):
-            await cluster.add_router(stack, *router)
+        for flags in routers:
+            await cluster.add_router(stack, *flags)
         await asyncio.gather(*(cluster.add_worker(name) for name in workers))
         await cluster.whole()
         yield cluster

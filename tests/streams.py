@@ -15,7 +15,10 @@ from baton.v1 import inference_pb2, types_pb2
 from tests.cluster import Answer
 from tests.equality import GreedyReference
 from tests.models import VOCAB_SIZE
-from tests.real_cluster import RouterClient
+from tests.real_cluster import RealCluster, RouterClient
+
+_RANDOM = random.Random(1)
+_THINK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +96,31 @@ async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequen
         await asyncio.gather(*running.tasks, return_exceptions=True)
     for job, answer in zip(jobs, running.answers, strict=True):
         job.check(reference, answer)
+
+
+@contextlib.asynccontextmanager
+async def load(
+    cluster: RealCluster, reference: GreedyReference, *, num_jobs: int = 10, router: int = 0
+) -> AsyncIterator[Streams]:
+    """Streams of many sizes, more than the pools of two small workers hold."""
+    jobs = mixed_jobs(_RANDOM, num_jobs, range(150, 550), range(50, 100))
+    async with streams(cluster.routers[router], reference, jobs) as running:
+        yield running
+
+
+async def keep_asking(router: RouterClient, reference: GreedyReference, until: asyncio.Event, num_clients: int) -> int:
+    """Clients that each ask one thing after another, and think a little in between: the machine is to have time for
+    what else the test does. Every answer is checked; returns how many there were."""
+
+    async def client() -> int:
+        count = 0
+        while not until.is_set():
+            [job] = mixed_jobs(_RANDOM, 1, range(20, 300), range(10, 60))
+            job.check(reference, await router.stream(job.request()))
+            count += 1
+            await asyncio.sleep(_THINK_S)
+        return count
+
+    async with asyncio.TaskGroup() as group:
+        clients = [group.create_task(client()) for _ in range(num_clients)]
+    return sum(task.result() for task in clients)

@@ -36,7 +36,12 @@ def _text(target: str, status: dict[str, Any]) -> str:
         *_table([_HEADINGS, *(_row(worker) for worker in status["workers"])]),
     ]
     reasons = [f"{_id(worker)}: {worker['reason']}" for worker in status["workers"] if worker["reason"]]
-    return "\n".join([*lines, *reasons])
+    ways = [
+        f"{pair['prefill']} -> {pair['decode']}: {pair['state']}; {pair['reason']}"
+        for pair in status["pairs"]
+        if pair["reason"]
+    ]
+    return "\n".join([*lines, *reasons, *ways])
 
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:

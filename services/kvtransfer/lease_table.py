@@ -162,8 +162,13 @@ class LeaseTable:
     def open_fetch(self, lease_id: bytes, leg: int, first_block: int, now: float) -> FetchTicket:
         """Follows a lease, OPEN or SEALED. A higher leg ends an older fetch, the same leg replaces its own.
 
+        Where token 0 has ended the sequence already, the ticket is FINISHED from the start: that token is all there is
+        to fetch, and the router may hear of it later than of a refusal.
         Raises LeaseInvalid (unknown, over, or the leg was given up) and InvalidRequest (no such block).
         """
+        ended = self._ended.get(lease_id)
+        if ended is not None and ended.finished:
+            return FetchTicket(ended, leg, first_block, copied=first_block, opened_s=now, ended=FetchEnd.FINISHED)
         lease = self._leases.get(lease_id)
         if lease is None or leg < lease.leg or (leg == lease.leg and lease.stalled):
             raise LeaseInvalid(self._why_not(lease_id))

@@ -27,17 +27,20 @@ from services.router.coordinator.actions import (
     EmitFinished,
     EmitStarted,
     EmitTokens,
+    HealthChanged,
     SendDecode,
     SendPrefill,
     StageEnded,
 )
 from services.router.coordinator.events import FinishReason, WorkerInfo
 from services.router.coordinator.requests import RequestSpec
+from services.router.health import Health
 from services.router.metrics import RouterMetrics
 from services.router.sessions import Dial, SessionTimes, WorkerLink
 from services.router.tracing import RequestTrace, error_outcome
 from services.rpc.channels import dial
 from services.rpc.logging import ids
+from services.rpc.telemetry import UNTRACED
 
 log = logging.getLogger(__name__)
 
@@ -200,13 +203,21 @@ class Conductor:
                 self._failed(action.request_id, action.error)
             case StageEnded():
                 self._live[action.request_id].trace.stage_ended(action)
+            case HealthChanged():
+                _log_health(action)
 
     def _send(self, command: SendPrefill | SendDecode) -> None:
-        live = self._live[command.spec.request_id]
-        traceparent = live.trace.leg_sent(command, self._clock.now())
+        live = self._live.get(command.spec.request_id)
+        # Canaries are the coordinator's own: no client, no trace.
+        traceparent = live.trace.leg_sent(command, self._clock.now()) if live is not None else UNTRACED
         kind = "prefill" if isinstance(command, SendPrefill) else "decode"
-        log.info(
-            "leg %d: %s on %s", command.leg, kind, command.worker_id, extra=ids(command.spec.request_id, traceparent)
+        log.log(
+            logging.INFO if live is not None else logging.DEBUG,
+            "leg %d: %s on %s",
+            command.leg,
+            kind,
+            command.worker_id,
+            extra=ids(command.spec.request_id, traceparent),
         )
         link = self._link(command.worker_id, command.incarnation)
         if link is None:
@@ -278,3 +289,9 @@ class Conductor:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
+
+
+def _log_health(change: HealthChanged) -> None:
+    what = f"transfers from {change.source_id} to {change.worker_id}" if change.source_id else change.worker_id
+    level = logging.WARNING if change.state in (Health.SUSPECT, Health.DOWN) else logging.INFO
+    log.log(level, "health of %s: %s%s", what, change.state.value, f" ({change.reason})" if change.reason else "")

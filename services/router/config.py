@@ -24,6 +24,14 @@ class RouterConfig:
     no_worker_timeout_s: float = option(
         30.0, "longest wait while no worker is ready, seconds", check=positive, must="must be positive"
     )
+    # Health.
+    canaries: bool = option(True, "check workers, and transfers between them, with tiny requests of its own")
+    step_timeout_s: float = option(
+        30.0,
+        "a worker whose device step runs longer is stuck: its requests go elsewhere, seconds",
+        check=positive,
+        must="must be positive",
+    )
     # Sessions.
     heartbeat_s: float = option(0.5, "interval of heartbeats to workers, seconds", check=positive)
     silence_s: float = option(2.0, "a worker silent this long is lost, seconds", check=positive)

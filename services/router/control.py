@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
 from services.core.clock import Clock
 from services.core.errors import InvalidRequest
 from services.router.conductor import Conductor
+from services.router.coordinator.pairs import Pair
 from services.router.coordinator.requests import Phase
 from services.router.coordinator.workers import Worker, WorkerState
+from services.router.health import Health, HealthRecord
 
 FULL_NAME = "baton.v1.ControlService"
 DEFAULT_DRAIN_MS = 30_000
@@ -20,6 +22,18 @@ _STATES = {
     WorkerState.READY: control_pb2.WORKER_STATE_READY,
     WorkerState.DRAINING: control_pb2.WORKER_STATE_DRAINING,
     WorkerState.LOST: control_pb2.WORKER_STATE_SUSPECT,
+}
+_UNHEALTHY = {
+    Health.NEW: control_pb2.WORKER_STATE_JOINING,
+    Health.DOWN: control_pb2.WORKER_STATE_SUSPECT,
+    Health.PROBING: control_pb2.WORKER_STATE_SUSPECT,
+}
+"""What a worker with an open session is called instead of ready."""
+_PAIRS = {
+    Health.UP: control_pb2.PAIR_STATE_PROVEN,
+    Health.RISING: control_pb2.PAIR_STATE_PROVEN,
+    Health.DOWN: control_pb2.PAIR_STATE_BROKEN,
+    Health.PROBING: control_pb2.PAIR_STATE_BROKEN,
 }
 
 
@@ -42,6 +56,13 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             num_parked=phases[Phase.PARKED],
             num_decoding=phases[Phase.BINDING] + phases[Phase.DECODING],
             model_id=self._model_id,
+            pairs=[
+                _pair(worker, pair)
+                for worker in coordinator.workers()
+                if worker.has_session
+                for pair in worker.sources.all()
+                if pair.source.worker_id in self._conductor.links
+            ],
         )
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Any) -> control_pb2.DrainResponse:
@@ -54,7 +75,12 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     def _worker(self, worker: Worker) -> control_pb2.WorkerStatus:
         description = worker.info.description
         assert isinstance(description, control_pb2.WorkerDescription)
-        status = control_pb2.WorkerStatus(worker=description, state=_STATES[worker.state], reason=worker.reason)
+        state = _STATES[worker.state]
+        if worker.state is WorkerState.READY:
+            state = _UNHEALTHY.get(worker.health.state, state)
+        status = control_pb2.WorkerStatus(
+            worker=description, state=state, reason=worker.reason or _reason(worker.health)
+        )
         link = self._conductor.links.get(worker.info.worker_id)
         if link is not None:
             status.num_sessions = link.num_sessions
@@ -62,3 +88,28 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 status.load.CopyFrom(link.load)
                 status.load_age_ms = round((self._clock.now() - worker.load_s) * 1000)
         return status
+
+
+def _pair(worker: Worker, pair: Pair) -> control_pb2.PairStatus:
+    status = control_pb2.PairStatus(
+        prefill=pair.source.worker_id,
+        decode=worker.info.worker_id,
+        state=_PAIRS.get(pair.health.state, control_pb2.PAIR_STATE_UNPROVEN),
+        reason=_reason(pair.health),
+    )
+    if isinstance(pair.timings, types_pb2.PhaseTimings) and pair.timings.HasField("transport"):
+        status.transport = pair.timings.transport
+    return status
+
+
+def _reason(health: HealthRecord) -> str:
+    """Why it is not trusted, for people."""
+    match health.state:
+        case Health.UP:
+            return ""
+        case Health.NEW:
+            return f"not proven yet: {health.reason}" if health.reason else "not proven yet"
+        case Health.RISING:
+            return f"back again; it was down: {health.reason}"
+        case _:
+            return f"{health.state.value}: {health.reason}"

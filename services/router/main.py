@@ -14,6 +14,7 @@ from services.router.conductor import TICK_S, Conductor
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
+from services.router.health import HealthConfig
 from services.router.metrics import RouterMetrics
 from services.router.servicer import ServedModel
 from services.router.sessions import SessionTimes
@@ -62,6 +63,8 @@ class Router:
                 max_queue=config.max_queue,
                 queue_timeout_s=config.queue_timeout_s,
                 no_worker_timeout_s=config.no_worker_timeout_s,
+                step_timeout_s=config.step_timeout_s,
+                health=HealthConfig(deep_checks=config.canaries),
             )
         )
         self._metrics = RouterMetrics(model_id=model_id, instance="router", host=config.host, port=config.metrics_port)

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from services.core.clock import Clock
 from services.core.errors import InvalidRequest
 from services.core.ids import new_request_id, new_seed
@@ -142,6 +142,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             priority=request.priority,
             deadline_s=deadline_s,
             cache_salt=request.cache_salt,
+            min_tokens=_fewest_tokens(request.stopping),
             payload=request,
         )
         self._conductor.submit(spec, answer, trace)
@@ -180,6 +181,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if trace is not None:
                 trace.failed(error, self._clock.now())
             raise
+
+
+def _fewest_tokens(stopping: types_pb2.StoppingParams) -> int:
+    """Without anything that could end it earlier, all of max_tokens."""
+    endless = stopping.ignore_eos and not stopping.stop and not stopping.stop_token_ids
+    return stopping.max_tokens if endless else stopping.min_tokens
 
 
 def _traceparent(context: Any) -> str:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 Dial = Callable[[str], grpc.aio.Channel]
 
+_NAPS = 4
+
 
 @dataclass(frozen=True)
 class SessionTimes:
@@ -55,6 +57,8 @@ class _Stream:
 
     def __init__(self, hello: Any, heartbeat: Callable[[], Any], heartbeat_s: float) -> None:
         self.is_open = False
+        self.heard = False
+        """The worker said something since `heard` was last cleared."""
         self._hello = hello
         self._heartbeat = heartbeat
         self._heartbeat_s = heartbeat_s
@@ -136,9 +140,11 @@ class WorkerLink:
                 if self._prefill is not None:
                     call = prefill_pb2_grpc.PrefillServiceStub(channel).Session(self._prefill.requests())
                     group.create_task(self._read(call, self._prefill, self._owner.prefill_message))
+                    group.create_task(self._await_silence(self._prefill))
                 if self._decode is not None:
                     call = decode_pb2_grpc.DecodeServiceStub(channel).Session(self._decode.requests())
                     group.create_task(self._read(call, self._decode, self._owner.decode_message))
+                    group.create_task(self._await_silence(self._decode))
         except* _Ended:
             crashed = False
         except* TimeoutError:
@@ -159,21 +165,32 @@ class WorkerLink:
         self._owner.link_lost(self, reason, crashed=crashed)
 
     async def _read(self, call: Any, stream: _Stream, take: Callable[[WorkerLink, Any], None]) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._times.silence_s) as silence:
-                async for message in call:
-                    silence.reschedule(loop.time() + self._times.silence_s)
-                    if message.HasField("load"):
-                        self._note(message.load)
-                    if not stream.is_open:
-                        stream.is_open = True
-                        self._opened()
-                    take(self, message)
+            async for message in call:
+                stream.heard = True
+                if message.HasField("load"):
+                    self._note(message.load)
+                if not stream.is_open:
+                    stream.is_open = True
+                    self._opened()
+                take(self, message)
         finally:
             stream.is_open = False
             call.cancel()
         raise _Ended
+
+    async def _await_silence(self, stream: _Stream) -> None:
+        """Raises TimeoutError when the worker has said nothing for `silence_s`.
+
+        Counted in naps: a router that was itself stopped for a while finds what the workers said meanwhile before it
+        has counted to the end, and does not take its own silence for theirs.
+        """
+        num_silent = 0
+        while num_silent < _NAPS:
+            stream.heard = False
+            await asyncio.sleep(self._times.silence_s / _NAPS)
+            num_silent = 0 if stream.heard else num_silent + 1
+        raise TimeoutError
 
     def _opened(self) -> None:
         if all(stream is None or stream.is_open for stream in (self._prefill, self._decode)):

@@ -41,6 +41,10 @@ _LEASE_ENDS = {
     prefill_pb2.LEASE_END_REASON_RELEASED: LeaseEnd.RELEASED,
     prefill_pb2.LEASE_END_REASON_EXPIRED: LeaseEnd.EXPIRED,
 }
+# What the coordinator asks of itself has no client's options: greedy, and never over before its length.
+_CANARY = inference_pb2.GenerateRequest(
+    sampling=types_pb2.SamplingParams(temperature=0.0), stopping=types_pb2.StoppingParams(ignore_eos=True)
+)
 _LOAD_FIELDS = tuple(Load.__dataclass_fields__)
 
 
@@ -101,7 +105,7 @@ def decode_request(command: SendDecode, traceparent: str) -> decode_pb2.DecodeSe
 
 def _fill(message: Any, command: SendPrefill | SendDecode, traceparent: str) -> None:
     """The fields that both commands have."""
-    request = command.spec.payload
+    request = _CANARY if command.spec.payload is None else command.spec.payload
     assert isinstance(request, inference_pb2.GenerateRequest)
     message.leg = command.leg
     message.request_id = command.spec.request_id

@@ -64,6 +64,10 @@ class OpenSpan:
         self._span.end(end_time=epoch_ns(end_s))
 
 
+UNTRACED = f"00-{1:032x}-{1:016x}-00"
+"""A traceparent whose children are not recorded, here or in another process."""
+
+
 class Tracer:
     """Makes spans. Times are monotonic seconds of `core.clock.MonotonicClock`; safe from any thread."""
 

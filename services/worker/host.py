@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.v1 import control_pb2, kvtransfer_pb2_grpc, types_pb2
+from services.core.errors import BatonError
 from services.core.ids import host_id, new_incarnation
 from services.engine.block_pool import Holder
 from services.engine.engine import Engine
@@ -179,6 +180,12 @@ class WorkerHost:
                     await self._leg_over.wait()
         except TimeoutError:
             log.warning("drain deadline: %d legs are given up", self.num_legs)
+
+    def fail(self, error: BatonError) -> None:
+        """This worker can compute no more. Its sessions end with the error, which routers count as a crash."""
+        log.critical("%s: %s", self.worker_id, error)
+        for phase in self._phases:
+            phase.sessions.end_all(error)
 
     async def stop(self) -> None:
         """Ends every session and frees what they held. Leaves no task, thread, socket or descriptor."""

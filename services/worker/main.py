@@ -66,7 +66,9 @@ async def _live(host: WorkerHost, lifecycle: Lifecycle) -> None:
     try:
         await asyncio.wait({life, steps}, return_when=asyncio.FIRST_COMPLETED)
         if not life.done():
-            raise WorkerFailed("the step thread has ended; the log says why")
+            error = WorkerFailed("the step thread has ended; the log says why")
+            host.fail(error)
+            raise error
         life.result()
     finally:
         life.cancel()

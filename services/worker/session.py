@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from baton.v1 import types_pb2
 from services.core.clock import Clock
-from services.core.errors import DeadlineExceeded, ProtocolViolation, StaleIncarnation
+from services.core.errors import BatonError, DeadlineExceeded, ProtocolViolation, StaleIncarnation
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class RouterSession:
         self.number = hello.session_number
         self.legs: dict[int, Leg] = {}
         self.ended = asyncio.Event()
+        self.error: BatonError | None = None
+        """What the router is told at the end; None if all is in order."""
         self.heard_s = clock.now()
         self._outbox = Outbox()
         self._wake = asyncio.Event()
@@ -89,10 +91,11 @@ class RouterSession:
         self._wake.clear()
         return self._outbox.take()
 
-    def end(self) -> None:
+    def end(self, error: BatonError | None = None) -> None:
         """Cancels every leg. Idempotent."""
         if self.ended.is_set():
             return
+        self.error = error
         self.ended.set()
         self._wake.set()
         for leg in list(self.legs.values()):
@@ -132,9 +135,10 @@ class SessionHost(Generic[Request, Response]):
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def end_all(self) -> None:
+    def end_all(self, error: BatonError | None = None) -> None:
+        """`error`: what happened to this worker, if it does not leave in order."""
         for session in self:
-            session.end()
+            session.end(error)
 
     async def serve(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
         """The body of the RPC: one response per batch of events, or per heartbeat interval."""
@@ -149,6 +153,8 @@ class SessionHost(Generic[Request, Response]):
                     break
             if reader.done():
                 reader.result()
+            if session.error is not None:
+                raise session.error
         finally:
             session.end()
             if self._sessions.get(session.router_incarnation) is session:

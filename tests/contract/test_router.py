@@ -31,7 +31,13 @@ TOKENIZER = byte_tokenizer()
 TEXT = "the baton is passed 🙂."
 OUTPUT = list(TOKENIZER.encode(TEXT, add_special_tokens=False).ids)
 CONFIG = RouterConfig(
-    served_model_name=MODEL_ID, port=0, heartbeat_s=0.05, silence_s=1.0, register_s=0.05, metrics_port=-1
+    served_model_name=MODEL_ID,
+    port=0,
+    heartbeat_s=0.05,
+    silence_s=1.0,
+    register_s=0.05,
+    metrics_port=-1,
+    canaries=False,  # a scripted worker counts every command
 )
 PATIENCE_S = 10.0
 

@@ -1,4 +1,10 @@
-"""`python -m tests.sim --seeds 2000 [--start N]`, or `--seed N --trace` to see one."""
+"""`python -m tests.sim --seeds 2000 [--start N]`, or `--seed N --trace` to see one.
+
+Read in this order: `world`, `loop` and `node` (virtual time, processes), `network`, `rpc_client` and `rpc_server` (what
+grpc.aio offers), `model`, `memory`, `engine` and `shared_memory` (KV that remembers where it came from), `worker`,
+`router`, `client` and `cluster` (the real code on all that), `scenario`, `faults` and `invariants`, `simulation` (one
+run), `mutation` and the mutants (it bites).
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,17 @@
 """What goes wrong, and when. All of it comes from the seed.
 
-The bias. Faults at random times hit a handoff's short windows once in a thousand runs. So two out of three are *armed*:
-they strike at the n-th time that some worker reaches some moment of a handoff (a lease is opened, published, sealed,
-fetched, released; an import is reserved, copied into, validated, ready), or within a few milliseconds after it, and most
-of them strike the node at which it happens or the link behind it. A quarter of the seeds repeats one kind of fault, since
-many bugs need the same thing twice. Every fault ends by itself.
+The bias. Faults at random times hit a handoff's short windows once in a thousand runs. So:
+- Two out of three are *armed*: they strike at the n-th time that some worker reaches some moment of a handoff (a lease
+  is opened, published, sealed, fetched, released; an import is reserved, copied into, validated, ready), at once or
+  within a few milliseconds, and mostly the node at which it happens. Half of the links they touch lead to a router:
+  what a router does not hear, and what it says late, does the harm.
+- A quarter of the seeds repeats one kind of fault, since many bugs need the same thing twice.
+- `_exile` is made of three faults at once, because no three would ever meet by chance: a slow prefill, and whoever
+  imports from it cut off from its routers, so that two decode legs fetch one lease.
+- A third of the crashes takes the host along: nobody is told, and only timeouts help.
+- `scenario` does the rest: requests in bursts, pools that hold one or two of them, steps and copies slow enough to
+  overlap, lease clocks near the length of the faults, and sequences that outgrow their pool together.
+Every fault ends by itself.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
@@ -265,10 +266,8 @@ class UnaryCall:
     async def _run(self) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                try:
+                with contextlib.suppress(asyncio.InvalidStateError):  # refused: `read` says how
                     await self._call.write(self._request)
-                except asyncio.InvalidStateError:
-                    pass  # refused: `read` says how
                 return await self._call.read()
         except TimeoutError:
             none = grpc.aio.Metadata()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.mutants import MUTANTS
+from tests.sim import handoff_mutants, process_mutants
+from tests.sim.mutation import Mutant
 from tests.sim.simulation import simulate
 
+MUTANTS = handoff_mutants.MUTANTS + process_mutants.MUTANTS
 MOST_SEEDS = 1000
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_deliberate_bug_is_found(name: str) -> None:
-    with MUTANTS[name]():
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_deliberate_bug_is_found(mutant: Mutant) -> None:
+    with mutant():
         for seed in range(MOST_SEEDS):
             try:
                 simulate(seed)
             except AssertionError:  # a violation, or an assertion of the code under test
                 return
-    pytest.fail(f"{name} was not found in {MOST_SEEDS} seeds")
+    pytest.fail(f"{mutant.__name__} was not found in {MOST_SEEDS} seeds")

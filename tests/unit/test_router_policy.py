@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.core.errors import InvalidRequest
+from services.router.health import Ramp
 from services.router.policy import (
     Job,
     Load,
@@ -19,7 +20,6 @@ from services.router.policy import (
     place_prefill,
     resolve_max_tokens,
 )
-from services.router.policy.terms import FAILURE_MEMORY_S
 
 NOW = 1000.0
 CONFIG = PolicyConfig()
@@ -86,8 +86,21 @@ PREFILL_CASES = {
     "nor with a block to grow into": ([prefill(), decode(num_blocks=4, max_model_len=999)], [], None),
     "one is always let through": ([prefill(), decode(busy=64)], [], "p"),
     "a mixed source needs no decode room": ([mixed(busy=8), decode(busy=64)], [20], "m"),
-    "lately failed": ([prefill("p1", last_failure_s=NOW), prefill("p2"), decode()], [], "p2"),
-    "failed long ago": ([prefill("p1", last_failure_s=NOW - FAILURE_MEMORY_S), prefill("p2"), decode()], [], "p1"),
+    "lately failed": ([prefill("p1", ramp=Ramp(NOW, 30.0)), prefill("p2"), decode()], [], "p2"),
+    "slow start is over": ([prefill("p1", ramp=Ramp(NOW - 10.0, 10.0)), prefill("p2"), decode()], [], "p1"),
+    "slow start gives way to little": (
+        [prefill("p1", ramp=Ramp(NOW - 9.9, 10.0)), prefill("p2", load=queue(2000)), decode()],
+        [],
+        "p1",
+    ),
+    "nobody who takes it over from there": ([prefill("p1"), prefill("p2"), decode(barred=frozenset({"p1"}))], [], "p2"),
+    "nobody at all": ([prefill("p1"), decode(barred=frozenset({"p1"}))], [], None),
+    "an untried way is the last resort": (
+        [prefill("p1"), prefill("p2", load=queue(2000)), decode(untried=frozenset({"p1"}))],
+        [],
+        "p2",
+    ),
+    "all are untried": ([prefill("p1"), decode(untried=frozenset({"p1"}))], [], "p1"),
 }
 
 
@@ -119,6 +132,10 @@ DECODE_CASES = {
     "in place when all others are full": ([decode(busy=64), mixed("p", busy=64)], SOURCE, "p"),
     "in place rather than on another mixed worker": ([mixed("a"), mixed("p")], SOURCE, "p"),
     "whole sequence": ([decode("d1", layout="M"), prefill()], None, "d1"),
+    "cannot fetch from there": ([decode("d1", barred=frozenset({"p"})), decode("d2", busy=40)], SOURCE, "d2"),
+    "cannot fetch from elsewhere": ([decode("d1", barred=frozenset({"q"})), decode("d2", busy=40)], SOURCE, "d1"),
+    "perhaps cannot fetch": ([decode("d1", untried=frozenset({"p"})), decode("d2", busy=40)], SOURCE, "d2"),
+    "perhaps is better than never": ([decode("d1", untried=frozenset({"p"}))], SOURCE, "d1"),
     "too small for what it may become": ([decode(num_blocks=7)], SOURCE, None),
 }
 
@@ -154,7 +171,7 @@ def test_nearest_to_room_ignores_load_but_not_capability() -> None:
 
 
 def test_scores_are_shares() -> None:
-    crowded = view("w", Role.MIXED, busy=64, predicted_sequences=99, predicted_tokens=10**6, last_failure_s=NOW)
+    crowded = view("w", Role.MIXED, busy=64, predicted_sequences=99, predicted_tokens=10**6, ramp=Ramp(NOW, 9.0))
     for worker in (crowded, prefill(), decode(), mixed()):
         for _, term in (*CONFIG.prefill_terms, *CONFIG.decode_terms):
             for source in (None, SOURCE):

@@ -203,6 +203,16 @@ def test_token_0_may_end_a_leased_prefill() -> None:
     settle(engine)
 
 
+def test_a_prefill_pools_context_does_not_end_the_sequence() -> None:
+    """It goes on in the decode worker's pool, which may hold more."""
+    engine = FakeEngine(8, 4, max_model_len=8)
+    record = engine.add(prompt(7), max_tokens=5, **PREFILL_ONLY)
+    engine.step()
+    assert (len(record.output), record.finish) == (1, None)
+    engine.drop_lease(0)
+    settle(engine)
+
+
 def test_an_abort_before_admission_leaves_no_lease() -> None:
     engine = FakeEngine(2, 4)
     engine.take_foreign(2)

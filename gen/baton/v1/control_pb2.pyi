@@ -15,11 +15,22 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+
+class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAIR_STATE_UNSPECIFIED: _ClassVar[PairState]
+    PAIR_STATE_UNPROVEN: _ClassVar[PairState]
+    PAIR_STATE_PROVEN: _ClassVar[PairState]
+    PAIR_STATE_BROKEN: _ClassVar[PairState]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_JOINING: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_SUSPECT: WorkerState
 WORKER_STATE_DRAINING: WorkerState
+PAIR_STATE_UNSPECIFIED: PairState
+PAIR_STATE_UNPROVEN: PairState
+PAIR_STATE_PROVEN: PairState
+PAIR_STATE_BROKEN: PairState
 
 class WorkerDescription(_message.Message):
     __slots__ = ("worker_id", "role", "address", "incarnation", "pid", "layout", "num_blocks", "max_model_len", "max_num_seqs", "shm_socket", "host_id", "vocab_size", "device")
@@ -70,7 +81,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "model_id")
+    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "model_id", "pairs")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +91,7 @@ class GetStatusResponse(_message.Message):
     NUM_PARKED_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODING_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     router_pid: int
     ready: bool
@@ -89,7 +101,22 @@ class GetStatusResponse(_message.Message):
     num_parked: int
     num_decoding: int
     model_id: str
-    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., model_id: _Optional[str] = ...) -> None: ...
+    pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., model_id: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ...) -> None: ...
+
+class PairStatus(_message.Message):
+    __slots__ = ("prefill", "decode", "state", "reason", "transport")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    state: PairState
+    reason: str
+    transport: _types_pb2.Transport
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., state: _Optional[_Union[PairState, str]] = ..., reason: _Optional[str] = ..., transport: _Optional[_Union[_types_pb2.Transport, str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "state", "load", "load_age_ms", "num_sessions", "reason")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from services.core.errors import BatonError
 from services.router.coordinator.events import FinishReason
 from services.router.coordinator.requests import RequestSpec
+from services.router.health import Health
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,17 @@ class StageEnded:
     """PLACE: workers that said no."""
 
 
+@dataclass(frozen=True, slots=True)
+class HealthChanged:
+    """For the log."""
+
+    worker_id: str
+    source_id: str
+    """With one: not the worker's health, but that of its transfers from there."""
+    state: Health
+    reason: str
+
+
 Action = (
     SendPrefill
     | SendDecode
@@ -156,4 +168,5 @@ Action = (
     | EmitFinished
     | EmitFailed
     | StageEnded
+    | HealthChanged
 )

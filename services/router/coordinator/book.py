@@ -21,6 +21,7 @@ from services.router.coordinator.actions import (
     EmitStarted,
     EmitTokens,
     HandoffRef,
+    HealthChanged,
     SendDecode,
     SendPrefill,
     Stage,
@@ -37,12 +38,13 @@ from services.router.coordinator.requests import (
 )
 from services.router.coordinator.waitlist import WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
+from services.router.health import HealthRecord
 
 
 class Book:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self.workers = WorkerTable()
+        self.workers = WorkerTable(config.health, self._health_changed)
         self.requests: dict[str, Request] = {}
         self.queue = WaitList()
         self.parked = WaitList()
@@ -60,6 +62,11 @@ class Book:
         return request
 
     # Legs
+
+    def new_leg(self) -> int:
+        """Never the same again."""
+        self._last_leg += 1
+        return self._last_leg
 
     def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
         token_ids = request.leg_tokens()
@@ -220,12 +227,14 @@ class Book:
         self.actions.append(EmitFailed(request.request_id, error))
 
     def _open_leg(self, request: Request, worker: Worker, num_tokens: int, queued_tokens: int, now: float) -> int:
-        self._last_leg += 1
-        leg = self._last_leg
+        leg = self.new_leg()
         self.legs[leg] = request
         blocks = num_blocks_for(num_tokens, worker.info.block_size)
         self.workers.add_leg(worker, leg, request.request_id, Prediction(blocks, queued_tokens, now))
         return leg
+
+    def _health_changed(self, worker_id: str, source_id: str, health: HealthRecord) -> None:
+        self.actions.append(HealthChanged(worker_id, source_id, health.state, health.reason))
 
     def _drop_leg(self, leg: int, worker_id: str) -> None:
         del self.legs[leg]

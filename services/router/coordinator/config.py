@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from services.router.health import HealthConfig
 from services.router.policy import PolicyConfig
 
 
@@ -36,6 +37,12 @@ class CoordinatorConfig:
     max_failed_imports: int = 2
     """Of one lease; then the prompt is computed again."""
     forget_worker_s: float = 300.0
+    deadline_margin: float = 2.0
+    """A deadline is refused in advance if the work before it would take so many times the time that is left."""
     retry_after_s: float = 1.0
     """What refused clients are told."""
+    step_timeout_s: float = 30.0
+    """A device step that runs longer is stuck, and its worker with it, however well its heartbeats come."""
+    canary_timeout_s: float = 10.0
+    health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

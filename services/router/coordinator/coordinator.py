@@ -12,20 +12,18 @@ from collections.abc import Iterable
 from services.core.errors import (
     BatonError,
     Cancelled,
-    DeadlineExceeded,
     Draining,
     DuplicateRequest,
-    NoWorker,
-    Overloaded,
 )
 from services.router import policy
-from services.router.coordinator import failures, handoff, invariants
+from services.router.coordinator import admission, failures, handoff, invariants
 from services.router.coordinator.actions import Action
 from services.router.coordinator.book import Book
+from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.dispatch import can_be_served, dispatch
+from services.router.coordinator.dispatch import dispatch
 from services.router.coordinator.events import DecodeEvent, FinishReason, PrefillEvent, WorkerInfo
-from services.router.coordinator.requests import Phase, Request, RequestSpec
+from services.router.coordinator.requests import Phase, RequestSpec
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
 
@@ -34,7 +32,9 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self._book = Book(config)
         self._config = config
+        self._canaries = Canaries(self._book)
         self._stopping = False
+        self._ready = False
 
     def take_actions(self) -> list[Action]:
         """What is to be done, in order; each action is returned once."""
@@ -44,7 +44,8 @@ class Coordinator:
     # Clients
 
     def submit(self, spec: RequestSpec, now: float) -> None:
-        """Queues a request. Raises InvalidRequest, DuplicateRequest, Overloaded or Draining; then nothing is kept."""
+        """Queues a request. Raises InvalidRequest, DuplicateRequest, Overloaded, DeadlineExceeded or Draining; then
+        nothing is kept."""
         if self._stopping:
             raise Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
         if spec.request_id in self._book.requests:
@@ -52,8 +53,7 @@ class Coordinator:
         max_tokens = policy.resolve_max_tokens(
             len(spec.token_ids), spec.max_tokens, self._book.workers.proven_views(), self._config.model_context_tokens
         )
-        if len(self._book.queue) >= self._config.max_queue:
-            raise Overloaded("the queue is full", retry_after_s=self._config.retry_after_s)
+        admission.admit(self._book, spec, now)
         self._book.add(spec, max_tokens, now)
         self._dispatch(now)
 
@@ -61,7 +61,7 @@ class Coordinator:
         """The client gave up, perhaps because its deadline passed. Unknown requests have ended already."""
         request = self._book.requests.get(request_id)
         if request is not None:
-            self._book.fail(request, error or _passed_deadline(request, now) or Cancelled("cancelled"), now)
+            self._book.fail(request, error or admission.passed_deadline(request, now) or Cancelled("cancelled"), now)
             self._dispatch(now)
 
     def finish_stopped(self, request_id: str, now: float) -> None:
@@ -96,6 +96,7 @@ class Coordinator:
             return
         self._book.workers.open(worker, now)
         failures.worker_alive(self._book, worker)
+        self._canaries.run(now)
         self._dispatch(now)
 
     def worker_lost(
@@ -117,7 +118,8 @@ class Coordinator:
         if worker is None:
             return
         for event in events:
-            handoff.prefill_event(self._book, worker, event, now)
+            if not self._canaries.prefill_event(worker, event, now):
+                handoff.prefill_event(self._book, worker, event, now)
         self._take_load(worker, load, now)
 
     def decode_events(
@@ -128,7 +130,8 @@ class Coordinator:
         if worker is None:
             return
         for event in events:
-            handoff.decode_event(self._book, worker, event, now)
+            if not self._canaries.decode_event(worker, event, now):
+                handoff.decode_event(self._book, worker, event, now)
         self._take_load(worker, load, now)
 
     def drain(self, worker_id: str, now: float) -> None:
@@ -146,12 +149,12 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Ends what has waited too long and tries again to place the rest. Call a few times a second."""
         self._book.workers.forget(now - self._config.forget_worker_s)
+        self._book.workers.tick(now)
+        self._canaries.run(now)
         failures.expire_legs(self._book, now)
         self._dispatch(now)
-        for request in list(self._book.requests.values()):
-            error = self._overdue(request, now)
-            if error is not None:
-                self._book.fail(request, error, now)
+        for request, error in admission.overdue(self._book, now):
+            self._book.fail(request, error, now)
 
     # For shells and operators
 
@@ -181,8 +184,9 @@ class Coordinator:
 
     @property
     def ready(self) -> bool:
-        """A short request would be placed now or queued with someone to serve it."""
-        return not self._stopping and any(view.ready and view.role.can_decode for view in self._book.workers.views())
+        """A short request would be placed now or queued with someone to serve it. At first not before the deep checks
+        of all that is there: whoever waits for a cluster to be ready gets one that works."""
+        return not self._stopping and self._ready
 
     def context_tokens(self) -> int:
         """Longest sequence any known worker could hold."""
@@ -199,6 +203,8 @@ class Coordinator:
     def _take_load(self, worker: Worker, load: Load | None, now: float) -> None:
         if load is not None:
             self._book.workers.set_load(worker, load, now)
+            if load.current_step_ms >= self._config.step_timeout_s * 1000:
+                self._stuck(worker, load.current_step_ms / 1000, now)
             if load.draining:
                 self._book.workers.drain(worker, now)
         self._dispatch(now)
@@ -208,30 +214,21 @@ class Coordinator:
             return
         legs = dict(worker.legs)
         self._book.workers.lose(worker, now, reason)
-        if crashed and legs:
-            self._book.workers.note_failure(worker.info.worker_id, now)
+        self._canaries.worker_gone(worker.info.worker_id)
+        if crashed:
+            self._book.workers.failed(worker.info.worker_id, reason, now)
         failures.worker_gone(self._book, worker, legs, now, crashed=crashed)
 
+    def _stuck(self, worker: Worker, seconds: float, now: float) -> None:
+        """Its step does not end, although heartbeats go on: as good as lost. Said again with every snapshot."""
+        reason = f"a device step has run for {seconds:.0f} s"
+        self._book.workers.failed(worker.info.worker_id, reason, now, at_once=True)
+        self._canaries.worker_gone(worker.info.worker_id)
+        if worker.legs:
+            failures.worker_gone(self._book, worker, dict(worker.legs), now, crashed=True, stuck=True)
+
     def _dispatch(self, now: float) -> None:
+        views = self._book.workers.views()
+        served = any(view.ready and view.role.can_decode for view in views)
+        self._ready = served and (self._ready or not self._canaries.checking)
         dispatch(self._book, now)
-
-    def _overdue(self, request: Request, now: float) -> BatonError | None:
-        if (error := _passed_deadline(request, now)) is not None:
-            return error
-        if request.phase not in (Phase.QUEUED, Phase.PARKED):
-            request.unserved_since_s = None
-            return None
-        if can_be_served(self._book, request):
-            request.unserved_since_s = None
-        elif request.unserved_since_s is None:
-            request.unserved_since_s = now
-        elif now - request.unserved_since_s >= self._config.no_worker_timeout_s:
-            return NoWorker("no worker that could serve this is ready", retry_after_s=self._config.retry_after_s)
-        if now - request.waiting_since_s >= self._config.queue_timeout_s:
-            return Overloaded("no room became free in time", retry_after_s=self._config.retry_after_s)
-        return None
-
-
-def _passed_deadline(request: Request, now: float) -> DeadlineExceeded | None:
-    deadline_s = request.spec.deadline_s
-    return DeadlineExceeded("the deadline passed") if deadline_s is not None and now >= deadline_s else None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from services.core.errors import (
     BatonError,
+    Cancelled,
     DeadlineExceeded,
     Draining,
     InvalidRequest,
+    LeaseInvalid,
     MalformedMessage,
     Overloaded,
     ProtocolViolation,
+    StaleIncarnation,
     UnknownModel,
 )
 from services.router.coordinator.book import Book
@@ -61,8 +64,17 @@ def blame(book: Book, request: Request, worker: WorkerInfo, role: Role, error: B
     if isinstance(error, Draining):
         book.workers.drain(book.workers.get(worker.worker_id), now)
         return
+    note_crash(request, worker, role)
+    book.workers.failed(worker.worker_id, f"{error.reason}: {error}", now)
+
+
+def note_crash(request: Request, worker: WorkerInfo, role: Role) -> None:
     request.crashes.append(Crash(worker.worker_id, worker.incarnation, role, session_lost=False))
-    book.workers.note_failure(worker.worker_id, now)
+
+
+def is_the_pairs(error: BatonError) -> bool:
+    """Whether a failed import says something of the way between the two workers, or only of this lease."""
+    return not isinstance(error, (LeaseInvalid, StaleIncarnation, Draining, Cancelled, *FATAL))
 
 
 def note_refusal(book: Book, request: Request, leg: DecodeLeg, worker: Worker, now: float) -> None:
@@ -75,20 +87,26 @@ def note_refusal(book: Book, request: Request, leg: DecodeLeg, worker: Worker, n
     request.refusals[worker.info.worker_id] = Refusal(load_number, now + delay_s * jitter, count)
 
 
-def worker_gone(book: Book, worker: Worker, legs: dict[int, str], now: float, *, crashed: bool) -> None:
-    """Its session is over, and all it held for this router with it. `legs`: those current at the loss."""
+def worker_gone(
+    book: Book, worker: Worker, legs: dict[int, str], now: float, *, crashed: bool, stuck: bool = False
+) -> None:
+    """Its session is over, and all it held for this router with it. `legs`: those current at the loss.
+
+    `stuck`: the session lives, so the legs are cancelled too; a step that does not end may never see that.
+    """
+    outcome = "stuck" if stuck else "lost"
     touched = {request_id: book.requests[request_id] for request_id in legs.values()}
     for request in touched.values():
         role = Role.PREFILL
         if request.decode is not None and request.decode.leg in legs:
             role = Role.DECODE
-            book.end_decode(request, now, "lost", cancel=False)
+            book.end_decode(request, now, outcome, cancel=stuck)
         if request.prefill is not None and request.prefill.leg in legs:
             if request.prefill.sealed_s is None:
                 role = Role.PREFILL
-            source_gone(book, request, now, "lost", cancel=False)
+            source_gone(book, request, now, outcome, cancel=stuck)
         if crashed:
-            request.crashes.append(Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=True))
+            request.crashes.append(Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck))
         book.settle(request, now)
 
 

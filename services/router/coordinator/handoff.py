@@ -27,6 +27,8 @@ from services.router.coordinator.failures import (
     FATAL,
     blame,
     decode_failed,
+    is_the_pairs,
+    note_crash,
     note_refusal,
     prefill_failed,
     source_gone,
@@ -110,6 +112,7 @@ def _prefill_tokens(book: Book, request: Request, leg: PrefillLeg, event: Tokens
         return
     if receive(book, request, event, now):
         made_progress(request, Role.PREFILL)
+    book.workers.succeeded(leg.worker.worker_id, now)
     note_timings(request, event.timings)
     book.seal_prefill(request, now)
     if event.finish is not None:
@@ -150,6 +153,7 @@ def _decode_refused(book: Book, request: Request, leg: DecodeLeg, worker: Worker
 def _import_ready(book: Book, request: Request, leg: DecodeLeg, now: float) -> None:
     leg.orphaned_s = None
     if request.prefill is not None:
+        book.workers.transfer_succeeded(request.prefill.worker, leg.worker.worker_id, now)
         book.release_prefill(request, now)
 
 
@@ -157,6 +161,9 @@ def _import_failed(
     book: Book, request: Request, leg: DecodeLeg, worker: Worker, event: ImportFailed, now: float
 ) -> None:
     source = request.prefill
+    if source is not None and is_the_pairs(event.error):
+        reason = f"{event.error.reason}: {event.error}"
+        book.workers.transfer_failed(source.worker, worker.info.worker_id, reason, now)
     book.end_decode(request, now, "import failed", cancel=False)
     if isinstance(event.error, FATAL):
         book.fail(request, event.error, now)
@@ -171,7 +178,7 @@ def _import_failed(
         else:
             if not draining:
                 # The decode role made no progress, whoever is to blame; the source is avoided.
-                blame(book, request, source.worker, Role.DECODE, event.error, now)
+                note_crash(request, source.worker, Role.DECODE)
             book.end_prefill(request, now, "import failed")
     book.settle(request, now)
 
@@ -182,6 +189,7 @@ def _decode_tokens(book: Book, request: Request, leg: DecodeLeg, event: Tokens, 
         return
     book.announce(request)
     fresh = receive(book, request, event, now)
+    book.workers.succeeded(leg.worker.worker_id, now)
     if fresh and len(request.output) > leg.output_base + 1:
         # Its first token is the prefill's work: a prompt that kills decode workers must not look like progress.
         made_progress(request, Role.DECODE)

@@ -25,6 +25,8 @@ class RequestSpec:
     deadline_s: float | None = None
     """On the coordinator's clock."""
     cache_salt: str = ""
+    min_tokens: int = 0
+    """Fewest that make it complete; for what a deadline allows."""
     payload: object = None
     """Sampling, stopping and response options, for the commands; pure code never looks."""
 

@@ -3,6 +3,7 @@
 Owns: the views policy may look at, the filters and the scores. Never: state, clocks, I/O.
 """
 
+from services.router.policy.forecast import Costs, Forecast
 from services.router.policy.placement import (
     can_decode,
     can_hand_over,
@@ -17,6 +18,8 @@ from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import Job, Load, Role, Source, WorkerView
 
 __all__ = [
+    "Costs",
+    "Forecast",
     "Job",
     "Load",
     "PolicyConfig",

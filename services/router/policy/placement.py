@@ -43,7 +43,7 @@ def can_decode(job: Job, worker: WorkerView) -> bool:
 
 def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
     """Ever: load does not matter. In place no block is needed; elsewhere all the prompt's blocks and one."""
-    if not can_decode(job, worker) or worker.layout != source.layout:
+    if not can_decode(job, worker) or worker.layout != source.layout or source.worker_id in worker.barred:
         return False
     return worker.worker_id == source.worker_id or _import_blocks(job, worker) <= worker.num_blocks
 
@@ -65,6 +65,15 @@ def _unblamed(able: Sequence[WorkerView], job: Job) -> Sequence[WorkerView]:
     return [worker for worker in able if worker.worker_id not in job.avoid] or able
 
 
+def _tried(able: Sequence[WorkerView], source: Source | None) -> Sequence[WorkerView]:
+    """Those that are known to take over what runs at `source`, room or not. All of them, if none is."""
+    return [worker for worker in able if source is None or source.worker_id not in worker.untried] or able
+
+
+def _has_tried_taker(job: Job, worker: WorkerView, workers: Sequence[WorkerView]) -> bool:
+    return any(worker.worker_id not in taker.untried for taker in _takers(job, worker, workers))
+
+
 def place_prefill(
     job: Job, workers: Sequence[WorkerView], handoffs_in_flight: Sequence[int], now: float, config: PolicyConfig
 ) -> str | None:
@@ -74,10 +83,12 @@ def place_prefill(
     decode room covers them and this one: a lease that nobody can take fills its prefill worker. With none in flight one
     is always let through.
     """
-    able = [worker for worker in workers if can_prefill(job, worker) and any(_takers(job, worker, workers))]
+    able = _unblamed(
+        [worker for worker in workers if can_prefill(job, worker) and any(_takers(job, worker, workers))], job
+    )
     candidates = [
         worker
-        for worker in _unblamed(able, job)
+        for worker in [worker for worker in able if _has_tried_taker(job, worker, workers)] or able
         if _has_prefill_room(job, worker, config) and _has_decode_room(job, worker, workers, handoffs_in_flight)
     ]
     return _best(candidates, job, None, now, config.prefill_terms)
@@ -87,8 +98,8 @@ def place_decode(
     job: Job, source: Source | None, workers: Sequence[WorkerView], now: float, config: PolicyConfig
 ) -> str | None:
     """Worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait."""
-    able = [worker for worker in workers if _could_run(job, source, worker)]
-    candidates = [worker for worker in _unblamed(able, job) if _has_room_to_decode(job, source, worker)]
+    able = _tried(_unblamed([worker for worker in workers if _could_run(job, source, worker)], job), source)
+    candidates = [worker for worker in able if _has_room_to_decode(job, source, worker)]
     return _best(candidates, job, source, now, config.decode_terms)
 
 
@@ -97,7 +108,8 @@ def nearest_to_room(job: Job, source: Source | None, workers: Sequence[WorkerVie
     candidates = [worker for worker in workers if _could_run(job, source, worker)]
     if not candidates:
         return None
-    return min(_unblamed(candidates, job), key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
+    candidates = list(_tried(_unblamed(candidates, job), source))
+    return min(candidates, key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
 
 
 def _has_room_to_decode(job: Job, source: Source | None, worker: WorkerView) -> bool:

@@ -13,7 +13,6 @@ from services.router.policy.views import Job, Role, Source, WorkerView
 Term = Callable[[WorkerView, Job, Source | None, float], float]
 """(worker, job, source of the handoff if there is one, now) -> score in [0, 1]; higher is better."""
 
-FAILURE_MEMORY_S = 30.0
 _WAIT_SCALE_MS = 500.0
 _GUESSED_MS_PER_PREFILL_TOKEN = 0.5
 
@@ -46,10 +45,9 @@ def near(worker: WorkerView, job: Job, source: Source | None, now: float) -> flo
     return 0.5 if worker.host_id == source.host_id else 0.0
 
 
-def no_recent_failure(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-    if worker.last_failure_s is None:
-        return 1.0
-    return min(1.0, (now - worker.last_failure_s) / FAILURE_MEMORY_S)
+def trusted(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Grows after a failure, and in the slow start of a worker that was down."""
+    return 1.0 if worker.ramp is None else worker.ramp.at(now)
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,12 @@ class PolicyConfig:
         (1.0, free_memory),
         (1.0, small_batch),
         (2.0, dedicated),
-        (4.0, no_recent_failure),
+        (4.0, trusted),
     )
     decode_terms: tuple[tuple[float, Term], ...] = (
         (4.0, dedicated),
         (2.0, free_memory),
         (2.0, small_batch),
         (1.0, near),
-        (4.0, no_recent_failure),
+        (4.0, trusted),
     )

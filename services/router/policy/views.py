@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from services.core.hashing import num_blocks_for
+from services.router.health import Ramp
 
 
 class Role(enum.Enum):
@@ -40,6 +41,9 @@ class Load:
     num_leases: int = 0
     ms_per_prefill_token: float = 0.0
     ms_per_decode_step: float = 0.0
+    current_step_ms: float = 0.0
+    prefix_tokens_queried: int = 0
+    prefix_tokens_hit: int = 0
     draining: bool = False
 
     @property
@@ -71,7 +75,12 @@ class WorkerView:
     """Blocks that commands in flight will take and the snapshot does not show."""
     predicted_tokens: int = 0
     predicted_sequences: int = 0
-    last_failure_s: float | None = None
+    ramp: Ramp | None = None
+    """Trust that grows again after failures; None: full trust."""
+    barred: frozenset[str] = frozenset()
+    """Workers whose leases it cannot fetch."""
+    untried: frozenset[str] = frozenset()
+    """Workers whose leases it may be unable to fetch: the last resort, until a transfer has shown that it can."""
 
     @property
     def context_tokens(self) -> int:

@@ -1,0 +1,47 @@
+"""One cluster of real processes for all fault tests, whole and idle before and after each of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.equality import GreedyReference
+from tests.models import tiny_model
+from tests.real_cluster import RealCluster, real_cluster
+
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+# Small chunks make prompts take many steps, small pools make requests wait.
+FLAGS = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "96", "--max-num-batched-tokens", "32")
+ROUTERS = (("--max-queue", "24"), ())
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of many thin layers: quick to load, slow enough to be caught in each phase."""
+    return tiny_model("llama", tmp_path_factory.mktemp("models"), num_hidden_layers=12)
+
+
+@pytest.fixture(scope="package")
+def reference(model: Path) -> GreedyReference:
+    return GreedyReference(model)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
+    async with real_cluster(model, tmp_path_factory.mktemp("temp"), WORKERS, *FLAGS, routers=ROUTERS) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def cluster(shared: RealCluster) -> AsyncIterator[RealCluster]:
+    """Idle within 5 s after the test, also those that were away."""
+    await shared.whole()
+    await shared.idle()
+    shared.watch()
+    yield shared
+    await shared.idle()
+    await shared.whole()
+    await shared.idle()

@@ -1,0 +1,56 @@
+"""A request under which every worker dies ends after three, and the cluster goes on without it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import grpc
+import pytest
+
+from services.core.errors import WorkerFailed
+from services.rpc.status import from_call
+from tests.equality import GreedyReference
+from tests.phases import taking_over
+from tests.proxy import Fault
+from tests.real_cluster import RealCluster
+from tests.streams import load, mixed_jobs
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+DECODERS = ("decode-0", "decode-1")
+
+
+async def test_three_crashes_without_progress(cluster: RealCluster, reference: GreedyReference) -> None:
+    [job] = mixed_jobs(random.Random(7), 1, range(100, 101), range(20, 21))
+    with contextlib.ExitStack() as stack:
+        for source in ("prefill-0", "prefill-1"):  # so that the handoff is caught before it gives a token
+            stack.enter_context(cluster.cut(Fault.STALL, source, DECODERS))
+        poison = asyncio.create_task(cluster.router.stream(job.request()))
+        num_killed = await _kill_whoever_takes_it(cluster, poison)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await poison
+    assert num_killed == 3
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    error = from_call(caught.value)
+    assert isinstance(error, WorkerFailed)
+    assert error.retry_after_s is not None
+    await cluster.whole()
+    async with load(cluster, reference, num_jobs=2):
+        pass
+
+
+async def _kill_whoever_takes_it(cluster: RealCluster, poison: asyncio.Task[object]) -> int:
+    """Kills and restarts decode workers until the request is over; how many."""
+    num_killed = 0
+    async with asyncio.TaskGroup() as restarts:
+        while not poison.done():
+            worker_id = taking_over(await cluster.router.status())
+            if worker_id is not None and cluster[worker_id].pid:
+                num_killed += 1
+                cluster.watch()
+                await cluster[worker_id].kill()
+                restarts.create_task(cluster[worker_id].start())
+            await asyncio.sleep(0.02)
+    return num_killed

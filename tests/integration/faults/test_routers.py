@@ -1,0 +1,52 @@
+"""Routers die, come back and share workers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.equality import GreedyReference
+from tests.phases import decoding, reach
+from tests.real_cluster import RealCluster
+from tests.streams import Streams, load, mixed_jobs
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+RANDOM = random.Random(2)
+FREE_WITHIN_S = 2.0
+
+
+async def test_workers_free_everything_and_rejoin(cluster: RealCluster, reference: GreedyReference) -> None:
+    doomed = Streams(cluster.router, mixed_jobs(RANDOM, 10, range(150, 550), range(50, 100)))
+    await reach(cluster, decoding)
+    cluster.watch()
+    await cluster["router-0"].kill()
+    await cluster.idle(FREE_WITHIN_S, routers=cluster.routers[1:])
+    _all_unavailable(await asyncio.gather(*doomed.tasks, return_exceptions=True))
+    await cluster["router-0"].start()
+    await cluster.whole()
+    async with load(cluster, reference, num_jobs=4) as running:
+        pass
+    assert not running.num_retries
+
+
+async def test_two_routers_share_the_workers(cluster: RealCluster, reference: GreedyReference) -> None:
+    """The one that lives does not notice the end of the other."""
+    async with load(cluster, reference, num_jobs=6, router=1) as lucky:
+        doomed = Streams(cluster.router, mixed_jobs(RANDOM, 6, range(150, 550), range(50, 100)))
+        await reach(cluster, decoding)
+        cluster.watch()
+        await cluster["router-0"].kill()
+        _all_unavailable(await asyncio.gather(*doomed.tasks, return_exceptions=True))
+        await cluster["router-0"].start()
+    assert not lucky.num_retries
+
+
+def _all_unavailable(outcomes: list[Any]) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome, grpc.aio.AioRpcError), outcome
+        assert outcome.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,181 @@
+"""Deliberate bugs in what surrounds the handoff: the engine, a worker's legs and sessions, the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.v1 import decode_pb2
+from services.core.hashing import num_blocks_for
+from services.decode.leg import DecodeLeg
+from services.engine import batch, prefix
+from services.engine.block_pool import Holder
+from services.engine.engine import Engine
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import Admitted, StepPlan
+from services.engine.sequence import Sequence as EngineSequence
+from services.prefill.leg import PrefillLeg
+from services.router.conductor import Conductor
+from services.router.coordinator import coordinator, dispatch, failures, handoff
+from services.router.coordinator.requests import Request
+from services.worker.session import RouterSession
+from tests.sim.mutation import Bug, Mutant, both, replaced
+
+# The engine.
+
+
+def frees_blocks_under_a_step() -> Bug:
+    abort = Scheduler.abort
+
+    def abort_at_once(self: Scheduler, seq_id: int) -> bool:
+        sequence = self.sequences.get(seq_id)
+        if sequence is not None and seq_id in self._in_flight:
+            batch.release_blocks(self.pool, sequence)
+        return abort(self, seq_id)
+
+    return replaced(Scheduler, "abort", abort_at_once)
+
+
+def indexes_blocks_of_a_failed_step() -> Bug:
+    fail = Scheduler.fail
+
+    def fail_and_index(self: Scheduler, plan: StepPlan, error: Exception, now: float) -> Any:
+        for part in plan.sequences:
+            sequence = self.sequences[part.seq_id]
+            before, sequence.num_computed = sequence.num_computed, sequence.num_computed + part.num_tokens
+            prefix.index_computed(self.pool, sequence, before)
+        return fail(self, plan, error, now)
+
+    return replaced(Scheduler, "fail", fail_and_index)
+
+
+def shares_blocks_between_salts() -> Bug:
+    root_hash = prefix.root_hash
+    return replaced(prefix, "root_hash", lambda cache_salt="": root_hash(""))
+
+
+def preempts_leased_sequences() -> Bug:
+    def grow(self: batch.Batch, sequence: EngineSequence) -> list[EngineSequence]:
+        num_missing = num_blocks_for(len(sequence.token_ids), self._pool.block_size) - len(sequence.block_ids)
+        victims: list[EngineSequence] = []
+        while self._pool.num_available < num_missing:
+            victim = max(self, key=batch.rank)
+            self.leave(victim)
+            victim.num_computed, victim.state = 0, batch.State.PREEMPTED
+            victims.append(victim)
+            if victim is sequence:
+                return victims
+        sequence.block_ids += self._pool.allocate(num_missing, Holder.SEQUENCE)
+        return victims
+
+    return replaced(batch.Batch, "grow", grow)
+
+
+def does_not_wake_who_waits_for_blocks() -> Bug:
+    def abort(self: Engine, seq_id: int) -> None:
+        with self.lock:
+            self.scheduler.abort(seq_id)
+
+    return both(replaced(Engine, "wake", lambda self: None), replaced(Engine, "abort", abort))
+
+
+# The worker's legs and sessions.
+
+
+def keeps_legs_after_the_session() -> Bug:
+    def end(self: RouterSession) -> None:
+        self.ended.set()
+        self._wake.set()
+
+    return replaced(RouterSession, "end", end)
+
+
+def forgets_the_references_of_a_cancelled_prefill() -> Bug:
+    admitted = PrefillLeg._admitted
+
+    def admitted_or_forgotten(self: PrefillLeg, event: Admitted) -> None:
+        if self._given_up:
+            self._close()
+        else:
+            admitted(self, event)
+
+    return replaced(PrefillLeg, "_admitted", admitted_or_forgotten)
+
+
+def does_not_stop_a_cancelled_decode() -> Bug:
+    def cancel(self: DecodeLeg) -> None:
+        self._over = True
+        if self._task is None:
+            self._close()
+
+    return replaced(DecodeLeg, "cancel", cancel)
+
+
+def does_not_repeat_the_first_token() -> Bug:
+    """The decode session may be quicker than the prefill session, or the only one left."""
+
+    def emit(self: DecodeLeg, event: decode_pb2.DecodeEvent) -> None:
+        if not event.HasField("tokens") or event.tokens.HasField("finish"):
+            self._session.emit(event)
+        self._session.flush()
+
+    return replaced(DecodeLeg, "_emit", emit)
+
+
+# The router.
+
+
+def emits_repeated_tokens() -> Bug:
+    def receive(book: Any, request: Any, event: Any, now: float) -> bool:
+        have = len(request.output)
+        request.output.extend(event.token_ids)
+        book.emit_tokens(request, have, event.token_ids, event.logprobs)
+        return True
+
+    return replaced(handoff, "receive", receive)
+
+
+def asks_a_worker_that_refused_never_again() -> Bug:
+    """No parking: a refused handoff has nowhere to go."""
+    return replaced(dispatch, "_may_ask", lambda request, view, now: view.worker_id not in request.refusals)
+
+
+def does_not_try_again_on_heartbeats() -> Bug:
+    def take_load(self: coordinator.Coordinator, worker: Any, load: Any, now: float) -> None:
+        if load is not None:
+            self._book.workers.set_load(worker, load, now)
+
+    return both(
+        replaced(coordinator.Coordinator, "_take_load", take_load),
+        replaced(coordinator.Coordinator, "tick", lambda self, now: None),
+    )
+
+
+def keeps_legs_on_a_lost_worker() -> Bug:
+    return replaced(failures, "worker_gone", lambda *_, **__: None)
+
+
+def does_not_cancel_at_the_worker() -> Bug:
+    return replaced(Conductor, "_send_cancel", lambda self, action: None)
+
+
+def replays_without_the_received_tokens() -> Bug:
+    return replaced(Request, "leg_tokens", lambda self: self.spec.token_ids)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    frees_blocks_under_a_step,
+    indexes_blocks_of_a_failed_step,
+    shares_blocks_between_salts,
+    preempts_leased_sequences,
+    does_not_wake_who_waits_for_blocks,
+    keeps_legs_after_the_session,
+    forgets_the_references_of_a_cancelled_prefill,
+    does_not_stop_a_cancelled_decode,
+    does_not_repeat_the_first_token,
+    emits_repeated_tokens,
+    asks_a_worker_that_refused_never_again,
+    does_not_try_again_on_heartbeats,
+    keeps_legs_on_a_lost_worker,
+    does_not_cancel_at_the_worker,
+    replays_without_the_received_tokens,
+)
