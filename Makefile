@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made on demand; only git, make and Python with venv are assumed.
 #   make demo                                 the whole system on this machine, with three real prompts
 #   make test                                 the whole suite
+#   make soak MINUTES=10                      random faults and cancellations over a tiny model
 #   make sim SEEDS=100000                     the deterministic simulation of a cluster under faults
 #   make install PYTHON=python3.13            another interpreter (3.11 or newer)
 #   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (README, "Which torch")
@@ -8,6 +9,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+MINUTES ?= 10
 SEEDS ?= 10000
 START ?= 0
 BENCH_ARGS ?=
@@ -59,6 +61,9 @@ test: model
 
 sim: $(INSTALLED)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
+
+soak: $(INSTALLED)
+	PYTHONPATH=.:gen $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 demo: model
 	$(BIN)/python scripts/demo.py

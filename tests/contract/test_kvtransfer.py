@@ -130,6 +130,9 @@ async def test_when_token_0_ends_the_sequence_the_import_is_dropped(transport: T
         assert not outcome.ready
         assert outcome.first_token == last
         assert destination.freed == [order.import_]
+        late = destination.order(source, lease, leg=2, transport=transport)
+        outcome = await destination.start(late)
+        assert (outcome.ready, outcome.first_token) == (False, last)
 
 
 @TRANSPORTS

@@ -191,14 +191,14 @@ async def code_of_stream(channel: grpc.aio.Channel, method: str, data: bytes) ->
 
 
 @given(data=payloads(inference_pb2.GenerateRequest, PLAUSIBLE))
-@examples(150)
+@examples(300)
 async def test_generate(target: Target, data: bytes) -> None:
     code = await code_of_unary(target.router, "/baton.v1.InferenceService/Generate", data)
     assert code in TYPED - {Code.DEADLINE_EXCEEDED, Code.UNAVAILABLE}
 
 
 @given(data=payloads(inference_pb2.GenerateRequest, PLAUSIBLE))
-@examples(150)
+@examples(300)
 async def test_generate_stream(target: Target, data: bytes) -> None:
     async with dial(target.router) as channel:
         code = await code_of_stream(channel, "/baton.v1.InferenceService/GenerateStream", data)
@@ -221,12 +221,12 @@ async def test_what_operators_ask(target: Target, method: str, kind: type[Messag
 
 
 @given(draw=st.data())
-@examples(100)
+@examples(200)
 async def test_register(target: Target, draw: Any) -> None:
     """The router dials back whatever registers; nobody is there, or somebody else."""
-    size = st.sampled_from([1, 64, (1 << 31) - 1])
+    size = st.sampled_from([64, (1 << 31) - 1])
     facts = {
-        "worker_id": st.sampled_from(["a", "b", "c"]),
+        "worker_id": st.sampled_from("abcdefgh"),
         "role": st.sampled_from([1, 2, 3]),
         "address": st.sampled_from(target.addresses),
         "incarnation": st.integers(1, 3),
@@ -252,7 +252,7 @@ async def test_release(target: Target, data: bytes) -> None:
 
 
 @given(draw=st.data())
-@examples(60)
+@examples(120)
 async def test_fetch(target: Target, draw: Any) -> None:
     """Some of the fetches are of a lease that exists."""
     kind, host = kvtransfer_pb2.FetchRequest, target.prefill
@@ -296,7 +296,7 @@ _session_numbers = itertools.count(1)
 
 @pytest.mark.parametrize(("service", "kind", "answers", "host_of"), SESSIONS, ids=[each[0] for each in SESSIONS])
 @given(draw=st.data())
-@examples(120)
+@examples(250)
 async def test_sessions(
     target: Target, service: str, kind: Any, answers: Any, host_of: Callable[[Target], WorkerHost], draw: Any
 ) -> None:
@@ -353,8 +353,8 @@ def check_events(response: Any) -> None:
 def outcome(
     address: str, method: str, data: Sequence[bytes], check: Callable[[bytes], None], *, linger: int
 ) -> grpc.StatusCode:
-    """Sends all, and after `linger` answers sends no more. (Not with grpc.aio: when a write meets the end of a call, its
-    client reports an INTERNAL of its own instead of the server's status.)"""
+    """Sends all, and after `linger` answers sends no more. (Not with grpc.aio: when a write meets the end of a call,
+    its client reports an INTERNAL of its own instead of the server's status.)"""
     enough = threading.Event()
 
     def requests() -> Iterator[bytes]:

@@ -26,6 +26,9 @@ _MOMENTS = {
 }
 
 
+_LINGERS_S = 0.5
+
+
 class Cluster:
     def __init__(self, world: World, network: Network, truth: Truth) -> None:
         self.world = world
@@ -128,8 +131,13 @@ class Cluster:
     def _exited(self, worker: SimWorker, back_after_s: float) -> None:
         if worker.node.alive:
             self.world.require(not worker.left_over(), f"{worker.plan.name} leaves behind {worker.left_over()}")
-            self.crash(worker.plan.name)
-            self.world.after(back_after_s, lambda: self.restart(worker.plan.name))
+            # What it has sent still arrives: the kernel sees to that after its exit.
+            self.world.after(_LINGERS_S, lambda: self.crash(worker.plan.name) if worker.node.alive else None)
+            self.world.after(_LINGERS_S + back_after_s, lambda: self._start_again(worker))
+
+    def _start_again(self, gone: SimWorker) -> None:
+        if self.workers[gone.plan.name] is gone:
+            self.start_worker(gone.plan)
 
     def drain(self, router_name: str, worker_name: str, deadline_s: float) -> None:
         """`ControlService.Drain`."""

@@ -38,6 +38,19 @@ MOMENTS = (
 )
 # Those that make sense only there.
 _WHEN = {"_exile": ("open",)}
+# How often each may fail a request; a worker that leaves in order, and a slow or stopped router, fail none.
+_BLOWS = {
+    "_fail_steps": 2,
+    "_lose_replies": 3,
+    "_exile": 3,
+    "_delay": 0,
+    "_slow": 0,
+    "_terminate": 0,
+    "_drain": 0,
+    "_crash_router": 0,
+    "_hang_router": 0,
+    "_cancel": 0,
+}
 LONGEST_S = 7.0
 """No fault strikes so long after the last request came."""
 
@@ -48,6 +61,8 @@ class Faults:
         self._cluster = cluster
         self._armed: list[tuple[str, Callable[[str], None]]] = []
         self.num_faults = 0
+        self.num_blows = 0
+        """Of these, counted so often as they may look like the crash of a worker to one request."""
         self.quiet_s = 0.0
         """When the last fault that has begun is over."""
         self._kinds: list[Callable[[str], float]] = [
@@ -120,6 +135,7 @@ class Faults:
 
     def _strike(self, strike: Callable[[str], float], name: str) -> None:
         self.num_faults += 1
+        self.num_blows += _BLOWS.get(strike.__name__, 1)
         lasts_s = strike(name)
         self.quiet_s = max(self.quiet_s, self._world.now_s + lasts_s)
 

@@ -20,6 +20,9 @@ _THOROUGH = 0.02
 _LATE_S = 1.0
 """A lease whose clock has run out is ended in this time, on a node that runs."""
 
+_CRASHES = 3
+"""That a request survives all but so many is what `CoordinatorConfig.max_crashes` promises."""
+
 # How a request may end although its client neither left nor set a deadline; only after faults.
 _EXCUSED = frozenset({"WORKER_FAILED", "NO_WORKER", "OVERLOADED", "router lost", "DRAINING"})
 
@@ -83,7 +86,7 @@ class Watch:
                 router.coordinator.check()
 
 
-def check_outcomes(world: World, cluster: Cluster, *, faults: bool) -> None:
+def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows: int) -> None:
     """Every request ended, and in a way that it may."""
     smallest = min(worker.engine.info.max_model_len for worker in cluster.workers.values())
     for request in cluster.requests:
@@ -97,7 +100,8 @@ def check_outcomes(world: World, cluster: Cluster, *, faults: bool) -> None:
             world.require(request.deadline_s is not None, what)
         else:
             too_long = request.num_tokens_at_most > smallest and request.outcome == "INVALID_PARAMETER"
-            world.require(too_long or (faults and request.outcome in _EXCUSED), what)
+            enough = num_blows >= _CRASHES if request.outcome == "WORKER_FAILED" else num_faults > 0
+            world.require(too_long or (enough and request.outcome in _EXCUSED), what)
 
 
 def not_idle(cluster: Cluster) -> list[str]:

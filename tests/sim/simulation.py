@@ -67,7 +67,7 @@ class _Run:
             self._all_end()
             self._all_rest()
             self._probe()
-            check_outcomes(world, cluster, faults=faults.num_faults > 0)
+            check_outcomes(world, cluster, num_faults=faults.num_faults, num_blows=faults.num_blows)
             outcomes = tuple(str(request.outcome) for request in cluster.requests)
             return Result(world.seed, world.digest, world.num_turns, world.now_s, faults.num_faults, outcomes)
         finally:

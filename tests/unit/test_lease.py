@@ -202,6 +202,15 @@ def test_a_finished_lease_ends_at_the_seal_and_its_fetch_hears_of_it(source: Sou
     source.assert_over(LeaseState.RELEASED)
 
 
+def test_a_fetch_that_comes_after_token_0_ended_the_sequence_gets_that_token(source: Source) -> None:
+    source.seal(1.0, finished=True)
+    ticket = source.table.open_fetch(LEASE, 2, 0, 2.0)
+    assert ticket.ended is FetchEnd.FINISHED
+    assert ticket.lease.first_token is TOKEN
+    source.assert_over(LeaseState.RELEASED)
+    assert not source.table.release(LEASE, 2, 2.0).valid
+
+
 def test_adoption_ends_the_lease_without_dropping_its_references(source: Source) -> None:
     with pytest.raises(LeaseNotSealed):
         source.table.adopt(LEASE, 2, 0.0)

@@ -84,6 +84,7 @@ class Worker:
             predicted_blocks=sum(prediction.blocks for prediction in self.predictions.values()),
             predicted_tokens=sum(prediction.tokens for prediction in self.predictions.values()),
             predicted_sequences=len(self.predictions),
+            on_trial=self.state is WorkerState.READY and self.health.takes_one,
             ramp=self.health.ramp,
             barred=self.sources.barred(),
             untried=self.sources.untried(),

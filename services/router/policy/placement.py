@@ -38,14 +38,16 @@ def can_prefill(job: Job, worker: WorkerView) -> bool:
 
 def can_decode(job: Job, worker: WorkerView) -> bool:
     """Ever, as a whole: load does not matter."""
-    return worker.ready and worker.role.can_decode and job.total_tokens <= worker.context_tokens
+    return worker.ready and _fits(job, worker)
 
 
 def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
     """Ever: load does not matter. In place no block is needed; elsewhere all the prompt's blocks and one."""
+    if worker.worker_id == source.worker_id:
+        return (worker.ready or worker.on_trial) and _fits(job, worker)
     if not can_decode(job, worker) or worker.layout != source.layout or source.worker_id in worker.barred:
         return False
-    return worker.worker_id == source.worker_id or _import_blocks(job, worker) <= worker.num_blocks
+    return _import_blocks(job, worker) <= worker.num_blocks
 
 
 def can_hand_over(job: Job, workers: Sequence[WorkerView]) -> bool:
@@ -110,6 +112,10 @@ def nearest_to_room(job: Job, source: Source | None, workers: Sequence[WorkerVie
         return None
     candidates = list(_tried(_unblamed(candidates, job), source))
     return min(candidates, key=lambda worker: (-worker.available_blocks, worker.worker_id)).worker_id
+
+
+def _fits(job: Job, worker: WorkerView) -> bool:
+    return worker.role.can_decode and job.total_tokens <= worker.context_tokens
 
 
 def _has_room_to_decode(job: Job, source: Source | None, worker: WorkerView) -> bool:

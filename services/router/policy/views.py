@@ -75,6 +75,8 @@ class WorkerView:
     """Blocks that commands in flight will take and the snapshot does not show."""
     predicted_tokens: int = 0
     predicted_sequences: int = 0
+    on_trial: bool = False
+    """After failures it takes a single request; what it holds of that one may go on there."""
     ramp: Ramp | None = None
     """Trust that grows again after failures; None: full trust."""
     barred: frozenset[str] = frozenset()

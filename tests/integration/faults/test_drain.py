@@ -41,10 +41,10 @@ async def test_sigterm(cluster: RealCluster, reference: GreedyReference, phase: 
 
 async def test_rolling_restart_under_load(cluster: RealCluster, reference: GreedyReference) -> None:
     over = asyncio.Event()
-    asking = asyncio.create_task(keep_asking(cluster.router, reference, over, num_clients=3))
+    asking = asyncio.create_task(keep_asking(cluster.router, reference, over, num_clients=2))
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
         cluster.watch()
         await cluster[name].terminate()
         await cluster.whole()
     over.set()
-    assert await asking > 10
+    assert await asking > 4

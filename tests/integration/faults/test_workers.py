@@ -16,6 +16,8 @@ from tests.streams import load
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
+NUM_JOBS = {False: 10, True: 20}
+"""By whether there must be a queue."""
 LOST_WITHIN_S = 4.0
 """Routers wait for 2 s of silence."""
 CUT_PAIR_WITHIN_S = 40.0
@@ -24,14 +26,14 @@ CUT_PAIR_WITHIN_S = 40.0
 
 @pytest.mark.parametrize("phase", [queued, prefilling, handing_over, taking_over, decoding])
 async def test_killed(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
-    async with load(cluster, reference) as running:
+    async with load(cluster, reference, num_jobs=NUM_JOBS[phase is queued]) as running:
         await cluster.restart(await reach(cluster, phase))
     assert running.num_retries
 
 
 @pytest.mark.parametrize("phase", [queued, prefilling, handing_over, taking_over, decoding])
 async def test_stopped_and_continued(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
-    async with load(cluster, reference) as running:
+    async with load(cluster, reference, num_jobs=NUM_JOBS[phase is queued]) as running:
         victim = await reach(cluster, phase)
         with cluster[victim].stopped():
             await reaches(cluster, victim, control_pb2.WORKER_STATE_SUSPECT, LOST_WITHIN_S)
