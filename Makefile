@@ -18,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install model protos format lint types contracts test sim demo bench clean
+.PHONY: help install model protos format lint types contracts test sim soak demo bench clean
 
 help:
 	@sed -n '2,6s/^#   //p' $(MAKEFILE_LIST)

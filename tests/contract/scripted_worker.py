@@ -77,6 +77,10 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.De
     def num_legs(self) -> int:
         return sum(len(session.legs) for session in self._sessions)
 
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
     async def start(self) -> None:
         add = self._server.add
         add("baton.v1.PrefillService", prefill_pb2_grpc.add_PrefillServiceServicer_to_server, self)
@@ -116,6 +120,13 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.De
             session.broken = not orderly
             session.outgoing.put_nowait(None)
 
+    def say(self, message: Any) -> None:
+        """An event, or a whole response, in the sessions it fits."""
+        kind = message.DESCRIPTOR.name.partition("Service")[0].removesuffix("Event")
+        for session in self._sessions:
+            if session.kind == kind:
+                session.outgoing.put_nowait(message)
+
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(10.0):
             while not condition():
@@ -135,7 +146,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.De
     async def _serve(self, requests: AsyncIterator[Any], response: Any) -> AsyncIterator[Any]:
         hello = (await anext(requests)).hello
         assert hello.worker_incarnation == self.incarnation
-        session = _Session(self)
+        session = _Session(self, response.DESCRIPTOR.name.partition("Service")[0])
         self._sessions.add(session)
         reader = asyncio.create_task(session.read(requests))
         try:
@@ -149,7 +160,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.De
                     continue
                 if event is None:
                     break
-                yield response(events=[event], load=self._load())
+                yield event if isinstance(event, response) else response(events=[event], load=self._load())
             if session.broken:
                 raise ConnectionError("cut by the test")
         finally:
@@ -164,7 +175,9 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.De
 
 
 class _Session:
-    def __init__(self, worker: ScriptedWorker) -> None:
+    def __init__(self, worker: ScriptedWorker, kind: str) -> None:
+        """`kind`: Prefill or Decode."""
+        self.kind = kind
         self.legs: dict[int, asyncio.Task[None]] = {}
         self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self.broken = False

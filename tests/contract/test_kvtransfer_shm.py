@@ -141,7 +141,7 @@ async def test_a_restarted_owner_is_not_the_old_one(memory: MemfdMemory, cache: 
     server.close()
 
 
-@pytest.mark.parametrize("name", ["", "@baton-nobody", "/nonexistent/kv.sock"])
+@pytest.mark.parametrize("name", ["", "@baton-nobody", "/nonexistent/kv.sock", "a\0b", "x" * 200])
 async def test_no_socket_is_unavailable(cache: MappingCache, name: str) -> None:
     with pytest.raises(ShmUnavailable):
         await cache.get(at(name))

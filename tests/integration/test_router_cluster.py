@@ -49,7 +49,9 @@ def asked(prompt: list[int], max_tokens: int) -> inference_pb2.GenerateRequest:
 @contextlib.asynccontextmanager
 async def running(model: Path, *workers: tuple[types_pb2.WorkerRole, dict[str, Any]]) -> AsyncIterator[Cluster]:
     """A router and its workers, joined; everything is idle at the end."""
-    router = Router(RouterConfig(model=str(model), port=0, canaries=False), Tracer(TracerProvider(shutdown_on_exit=False)))
+    router = Router(
+        RouterConfig(model=str(model), port=0, canaries=False), Tracer(TracerProvider(shutdown_on_exit=False))
+    )
     await router.start()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(router.stop)

@@ -11,7 +11,9 @@ from multiprocessing import get_context
 import pytest
 
 from tests.sim.__main__ import replay_command
+from tests.sim.scenario import Load, build
 from tests.sim.simulation import simulate
+from tests.sim.world import World
 
 NUM_SEEDS = 2000
 _CHUNK = 100
@@ -48,3 +50,19 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
         check=True,
     )
     assert there.stdout.splitlines() == [str(result) for result in here]
+
+
+def test_a_router_that_was_stopped_does_not_take_its_own_silence_for_its_workers() -> None:
+    patient = (cluster for seed in range(100) if (cluster := build(World(seed), Load(tight=False, growing=False))))
+    cluster = next(
+        cluster for cluster in patient if all(w.plan.config.silence_s > 3.5 for w in cluster.workers.values())
+    )
+    world, (name, router) = cluster.world, next(iter(cluster.routers.items()))
+    world.run(lambda: False, 1.0)
+    links = dict(router.conductor.links)
+    assert links.keys() == cluster.workers.keys()
+    cluster.freeze(name)
+    world.run(lambda: False, 4.0)
+    cluster.thaw(name)
+    world.run(lambda: False, 8.0)
+    assert router.conductor.links == links

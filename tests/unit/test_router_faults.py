@@ -279,6 +279,24 @@ def test_a_lost_decode_worker_that_was_importing_leaves_the_lease_to_another(ben
     finish(bench, bench.take(SendPrefill), [100, 201, 202])
 
 
+def test_a_lease_that_nobody_left_can_fetch_is_given_up_for_another_place() -> None:
+    """Found by cutting a prefill worker off from all decode workers: its handoffs waited for it until they failed."""
+    bench = Bench()
+    bench.join("p1", Role.PREFILL)
+    bench.join("d1", Role.DECODE)
+    first, _ = bench.handed_over()
+    bench.lose("d1")
+    bench.wait(0.1)
+    assert bench.phase() is Phase.PARKED, "with nowhere else to go it is kept"
+    bench.join("p2", Role.PREFILL, layout="M")
+    bench.wait(0.1)
+    assert bench.phase() is Phase.PARKED
+    bench.join("d2", Role.DECODE, layout="M")
+    bench.wait(0.1)
+    assert bench.take(CancelPrefill).leg == first.leg
+    assert bench.take(SendPrefill).worker_id == "p2"
+
+
 def test_a_lost_decode_worker_that_was_generating_means_replay(bench: Bench) -> None:
     _, decode = bench.decoding()
     bench.decode("d1", tokens(decode, 101, at=1))

@@ -105,3 +105,19 @@ def test_statuses_made_by_the_runtime_are_understood_by_code():
 def test_a_very_long_message_is_clipped_to_what_trailers_hold():
     sent = status.to_status(errors.InvalidRequest("f" * 10_000, "\N{PILE OF POO}" * 10_000))
     assert len(sent.SerializeToString()) * 4 / 3 + 3 * len(sent.message.encode()) < 8000
+
+
+@pytest.mark.parametrize("seconds", [-(1 << 62), 0, 5, 1 << 62])
+def test_a_peers_broken_details_do_no_harm(seconds: int) -> None:
+    """Durations out of range; bytes that are no detail."""
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.seconds, retry.retry_delay.nanos = seconds, -(1 << 31)
+    broken = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="later")
+    broken.details.add().Pack(retry)
+    for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest):
+        broken.details.add(type_url=f"type.googleapis.com/{kind.DESCRIPTOR.full_name}", value=b"\xff\xff")
+    error = status.from_status(broken)
+    assert isinstance(error, errors.NoWorker)
+    assert error.retry_after_s is not None
+    assert 0 <= error.retry_after_s <= 3600
+    status.to_status(error)

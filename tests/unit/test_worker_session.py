@@ -8,7 +8,7 @@ import pytest
 
 from baton.v1 import prefill_pb2, types_pb2
 from services.core.clock import ManualClock
-from services.core.errors import ProtocolViolation, StaleIncarnation
+from services.core.errors import DeadlineExceeded, ProtocolViolation, StaleIncarnation, WorkerFailed
 from services.worker.session import Outbox, RouterSession, SessionHost
 
 Request = prefill_pb2.PrefillServiceSessionRequest
@@ -58,7 +58,7 @@ class FakeLeg:
 class Harness:
     """A SessionHost with a clock of its own; requests are fed by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float = 5.0) -> None:
         self.clock = ManualClock()
         self.accepted: list[tuple[RouterSession, Any]] = []
         self.host: SessionHost[Any, list[Any]] = SessionHost(
@@ -68,7 +68,7 @@ class Harness:
             accept=lambda session, request: self.accepted.append((session, request)),
             respond=lambda events: events,
             heartbeat_s=0.01,
-            silence_s=5.0,
+            silence_s=silence_s,
         )
         self.requests: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -136,6 +136,31 @@ async def test_a_wrong_hello_is_refused(harness: Harness, first: Request, error:
     with pytest.raises(error):
         await anext(harness.host.serve(harness.stream()))
     assert len(harness.host) == 0
+
+
+async def test_a_router_that_hangs_up_without_a_hello(harness: Harness) -> None:
+    harness.requests.put_nowait(None)
+    with pytest.raises(ProtocolViolation):
+        await anext(harness.host.serve(harness.stream()))
+
+
+async def test_a_router_that_never_says_hello() -> None:
+    harness = Harness(silence_s=0.01)
+    with pytest.raises(DeadlineExceeded):
+        await anext(harness.host.serve(harness.stream()))
+
+
+async def test_a_worker_that_fails_tells_its_routers(harness: Harness) -> None:
+    harness.requests.put_nowait(harness.hello())
+    responses = harness.host.serve(harness.stream())
+    await anext(responses)
+    (session,) = harness.host
+    session.legs[1] = leg = FakeLeg()
+    harness.host.end_all(WorkerFailed("no steps any more"))
+    with pytest.raises(WorkerFailed):
+        async for _ in responses:
+            pass
+    assert leg.cancelled == 1
 
 
 async def test_a_silent_router_loses_its_session(harness: Harness) -> None:

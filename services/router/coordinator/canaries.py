@@ -1,21 +1,16 @@
-"""Deep checks: small requests of the router's own, on the ordinary way, that show what a heartbeat cannot. Pure.
+"""Deep checks: sends canaries, hears what workers make of them, and judges by it. Pure.
 
-A *canary generation* is pinned to one worker: a prompt on a prefill worker, a whole tiny sequence on the others. A
-*canary transfer* is pinned to a pair: a prompt of a block and a token on the one, its handoff to the other, and a token
-decoded from it there.
-
-Owns: canaries under way and what their end says of whom. Never: requests, queues, metrics. A canary is never retried or
-moved, waits for nobody's turn, and is given up after `canary_timeout_s`; a worker has at most one at a time, and a full
-one may refuse it without harm.
+Owns: which canaries are under way, and what the end of each says of whom. Never: requests, queues, metrics. A canary is
+never retried or moved and is given up after `canary_timeout_s`; a worker has at most one at a time, and a full one may
+refuse it without harm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from services.core.errors import BatonError, DeadlineExceeded, Draining
-from services.router.coordinator.actions import CancelDecode, CancelPrefill, HandoffRef, SendDecode, SendPrefill
+from services.router.coordinator.actions import CancelDecode, CancelPrefill, HandoffRef
 from services.router.coordinator.book import Book
+from services.router.coordinator.canary import Canary, decode_command, new_canary, prefill_command
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeEvent,
@@ -29,34 +24,8 @@ from services.router.coordinator.events import (
     WorkerInfo,
 )
 from services.router.coordinator.failures import FATAL, is_the_pairs
-from services.router.coordinator.requests import RequestSpec
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.health import Health
-
-_PRIORITY = 100
-"""Before all others: it is over in a step, and its time to answer is not spent in a queue."""
-_NUM_TOKENS = 2
-_NUM_TOKEN_IDS = 8
-"""Any model has at least so many tokens."""
-
-
-@dataclass(slots=True)
-class Canary:
-    spec: RequestSpec
-    source: WorkerInfo | None
-    """Runs the prompt; with a target, that one takes its lease over."""
-    target: WorkerInfo | None
-    """Decodes; without a source, it runs the prompt too."""
-    started_s: float
-    prefill_leg: int = 0
-    decode_leg: int = 0
-    begun: bool = False
-    """The worker that is at work has admitted it: the source, later the target."""
-    sealed: bool = False
-    imported: bool = False
-
-    def involves(self, worker_id: str) -> bool:
-        return any(worker is not None and worker.worker_id == worker_id for worker in (self.source, self.target))
 
 
 class Canaries:
@@ -79,7 +48,8 @@ class Canaries:
         for worker in ready.values():
             if worker.health.wants_probe(now) and self._is_free(worker.info):
                 worker.health.probed(now)
-                self._start(None if worker.info.role.can_decode else worker.info, worker.info, now)
+                whole = worker.info.role.can_decode
+                self._start(None if whole else worker.info, worker.info if whole else None, now)
         for target in ready.values():
             for pair in target.sources.all():
                 source = ready.get(pair.source.worker_id)
@@ -104,58 +74,19 @@ class Canaries:
     def _is_free(self, info: WorkerInfo) -> bool:
         return not any(canary.involves(info.worker_id) for canary in self._live)
 
-    def _start(self, source: WorkerInfo | None, target: WorkerInfo, now: float) -> None:
+    def _start(self, source: WorkerInfo | None, target: WorkerInfo | None, now: float) -> None:
         self._num_sent += 1
-        name = f"canary-{self._num_sent}"
-        num_tokens = min(target.block_size + 1, target.max_model_len - _NUM_TOKENS)
-        token_ids = tuple(1 + index % (_NUM_TOKEN_IDS - 1) for index in range(max(1, num_tokens)))
-        spec = RequestSpec(name, token_ids, _NUM_TOKENS, _PRIORITY, cache_salt=name)
-        alone = source is not None and source.worker_id == target.worker_id
-        canary = Canary(spec, source, None if alone else target, now)
+        canary = new_canary(f"canary-{self._num_sent}", source, target, now)
         self._live.append(canary)
         if source is None:
             self._send_decode(canary, None)
         else:
-            self._send_prefill(canary, source)
-
-    def _send_prefill(self, canary: Canary, source: WorkerInfo) -> None:
-        leg = canary.prefill_leg = self._open_leg(canary)
-        max_tokens = 1 if canary.target is None else _NUM_TOKENS
-        timeout_s = self._book.config.canary_timeout_s
-        self._book.actions.append(
-            SendPrefill(
-                source.worker_id,
-                source.incarnation,
-                leg,
-                canary.spec,
-                max_tokens,
-                canary.spec.token_ids,
-                output_base=0,
-                remaining_s=timeout_s,
-                attempt=1,
-            )
-        )
+            canary.prefill_leg = self._open_leg(canary)
+            self._book.actions.append(prefill_command(canary, self._book.config.canary_timeout_s))
 
     def _send_decode(self, canary: Canary, handoff: HandoffRef | None) -> None:
-        target = canary.target
-        assert target is not None
-        leg = canary.decode_leg = self._open_leg(canary)
-        canary.begun = False
-        self._book.actions.append(
-            SendDecode(
-                target.worker_id,
-                target.incarnation,
-                leg,
-                canary.spec,
-                _NUM_TOKENS,
-                canary.spec.token_ids,
-                output_base=0,
-                remaining_s=self._book.config.canary_timeout_s,
-                attempt=1,
-                handoff=handoff,
-                age_s=0.0,
-            )
-        )
+        canary.decode_leg, canary.begun = self._open_leg(canary), False
+        self._book.actions.append(decode_command(canary, handoff, self._book.config.canary_timeout_s))
 
     def _open_leg(self, canary: Canary) -> int:
         leg = self._book.new_leg()
@@ -167,7 +98,7 @@ class Canaries:
     def prefill_event(self, worker: Worker, event: PrefillEvent, now: float) -> bool:
         """False: the event is not about a canary."""
         canary = self._legs.get(event.leg)
-        if canary is None:
+        if canary is None or canary.source is None or canary.source.worker_id != worker.info.worker_id:
             return False
         match event:
             case PrefillStarted():
@@ -185,7 +116,7 @@ class Canaries:
     def decode_event(self, worker: Worker, event: DecodeEvent, now: float) -> bool:
         """False: the event is not about a canary."""
         canary = self._legs.get(event.leg)
-        if canary is None:
+        if canary is None or canary.target is None or canary.target.worker_id != worker.info.worker_id:
             return False
         match event:
             case DecodeAdmitted():

@@ -21,7 +21,7 @@ from services.router.coordinator.actions import Action
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.dispatch import dispatch
+from services.router.coordinator.dispatch import dispatch, give_up_stranded
 from services.router.coordinator.events import DecodeEvent, FinishReason, PrefillEvent, WorkerInfo
 from services.router.coordinator.requests import Phase, RequestSpec
 from services.router.coordinator.workers import Worker, WorkerState
@@ -152,6 +152,7 @@ class Coordinator:
         self._book.workers.tick(now)
         self._canaries.run(now)
         failures.expire_legs(self._book, now)
+        give_up_stranded(self._book, now)
         self._dispatch(now)
         for request, error in admission.overdue(self._book, now):
             self._book.fail(request, error, now)

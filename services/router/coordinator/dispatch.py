@@ -33,6 +33,18 @@ def can_be_served(book: Book, request: Request) -> bool:
     return policy.nearest_to_room(request.job(len(leg.token_ids)), _source(leg), views) is not None
 
 
+def give_up_stranded(book: Book, now: float) -> None:
+    """Ends the leases that no ready worker could fetch, of requests that could begin again elsewhere: to wait for the
+    source's sake would end them. (The lease of one that could not is kept: its workers may come back.)"""
+    views = book.workers.views()
+    for request in book.parked:
+        job = request.next_job()
+        again = policy.can_hand_over(job, views) or any(policy.can_decode(job, view) for view in views)
+        if again and not can_be_served(book, request):
+            book.end_prefill(request, now, "stranded")
+            book.settle(request, now)
+
+
 def _source(leg: PrefillLeg) -> Source:
     return Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.layout)
 

@@ -45,7 +45,7 @@ def prefill_event(book: Book, worker: Worker, event: PrefillEvent, now: float) -
         _released_leg_event(book, request, event)
         return
     leg = None if request is None else request.prefill
-    if request is None or leg is None or leg.leg != event.leg:
+    if request is None or leg is None or leg.leg != event.leg or leg.worker.worker_id != worker.info.worker_id:
         if isinstance(event, PrefillStarted) or (isinstance(event, Tokens) and event.finish is None):
             book.actions.append(CancelPrefill(worker.info.worker_id, worker.info.incarnation, event.leg))
         return
@@ -63,7 +63,7 @@ def prefill_event(book: Book, worker: Worker, event: PrefillEvent, now: float) -
 def decode_event(book: Book, worker: Worker, event: DecodeEvent, now: float) -> None:
     request = book.legs.get(event.leg)
     leg = None if request is None else request.decode
-    if request is None or leg is None or leg.leg != event.leg:
+    if request is None or leg is None or leg.leg != event.leg or leg.worker.worker_id != worker.info.worker_id:
         if isinstance(event, DecodeAdmitted | ImportReady) or (isinstance(event, Tokens) and event.finish is None):
             book.actions.append(CancelDecode(worker.info.worker_id, worker.info.incarnation, event.leg))
         return

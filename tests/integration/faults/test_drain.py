@@ -14,7 +14,7 @@ from tests.processes import baton
 from tests.real_cluster import RealCluster
 from tests.streams import keep_asking, load
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(("deadline", "moves"), [("60", False), ("0", True)], ids=["finished", "moved"])

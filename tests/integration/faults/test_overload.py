@@ -18,7 +18,7 @@ from tests.equality import GreedyReference
 from tests.real_cluster import RealCluster
 from tests.streams import Job, mixed_jobs
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 MAX_QUEUE = 24
 REFUSED_WITHIN_S = 2.0

@@ -17,7 +17,7 @@ from tests.proxy import Fault
 from tests.real_cluster import RealCluster
 from tests.streams import load, mixed_jobs
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 DECODERS = ("decode-0", "decode-1")
 

@@ -15,7 +15,7 @@ from tests.phases import decoding, reach
 from tests.real_cluster import RealCluster
 from tests.streams import Streams, load, mixed_jobs
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 RANDOM = random.Random(2)
 FREE_WITHIN_S = 2.0

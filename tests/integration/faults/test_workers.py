@@ -14,7 +14,7 @@ from tests.proxy import Fault
 from tests.real_cluster import RealCluster
 from tests.streams import load
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 NUM_JOBS = {False: 10, True: 20}
 """By whether there must be a queue."""
