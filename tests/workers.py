@@ -58,12 +58,17 @@ async def running_worker(
         await host.stop()
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = IDLE_WITHIN_S) -> None:
-    """Looks again and again, since what is waited for happens in other threads and processes."""
+async def until(
+    condition: Callable[[], bool], what: str, timeout_s: float = IDLE_WITHIN_S, pause_s: float = 0.005
+) -> None:
+    """Looks again and again, since what is waited for happens in other threads and processes.
+
+    With a pause of 0, at every turn of the event loop: for what lasts only a few of them.
+    """
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline_s, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(pause_s)
 
 
 async def idle(host: WorkerHost) -> None:

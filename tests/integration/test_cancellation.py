@@ -49,7 +49,7 @@ async def start_in_phase(cluster: Cluster, phase: str) -> list[Any]:
     requests = [greedy_request(LONG[n:], 200) for n in range(count)]
     calls = [cluster.inference.GenerateStream(request) for request in requests]
     READERS.update(asyncio.create_task(drain(call)) for call in calls)
-    await until(lambda: PHASES[phase](cluster), f"a request is {phase}", 30.0)
+    await until(lambda: PHASES[phase](cluster), f"a request is {phase}", 30.0, pause_s=0)
     return calls
 
 

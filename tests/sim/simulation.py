@@ -71,7 +71,7 @@ class _Run:
             outcomes = tuple(str(request.outcome) for request in cluster.requests)
             return Result(world.seed, world.digest, world.num_turns, world.now_s, faults.num_faults, outcomes)
         finally:
-            self._tear_down()
+            self._cluster.kill_all()
 
     def _until(self, when_s: float) -> None:
         self._world.run(lambda: False, when_s)
@@ -104,11 +104,6 @@ class _Run:
         self._world.run(lambda: all(request.over for request in probes), self._world.now_s + PROBE_WITHIN_S)
         for request in probes:
             self._world.require(request.outcome in ("stop", "length"), f"a last request: {request.outcome}")
-
-    def _tear_down(self) -> None:
-        """Closes every coroutine, where nobody sees it."""
-        for part in [*self._cluster.workers.values(), *self._cluster.routers.values()]:
-            part.node.kill()
 
 
 @contextlib.contextmanager
