@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from services.core.clock import ManualClock
 from services.core.errors import LeaseInvalid, LeaseNotSealed
-from services.kvtransfer.lease import FetchTicket, Lease, LeaseState
+from services.kvtransfer.lease import FetchEnd, FetchTicket, Lease, LeaseState
 from services.kvtransfer.lease_table import LeaseTable
 
 BLOCK_SIZE, TTL_S, STALL_S, REMEMBER_S = 4, 10.0, 5.0, 60.0
@@ -85,7 +85,12 @@ class LeaseMachine(RuleBasedStateMachine):
         try:
             ticket = self.table.open_fetch(lease.lease_id, leg, int(lease.num_blocks * share), self.clock.now())
         except LeaseInvalid:
+            assert not lease.finished
             assert not live or leg < lease.leg or (leg == lease.leg and lease.stalled)
+            return multiple()
+        if lease.finished:  # there is nothing but token 0 to fetch, for anyone who asks
+            assert not live
+            assert ticket.ended is FetchEnd.FINISHED
             return multiple()
         assert live
         assert leg >= self.highest_leg[lease]
