@@ -18,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install model protos format lint types contracts test sim soak demo bench clean
+.PHONY: help install model protos format lint types contracts test faults sim soak demo bench clean
 
 help:
 	@sed -n '2,6s/^#   //p' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ contracts: $(INSTALLED)
 
 test: model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Real processes killed, stopped and cut off. Wants a machine with nothing else to do.
+faults: model
+	$(BIN)/python -m pytest -m faults tests/integration/faults $(PYTEST_ARGS)
 
 sim: $(INSTALLED)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
