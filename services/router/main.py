@@ -15,8 +15,8 @@ from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.health import HealthConfig
+from services.router.intake import Intake, ServedModel
 from services.router.metrics import RouterMetrics
-from services.router.servicer import ServedModel
 from services.router.sessions import SessionTimes
 from services.router.tokenisation import load_model_text
 from services.router.validation import ModelFacts
@@ -72,9 +72,10 @@ class Router:
         self.conductor = Conductor(self.coordinator, clock=clock, metrics=self._metrics, times=times)
         self._executor = ThreadPoolExecutor(_TOKENISER_THREADS, thread_name_prefix="tokenise")
         self._server = GrpcServer(config.host, config.port, max_request_bytes=config.max_message_bytes)
-        self._inference = servicer.InferenceServicer(
+        intake = Intake(
             self.conductor, model, clock=clock, tracer=tracer, metrics=self._metrics, executor=self._executor
         )
+        self._inference = servicer.InferenceServicer(intake, self.coordinator)
         self._control = control.ControlServicer(self.conductor, model_id=model_id, clock=clock)
         self._registry = registry.RegistryServicer(self.conductor, model_id=model_id, interval_s=config.register_s)
         self._tasks: list[asyncio.Task[None]] = []
