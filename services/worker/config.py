@@ -35,10 +35,21 @@ class WorkerConfig:
     router: tuple[str, ...] = option(
         (), "router to join, host:port; repeatable; a name with several addresses joins all"
     )
-    advertise: str = option("", "host:port routers and other workers dial (default: what was bound)")
-    worker_id: str = option("", "stable name in the cluster (default: role and port)")
+    advertise: str = option(
+        "",
+        "host:port routers and other workers dial (default: what was bound; for a wildcard, this host's address on the "
+        "way to a router)",
+    )
+    worker_id: str = option(
+        "", "stable name in the cluster (default: role and port, with the host name between unless bound to loopback)"
+    )
     # Transfer.
-    transport: str = option("auto", "how KV is pulled from other workers", choices=("auto", "shm", "grpc"))
+    transport: str = option(
+        "auto",
+        "how KV is pulled from other workers; auto: by shared memory where it can be mapped, else over gRPC; with shm "
+        "what cannot be mapped fails",
+        choices=("auto", "shm", "grpc"),
+    )
     shm_dir: str = option("", "folder for the pool's Unix socket, shared between containers (default: abstract socket)")
     checksums: bool = option(False, "verify every imported block with xxh3")
     lease_ttl_s: float = option(10.0, "life of a sealed lease that no one fetches or holds, seconds", check=positive)

@@ -17,6 +17,7 @@ from services.engine.host_memory import keep_freed_memory
 from services.rpc.logging import configure_logging
 from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import configure_tracing
+from services.worker.address import completed
 from services.worker.config import WorkerConfig
 from services.worker.host import TRANSFER_SERVICE, Phase, WorkerHost, role_name
 from services.worker.metrics import WorkerMetrics
@@ -35,9 +36,9 @@ async def serve(
     server = GrpcServer(config.host, config.port, max_request_bytes=config.max_message_bytes)
     server.promise(TRANSFER_SERVICE, *(phase.full_name for phase in phases))
     await server.start()
-    name = config.worker_id or f"{role_name(role)}-{server.port}"
-    configure_logging(f"baton-{role_name(role)}", name, level=config.log_level, form=config.log_format)
-    tracer = configure_tracing(f"baton-{role_name(role)}", name, config.trace_file or None)
+    config = await completed(config, role_name(role), server.port)
+    configure_logging(f"baton-{role_name(role)}", config.worker_id, level=config.log_level, form=config.log_format)
+    tracer = configure_tracing(f"baton-{role_name(role)}", config.worker_id, config.trace_file or None)
     try:
         engine = await _load(engine_config(config, role), lifecycle)
         host = WorkerHost(config, role, engine, server, tracer, new_incarnation())
@@ -50,6 +51,7 @@ async def serve(
             await host.stop()
             metrics.close()
     finally:
+        await server.stop()  # again, or because the host was never made
         tracer.shutdown()
 
 

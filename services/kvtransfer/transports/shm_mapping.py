@@ -7,6 +7,7 @@ survives its owner (but for a copy under way, whose result the owner's death mak
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 import socket
@@ -16,6 +17,8 @@ from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation, TransferFailed
 from services.kvtransfer.memory import BlockMemory
 from services.kvtransfer.transports.shm import GREETING, MAGIC, socket_address
+
+log = logging.getLogger(__name__)
 
 
 class ShmUnavailable(TransferFailed):
@@ -89,6 +92,12 @@ class MappingCache:
             return existing
         self._mappings[source.incarnation] = mapping
         asyncio.get_running_loop().add_reader(mapping.connection, self._drop, source.incarnation)
+        log.info(
+            "kv transfer from %s goes by shared memory: %d blocks at %s",
+            source.address,
+            mapping.num_blocks,
+            source.shm_socket,
+        )
         return mapping
 
     def close(self) -> None:
