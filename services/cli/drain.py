@@ -1,4 +1,7 @@
-"""`baton drain`: takes a worker out of service without losing what it does."""
+"""`baton drain`: takes a worker out of service without losing what it does; its process ends.
+
+Under `baton up` another starts in its place: one worker after the other is restarted, and no request is lost.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from services.core.errors import ConfigError
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    parser = Parser(prog=prog, description="Gives a worker nothing new and waits until it is empty.")
+    parser = Parser(prog=prog, description="Gives a worker nothing new; when it has finished, its process ends.")
     parser.add_argument("worker", metavar="WORKER", help="its id, as `baton status` shows it")
     parser.add_argument(
         "--deadline",
@@ -28,5 +31,5 @@ def main(argv: Sequence[str], prog: str) -> int:
         request.deadline_ms = round(arguments.deadline * 1000)
     with connect(arguments.target) as channel:
         answer = control_pb2_grpc.ControlServiceStub(channel).Drain(request, timeout=arguments.timeout)
-    print(f"{arguments.worker} is empty: {answer.num_finished} requests finished there, {answer.num_migrated} moved")
+    print(f"{arguments.worker} has left: {answer.num_finished} requests finished there, {answer.num_migrated} moved")
     return 0

@@ -1,6 +1,7 @@
 """Keeps children running: starts them, starts them again when they die, ends them in order.
 
-Owns: when a child is restarted and when that is hopeless. Never: what the children are or how they are told to serve.
+Owns: when a child is restarted and when that is hopeless; that one which left in order has not failed. Never: what the
+children are or how they are told to serve.
 """
 
 from __future__ import annotations
@@ -57,12 +58,17 @@ class Supervised:
         self._num_failures = 0
 
     async def keep(self) -> None:
-        """Runs until `stop`; restarts the child when it dies. Raises WorkerFailed. Cancelled, it kills the child."""
+        """Runs until `stop`; restarts the child when it dies or leaves. Raises WorkerFailed. Cancelled, it kills the
+        child."""
         while not self._stopping.is_set():
             status, served_s = await self._live_once()
             self.settled.set()
             if self._stopping.is_set():
                 return
+            if status == 0 and served_s is not None:
+                # Drained, by an operator or a signal: no fault, so nothing to wait for.
+                self._announce(f"{self.name} has left (drained after {served_s:.0f} s); starting it again")
+                continue
             self._judge(status, served_s)
             delay_s = self._backoff.delay_s(self._num_failures)
             self._announce(f"{self.name} died ({describe_exit(status)}); restarting in {delay_s:g} s")

@@ -46,6 +46,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             case "cancel":
                 if leg := session.legs.get(request.cancel.leg):
                     leg.cancel()
+            case "leave":
+                self._host.leave(request.leave.remaining_ms / 1000, "a router asks for it")
 
     def _decode(self, session: RouterSession, command: decode_pb2.DecodeCommand) -> None:
         if command.leg in session.legs:

@@ -17,7 +17,7 @@ import grpc
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
 from services.core.clock import Clock
-from services.core.errors import LeaseInvalid, ProtocolViolation, StaleIncarnation, TransferFailed
+from services.core.errors import Draining, LeaseInvalid, ProtocolViolation, StaleIncarnation, TransferFailed
 from services.kvtransfer.channels import ChannelCache
 from services.kvtransfer.checksums import verify
 from services.kvtransfer.fetch_stream import ErrorOf, FetchStream, Seal, as_transfer_error
@@ -71,7 +71,7 @@ class FetchOutcome:
 
 def lease_may_live(error: BaseException) -> bool:
     """Whether another worker may still fetch the lease after a fetch that raised `error`."""
-    return not isinstance(error, LeaseInvalid | StaleIncarnation)
+    return not isinstance(error, LeaseInvalid | StaleIncarnation | Draining)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ class BlockFetcher:
 
         When it raises, cancellation included, the import is given up: FREED now, or when a copy under way ends. (A task
         cancelled before it ever ran does nothing, so who cancels also drains.) Raises LeaseInvalid, StaleIncarnation,
-        LayoutMismatch, CorruptBlock, ProtocolViolation, TransferFailed, and Cancelled if the import was drained.
+        LayoutMismatch, CorruptBlock, ProtocolViolation, TransferFailed, Draining if the source leaves, and Cancelled if
+        the import was drained.
         """
         assert set(order.targets) <= set(order.import_.block_ids), "targets must be the import's"
         try:

@@ -18,6 +18,7 @@ from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
 from services.core.clock import Clock
 from services.core.errors import (
     DeadlineExceeded,
+    Draining,
     InvalidRequest,
     LayoutMismatch,
     LeaseInvalid,
@@ -64,6 +65,11 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         self._shared = shared
         self._silence_s = silence_s
         self._reader = reader or ThreadPoolExecutor(1, thread_name_prefix="kv-read")
+        self._leaving = False
+
+    def leave(self) -> None:
+        """This worker is to leave: leases that are aborted from now on are so for that, and nobody is to blame."""
+        self._leaving = True
 
     def close(self) -> None:
         """Waits for a read under way; afterwards the memory may be closed."""
@@ -80,6 +86,10 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                 # Tells the destination that the fetch is open, however long the first block takes.
                 await self._bounded(context.send_initial_metadata(()))
                 await self._serve(_Followed(ticket, changed, acks), announcer, context)
+            except LeaseInvalid as error:
+                if self._leaving and ticket.ended is FetchEnd.ABORTED:
+                    raise Draining(f"{error}: its worker leaves") from error
+                raise
             finally:
                 acks.cancel()
                 await asyncio.wait([acks])
@@ -89,6 +99,8 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
     async def Release(self, request: kvtransfer_pb2.ReleaseRequest, context: Context) -> kvtransfer_pb2.ReleaseResponse:
         _check_lease_id("lease_id", request.lease_id)
         answer = self._board.table.release(request.lease_id, request.leg, self._clock.now())
+        if not answer.valid and self._leaving:
+            raise Draining(f"{answer.reason}: its worker leaves")
         return kvtransfer_pb2.ReleaseResponse(valid=answer.valid, reason=answer.reason)
 
     async def _read_open(self, requests: Requests) -> kvtransfer_pb2.FetchOpen:

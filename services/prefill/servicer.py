@@ -46,6 +46,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     leg.cancel()
             case "heartbeat":
                 self._host.leases.hold(session, request.heartbeat.held_leases, self._host.clock.now())
+            case "leave":
+                self._host.leave(request.leave.remaining_ms / 1000, "a router asks for it")
 
     def _prefill(self, session: RouterSession, command: prefill_pb2.PrefillCommand) -> None:
         if command.leg in session.legs:

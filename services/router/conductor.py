@@ -34,6 +34,7 @@ from services.router.coordinator.actions import (
 )
 from services.router.coordinator.events import FinishReason, WorkerInfo
 from services.router.coordinator.requests import RequestSpec
+from services.router.drains import Drains
 from services.router.health import Health
 from services.router.metrics import RouterMetrics
 from services.router.sessions import Dial, SessionTimes, WorkerLink
@@ -78,6 +79,7 @@ class Conductor:
         self._session_numbers = itertools.count(1)
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._drains = Drains(coordinator, clock, self.act)
 
     # Clients
 
@@ -100,7 +102,7 @@ class Conductor:
         """A worker says that it is there; it is dialled back if that is news."""
         if not self.coordinator.worker_joined(info, self._clock.now()):
             return
-        self._close_link(info.worker_id)
+        self._close_link(info.worker_id, "")  # another process has its name, so it is gone
         link = WorkerLink(info, self, self.incarnation, next(self._session_numbers), self._times, self._dial)
         self.links[info.worker_id] = link
         link.start()
@@ -109,6 +111,7 @@ class Conductor:
     def link_opened(self, link: WorkerLink) -> None:
         if self._is_current(link):
             self.coordinator.session_opened(link.info.worker_id, link.info.incarnation, self._clock.now())
+            self._drains.link_opened(link)
             self.act()
 
     def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
@@ -117,6 +120,7 @@ class Conductor:
             self.coordinator.worker_lost(
                 link.info.worker_id, link.info.incarnation, self._clock.now(), crashed=crashed, reason=reason
             )
+            self._drains.link_lost(link, reason if crashed else "")
             self.act()
 
     def prefill_message(self, link: WorkerLink, message: prefill_pb2.PrefillServiceSessionResponse) -> None:
@@ -139,19 +143,10 @@ class Conductor:
     # Operators
 
     async def drain_worker(self, worker_id: str, deadline_s: float) -> tuple[int, int]:
-        """Places nothing there; waits for what runs, and at the deadline moves the rest. Returns (finished, moved)."""
-        self.coordinator.drain(worker_id, self._clock.now())
-        worker = self.coordinator.worker(worker_id)
-        num_requests = len(set(worker.legs.values()))
-        log.info("draining worker %s: %d requests", worker_id, num_requests)
-        num_moved = 0
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._until(lambda: not worker.legs)
-        except TimeoutError:
-            num_moved = self.coordinator.migrate(worker_id, self._clock.now())
-            self.act()
-        return num_requests - num_moved, num_moved
+        """Places nothing there, waits until it has left, and at the deadline moves what it still has. Returns requests
+        (finished, moved). Raises what `Drains.run` does."""
+        log.info("draining worker %s", worker_id)
+        return await self._drains.run(self.links.get(worker_id), worker_id, deadline_s)
 
     async def drain(self, deadline_s: float) -> None:
         """Admits nothing more and waits for the requests under way, at most so long."""
@@ -175,7 +170,7 @@ class Conductor:
             self.coordinator.cancel(request_id, self._clock.now(), Draining("the router has stopped"))
         self.act()
         for worker_id in list(self.links):
-            self._close_link(worker_id)
+            self._close_link(worker_id, "the router has stopped")
         await asyncio.gather(*self._closing)
 
     # Actions
@@ -186,6 +181,7 @@ class Conductor:
             for action in actions:
                 self._do(action)
         self._changed.set()
+        self._drains.changed()
 
     def _do(self, action: Action) -> None:
         match action:
@@ -278,9 +274,10 @@ class Conductor:
     def _is_current(self, link: WorkerLink) -> bool:
         return self.links.get(link.info.worker_id) is link
 
-    def _close_link(self, worker_id: str) -> None:
+    def _close_link(self, worker_id: str, reason: str) -> None:
         link = self.links.pop(worker_id, None)
         if link is not None:
+            self._drains.link_lost(link, reason)
             task = asyncio.create_task(link.close(), name=f"close link {worker_id}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -7,6 +7,7 @@ together. Never: what a message means. A reader never waits for anyone but its w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class _Stream:
 
     def __init__(self, hello: Any, heartbeat: Callable[[], Any], heartbeat_s: float) -> None:
         self.is_open = False
+        self.over = asyncio.Event()
+        """It has ended, with status OK."""
         self.heard = False
         """The worker said something since `heard` was last cleared."""
         self._hello = hello
@@ -132,6 +135,14 @@ class WorkerLink:
         assert self._decode is not None
         self._decode.send(request)
 
+    def send_leave(self, within_s: float) -> None:
+        """The worker finishes what it has, also for others, and leaves the cluster. Once is enough, in any session."""
+        leave = types_pb2.LeaveCommand(remaining_ms=round(within_s * 1000))
+        if self._prefill is not None:
+            self._prefill.send(prefill_pb2.PrefillServiceSessionRequest(leave=leave))
+        elif self._decode is not None:
+            self._decode.send(decode_pb2.DecodeServiceSessionRequest(leave=leave))
+
     async def _run(self) -> None:
         reason, crashed = "session ended", True
         channel = self._dial(self.description.address)
@@ -177,7 +188,17 @@ class WorkerLink:
         finally:
             stream.is_open = False
             call.cancel()
+        stream.over.set()
+        await self._last_words()
         raise _Ended
+
+    async def _last_words(self) -> None:
+        """One session ended in order. If the worker leaves, the other does so too, and what it has still to say are
+        the last tokens of its requests."""
+        others = [stream.over.wait() for stream in (self._prefill, self._decode) if stream is not None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._times.heartbeat_s):
+                await asyncio.gather(*others)
 
     async def _await_silence(self, stream: _Stream) -> None:
         """Raises TimeoutError when the worker has said nothing for `silence_s`.

@@ -1,50 +1,48 @@
-"""Puts a worker together: engine, block pool, leases, transfer service, registration.
+"""Puts a worker together: engine, block pool, leases, transfers, registration.
 
 Owns: the order of start, drain and stop; the handoff's tables; and what phases need of all that. Never: what a phase
-does with a command.
+does with a command, when its process is to end (`main`), or how it finishes what it has (`departure`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from baton.v1 import control_pb2, kvtransfer_pb2_grpc, types_pb2
+from baton.v1 import control_pb2, types_pb2
 from services.core.errors import BatonError
-from services.core.ids import host_id, new_incarnation
+from services.core.ids import new_incarnation
 from services.engine.block_pool import Holder
 from services.engine.engine import Engine
 from services.engine.sequence import Mode, Sequence
 from services.kvtransfer.board import LeaseBoard
-from services.kvtransfer.client import BlockFetcher
 from services.kvtransfer.imports import Import, ImportTable
-from services.kvtransfer.layout import Layout
 from services.kvtransfer.lease import Lease
 from services.kvtransfer.lease_table import LeaseTable
-from services.kvtransfer.servicer import KVTransferServicer
-from services.kvtransfer.transports.shm import ShmServer
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.serving import GrpcServer
-from services.rpc.status import from_call
 from services.rpc.telemetry import Attributes, Tracer
-from services.worker import commands
+from services.worker import commands, report
 from services.worker.config import WorkerConfig
+from services.worker.departure import Departure
 from services.worker.hub import EventHub
 from services.worker.machine import Machine
 from services.worker.registration import keep_registered
 from services.worker.session import RouterSession, SessionHost
+from services.worker.tally import Tally
+from services.worker.tasks import OwnedTasks
+from services.worker.transfer import TRANSFER_SERVICE, Transfer
+
+__all__ = ["MAX_STEP_FAILURES", "TRANSFER_SERVICE", "Phase", "WorkerHost", "role_name"]
 
 log = logging.getLogger(__name__)
 
-
-TRANSFER_SERVICE = "baton.v1.KVTransferService"
 MAX_STEP_FAILURES = 3
 """Steps in a row that raise before the worker says that it does not serve."""
+_STOP_GRACE_S = 3.0
+"""For answers that are on their way when all is over, such as that to a Release; nobody is waited for without need."""
 
 
 class Phase(Protocol):
@@ -56,17 +54,6 @@ class Phase(Protocol):
     sessions: SessionHost[Any, Any]
 
     def register(self, server: Any) -> None: ...
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts of this process that nothing else keeps, for metrics. Transports by name."""
-
-    leases_ended: Counter[str] = field(default_factory=Counter)
-    imports: Counter[str] = field(default_factory=Counter)
-    transfer_bytes: Counter[str] = field(default_factory=Counter)
-    exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    imports_failed: int = 0
 
 
 class WorkerHost:
@@ -89,7 +76,6 @@ class WorkerHost:
         self.machine = machine or Machine()
         self.clock = self.machine.clock
         self.incarnation = incarnation or new_incarnation()
-        self.draining = False
         self.failing = False
         """Step after step raised. Commands are still taken: a good step ends it, and only a probe may bring one."""
         self.tally = Tally()
@@ -105,53 +91,28 @@ class WorkerHost:
         self.board = LeaseBoard(self.leases, self.clock)
         self._tracer = tracer
         self._phases: list[Phase] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._registrations: list[asyncio.Task[None]] = []
-        self._leg_over = asyncio.Event()
+        self._departure = Departure()
         self._num_snapshots = 0
-        self._connect_transfer()
-
-    def _connect_transfer(self) -> None:
-        config, cache, info = self.config, self.engine.cache, self.engine.info
-        self.layout = Layout(
-            model_id=info.model_id,
-            weights_digest=info.weights_digest,
-            dtype=info.dtype,
-            num_layers=info.num_layers,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
-            block_size=info.block_size,
-        )
-        self._shm: ShmServer | None = None
-        if cache.fd is not None and config.transport != "grpc":
-            path = os.path.join(config.shm_dir, f"{self.worker_id}.sock") if config.shm_dir else None
-            self._shm = self.machine.share(cache, self.incarnation, path)
-        self._transfer = KVTransferServicer(
+        self.transfer = Transfer(
+            config,
+            engine,
+            self.machine,
             self.board,
-            cache,
-            self.layout,
-            self.incarnation,
-            self.clock,
-            shared=self._shm is not None,
-            reader=self.machine.thread("kv-read"),
-        )
-        self.fetcher = BlockFetcher(
-            cache,
-            self.layout,
             self.imports,
-            self.clock,
-            dial=self.machine.dial,
-            error_of=from_call,
-            copy_threads=self.machine.thread("kv-copy"),
-            mappings=self.machine.mappings(cache.block_bytes),
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
         )
+        self.layout = self.transfer.layout
+        self.fetcher = self.transfer.fetcher
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self, phases: Iterable[Phase]) -> None:
         """Serves the phases, and joins every router until `stop`."""
         self._phases = list(phases)
-        self.server.add(TRANSFER_SERVICE, kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, self._transfer)
+        self.transfer.register(self.server)
         for phase in self._phases:
             self.server.add(phase.full_name, lambda servicer, server: servicer.register(server), phase)
         self.engine.start(self.hub.on_step)
@@ -159,27 +120,30 @@ class WorkerHost:
         for target in self.config.router:
             joining = keep_registered(target, self.describe, self.machine.dial)
             self._registrations.append(asyncio.create_task(joining, name=f"register {target}"))
-        transports = "shm, grpc" if self._shm is not None else "grpc"
         log.info(
-            "%s serves %s on %s; transports offered: %s",
+            "%s serves %s on %s, reached at %s; KV transport: %s",
             self.worker_id,
             self.engine.info.model_id,
             self.server.address,
-            transports,
+            self.address,
+            self.transfer.summary,
         )
 
-    async def drain(self, deadline_s: float) -> None:
-        """Takes nothing new; waits until every leg is over, at most `deadline_s`. Routers see it in the snapshots."""
-        self.draining = True
-        await self.server.set_ready(False)
+    def leave(self, within_s: float, why: str) -> None:
+        """Takes nothing new from now on. Routers see it in the snapshots; whoever waits in `left` ends the process."""
+        if not self.draining:
+            log.info("%s is to leave (%s): %d legs, %g s", self.worker_id, why, self.num_legs, within_s)
+        self._departure.ask(within_s)
+        self.transfer.leave()
+        for task in self._registrations:
+            task.cancel()
+        self.spawn(self.server.set_ready(False), "health")
         self._flush_sessions()
-        try:
-            async with asyncio.timeout(deadline_s):
-                while self.num_legs:
-                    self._leg_over.clear()
-                    await self._leg_over.wait()
-        except TimeoutError:
-            log.warning("drain deadline: %d legs are given up", self.num_legs)
+
+    async def left(self) -> None:
+        """Returns when the worker was asked to leave and every leg is over, or its time."""
+        if num_legs := await self._departure.complete(lambda: self.num_legs):
+            log.warning("drain deadline: %d legs are given up", num_legs)
 
     def fail(self, error: BatonError) -> None:
         """This worker can compute no more. Its sessions end with the error, which routers count as a crash."""
@@ -194,15 +158,10 @@ class WorkerHost:
         await asyncio.gather(*self._registrations, return_exceptions=True)
         for phase in self._phases:
             phase.sessions.end_all()
-        await self.server.stop(grace_s=1.0)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.fetcher.close()
-        self._transfer.close()
+        await self.server.stop(_STOP_GRACE_S)
+        await self._tasks.close()
+        await self.transfer.close()
         self.board.close()
-        if self._shm is not None:
-            self._shm.close()
         await asyncio.to_thread(self.engine.stop)
         self.engine.cache.close()
 
@@ -235,15 +194,12 @@ class WorkerHost:
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that is awaited at `stop` at the latest, and whose failure is never silent."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
+        return self._tasks.spawn(work, name)
 
     def leg_over(self, session: RouterSession, leg: int) -> None:
         """Nothing of the leg is left."""
         session.legs.pop(leg, None)
-        self._leg_over.set()
+        self._departure.leg_over()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(max(0.0, delay_s), callback)
@@ -253,7 +209,7 @@ class WorkerHost:
         return types_pb2.KVSource(
             address=self.address,
             incarnation=self.incarnation,
-            shm_socket=self._shm.name if self._shm is not None else "",
+            shm_socket=self.transfer.socket_name,
             layout=layout_to_proto(self.layout),
         )
 
@@ -286,6 +242,11 @@ class WorkerHost:
     # -- what shows ----------------------------------------------------------------------------------------------------
 
     @property
+    def draining(self) -> bool:
+        """It is to leave, and takes nothing new."""
+        return self._departure.asked
+
+    @property
     def address(self) -> str:
         """host:port others dial."""
         return self.config.advertise or self.server.address
@@ -299,47 +260,11 @@ class WorkerHost:
         return sum(len(phase.sessions) for phase in self._phases)
 
     def describe(self) -> control_pb2.WorkerDescription:
-        info = self.engine.info
-        return control_pb2.WorkerDescription(
-            worker_id=self.worker_id,
-            role=self.role,
-            address=self.address,
-            incarnation=self.incarnation,
-            pid=os.getpid(),
-            layout=layout_to_proto(self.layout),
-            num_blocks=info.num_blocks,
-            max_model_len=info.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            shm_socket=self._shm.name if self._shm is not None else "",
-            host_id=host_id(),
-            vocab_size=info.vocab_size,
-            device=str(info.device),
-        )
+        return report.describe(self)
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:
-        stats = self.engine.stats()
         self._num_snapshots += 1
-        return types_pb2.LoadSnapshot(
-            sequence_number=self._num_snapshots,
-            blocks_importing=stats.ledger.importing,
-            blocks_leased=stats.ledger.leased,
-            blocks_active=stats.ledger.active,
-            blocks_cached=stats.ledger.cached,
-            blocks_free=stats.ledger.free,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            queued_prefill_tokens=stats.queued_prefill_tokens,
-            num_importing=len(self.imports),
-            num_leases=len(self.leases),
-            num_preemptions=stats.num_preemptions,
-            ms_per_prefill_token=stats.ms_per_prefill_token,
-            ms_per_decode_step=stats.ms_per_decode_step,
-            current_step_ms=stats.current_step_ms,
-            prefix_tokens_queried=stats.prefix_tokens_queried,
-            prefix_tokens_hit=stats.prefix_tokens_hit,
-            draining=self.draining,
-            consecutive_step_failures=stats.consecutive_step_failures,
-        )
+        return report.snapshot(self, self._num_snapshots)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -367,11 +292,6 @@ class WorkerHost:
         for phase in self._phases:
             for session in phase.sessions:
                 session.flush()
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
 
 
 def role_name(role: types_pb2.WorkerRole) -> str:

@@ -56,14 +56,15 @@ async def serve(
 
 
 async def _live(host: WorkerHost, lifecycle: Lifecycle) -> None:
-    """Returns when the worker was told to stop and has drained. Raises WorkerFailed when its step thread has ended:
-    a worker that cannot compute must not linger; its supervisor starts another."""
+    """Returns when the worker was told to leave, by a signal or by a router, and has drained. Raises WorkerFailed when
+    its step thread has ended: a worker that cannot compute must not linger; its supervisor starts another."""
 
-    async def told() -> None:
+    async def heed_signals() -> None:
         await lifecycle.stopping.wait()
-        await host.drain(lifecycle.drain_s)
+        host.leave(lifecycle.drain_s, "told to stop")
 
-    life = asyncio.create_task(told(), name="life")
+    signals = asyncio.create_task(heed_signals(), name="signals")
+    life = asyncio.create_task(host.left(), name="life")
     steps = asyncio.create_task(asyncio.to_thread(host.engine.join), name="step thread")
     try:
         await asyncio.wait({life, steps}, return_when=asyncio.FIRST_COMPLETED)
@@ -74,6 +75,7 @@ async def _live(host: WorkerHost, lifecycle: Lifecycle) -> None:
         life.result()
     finally:
         life.cancel()
+        signals.cancel()
         steps.cancel()  # the thread it waits in ends with the engine
 
 

@@ -89,6 +89,10 @@ class RouterSession:
             except TimeoutError:
                 pass
         self._wake.clear()
+        return self.take_events()
+
+    def take_events(self) -> list[Any]:
+        """Events since the last call."""
         return self._outbox.take()
 
     def end(self, error: BatonError | None = None) -> None:
@@ -151,6 +155,9 @@ class SessionHost(Generic[Request, Response]):
                 if self._clock.now() - session.heard_s > self._silence_s:
                     log.warning("%s session %d: router silent for %.1f s", self._name, session.number, self._silence_s)
                     break
+            # What was said in the very moment of the end: of a worker that leaves these are the last tokens.
+            if events := session.take_events():
+                yield self._respond(events)
             if reader.done():
                 reader.result()
             if session.error is not None:

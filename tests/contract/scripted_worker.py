@@ -67,6 +67,10 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.De
         """How many handoffs to refuse next."""
         self.failure: BatonError | None = None
         """Fails the next prompt."""
+        self.leaves = True
+        """When told to, and nothing runs any more."""
+        self.told_to_leave = False
+        self.leaving: asyncio.Task[None] | None = None
         self.seen = asyncio.Event()
         """Pulsed with every message received."""
         self._sessions: set[_Session] = set()
@@ -114,11 +118,16 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.De
         stub = control_pb2_grpc.RegistryServiceStub(channel)
         return await stub.Register(control_pb2.RegisterRequest(worker=self.description()))
 
-    def cut(self, *, orderly: bool = False) -> None:
-        """Ends all sessions at once: as a crash, or with status OK."""
+    def cut(self, *, orderly: bool = False, kind: str = "") -> None:
+        """Ends all sessions at once, or those of a kind: as a crash, or with status OK."""
         for session in list(self._sessions):
-            session.broken = not orderly
-            session.outgoing.put_nowait(None)
+            if kind in ("", session.kind):
+                session.broken = not orderly
+                session.outgoing.put_nowait(None)
+
+    async def leave(self) -> None:
+        await self.until(lambda: not self.num_legs)
+        self.cut(orderly=True)
 
     def say(self, message: Any) -> None:
         """An event, or a whole response, in the sessions it fits."""
@@ -206,6 +215,10 @@ class _Session:
                 worker.cancelled.append(request.cancel.leg)
                 if task := self.legs.pop(request.cancel.leg, None):
                     task.cancel()
+            case "leave":
+                worker.told_to_leave = True
+                if worker.leaves:
+                    worker.leaving = asyncio.create_task(worker.leave())
             case "heartbeat" if request.DESCRIPTOR.full_name.startswith("baton.v1.Prefill"):
                 worker.held_leases = list(request.heartbeat.held_leases)
 

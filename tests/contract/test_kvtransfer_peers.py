@@ -14,6 +14,7 @@ import pytest
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.errors import (
     BatonError,
+    Draining,
     LayoutMismatch,
     LeaseInvalid,
     MalformedMessage,
@@ -25,6 +26,7 @@ from services.core.errors import (
 from services.kvtransfer.client import FetchOrder, lease_may_live
 from services.kvtransfer.servicer import KVTransferServicer
 from services.rpc.channels import dial
+from services.rpc.status import from_call
 from tests.contract.kv_harness import (
     LAYOUT,
     TOKEN,
@@ -184,6 +186,31 @@ async def test_a_release_that_cannot_be(state: str, code: grpc.StatusCode) -> No
         lease_id = lease.lease_id if state == "open" else b"short"
         assert await stub.Release(kvtransfer_pb2.ReleaseRequest(lease_id=lease_id, leg=1)).code() is code
         source.table.abort(lease.lease_id, 0.0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_source_that_leaves_says_so_to_whoever_fetches(leaves: bool) -> None:
+    """Of an aborted lease nobody can tell otherwise whether something went wrong."""
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(40)
+        order = destination.order(source, lease)
+        fetching = destination.start(order)
+        await until(lambda: lease.fetch is not None)
+        if leaves:
+            source.servicer.leave()
+        source.table.abort(lease.lease_id, 0.0)
+        with pytest.raises(Draining if leaves else LeaseInvalid) as caught:
+            await fetching
+        assert not lease_may_live(caught.value)
+        async with raw_stub(source) as stub:
+            late = stub.Release(kvtransfer_pb2.ReleaseRequest(lease_id=lease.lease_id, leg=order.leg))
+            if leaves:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await late
+                assert isinstance(from_call(refused.value), Draining)
+            else:
+                assert not (await late).valid
 
 
 async def test_a_replayed_lease_is_invalid() -> None:

@@ -394,21 +394,6 @@ async def test_status_models_and_health(cluster: Cluster) -> None:
     assert 0 <= worker.load_age_ms < 5_000
 
 
-async def test_drain_waits_then_moves_what_is_left(cluster: Cluster, pair: Any) -> None:
-    _, decode = pair
-    decode.decode_gate.clear()
-    call = cluster.inference.GenerateStream(request())
-    await decode.until(lambda: decode.commands)
-    other = await cluster.add("decode", worker_id="other")
-    answer = await cluster.control.Drain(control_pb2.DrainRequest(worker_id="decode", deadline_ms=50))
-    assert (answer.num_finished, answer.num_migrated) == (0, 1)
-    assert (await read(call))[1] == TEXT
-    assert other.commands
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await cluster.control.Drain(control_pb2.DrainRequest(worker_id="nobody"))
-    assert code_of(refused.value) is grpc.StatusCode.NOT_FOUND
-
-
 async def test_one_trace_per_request(cluster: Cluster, pair: Any) -> None:
     parent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
     call = cluster.inference.GenerateStream(request(), metadata=(("traceparent", parent),))

@@ -192,6 +192,25 @@ async def test_restarted_as_often_as_it_dies_once_it_has_been_ready(lifeline: Li
     await keeping
 
 
+async def test_one_that_left_in_order_is_started_again_at_once_and_is_no_failure(lifeline: Lifeline) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    patient = Backoff(first_s=1e6, most_s=1e6)
+    place = Supervised(
+        "fake",
+        lambda: script(READY + "sys.exit(0)"),
+        lifeline,
+        lines.put_nowait,
+        on_ready=lambda ready: lines.put_nowait("up"),
+        backoff=patient,
+    )
+    keeping = asyncio.create_task(place.keep())
+    for _ in range(3):
+        assert await lines.get() == "up"
+        assert re.fullmatch(r"fake has left \(drained after \d+ s\); starting it again", await lines.get())
+    await place.stop(1.0)
+    await keeping
+
+
 async def test_gives_up_on_a_child_that_dies_whenever_it_starts(lifeline: Lifeline) -> None:
     place = supervised(script("os.kill(os.getpid(), signal.SIGKILL)"), lifeline, asyncio.Queue(), num_starts=3)
     with pytest.raises(WorkerFailed, match="died 3 times while starting"):

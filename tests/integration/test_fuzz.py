@@ -19,7 +19,7 @@ import grpc
 import hypothesis.strategies as st
 import pytest
 import pytest_asyncio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from hypothesis import HealthCheck, given, settings
 
 from baton.v1 import control_pb2, decode_pb2, inference_pb2, kvtransfer_pb2, prefill_pb2, types_pb2
@@ -322,7 +322,7 @@ async def test_sessions(
         router_incarnation=77, session_number=next(_session_numbers), worker_incarnation=host.incarnation
     )
     requests = st.lists(payloads(kind, plausible), max_size=4)
-    data = [target.tame(each, kind) for each in draw.draw(requests)]
+    data = [staying(target.tame(each, kind), kind) for each in draw.draw(requests)]
     if draw.draw(st.integers(0, 5)):
         data.insert(0, kind(hello=hello).SerializeToString())
     code = await asyncio.to_thread(
@@ -334,6 +334,19 @@ async def test_sessions(
         linger=3 if data else 0,
     )
     assert code in TYPED - {Code.DEADLINE_EXCEEDED}
+
+
+def staying(data: bytes, kind: type[Message]) -> bytes:
+    """The same bytes unless they say that the worker is to leave: it would, and with it the rest of the test."""
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return data
+    if message.WhichOneof("message") != "leave":
+        return data
+    message.ClearField("leave")
+    return message.SerializePartialToString()
 
 
 def fields_of(message: Message) -> dict[str, Any]:

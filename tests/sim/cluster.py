@@ -5,10 +5,11 @@ Never: which faults happen when (`faults`), what must hold (`invariants`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from services.core.errors import BatonError
+from services.core.errors import BatonError, NoWorker, WorkerFailed
 from services.router.coordinator.config import CoordinatorConfig
 from services.worker.host import WorkerHost
 from tests.sim.client import SimRequest
@@ -27,6 +28,7 @@ _MOMENTS = {
 
 
 _LINGERS_S = 0.5
+_BACK_AFTER_S = 0.2
 
 
 class Cluster:
@@ -116,24 +118,20 @@ class Cluster:
         self.world.note("thaw", name)
         (self.workers.get(name) or self.routers[name]).node.thaw()
 
-    def terminate(self, name: str, deadline_s: float, back_after_s: float) -> None:
-        """SIGTERM, and a new process when the old one has gone."""
+    def terminate(self, name: str, deadline_s: float) -> None:
+        """SIGTERM."""
         worker = self.workers[name]
-        if not worker.node.alive or worker.stopping:
-            return
-        worker.stopping = True
-        self.world.note("terminate", name)
-        task = worker.node.loop.enter(
-            lambda: worker.node.loop.create_task(worker.drain_and_stop(deadline_s), name="SIGTERM")
-        )
-        task.add_done_callback(lambda _: self._exited(worker, back_after_s))
+        if worker.node.alive and not worker.host.draining:
+            self.world.note("terminate", name)
+            worker.node.loop.enter(lambda: worker.host.leave(deadline_s, "SIGTERM"))
 
-    def _exited(self, worker: SimWorker, back_after_s: float) -> None:
-        if worker.node.alive:
-            self.world.require(not worker.left_over(), f"{worker.plan.name} leaves behind {worker.left_over()}")
-            # What it has sent still arrives: the kernel sees to that after its exit.
-            self.world.after(_LINGERS_S, lambda: self.crash(worker.plan.name) if worker.node.alive else None)
-            self.world.after(_LINGERS_S + back_after_s, lambda: self._start_again(worker))
+    def exited(self, worker: SimWorker) -> None:
+        """By a drain; its supervisor starts another."""
+        self.world.note("left", worker.plan.name)
+        self.world.require(not worker.left_over(), f"{worker.plan.name} leaves behind {worker.left_over()}")
+        # What it has sent still arrives: the kernel sees to that after its exit.
+        self.world.after(_LINGERS_S, lambda: self.crash(worker.plan.name) if worker.node.alive else None)
+        self.world.after(_LINGERS_S + _BACK_AFTER_S, lambda: self._start_again(worker))
 
     def _start_again(self, gone: SimWorker) -> None:
         if self.workers[gone.plan.name] is gone:
@@ -145,8 +143,13 @@ class Cluster:
         if not router.node.alive or worker_name not in {w.info.worker_id for w in router.coordinator.workers()}:
             return
         self.world.note("drain", router_name, worker_name)
+
+        async def drain() -> None:
+            with contextlib.suppress(NoWorker, WorkerFailed):  # not there, or lost meanwhile
+                await router.conductor.drain_worker(worker_name, deadline_s)
+
         loop = router.node.loop
-        loop.enter(lambda: loop.create_task(router.conductor.drain_worker(worker_name, deadline_s), name="drain"))
+        loop.enter(lambda: loop.create_task(drain(), name="drain"))
 
     def kill_all(self) -> None:
         """The end: every coroutine is closed, where nobody sees it."""

@@ -239,14 +239,13 @@ class Faults:
         return lasts_s
 
     def _terminate(self, name: str) -> float:
-        self._cluster.terminate(name, deadline_s=self._world.random.choice((0.0, 0.3, 2.0)), back_after_s=0.2)
+        self._cluster.terminate(name, deadline_s=self._world.random.choice((0.0, 0.3, 2.0)))
         return 5.0
 
     def _drain(self, name: str) -> float:
-        """A drained worker is taken away, and comes back."""
+        """By an operator: it leaves, and comes back."""
         router = self._world.random.choice(list(self._cluster.routers))
         self._cluster.drain(router, name, self._world.random.choice((0.0, 0.3, 2.0)))
-        self._world.after(3.0, lambda: self._cluster.terminate(name, deadline_s=0.3, back_after_s=0.2))
         return 5.0
 
     def _crash_router(self, _: str) -> float:

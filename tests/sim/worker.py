@@ -77,7 +77,6 @@ class SimWorker:
     def __init__(self, cluster: Cluster, plan: WorkerPlan) -> None:
         self.plan = plan
         self.node = node = Node(cluster.world, plan.name, plan.config.advertise)
-        self.stopping = False
         node.inhabitant = self
         self._cluster = cluster
         node.loop.enter(lambda: self._build(plan))
@@ -97,22 +96,21 @@ class SimWorker:
             phases.append(PrefillServicer(self.host))
         if plan.role in (DECODE, MIXED):
             phases.append(DecodeServicer(self.host))
-        node.loop.create_task(self._start(server, phases), name="start")
+        node.loop.create_task(self._live(server, phases), name="life")
 
-    async def _start(self, server: SimServer, phases: list[Any]) -> None:
+    async def _live(self, server: SimServer, phases: list[Any]) -> None:
+        """As the process's main: until a signal or a router says that it is to leave."""
         await server.start()
         await self.host.start(phases)
         self._cluster.world.note("up", self.plan.name, self.host.incarnation)
-
-    async def drain_and_stop(self, deadline_s: float) -> None:
-        """SIGTERM."""
-        await self.host.drain(deadline_s)
+        await self.host.left()
         await self.host.stop()
+        self._cluster.exited(self)
 
     def left_over(self) -> list[str]:
         """What a stopped worker should not have."""
         tasks = [task.get_name() for task in self.node.loop.tasks if not task.done()]
-        return [name for name in tasks if name != "SIGTERM"] + ([] if self.idle else ["references"])
+        return [name for name in tasks if name != "life"] + ([] if self.idle else ["references"])
 
     @property
     def idle(self) -> bool:

@@ -341,7 +341,7 @@ def test_what_is_not_the_pairs_fault(bench: Deep, error: BatonError) -> None:
     bench.add("e", Role.DECODE)
     bench.fail_transfer(error)
     assert bench.pair("p", "e") is Health.NEW
-    assert bench.coordinator.worker("e").state is (
+    assert bench.coordinator.worker("p").state is (
         WorkerState.DRAINING if isinstance(error, Draining) else WorkerState.READY
     )
 

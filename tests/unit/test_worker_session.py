@@ -171,3 +171,18 @@ async def test_a_silent_router_loses_its_session(harness: Harness) -> None:
     async for _ in responses:
         pass
     assert len(harness.host) == 0
+
+
+async def test_what_was_said_in_the_moment_of_the_end_is_sent(harness: Harness) -> None:
+    """The router is slow to read when the worker leaves: its last tokens must not be lost."""
+    harness.requests.put_nowait(harness.hello())
+    responses = harness.host.serve(harness.stream())
+    await anext(responses)
+    (session,) = harness.host
+    session.emit(tokens(3, 0, 5))
+    session.flush()
+    assert len(await anext(responses)) == 1
+    session.emit(tokens(3, 1, 6, finish=True))  # the stream waits for its reader
+    session.flush()
+    harness.host.end_all()
+    assert [list(event.tokens.token_ids) for events in [each async for each in responses] for event in events] == [[6]]

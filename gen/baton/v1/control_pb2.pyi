@@ -81,7 +81,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "model_id", "pairs")
+    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "model_id", "pairs", "http_port")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class GetStatusResponse(_message.Message):
     NUM_DECODING_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     router_pid: int
     ready: bool
@@ -102,7 +103,8 @@ class GetStatusResponse(_message.Message):
     num_decoding: int
     model_id: str
     pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
-    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., model_id: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ...) -> None: ...
+    http_port: int
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., model_id: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
 
 class PairStatus(_message.Message):
     __slots__ = ("prefill", "decode", "state", "reason", "transport")

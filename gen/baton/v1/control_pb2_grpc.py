@@ -57,7 +57,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops admission to a worker, lets its sequences finish or migrates them at the deadline. Returns when it is empty.
+        """Stops admission to a worker, lets its sequences finish or migrates them at the deadline; then its process exits.
+        Returns when it has left. A supervisor may start it again: so workers are restarted one by one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\x1a\x17google/rpc/status.proto\"\xd6\x01\n\x1b\x44\x65\x63odeServiceSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x17.baton.v1.DecodeCommandH\x00\x12(\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12.\n\theartbeat\x18\x04 \x01(\x0b\x32\x19.baton.v1.RouterHeartbeatH\x00\x42\t\n\x07message\"\x80\x03\n\rDecodeCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\'\n\x07handoff\x18\x0c \x01(\x0b\x32\x11.baton.v1.HandoffH\x02\x88\x01\x01\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\x03\x42\x0b\n\t_logprobsB\x0f\n\r_remaining_msB\n\n\x08_handoff\"?\n\x07Handoff\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.baton.v1.KVSource\"\x1b\n\x0c\x43\x61ncelDecode\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"k\n\x1c\x44\x65\x63odeServiceSessionResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeEvent\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\"\x9c\x02\n\x0b\x44\x65\x63odeEvent\x12,\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x18.baton.v1.DecodeAdmittedH\x00\x12*\n\x07refused\x18\x02 \x01(\x0b\x32\x17.baton.v1.DecodeRefusedH\x00\x12&\n\x05ready\x18\x03 \x01(\x0b\x32\x15.baton.v1.ImportReadyH\x00\x12/\n\rimport_failed\x18\x04 \x01(\x0b\x32\x16.baton.v1.ImportFailedH\x00\x12*\n\x06tokens\x18\x05 \x01(\x0b\x32\x18.baton.v1.SequenceTokensH\x00\x12%\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x13.baton.v1.LegFailedH\x00\x42\x07\n\x05\x65vent\"4\n\x0e\x44\x65\x63odeAdmitted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\"K\n\rDecodeRefused\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rneeded_blocks\x18\x02 \x01(\x05\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\x05\"\x1a\n\x0bImportReady\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"T\n\x0cImportFailed\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x13\n\x0blease_alive\x18\x02 \x01(\x08\x12\"\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status2m\n\rDecodeService\x12\\\n\x07Session\x12%.baton.v1.DecodeServiceSessionRequest\x1a&.baton.v1.DecodeServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\x1a\x17google/rpc/status.proto\"\xff\x01\n\x1b\x44\x65\x63odeServiceSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x17.baton.v1.DecodeCommandH\x00\x12(\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12.\n\theartbeat\x18\x04 \x01(\x0b\x32\x19.baton.v1.RouterHeartbeatH\x00\x12\'\n\x05leave\x18\x05 \x01(\x0b\x32\x16.baton.v1.LeaveCommandH\x00\x42\t\n\x07message\"\x80\x03\n\rDecodeCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\'\n\x07handoff\x18\x0c \x01(\x0b\x32\x11.baton.v1.HandoffH\x02\x88\x01\x01\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\x03\x42\x0b\n\t_logprobsB\x0f\n\r_remaining_msB\n\n\x08_handoff\"?\n\x07Handoff\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.baton.v1.KVSource\"\x1b\n\x0c\x43\x61ncelDecode\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"k\n\x1c\x44\x65\x63odeServiceSessionResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeEvent\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\"\x9c\x02\n\x0b\x44\x65\x63odeEvent\x12,\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x18.baton.v1.DecodeAdmittedH\x00\x12*\n\x07refused\x18\x02 \x01(\x0b\x32\x17.baton.v1.DecodeRefusedH\x00\x12&\n\x05ready\x18\x03 \x01(\x0b\x32\x15.baton.v1.ImportReadyH\x00\x12/\n\rimport_failed\x18\x04 \x01(\x0b\x32\x16.baton.v1.ImportFailedH\x00\x12*\n\x06tokens\x18\x05 \x01(\x0b\x32\x18.baton.v1.SequenceTokensH\x00\x12%\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x13.baton.v1.LegFailedH\x00\x42\x07\n\x05\x65vent\"4\n\x0e\x44\x65\x63odeAdmitted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\"K\n\rDecodeRefused\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rneeded_blocks\x18\x02 \x01(\x05\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\x05\"\x1a\n\x0bImportReady\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"T\n\x0cImportFailed\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x13\n\x0blease_alive\x18\x02 \x01(\x08\x12\"\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status2m\n\rDecodeService\x12\\\n\x07Session\x12%.baton.v1.DecodeServiceSessionRequest\x1a&.baton.v1.DecodeServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODESERVICESESSIONREQUEST']._serialized_start=83
-  _globals['_DECODESERVICESESSIONREQUEST']._serialized_end=297
-  _globals['_DECODECOMMAND']._serialized_start=300
-  _globals['_DECODECOMMAND']._serialized_end=684
-  _globals['_HANDOFF']._serialized_start=686
-  _globals['_HANDOFF']._serialized_end=749
-  _globals['_CANCELDECODE']._serialized_start=751
-  _globals['_CANCELDECODE']._serialized_end=778
-  _globals['_DECODESERVICESESSIONRESPONSE']._serialized_start=780
-  _globals['_DECODESERVICESESSIONRESPONSE']._serialized_end=887
-  _globals['_DECODEEVENT']._serialized_start=890
-  _globals['_DECODEEVENT']._serialized_end=1174
-  _globals['_DECODEADMITTED']._serialized_start=1176
-  _globals['_DECODEADMITTED']._serialized_end=1228
-  _globals['_DECODEREFUSED']._serialized_start=1230
-  _globals['_DECODEREFUSED']._serialized_end=1305
-  _globals['_IMPORTREADY']._serialized_start=1307
-  _globals['_IMPORTREADY']._serialized_end=1333
-  _globals['_IMPORTFAILED']._serialized_start=1335
-  _globals['_IMPORTFAILED']._serialized_end=1419
-  _globals['_DECODESERVICE']._serialized_start=1421
-  _globals['_DECODESERVICE']._serialized_end=1530
+  _globals['_DECODESERVICESESSIONREQUEST']._serialized_end=338
+  _globals['_DECODECOMMAND']._serialized_start=341
+  _globals['_DECODECOMMAND']._serialized_end=725
+  _globals['_HANDOFF']._serialized_start=727
+  _globals['_HANDOFF']._serialized_end=790
+  _globals['_CANCELDECODE']._serialized_start=792
+  _globals['_CANCELDECODE']._serialized_end=819
+  _globals['_DECODESERVICESESSIONRESPONSE']._serialized_start=821
+  _globals['_DECODESERVICESESSIONRESPONSE']._serialized_end=928
+  _globals['_DECODEEVENT']._serialized_start=931
+  _globals['_DECODEEVENT']._serialized_end=1215
+  _globals['_DECODEADMITTED']._serialized_start=1217
+  _globals['_DECODEADMITTED']._serialized_end=1269
+  _globals['_DECODEREFUSED']._serialized_start=1271
+  _globals['_DECODEREFUSED']._serialized_end=1346
+  _globals['_IMPORTREADY']._serialized_start=1348
+  _globals['_IMPORTREADY']._serialized_end=1374
+  _globals['_IMPORTFAILED']._serialized_start=1376
+  _globals['_IMPORTFAILED']._serialized_end=1460
+  _globals['_DECODESERVICE']._serialized_start=1462
+  _globals['_DECODESERVICE']._serialized_end=1571
 # @@protoc_insertion_point(module_scope)

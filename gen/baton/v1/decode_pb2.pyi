@@ -9,16 +9,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeServiceSessionRequest(_message.Message):
-    __slots__ = ("hello", "decode", "cancel", "heartbeat")
+    __slots__ = ("hello", "decode", "cancel", "heartbeat", "leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.SessionHello
     decode: DecodeCommand
     cancel: CancelDecode
     heartbeat: _types_pb2.RouterHeartbeat
-    def __init__(self, hello: _Optional[_Union[_types_pb2.SessionHello, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.RouterHeartbeat, _Mapping]] = ...) -> None: ...
+    leave: _types_pb2.LeaveCommand
+    def __init__(self, hello: _Optional[_Union[_types_pb2.SessionHello, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.RouterHeartbeat, _Mapping]] = ..., leave: _Optional[_Union[_types_pb2.LeaveCommand, _Mapping]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
     __slots__ = ("leg", "request_id", "token_ids", "output_base", "sampling", "stopping", "logprobs", "priority", "cache_salt", "remaining_ms", "traceparent", "handoff", "age_ms")

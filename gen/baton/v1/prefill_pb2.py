@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xda\x01\n\x1cPrefillServiceSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillCommandH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.CancelPrefillH\x00\x12.\n\theartbeat\x18\x04 \x01(\x0b\x32\x19.baton.v1.RouterHeartbeatH\x00\x42\t\n\x07message\"\xbc\x02\n\x0ePrefillCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\tB\x0b\n\t_logprobsB\x0f\n\r_remaining_ms\"\x1c\n\rCancelPrefill\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"m\n\x1dPrefillServiceSessionResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\"\xc4\x01\n\x0cPrefillEvent\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.baton.v1.SequenceTokensH\x00\x12%\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x13.baton.v1.LegFailedH\x00\x12+\n\x0blease_ended\x18\x04 \x01(\x0b\x32\x14.baton.v1.LeaseEndedH\x00\x42\x07\n\x05\x65vent\"j\n\x0ePrefillStarted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12\"\n\x06source\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVSource\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\"U\n\nLeaseEnded\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x18.baton.v1.LeaseEndReason*\x8d\x01\n\x0eLeaseEndReason\x12 \n\x1cLEASE_END_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19LEASE_END_REASON_RELEASED\x10\x01\x12\x1c\n\x18LEASE_END_REASON_EXPIRED\x10\x02\x12\x1c\n\x18LEASE_END_REASON_ABORTED\x10\x03\x32p\n\x0ePrefillService\x12^\n\x07Session\x12&.baton.v1.PrefillServiceSessionRequest\x1a\'.baton.v1.PrefillServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\x83\x02\n\x1cPrefillServiceSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillCommandH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.CancelPrefillH\x00\x12.\n\theartbeat\x18\x04 \x01(\x0b\x32\x19.baton.v1.RouterHeartbeatH\x00\x12\'\n\x05leave\x18\x05 \x01(\x0b\x32\x16.baton.v1.LeaveCommandH\x00\x42\t\n\x07message\"\xbc\x02\n\x0ePrefillCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\tB\x0b\n\t_logprobsB\x0f\n\r_remaining_ms\"\x1c\n\rCancelPrefill\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"m\n\x1dPrefillServiceSessionResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\"\xc4\x01\n\x0cPrefillEvent\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.baton.v1.SequenceTokensH\x00\x12%\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x13.baton.v1.LegFailedH\x00\x12+\n\x0blease_ended\x18\x04 \x01(\x0b\x32\x14.baton.v1.LeaseEndedH\x00\x42\x07\n\x05\x65vent\"j\n\x0ePrefillStarted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12\"\n\x06source\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVSource\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\"U\n\nLeaseEnded\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x18.baton.v1.LeaseEndReason*\x8d\x01\n\x0eLeaseEndReason\x12 \n\x1cLEASE_END_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19LEASE_END_REASON_RELEASED\x10\x01\x12\x1c\n\x18LEASE_END_REASON_EXPIRED\x10\x02\x12\x1c\n\x18LEASE_END_REASON_ABORTED\x10\x03\x32p\n\x0ePrefillService\x12^\n\x07Session\x12&.baton.v1.PrefillServiceSessionRequest\x1a\'.baton.v1.PrefillServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASEENDREASON']._serialized_start=1134
-  _globals['_LEASEENDREASON']._serialized_end=1275
+  _globals['_LEASEENDREASON']._serialized_start=1175
+  _globals['_LEASEENDREASON']._serialized_end=1316
   _globals['_PREFILLSERVICESESSIONREQUEST']._serialized_start=59
-  _globals['_PREFILLSERVICESESSIONREQUEST']._serialized_end=277
-  _globals['_PREFILLCOMMAND']._serialized_start=280
-  _globals['_PREFILLCOMMAND']._serialized_end=596
-  _globals['_CANCELPREFILL']._serialized_start=598
-  _globals['_CANCELPREFILL']._serialized_end=626
-  _globals['_PREFILLSERVICESESSIONRESPONSE']._serialized_start=628
-  _globals['_PREFILLSERVICESESSIONRESPONSE']._serialized_end=737
-  _globals['_PREFILLEVENT']._serialized_start=740
-  _globals['_PREFILLEVENT']._serialized_end=936
-  _globals['_PREFILLSTARTED']._serialized_start=938
-  _globals['_PREFILLSTARTED']._serialized_end=1044
-  _globals['_LEASEENDED']._serialized_start=1046
-  _globals['_LEASEENDED']._serialized_end=1131
-  _globals['_PREFILLSERVICE']._serialized_start=1277
-  _globals['_PREFILLSERVICE']._serialized_end=1389
+  _globals['_PREFILLSERVICESESSIONREQUEST']._serialized_end=318
+  _globals['_PREFILLCOMMAND']._serialized_start=321
+  _globals['_PREFILLCOMMAND']._serialized_end=637
+  _globals['_CANCELPREFILL']._serialized_start=639
+  _globals['_CANCELPREFILL']._serialized_end=667
+  _globals['_PREFILLSERVICESESSIONRESPONSE']._serialized_start=669
+  _globals['_PREFILLSERVICESESSIONRESPONSE']._serialized_end=778
+  _globals['_PREFILLEVENT']._serialized_start=781
+  _globals['_PREFILLEVENT']._serialized_end=977
+  _globals['_PREFILLSTARTED']._serialized_start=979
+  _globals['_PREFILLSTARTED']._serialized_end=1085
+  _globals['_LEASEENDED']._serialized_start=1087
+  _globals['_LEASEENDED']._serialized_end=1172
+  _globals['_PREFILLSERVICE']._serialized_start=1318
+  _globals['_PREFILLSERVICE']._serialized_end=1430
 # @@protoc_insertion_point(module_scope)

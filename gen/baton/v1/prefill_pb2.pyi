@@ -20,16 +20,18 @@ LEASE_END_REASON_EXPIRED: LeaseEndReason
 LEASE_END_REASON_ABORTED: LeaseEndReason
 
 class PrefillServiceSessionRequest(_message.Message):
-    __slots__ = ("hello", "prefill", "cancel", "heartbeat")
+    __slots__ = ("hello", "prefill", "cancel", "heartbeat", "leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.SessionHello
     prefill: PrefillCommand
     cancel: CancelPrefill
     heartbeat: _types_pb2.RouterHeartbeat
-    def __init__(self, hello: _Optional[_Union[_types_pb2.SessionHello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelPrefill, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.RouterHeartbeat, _Mapping]] = ...) -> None: ...
+    leave: _types_pb2.LeaveCommand
+    def __init__(self, hello: _Optional[_Union[_types_pb2.SessionHello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelPrefill, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.RouterHeartbeat, _Mapping]] = ..., leave: _Optional[_Union[_types_pb2.LeaveCommand, _Mapping]] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
     __slots__ = ("leg", "request_id", "token_ids", "output_base", "sampling", "stopping", "logprobs", "priority", "cache_salt", "remaining_ms", "traceparent")

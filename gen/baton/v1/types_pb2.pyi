@@ -189,6 +189,12 @@ class RouterHeartbeat(_message.Message):
     held_leases: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, held_leases: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class LeaveCommand(_message.Message):
+    __slots__ = ("remaining_ms",)
+    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    remaining_ms: int
+    def __init__(self, remaining_ms: _Optional[int] = ...) -> None: ...
+
 class SequenceTokens(_message.Message):
     __slots__ = ("leg", "position", "token_ids", "logprobs", "finish", "timings")
     LEG_FIELD_NUMBER: _ClassVar[int]

@@ -23,7 +23,7 @@ from services.router.coordinator.events import (
     Tokens,
     WorkerInfo,
 )
-from services.router.coordinator.failures import FATAL, is_the_pairs
+from services.router.coordinator.failures import FATAL, is_leaving, is_the_pairs, leaves
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.health import Health
 
@@ -162,9 +162,11 @@ class Canaries:
     def _import_failed(self, canary: Canary, error: BatonError, now: float) -> None:
         self._end(canary)
         assert canary.target is not None
+        if canary.source is None:
+            return
         if isinstance(error, Draining):
-            self._book.workers.drain(self._book.workers.get(canary.target.worker_id), now)
-        elif canary.source is not None and is_the_pairs(error):
+            leaves(self._book, canary.source, now)
+        elif is_the_pairs(error) and not is_leaving(self._book, canary.source):
             reason = f"{error.reason}: {error}"
             self._book.workers.transfer_failed(canary.source, canary.target.worker_id, reason, now)
 

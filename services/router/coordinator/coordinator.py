@@ -83,7 +83,7 @@ class Coordinator:
             known = workers.get(info.worker_id)
             if known.info.incarnation == info.incarnation and known.state is not WorkerState.LOST:
                 return False
-            self._lose(known, now, "restarted", crashed=True)
+            self._lose(known, now, "restarted", crashed=not known.draining)
         workers.join(info, now)
         self._dispatch(now)
         return True
@@ -107,7 +107,8 @@ class Coordinator:
             return
         worker = self._book.workers.get(worker_id)
         if worker.info.incarnation == incarnation:
-            self._lose(worker, now, reason, crashed=crashed)
+            # However one that was leaving has gone: no request is to blame for it.
+            self._lose(worker, now, reason, crashed=crashed and not worker.draining)
             self._dispatch(now)
 
     def prefill_events(

@@ -36,12 +36,12 @@ def prefill_failed(
         book.end_prefill(request, now, "failed", cancel=cancel)
         book.fail(request, error, now)
         return
-    blame(book, request, leg.worker, Role.PREFILL, error, now)
+    counted = blame(book, request, leg.worker, Role.PREFILL, error, now)
     if request.decode is not None and leg.sealed_s is None:
         # Never sealed, so there is nothing the decode leg could still complete.
         book.end_decode(request, now, "source failed")
     source_gone(book, request, now, "failed", cancel=cancel)
-    book.settle(request, now)
+    book.settle(request, now, refused=not counted)
 
 
 def decode_failed(book: Book, request: Request, leg: DecodeLeg, error: BatonError, now: float, *, cancel: bool) -> None:
@@ -49,8 +49,8 @@ def decode_failed(book: Book, request: Request, leg: DecodeLeg, error: BatonErro
     if isinstance(error, FATAL):
         book.fail(request, error, now)
         return
-    blame(book, request, leg.worker, Role.DECODE, error, now)
-    book.settle(request, now)
+    counted = blame(book, request, leg.worker, Role.DECODE, error, now)
+    book.settle(request, now, refused=not counted)
 
 
 def source_gone(book: Book, request: Request, now: float, outcome: str, *, cancel: bool) -> None:
@@ -60,16 +60,34 @@ def source_gone(book: Book, request: Request, now: float, outcome: str, *, cance
         request.decode.orphaned_s = now
 
 
-def blame(book: Book, request: Request, worker: WorkerInfo, role: Role, error: BatonError, now: float) -> None:
+def blame(book: Book, request: Request, worker: WorkerInfo, role: Role, error: BatonError, now: float) -> bool:
+    """Whether it counts. A worker that was told to leave while a command was on its way to it has only refused."""
     if isinstance(error, Draining):
-        book.workers.drain(book.workers.get(worker.worker_id), now)
-        return
+        leaves(book, worker, now)
+        return False
     note_crash(request, worker, role)
     book.workers.failed(worker.worker_id, f"{error.reason}: {error}", now)
+    return True
 
 
-def note_crash(request: Request, worker: WorkerInfo, role: Role) -> None:
-    request.crashes.append(Crash(worker.worker_id, worker.incarnation, role, session_lost=False))
+def leaves(book: Book, worker: WorkerInfo, now: float) -> None:
+    """Someone has heard that it is to leave, perhaps before it has said so here."""
+    current = book.workers.current(worker.worker_id, worker.incarnation)
+    if current is not None:
+        book.workers.drain(current, now)
+
+
+def is_leaving(book: Book, worker: WorkerInfo) -> bool:
+    """What fails there now fails because it goes."""
+    if worker.worker_id not in book.workers:
+        return False
+    known = book.workers.get(worker.worker_id)
+    return known.info.incarnation == worker.incarnation and known.draining
+
+
+def note_crash(request: Request, worker: WorkerInfo, role: Role, *, failed_import: bool = False) -> None:
+    crash = Crash(worker.worker_id, worker.incarnation, role, session_lost=False, failed_import=failed_import)
+    request.crashes.append(crash)
 
 
 def is_the_pairs(error: BatonError) -> bool:
@@ -106,17 +124,22 @@ def worker_gone(
                 role = Role.PREFILL
             source_gone(book, request, now, outcome, cancel=stuck)
         if crashed:
-            request.crashes.append(Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck))
+            _note_loss(request, Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck))
         book.settle(request, now)
+
+
+def _note_loss(request: Request, crash: Crash) -> None:
+    told_before = [each for each in request.crashes if each.failed_import and each.process == crash.process]
+    if told_before:
+        request.crashes.remove(told_before[-1])
+    request.crashes.append(crash)
 
 
 def worker_alive(book: Book, worker: Worker) -> None:
     """The incarnation whose session broke is back: that was no crash."""
     back = (worker.info.worker_id, worker.info.incarnation)
     for request in book.requests.values():
-        request.crashes = [
-            crash for crash in request.crashes if not crash.session_lost or (crash.worker_id, crash.incarnation) != back
-        ]
+        request.crashes = [crash for crash in request.crashes if not crash.session_lost or crash.process != back]
 
 
 def migrate(book: Book, worker: Worker, now: float) -> int:

@@ -27,7 +27,9 @@ from services.router.coordinator.failures import (
     FATAL,
     blame,
     decode_failed,
+    is_leaving,
     is_the_pairs,
+    leaves,
     note_crash,
     note_refusal,
     prefill_failed,
@@ -161,24 +163,24 @@ def _import_failed(
     book: Book, request: Request, leg: DecodeLeg, worker: Worker, event: ImportFailed, now: float
 ) -> None:
     source = request.prefill
-    if source is not None and is_the_pairs(event.error):
+    if source is not None and isinstance(event.error, Draining):
+        leaves(book, source.worker, now)
+    leaving = source is not None and is_leaving(book, source.worker)
+    if source is not None and not leaving and is_the_pairs(event.error):
         reason = f"{event.error.reason}: {event.error}"
         book.workers.transfer_failed(source.worker, worker.info.worker_id, reason, now)
     book.end_decode(request, now, "import failed", cancel=False)
     if isinstance(event.error, FATAL):
         book.fail(request, event.error, now)
         return
-    draining = isinstance(event.error, Draining)
-    if draining:
-        book.workers.drain(worker, now)
     if source is not None and source.lease is not None:
-        source.lease.num_failed_imports += not draining
+        source.lease.num_failed_imports += 1
         if event.lease_alive and source.lease.num_failed_imports < book.config.max_failed_imports:
             note_refusal(book, request, leg, worker, now)
         else:
-            if not draining:
+            if not leaving:
                 # The decode role made no progress, whoever is to blame; the source is avoided.
-                note_crash(request, source.worker, Role.DECODE)
+                note_crash(request, source.worker, Role.DECODE, failed_import=True)
             book.end_prefill(request, now, "import failed")
     book.settle(request, now)
 

@@ -98,6 +98,12 @@ class Crash:
     role: Role
     session_lost: bool
     """Assumed from a broken session, which a living worker may have too."""
+    failed_import: bool = False
+    """What a decode worker said of its source. If that one's session is lost next, it was the same failure."""
+
+    @property
+    def process(self) -> tuple[str, int]:
+        return (self.worker_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
