@@ -25,6 +25,8 @@ class Ready:
     port: int
     metrics_port: int
     pid: int
+    http_port: int = 0
+    """0: none."""
 
 
 class Lifeline:
@@ -101,7 +103,8 @@ class Child:
     def _parse(self, line: bytes) -> Ready | None:
         try:
             report = json.loads(line)
-            return Ready(int(report["port"]), int(report["metrics_port"]), int(report["pid"]))
+            port, metrics_port, pid = (int(report[name]) for name in ("port", "metrics_port", "pid"))
+            return Ready(port, metrics_port, pid, int(report.get("http_port", 0)))
         except (ValueError, KeyError, TypeError):
             logger.error("%s reported nonsense: %r", self.name, line)
             return None

@@ -50,6 +50,8 @@ class ClusterPlan:
     worker_flags: tuple[str, ...]
     trace_file: str
     drain_s: float
+    # -1: no HTTP.
+    http_port: int = -1
 
 
 class Cluster:
@@ -66,6 +68,7 @@ class Cluster:
         self._program = program
         self._announce = announce
         self._port = plan.port
+        self._http_port = plan.http_port
         self._router = Supervised("router", self._router_command, lifeline, announce, on_ready=self._router_ready)
         self._workers = [self._supervise(worker, lifeline) for worker in plan.workers]
 
@@ -101,7 +104,8 @@ class Cluster:
 
     def _router_command(self) -> list[str]:
         plan = self._plan
-        flags = ["--host", plan.host, "--port", str(self._port), "--metrics-port", str(plan.router_metrics_port)]
+        flags = ["--host", plan.host, "--port", str(self._port), "--http-port", str(self._http_port)]
+        flags += ["--metrics-port", str(plan.router_metrics_port)]
         return self._command("router", [*flags, "--drain-s", str(plan.drain_s)])
 
     def _worker_command(self, worker: Worker) -> list[str]:
@@ -121,6 +125,9 @@ class Cluster:
     def _router_ready(self, ready: Ready) -> None:
         self._port = ready.port  # a restarted router must be found where it was
         self._announce(_line("router", self._plan.host, ready))
+        if ready.http_port:
+            self._http_port = ready.http_port
+            self._announce(f"{'http':<12} http://{local_address(self._plan.host, ready.http_port)}/v1  (OpenAI-style)")
 
     def _worker_ready(self, worker: Worker, ready: Ready) -> None:
         cores = ",".join(map(str, worker.share.cores))

@@ -79,6 +79,14 @@ def plan_metrics_ports(port: int, metrics_port: int | None, num_children: int, *
     return ports
 
 
+def plan_http_port(port: int, http_port: int | None, metrics_ports: Sequence[int], *, default: int = 8000) -> int:
+    """The router's HTTP port. Left out, it follows `port`: free if that is 0, else `default`. -1 is none."""
+    chosen = http_port if http_port is not None else (0 if port == 0 else default)
+    if chosen > 0 and chosen in (port, *metrics_ports):
+        raise ConfigError(f"--http-port: {chosen} is also --port or one of the metrics ports")
+    return chosen
+
+
 def plan_workers(prefill: int | None, decode: int | None, mixed: int | None) -> list[str]:
     """Roles of the workers, in order. Nothing said means one prefill and one decode worker."""
     if prefill is None and decode is None and mixed is None:

@@ -29,7 +29,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 def _text(target: str, status: dict[str, Any]) -> str:
     ready = "ready" if status["ready"] else "not ready"
     lines = [
-        f"router {target}  pid {status['router_pid']}  model {status['model_id'] or '-'}  {ready}",
+        f"router {target}{_http(target, status)}  pid {status['router_pid']}"
+        f"  model {status['model_id'] or '-'}  {ready}",
         "requests  "
         + "  ".join(f"{name} {status['num_' + name]}" for name in ("queued", "prefilling", "parked", "decoding")),
         "",
@@ -42,6 +43,12 @@ def _text(target: str, status: dict[str, Any]) -> str:
         if pair["reason"]
     ]
     return "\n".join([*lines, *reasons, *ways])
+
+
+def _http(target: str, status: dict[str, Any]) -> str:
+    """Where the router's HTTP is, seen from here."""
+    host = target.rpartition(":")[0]
+    return f"  http://{host}:{status['http_port']}/v1" if status["http_port"] else ""
 
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:

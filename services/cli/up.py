@@ -19,7 +19,7 @@ from services.cli.arguments import Parser
 from services.cli.child import Lifeline
 from services.cli.cluster import PROGRAM, Cluster, ClusterPlan, Worker
 from services.cli.model_cache import DEFAULT_MODEL, ResolvedModel, resolve_model
-from services.cli.plan import divide_cores, memory_utilization, plan_metrics_ports, plan_workers
+from services.cli.plan import divide_cores, memory_utilization, plan_http_port, plan_metrics_ports, plan_workers
 from services.core import config as configuration
 from services.core.config import option, positive
 from services.core.config import port as is_port
@@ -39,6 +39,12 @@ class UpConfig:
     mixed: int | None = option(None, "workers that do both (default: none)", check=_count)
     host: str = option("127.0.0.1", "address the router binds")
     port: int = option(50051, "the router's gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]")
+    http_port: int | None = option(
+        None,
+        "the router's OpenAI-style HTTP port; 0 picks a free one, -1 none (default: 8000, or a free one with --port 0)",
+        check=lambda value: -1 <= value <= 65535,
+        must="must be in [-1, 65535]",
+    )
     metrics_port: int | None = option(
         None,
         "the router's Prometheus port, from which the workers' count up; 0 picks free ones "
@@ -64,7 +70,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     configuration.add_arguments(parser, UpConfig)
     config = configuration.load(UpConfig, parser.parse_args(argv))
     roles = plan_workers(config.prefill, config.decode, config.mixed)
-    plan_metrics_ports(config.port, config.metrics_port, 1 + len(roles))  # a wrong flag is told before a long download
+    _plan_ports(config, roles)  # a wrong flag is told before a long download
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     plan = make_plan(config, roles, resolve_model(config.model))
     announce(f"model        {plan.model.model_id}  ({plan.model.path})")
@@ -76,7 +82,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> ClusterPlan:
     """Divides this machine as it is now among the router and workers of these roles."""
-    metrics_ports = plan_metrics_ports(config.port, config.metrics_port, 1 + len(roles))
+    metrics_ports, http_port = _plan_ports(config, roles)
     shares = divide_cores(machine.usable_cores(), len(roles), threads=config.threads, quota=machine.cpu_quota())
     workers = [
         Worker(f"{role}-{roles[:index].count(role)}", role, metrics_ports[1 + index], shares[index])
@@ -91,7 +97,14 @@ def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> C
         worker_flags=_worker_flags(config, model, len(workers)),
         trace_file=config.trace_file,
         drain_s=config.drain_s,
+        http_port=http_port,
     )
+
+
+def _plan_ports(config: UpConfig, roles: Sequence[str]) -> tuple[list[int], int]:
+    """Metrics ports, the router's first, and the HTTP port."""
+    metrics_ports = plan_metrics_ports(config.port, config.metrics_port, 1 + len(roles))
+    return metrics_ports, plan_http_port(config.port, config.http_port, metrics_ports)
 
 
 def _worker_flags(config: UpConfig, model: ResolvedModel, num_workers: int) -> tuple[str, ...]:

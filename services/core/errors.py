@@ -35,6 +35,12 @@ class MalformedMessage(BatonError):
     reason = "MALFORMED_MESSAGE"
 
 
+class MessageTooLarge(BatonError):
+    """More bytes than a request may have. Over gRPC the runtime refuses it before anyone sees it."""
+
+    reason = "MESSAGE_TOO_LARGE"
+
+
 class UnknownModel(BatonError):
     reason = "UNKNOWN_MODEL"
 

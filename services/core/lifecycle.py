@@ -61,12 +61,12 @@ class Lifecycle:
         if self._lifeline_fd is not None:
             threading.Thread(target=self._await_orphaned, name="lifeline", daemon=True).start()
 
-    def report_ready(self, *, port: int, metrics_port: int) -> None:
+    def report_ready(self, *, port: int, metrics_port: int, http_port: int = 0) -> None:
         """Tells the supervisor, once, that the process serves, and on which ports. Without one it is only logged."""
-        logger.info("ready: port %d, metrics port %d", port, metrics_port)
+        logger.info("ready: port %d, metrics port %d, HTTP port %d", port, metrics_port, http_port)
         if self._ready_fd is None:
             return
-        report = {"port": port, "metrics_port": metrics_port, "pid": os.getpid()}
+        report = {"port": port, "metrics_port": metrics_port, "http_port": http_port, "pid": os.getpid()}
         fd, self._ready_fd = self._ready_fd, None
         try:
             os.write(fd, json.dumps(report).encode() + b"\n")  # one write below PIPE_BUF: never torn

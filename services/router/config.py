@@ -14,6 +14,9 @@ class RouterConfig:
     # Where it listens.
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(50051, "gRPC port; 0 picks a free one", check=port, must="must be in [0, 65535]")
+    http_port: int = option(
+        -1, "port of the OpenAI-style HTTP API; 0 picks a free one, -1 none", check=lambda v: -1 <= v <= 65535
+    )
     metrics_port: int = option(-1, "Prometheus port; 0 picks a free one, -1 none", check=lambda v: -1 <= v <= 65535)
     max_message_bytes: int = option(16 << 20, "largest request", check=positive, must="must be positive")
     # Admission.

@@ -42,6 +42,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._conductor = conductor
         self._model_id = model_id
         self._clock = clock
+        self.http_port = 0
+        """Of the router's HTTP; 0 without."""
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> control_pb2.GetStatusResponse:
         coordinator = self._conductor.coordinator
@@ -56,6 +58,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             num_parked=phases[Phase.PARKED],
             num_decoding=phases[Phase.BINDING] + phases[Phase.DECODING],
             model_id=self._model_id,
+            http_port=self.http_port,
             pairs=[
                 _pair(worker, pair)
                 for worker in coordinator.workers()

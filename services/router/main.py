@@ -15,6 +15,8 @@ from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.health import HealthConfig
+from services.router.http.app import make_app
+from services.router.http.server import HttpServer
 from services.router.intake import Intake, ServedModel
 from services.router.metrics import RouterMetrics
 from services.router.sessions import SessionTimes
@@ -39,7 +41,7 @@ async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
         router = Router(config, tracer)
         try:
             await router.start()
-            lifecycle.report_ready(port=router.port, metrics_port=router.metrics_port)
+            lifecycle.report_ready(port=router.port, metrics_port=router.metrics_port, http_port=router.http_port)
             await router.serve_until(lifecycle.stopping)
             await router.drain(lifecycle.drain_s)
         finally:
@@ -76,6 +78,8 @@ class Router:
             self.conductor, model, clock=clock, tracer=tracer, metrics=self._metrics, executor=self._executor
         )
         self._inference = servicer.InferenceServicer(intake, self.coordinator)
+        app = make_app(intake, self.coordinator, self._metrics.registry, max_body_bytes=config.max_message_bytes)
+        self._http = HttpServer(app, config.host, config.http_port) if config.http_port >= 0 else None
         self._control = control.ControlServicer(self.conductor, model_id=model_id, clock=clock)
         self._registry = registry.RegistryServicer(self.conductor, model_id=model_id, interval_s=config.register_s)
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,12 +97,20 @@ class Router:
         """0 without an endpoint."""
         return self._metrics.port
 
+    @property
+    def http_port(self) -> int:
+        """0 without HTTP."""
+        return self._http.port if self._http is not None else 0
+
     async def start(self) -> None:
         add = self._server.add
         add(servicer.FULL_NAME, inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._inference)
         add(control.FULL_NAME, control_pb2_grpc.add_ControlServiceServicer_to_server, self._control)
         add(registry.FULL_NAME, control_pb2_grpc.add_RegistryServiceServicer_to_server, self._registry)
         await self._server.start()
+        if self._http is not None:
+            await self._http.start()
+            self._control.http_port = self._http.port
         await self._server.set_ready(True, control.FULL_NAME, registry.FULL_NAME)
         self._tasks = [
             asyncio.create_task(self.conductor.tick_forever(), name="tick"),
@@ -110,7 +122,8 @@ class Router:
         """Raises if one of the router's own tasks fails: a router that cannot tick must not look alive."""
         waiter = asyncio.create_task(stopping.wait(), name="stopping")
         try:
-            done, _ = await asyncio.wait({waiter, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            tasks = {waiter, *self._tasks, *([self._http.serving] if self._http is not None else [])}
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
@@ -127,6 +140,8 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.conductor.close()
+        if self._http is not None:
+            await self._http.stop()
         await self._server.stop(grace_s=1.0)
         self._executor.shutdown()
         self._metrics.close()

@@ -30,6 +30,7 @@ _Code = grpc.StatusCode
 CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: _Code.INVALID_ARGUMENT,
     errors.MalformedMessage: _Code.INVALID_ARGUMENT,
+    errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     errors.UnknownModel: _Code.NOT_FOUND,
     errors.UnknownWorker: _Code.NOT_FOUND,
     errors.DuplicateRequest: _Code.ALREADY_EXISTS,
@@ -72,6 +73,13 @@ _MAX_FIELD_BYTES = 256
 def code_of(error: errors.BatonError) -> grpc.StatusCode:
     """The table's entry for the error's class or the nearest class above it; INTERNAL for the bare root."""
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
+
+
+def retry_after_s(error: errors.BatonError) -> float | None:
+    """When to try again; None: that would not help."""
+    if error.retry_after_s is None and isinstance(error, _RETRYABLE):
+        return DEFAULT_RETRY_AFTER_S
+    return error.retry_after_s
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
@@ -147,12 +155,10 @@ def _details(error: errors.BatonError, message: str) -> list[Any]:
         quota = error_details_pb2.QuotaFailure()
         quota.violations.add(subject="capacity", description=message)
         details.append(quota)
-    retry_after_s = error.retry_after_s
-    if retry_after_s is None and isinstance(error, _RETRYABLE):
-        retry_after_s = DEFAULT_RETRY_AFTER_S
-    if retry_after_s is not None:
+    delay_s = retry_after_s(error)
+    if delay_s is not None:
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(round(retry_after_s * 1000))
+        retry.retry_delay.FromMilliseconds(round(delay_s * 1000))
         details.append(retry)
     return details
 

@@ -91,7 +91,7 @@ def how(word: str) -> pytest.MarkDecorator:
 
 @how("good")
 def test_reports_its_ports_and_pid(service: Service) -> None:
-    assert service.report == {"port": 1, "metrics_port": 2, "pid": service.process.pid}
+    assert service.report == {"port": 1, "metrics_port": 2, "http_port": 0, "pid": service.process.pid}
 
 
 @how("good")

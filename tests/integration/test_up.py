@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import urllib.request
 from pathlib import Path
 
 from tests.models import tiny_model
@@ -21,6 +22,11 @@ def test_serves_and_drains(tmp_path: Path) -> None:
             "prefill-0": "ready",
             "decode-0": "ready",
         }
+        http = next(line.split()[1] for line in up.lines if line.startswith("http "))
+        assert up.target().rpartition(":")[0] in http
+        with urllib.request.urlopen(f"{http}/models") as models:
+            assert json.load(models)["data"][0]["id"] == "tiny-llama"
+        assert http in up.baton("status").stdout
         health = up.baton("health", "--service", "baton.v1.InferenceService")
         assert (health.returncode, health.stdout) == (0, "SERVING\n")
         up.stop(signal.SIGINT)

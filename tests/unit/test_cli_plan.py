@@ -16,6 +16,7 @@ from services.cli.plan import (
     CoreShare,
     divide_cores,
     memory_utilization,
+    plan_http_port,
     plan_metrics_ports,
     plan_workers,
 )
@@ -98,6 +99,16 @@ def test_metrics_ports_count_up(port: int, metrics_port: int | None, expected: l
 def test_metrics_ports_that_cannot_be(port: int, metrics_port: int, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--metrics-port: .*{words}"):
         plan_metrics_ports(port, metrics_port, 3)
+
+
+def test_the_http_port_follows_the_router() -> None:
+    assert plan_http_port(50051, None, [9400]) == 8000
+    assert plan_http_port(0, None, [0, 0]) == 0
+    assert plan_http_port(50051, 0, [9400]) == 0
+    assert plan_http_port(50051, -1, [9400]) == -1
+    for port, metrics_ports in ((7000, [9400]), (50051, [6999, 7000])):
+        with pytest.raises(ConfigError, match="--http-port: 7000"):
+            plan_http_port(port, 7000, metrics_ports)
 
 
 @pytest.mark.parametrize(

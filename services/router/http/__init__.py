@@ -1,0 +1,17 @@
+"""OpenAI-style HTTP on the router: another way of writing requests and answers, the same way through the system.
+
+    server.py       uvicorn inside the router's event loop: port, limits, end
+    app.py          which path leads where; models, health, metrics
+    generation.py   one request: body -> GenerateRequest -> services/router/intake.py -> JSON or events
+    body.py         the bytes of a body, and typed access to its fields
+    parameters.py   fields both endpoints share -> GenerateRequest; unsupported.py: those that are refused by name
+    completions.py  /v1/completions: its fields, and how its answers are written
+    chat.py         /v1/chat/completions: the same
+    call.py         what these two hand to generation.py
+    logprobs.py     tokens as text and bytes
+    reply.py        what goes out: JSON, events, errors
+    errors.py       the table from the tree of errors to HTTP statuses
+    connection.py   a client that goes away
+
+Ranges are checked where gRPC's are (services/router/validation.py); here only types are.
+"""

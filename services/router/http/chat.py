@@ -1,0 +1,107 @@
+"""/v1/chat/completions: messages are answered, by the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.v1 import inference_pb2
+from services.core.errors import InvalidRequest
+from services.router.http import unsupported
+from services.router.http.body import Body, as_list, as_record, as_text
+from services.router.http.call import Call, Ending, Json
+from services.router.http.logprobs import TokenTexts, chat_logprobs
+from services.router.http.parameters import read_shared
+
+# OpenAI's newer name for the same.
+_ROLES = {"developer": "system"}
+_TOOL_ROLES = ("tool", "function")
+# Of messages; what they carry would be lost. Values that carry nothing are accepted.
+_NOT_SUPPORTED: unsupported.Neutral = {"tool_calls": ([],), "function_call": (), "audio": ()}
+
+
+def read_call(body: Body, texts: TokenTexts) -> Call:
+    """Raises InvalidRequest."""
+    request = inference_pb2.GenerateRequest()
+    unsupported.refuse(body, unsupported.CHAT)
+    _messages(body, request)
+    options = read_shared(body, request)
+    params = {"response.logprobs": "top_logprobs", "prompt": "messages"}
+    older, newer = body.whole("max_tokens"), body.whole("max_completion_tokens")
+    max_tokens = older if newer is None else newer
+    if newer is not None:
+        params["stopping.max_tokens"] = "max_completion_tokens"
+    if max_tokens is not None:
+        request.stopping.max_tokens = max_tokens
+    wanted, num_top = body.boolean("logprobs") or False, body.whole("top_logprobs")
+    if num_top and not wanted:
+        raise InvalidRequest("top_logprobs", "is only allowed together with logprobs")
+    if wanted:
+        request.response.logprobs = num_top or 0
+    return Call(request, options, ChatStyle(texts), params)
+
+
+def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
+    messages = body.take("messages")
+    if messages is None:
+        raise InvalidRequest("messages", "is missing")
+    request.messages.SetInParent()
+    for index, entry in enumerate(as_list(messages, "messages")):
+        path = f"messages[{index}]"
+        message = Body(as_record(entry, path), path)
+        role = message.text("role") or ""
+        if role in _TOOL_ROLES:
+            raise InvalidRequest(f"{path}.role", f"is {role!r}; tools are not supported by this server")
+        unsupported.refuse(message, _NOT_SUPPORTED)
+        content = _content(message.take("content"), f"{path}.content", role)
+        request.messages.messages.add(role=_ROLES.get(role, role), content=content)
+
+
+def _content(content: Any, path: str, role: str) -> str:
+    """A text, or parts of type text, each on a line of its own."""
+    if content is None and role == "assistant":
+        return ""
+    if isinstance(content, str):
+        return as_text(content, path)
+    if not isinstance(content, list):
+        raise InvalidRequest(path, "must be a string or a list of parts")
+    texts = []
+    for index, entry in enumerate(content):
+        part = Body(as_record(entry, f"{path}[{index}]"), f"{path}[{index}]")
+        kind = part.text("type")
+        if kind != "text":
+            raise InvalidRequest(f"{path}[{index}].type", f"is {kind!r}; only 'text' is supported by this server")
+        text = part.text("text")
+        if text is None:
+            raise InvalidRequest(f"{path}[{index}].text", "is missing")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class ChatStyle:
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return {"index": 0, "message": message, "logprobs": self._logprobs(output), **ending.fields()}
+
+    def opening(self) -> Json | None:
+        return _choice({"role": "assistant", "content": ""})
+
+    def delta(self, chunk: inference_pb2.Chunk) -> Json | None:
+        logprobs = self._logprobs(chunk)
+        return _choice({"content": chunk.text}, logprobs) if chunk.text or logprobs else None
+
+    def closing(self, ending: Ending) -> Json:
+        return {**_choice({}), **ending.fields()}
+
+    def _logprobs(self, chunk: inference_pb2.Chunk) -> Json | None:
+        return chat_logprobs(self._texts, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
+
+
+def _choice(delta: Json, logprobs: Json | None = None) -> Json:
+    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -1,0 +1,79 @@
+"""Fields of both endpoints, into a GenerateRequest. Types are checked here, ranges by the router's validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.v1 import inference_pb2, types_pb2
+from services.core.errors import InvalidRequest
+from services.router.http.body import Body, as_number, as_record, as_text, as_whole
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SEEDS = (-(1 << 63), (1 << 64) - 1)
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    stream: bool
+    include_usage: bool
+    """A last chunk with the usage, and null in all others."""
+    continuous_usage: bool
+    """The usage so far in each chunk, as vLLM has it."""
+
+
+def read_shared(body: Body, request: inference_pb2.GenerateRequest) -> StreamOptions:
+    """All but the prompt, max_tokens and logprobs. Raises InvalidRequest."""
+    model = body.text("model")
+    if model is not None:
+        request.model = model
+    _sampling(body, request.sampling)
+    _stopping(body, request.stopping)
+    priority, cache_salt = body.whole("priority"), body.text("cache_salt")
+    if priority is not None:
+        request.priority = priority
+    if cache_salt is not None:
+        request.cache_salt = cache_salt
+    skip_special_tokens = body.boolean("skip_special_tokens")
+    if skip_special_tokens is not None:
+        request.response.skip_special_tokens = skip_special_tokens
+    return _stream_options(body)
+
+
+def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
+    for name in _NUMBERS:
+        number = body.number(name)
+        if number is not None:
+            setattr(sampling, name, number)
+    top_k, seed = body.whole("top_k"), body.whole("seed", _SEEDS)
+    if top_k is not None:
+        sampling.top_k = 0 if top_k == -1 else top_k  # vLLM's clients write -1 for all
+    if seed is not None:
+        sampling.seed = seed % (1 << 64)
+    value = body.take("logit_bias")
+    for text, bias in {} if value is None else as_record(value, "logit_bias").items():
+        if not text.isdecimal() or len(text) > 9:
+            raise InvalidRequest("logit_bias", f"has the key {text[:32]!r}, which is no token id")
+        sampling.logit_bias.add(token_id=int(text), bias=as_number(bias, f"logit_bias.{text}"))
+
+
+def _stopping(body: Body, stopping: types_pb2.StoppingParams) -> None:
+    stop = body.take("stop")
+    for index, text in enumerate(stop if isinstance(stop, list) else [] if stop is None else [stop]):
+        stopping.stop.append(as_text(text, f"stop[{index}]" if isinstance(stop, list) else "stop"))
+    for index, token_id in enumerate(body.items("stop_token_ids")):
+        stopping.stop_token_ids.append(as_whole(token_id, f"stop_token_ids[{index}]"))
+    min_tokens, ignore_eos = body.whole("min_tokens"), body.boolean("ignore_eos")
+    if min_tokens is not None:
+        stopping.min_tokens = min_tokens
+    if ignore_eos is not None:
+        stopping.ignore_eos = ignore_eos
+
+
+def _stream_options(body: Body) -> StreamOptions:
+    stream = body.boolean("stream") or False
+    if body.take("stream_options") is not None and not stream:
+        raise InvalidRequest("stream_options", "is only allowed together with stream")
+    options = body.record("stream_options")
+    include_usage = options.boolean("include_usage") or False
+    continuous_usage = options.boolean("continuous_usage_stats") or False
+    return StreamOptions(stream, include_usage, include_usage and continuous_usage)
