@@ -1,0 +1,85 @@
+"""`--transport`: a worker says at its start how KV moves, and `shm` is a demand, not a wish."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from services.core.errors import ConfigError
+from services.engine.engine import Engine
+from services.rpc.serving import GrpcServer
+from services.rpc.telemetry import Tracer
+from services.worker.host import WorkerHost
+from services.worker.main import engine_config
+from tests.contract.test_worker_handoff import decode_command, prefill_command
+from tests.models import tiny_model
+from tests.workers import DECODE, PREFILL, ScriptedRouter, running_worker, worker_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(
+    ("transport", "says"),
+    [
+        ("auto", "pulls by shm, else grpc, offers shm ({socket}) and grpc"),
+        ("shm", "pulls by shm only, offers shm ({socket}) and grpc"),
+        ("grpc", "pulls by grpc only, offers grpc"),
+    ],
+)
+async def test_the_start_up_line_names_the_transport(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, transport: str, says: str
+) -> None:
+    config = worker_config(model, transport=transport, shm_dir=str(tmp_path), worker_id="decode-7")
+    with caplog.at_level(logging.INFO, "services.worker"):
+        async with running_worker(config, DECODE) as host:
+            assert (tmp_path / "decode-7.sock").is_socket() == (transport != "grpc")
+            address = host.address
+    line = next(record.message for record in caplog.records if "KV transport" in record.message)
+    assert line.endswith(f"reached at {address}; KV transport: {says.format(socket=tmp_path / 'decode-7.sock')}")
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_pool_that_cannot_be_mapped_fails_the_start(model: Path) -> None:
+    """As on an accelerator, whose memory has no descriptor."""
+    config = worker_config(model, transport="shm", worker_id="decode-7")
+    engine = Engine(engine_config(config, DECODE))
+    engine.cache.close()  # from here on this pool has none either
+    tracer = Tracer(TracerProvider(shutdown_on_exit=False))
+    with pytest.raises(ConfigError, match="--transport: the pool on cpu cannot be mapped"):
+        WorkerHost(config, DECODE, engine, GrpcServer(), tracer)
+
+
+async def test_a_peer_out_of_reach_of_shared_memory_fails_the_import_by_name(model: Path, tmp_path: Path) -> None:
+    """As in two containers that do not share the folder. The lease lives: a worker that can may fetch it."""
+    router = ScriptedRouter()
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    async with (
+        running_worker(worker_config(model, shm_dir=str(there)), PREFILL) as source,
+        running_worker(worker_config(model, transport="shm", shm_dir=str(here)), DECODE) as target,
+    ):
+        (name,) = os.listdir(there)
+        moved = there / name
+        moved.rename(tmp_path / "elsewhere.sock")  # what the other container sees of this folder: nothing
+        async with router.prefill(source) as prefill, router.decode(target) as decode:
+            failed = await _handoff(router, prefill, decode)
+        (tmp_path / "elsewhere.sock").rename(moved)
+    assert failed.lease_alive
+    assert f"shared memory at {moved}" in failed.status.message
+
+
+async def _handoff(router: ScriptedRouter, prefill: Any, decode: Any) -> Any:
+    leg, decode_leg = router.new_leg(), router.new_leg()
+    await prefill.send(prefill=prefill_command(leg))
+    started = await prefill.next("started", leg)
+    await decode.send(decode=decode_command(decode_leg, started))
+    return await decode.next("import_failed", decode_leg)
