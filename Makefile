@@ -2,6 +2,7 @@
 #   make demo                                 the whole system on this machine, with three real prompts
 #   make test                                 the whole suite
 #   make soak MINUTES=10                      random faults and cancellations over a tiny model
+#   make loadgen                              guidellm, a public load generator, against the HTTP API
 #   make sim SEEDS=100000                     the deterministic simulation of a cluster under faults
 #   make install PYTHON=python3.13            another interpreter (3.11 or newer)
 #   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (README, "Which torch")
@@ -13,25 +14,28 @@ MINUTES ?= 10
 SEEDS ?= 10000
 START ?= 0
 BENCH_ARGS ?=
+LOADGEN_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+LOADGEN := out/loadgen-venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install model protos format lint types contracts test faults sim soak demo bench clean
+.PHONY: help install model protos format lint types contracts test faults sim soak demo bench loadgen clean
 
 help:
-	@sed -n '2,6s/^#   //p' $(MAKEFILE_LIST)
+	@sed -n '2,9s/^#   //p' $(MAKEFILE_LIST)
 	@echo "also: bench model protos format lint types contracts clean"
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml requirements/constraints.txt
+$(INSTALLED): pyproject.toml requirements/constraints.txt services/engine/native/kernels.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Baton needs Python 3.11 or newer; $(PYTHON) is not. Try: make install PYTHON=python3.13" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_INDEX) \
 		--constraint requirements/constraints.txt --editable '.[dev]'
+	$(BIN)/python -m services.engine.native.build || true
 	touch $@
 
 model: $(INSTALLED)
@@ -74,6 +78,15 @@ demo: model
 
 bench: model
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# In an environment of its own: what a load generator needs differs from what Baton needs.
+loadgen: model $(LOADGEN)/.installed
+	$(BIN)/python scripts/loadgen.py $(LOADGEN_ARGS)
+
+$(LOADGEN)/.installed: requirements/loadgen.txt
+	test -x $(LOADGEN)/bin/pip || $(PYTHON) -m venv $(LOADGEN)
+	$(LOADGEN)/bin/python -m pip install --disable-pip-version-check $(TORCH_INDEX) --requirement requirements/loadgen.txt
+	touch $@
 
 clean:
 	rm -rf out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-trace.jsonl

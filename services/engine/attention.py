@@ -1,7 +1,7 @@
 """Attention over the paged pool: one signature, several backends, and the plain reference.
 
-`dense` (any device) gathers and multiplies; `varlen` (CUDA) calls flash attention. Both must agree with `reference`,
-and `select` shows that they do before it hands one out.
+`dense` (any device) gathers and multiplies; `varlen` (CUDA) calls flash attention; `native` (CPU, bfloat16) reads the
+blocks where they lie. All must agree with `reference`, and `select` shows that they do before it hands one out.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def select(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> PagedAttention:
     """The fastest backend that agrees with the reference here."""
-    for name, backend in _candidates(device):
+    for name, backend in _candidates(device, dtype):
         try:
             verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size)
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -113,14 +113,19 @@ def select(
     return reference
 
 
-def _candidates(device: torch.device) -> Iterator[tuple[str, PagedAttention]]:
-    # Imported here: both import this module.
+def _candidates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, PagedAttention]]:
+    # Imported here: they import this module.
     from services.engine import attention_dense, attention_varlen
+    from services.engine.native.attention import NativeAttention
+    from services.engine.native.library import kernels
 
     if device.type == "cuda":
         attention_varlen.activate()
         yield "varlen over block tables", attention_varlen.VarlenAttention(over_tables=True)
         yield "varlen over gathered keys", attention_varlen.VarlenAttention(over_tables=False)
+    native = kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    if native is not None:
+        yield "native", NativeAttention(native)
     yield "dense", attention_dense.paged_attention
 
 

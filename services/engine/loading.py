@@ -19,6 +19,7 @@ from services.engine.fingerprint import weights_digest
 from services.engine.host_memory import keep_freed_memory
 from services.engine.kv_cache import KVCache, KVShape
 from services.engine.model import ATTENTION, ModelShape, PagedModel
+from services.engine.native.modules import use_native_modules
 from services.engine.packed_linear import pack_linears
 from services.engine.runner import DeviceRunner, Runner
 from services.engine.sequence import SamplingParams, ScheduledSequence, StepPlan
@@ -48,7 +49,8 @@ def load(config: EngineConfig) -> Loaded:
     shape = servable.examine(module)
     digest = weights_digest(module)
     weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    logger.info("%d linear layers are packed", pack_linears(module))
+    num_native = use_native_modules(module)  # first: it looks for plain linear layers
+    logger.info("%d norms and gates are native, %d linear layers are packed", num_native, pack_linears(module))
     backend = attention.select(
         device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
     )

@@ -1,0 +1,90 @@
+"""The compiled kernels, as functions of tensors.
+
+Owns: loading the library, and turning tensors into pointers. Never: when to use a kernel. Callers see to dtypes
+(bfloat16 throughout), contiguity and limits; a kernel checks nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_float, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.engine.native.build import LIBRARY
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADS, MAX_HEAD_DIM, MAX_BLOCK = 128, 256, 64
+
+
+class DecodeArguments(ctypes.Structure):
+    """`Decode` of kernels.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "keys", "values", "output", "rows", "tables", "starts", "stops")),
+        *((name, c_long) for name in ("batch", "width", "heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_long) for name in ("query_row", "query_head", "block", "token")),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("threads", c_int),
+    )
+
+
+class Kernels:
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the library cannot be loaded here."""
+        library = ctypes.CDLL(str(path))
+        self._attention = library.baton_decode_attention
+        self._attention.argtypes = [c_void_p]
+        self._rms_norm = library.baton_rms_norm
+        self._rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 2 + [c_float] * 2 + [c_int]
+        self._silu_gate = library.baton_silu_gate
+        self._silu_gate.argtypes = [c_void_p] * 3 + [c_long] * 2 + [c_int]
+        for function in (self._attention, self._rms_norm, self._silu_gate):
+            function.restype = None
+
+    def decode_attention(self, arguments: DecodeArguments) -> None:
+        self._attention(ctypes.byref(arguments))
+
+    def rms_norm(self, inputs: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+        """inputs [..., dim], weight [dim]; see kernels.c for offset."""
+        result = torch.empty_like(inputs)
+        dim = inputs.shape[-1]
+        self._rms_norm(
+            inputs.data_ptr(),
+            weight.data_ptr(),
+            result.data_ptr(),
+            inputs.numel() // dim,
+            dim,
+            epsilon,
+            offset,
+            torch.get_num_threads(),
+        )
+        return result
+
+    def silu_gate(self, gates: Tensor, inputs: Tensor) -> Tensor:
+        """silu(gates) * inputs, both [..., dim]."""
+        result = torch.empty_like(inputs)
+        dim = inputs.shape[-1]
+        self._silu_gate(
+            gates.data_ptr(), inputs.data_ptr(), result.data_ptr(), inputs.numel() // dim, dim, torch.get_num_threads()
+        )
+        return result
+
+
+@cache
+def kernels() -> Kernels | None:
+    """None where they were not built, or cannot be loaded."""
+    if not LIBRARY.exists():
+        logger.info("the CPU kernels were not built")
+        return None
+    try:
+        return Kernels(LIBRARY)
+    except OSError as error:
+        logger.warning("the CPU kernels cannot be loaded: %s", error)
+        return None
