@@ -1,0 +1,216 @@
+"""What docker-compose.yml says is true of the code, without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from services.cli import health
+from services.cli.main import COMMANDS
+from services.core.errors import ConfigError
+from services.router import control, registry, servicer
+from services.worker.transfer import TRANSFER_SERVICE
+from tests.deploy import compose
+
+OURS = {name: service for name, service in compose.services().items() if service["image"].startswith("baton:")}
+THEIRS = {name: service for name, service in compose.services().items() if name not in OURS}
+WORKERS = [name for name, role, _ in compose.num_workers(OURS, {"gpu"}) if role]
+
+# Keys of the compose specification that docker-compose 1.29 and docker compose v2 both know, as far as they are used.
+SERVICE_KEYS = {
+    "build": dict,
+    "cap_drop": list,
+    "command": list,
+    "cpuset": (str, type(None)),
+    "depends_on": (dict, list),
+    "deploy": dict,
+    "environment": dict,
+    "healthcheck": dict,
+    "image": str,
+    "init": bool,
+    "logging": dict,
+    "networks": dict,
+    "ports": list,
+    "profiles": list,
+    "read_only": bool,
+    "restart": str,
+    "scale": int,
+    "security_opt": list,
+    "stop_grace_period": str,
+    "tmpfs": list,
+    "volumes": list,
+}
+
+
+def test_only_keys_that_both_compose_versions_know() -> None:
+    document = compose.load()
+    assert {key for key in document if not key.startswith("x-")} == {"services", "volumes"}
+    for name, service in document["services"].items():
+        for key, value in service.items():
+            assert key in SERVICE_KEYS, f"{name}: {key}"
+            assert isinstance(value, SERVICE_KEYS[key]), f"{name}: {key} is {value!r}"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", [["docker", "compose"], ["docker-compose"]], ids=" ".join)
+def test_compose_itself_takes_the_file(command: list[str]) -> None:
+    if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode:
+        pytest.skip(f"{' '.join(command)} is not on this machine")
+    environ = {**os.environ, "COMPOSE_PROFILES": "gpu,observability"}
+    check = [*command, "--file", str(compose.COMPOSE_FILE), "config", "--quiet"]
+    result = subprocess.run(check, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_default_is_a_split_cluster_on_cpu() -> None:
+    assert list(compose.num_workers(OURS, set())) == [("prefill", "prefill", 1), ("decode", "decode", 1)]
+    assert OURS["router"].get("profiles") is None
+    for name in ("prefill", "decode"):
+        assert OURS[name]["environment"]["BATON_DEVICE"] == "cpu"
+
+
+def test_profiles() -> None:
+    assert {profile for each in compose.services().values() for profile in each.get("profiles", [])} == {
+        "gpu",
+        "observability",
+    }
+    assert {name for name, each in THEIRS.items() if each["profiles"] == ["observability"]} == {
+        "jaeger",
+        "prometheus",
+        "grafana",
+    }
+
+
+@pytest.mark.parametrize("name", ["router", *WORKERS])
+def test_flags_and_variables_are_the_services_own(name: str) -> None:
+    """Loads the configuration as the process would. A BATON_* variable that no option reads would do nothing."""
+    service = OURS[name]
+    assert service["command"][0] in COMMANDS
+    config = compose.configuration_of(service)
+    known = {f"BATON_{field.name.upper()}" for field in dataclasses.fields(config)}
+    assert {variable for variable in service["environment"] if variable.startswith("BATON_")} <= known
+    assert (config.host, config.port, config.metrics_port) == ("0.0.0.0", 50051, 9400)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("CPU_TRANSPORT", "carrier-pigeon"), ("MAX_NUM_SEQS", "0"), ("DRAIN_S", "soon")]
+)
+def test_a_wrong_setting_is_told_by_the_service(variable: str, value: str) -> None:
+    """And so the check above can fail."""
+    with pytest.raises(ConfigError):
+        compose.configuration_of(compose.services({variable: value})["decode"])
+
+
+def test_what_the_image_sets_exists() -> None:
+    ours = {name for name in compose.image_environment() if name.startswith("BATON_")}
+    options = {
+        f"BATON_{field.name.upper()}" for kind in compose.CONFIG_OF.values() for field in dataclasses.fields(kind)
+    }
+    assert ours - options == {"BATON_HOME"}
+
+
+def test_settings_left_alone_are_the_services_defaults() -> None:
+    """But for those that a deployment has reason to change."""
+    changed = {"host", "port", "metrics_port", "http_port", "router", "shm_dir", "transport", "memory_utilization"}
+    for name in ("router", "prefill"):
+        config = compose.configuration_of(OURS[name])
+        for field in dataclasses.fields(config):
+            if field.name not in changed | {"drain_s"}:
+                assert getattr(config, field.name) == field.default, field.name
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_health_checks_ask_for_a_service_that_exists(name: str) -> None:
+    check = OURS[name].get("healthcheck")
+    assert check is not None
+    if check.get("disable"):
+        assert name == "model"
+        return
+    assert check["test"][:3] == ["CMD", "baton", "health"]
+    flags = dict(zip(check["test"][3::2], check["test"][4::2], strict=True))
+    assert set(flags) == {"--target", "--service"}
+    assert flags["--target"] == f"127.0.0.1:{compose.image_environment()['BATON_PORT']}"
+    services = {servicer.FULL_NAME, control.FULL_NAME, registry.FULL_NAME, TRANSFER_SERVICE}
+    assert flags["--service"] in services | {"baton.v1.PrefillService", "baton.v1.DecodeService"}
+    assert health.main.__module__ == COMMANDS["health"][0]
+
+
+def test_workers_share_the_sockets_and_only_read_the_models() -> None:
+    for name in WORKERS:
+        volumes = dict(volume.split(":", 1) for volume in OURS[name]["volumes"])
+        assert volumes == {"models": "/var/lib/baton:ro", "sockets": "/run/baton"}
+        assert compose.configuration_of(OURS[name]).shm_dir == "/run/baton"
+        assert "ipc" not in OURS[name]
+        assert "pid" not in OURS[name]
+    writers = [name for name, service in OURS.items() if "models:/var/lib/baton" in service.get("volumes", [])]
+    assert writers == ["model"]
+
+
+def test_on_cpu_shared_memory_is_demanded() -> None:
+    for name in ("prefill", "decode"):
+        assert compose.configuration_of(OURS[name]).transport == "shm"
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_replicas_can_be_told_apart(name: str) -> None:
+    """Nothing that only one container can have."""
+    assert "container_name" not in OURS[name]
+    assert "ports" not in OURS[name]
+    config = compose.configuration_of(OURS[name])
+    assert not config.advertise
+    assert not config.worker_id
+    assert config.router == ("router:50051",)
+
+
+def test_workers_may_finish_before_they_are_killed() -> None:
+    for name in ("router", *WORKERS):
+        grace = re.fullmatch(r"(\d+)s", OURS[name]["stop_grace_period"])
+        assert grace is not None
+        assert int(grace[1]) >= compose.configuration_of(OURS[name]).drain_s + 10
+
+
+def test_published_ports_are_unique_and_local() -> None:
+    published = [port for service in compose.services().values() for port in service.get("ports", [])]
+    hosts, ports, _ = zip(*(port.split(":") for port in published), strict=True)
+    assert set(hosts) == {"127.0.0.1"}
+    assert max(Counter(ports).values()) == 1
+    elsewhere = compose.services({"BIND_ADDRESS": "192.0.2.1"})
+    assert all(port.startswith("192.0.2.1:") for each in elsewhere.values() for port in each.get("ports", []))
+
+
+def test_published_ports_are_those_the_router_listens_on() -> None:
+    config = compose.configuration_of(OURS["router"])
+    inside = {int(port.rpartition(":")[2]) for port in OURS["router"]["ports"]}
+    assert inside == {config.port, config.http_port, config.metrics_port}
+
+
+@pytest.mark.parametrize("name", sorted(compose.services()))
+def test_images_have_a_tag(name: str) -> None:
+    _, _, tag = compose.services()[name]["image"].rpartition(":")
+    assert re.fullmatch(r"v?\d+\.\d+(\.\d+)?(-\w+)?", tag), tag
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_containers_can_do_little(name: str) -> None:
+    service: dict[str, Any] = OURS[name]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["read_only"] is True
+    assert service["init"] is True, "a signal before our handlers are there must not be lost on process 1"
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert not {"privileged", "user"} & set(service)
+
+
+def test_every_gpu_worker_has_one_device() -> None:
+    devices = []
+    for name in WORKERS:
+        if name.startswith("gpu-"):
+            (device,) = OURS[name]["deploy"]["resources"]["reservations"]["devices"]
+            assert device["capabilities"] == ["gpu"]
+            devices += device["device_ids"]
+    assert devices == [str(number) for number in range(8)]

@@ -1,0 +1,166 @@
+"""docker-compose.yml in a real engine: it comes up, serves, scales, loses no request, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from services.rpc.channels import dial
+from tests.cluster import receive
+from tests.deploy.compose import DEPLOY
+from tests.deploy.stack import IMAGE, Operator, Stack, build, docker, has_compose, missing_engine, ready
+from tests.processes import baton
+
+MISSING = missing_engine()
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=f"the compose stack was not started: {MISSING}"),
+    pytest.mark.timeout(2400),
+]
+NUM_CLIENTS, MAX_TOKENS = 6, 48
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[str]:
+    build()
+    yield IMAGE
+    docker("rmi", IMAGE)
+
+
+@pytest.fixture(scope="module", params=[["docker", "compose"], ["docker-compose"]], ids=" ".join)
+def stack(request: pytest.FixtureRequest, image: str) -> Iterator[Stack]:
+    if not has_compose(request.param):
+        pytest.skip(f"{' '.join(request.param)} is not on this machine")
+    stack = Stack(request.param)
+    try:
+        stack.compose("up", "--detach")
+        stack.await_healthy(3)
+        yield stack
+    finally:
+        stack.compose("down", "--volumes", "--timeout", "1")
+    assert stack.remains() == []
+
+
+def test_the_image_holds_what_is_pinned_and_no_compiler(image: str) -> None:
+    shell = ["run", "--rm", "--network", "none", "--entrypoint", "sh", image, "-c"]
+    assert docker(*shell, "id -u").strip() == "10001"
+    assert docker(*shell, "for c in gcc cc g++ c++ clang tcc make ld as; do command -v $c; done; true").strip() == ""
+    pinned = {_name(line) for line in (DEPLOY.parent / "requirements" / "constraints.txt").read_text().splitlines()}
+    installed = {_name(line) for line in docker(*shell, "pip freeze 2>/dev/null").splitlines()}
+    assert "torch" in installed
+    assert installed - pinned == {"baton-serving"}
+
+
+def test_generate_from_the_host(stack: Stack, tmp_path: Path) -> None:
+    flags = ["--target", stack.target, "--prompt", "The sea is", "--max-tokens", "8", "--json"]
+    process = baton(["generate", *flags], tmp_path)
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
+    assert answer["usage"]["output_tokens"] == 8
+    assert answer["workers"]["prefill"].startswith("prefill-")
+    assert answer["workers"]["decode"].startswith("decode-")
+    assert answer["timings"]["transport"].lower().endswith("shm")
+
+
+def test_shared_memory_crosses_the_containers(stack: Stack) -> None:
+    """The decode container's own words, and the two namespaces it happened across."""
+    log = stack.logs("decode")
+    assert re.search(r"KV transport: pulls by shm only, offers shm \(/run/baton/decode-\w+-50051\.sock\)", log)
+    assert re.search(r"kv transfer from \S+ goes by shared memory: \d+ blocks at /run/baton/prefill-\w+-50051", log)
+    for service in ("prefill", "decode"):
+        (container,) = stack.containers(service)
+        assert container["HostConfig"]["IpcMode"] in ("private", "")
+        assert container["HostConfig"]["PidMode"] == ""
+
+
+async def test_replicas_come_and_requests_survive_their_end(stack: Stack) -> None:
+    """Three decode workers; under load one is stopped (it drains) and one is killed (the engine starts it again)."""
+    operator = Operator(stack.target)
+    await asyncio.to_thread(stack.compose, "up", "--detach", "--scale", "decode=3")
+    workers = await operator.until(lambda status: len(found := ready(status, "decode")) == 3 and found, "3 decodes")
+    assert len({each.worker.address for each in workers}) == 3
+    async with _load(stack.target) as load:
+        stopped = await operator.until(lambda status: _busy(status), "a decode worker is busy")
+        await asyncio.to_thread(docker, "stop", "--time", "120", stopped, timeout_s=180)
+        assert json.loads(docker("inspect", stopped))[0]["State"]["ExitCode"] == 0
+        await load.another_round()
+        killed = await operator.until(lambda status: _busy(status), "a decode worker is busy")
+        before = load.num_done
+        pid = json.loads(docker("inspect", killed))[0]["State"]["Pid"]
+        await asyncio.to_thread(docker, "exec", killed, "python", "-c", _KILL)
+        await operator.until(lambda status: len(ready(status, "decode")) == 2, "the killed one is back")
+        assert json.loads(docker("inspect", killed))[0]["State"]["Pid"] != pid
+        await load.another_round()
+    assert load.num_done > before >= NUM_CLIENTS
+
+
+# The process under the container's init.
+_KILL = (
+    "import os, signal, pathlib; "
+    "os.kill(next(int(p.name) for p in pathlib.Path('/proc').iterdir() if p.name.isdigit() and p.name != '1' "
+    "and b'baton\\0decode' in (p / 'cmdline').read_bytes()), signal.SIGKILL)"
+)
+
+
+@dataclass
+class Load:
+    num_done: int = 0
+    rounds: list[asyncio.Event] = field(default_factory=list)
+    over: bool = False
+
+    def done(self) -> None:
+        self.num_done += 1
+        for waiting in self.rounds:
+            waiting.set()
+
+    async def another_round(self) -> None:
+        """As many answers more as there are clients."""
+        goal, more = self.num_done + NUM_CLIENTS, asyncio.Event()
+        self.rounds.append(more)
+        while self.num_done < goal:
+            more.clear()
+            await more.wait()
+        self.rounds.remove(more)
+
+
+@contextlib.asynccontextmanager
+async def _load(target: str) -> AsyncIterator[Load]:
+    """Clients that ask again and again; every answer must be whole."""
+    load = Load()
+    async with dial(target) as channel, asyncio.TaskGroup() as group:
+        for number in range(NUM_CLIENTS):
+            group.create_task(_ask(channel, load, number))
+        yield load
+        load.over = True
+
+
+async def _ask(channel: object, load: Load, number: int) -> None:
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[arg-type]
+    while not load.over:
+        request = inference_pb2.GenerateRequest(
+            text=f"Letter {number}.{load.num_done}: Dear reader, I write to you from the sea, where",
+            sampling=types_pb2.SamplingParams(temperature=0.0),
+            stopping=types_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+        )
+        answer = await receive(stub.GenerateStream(request, timeout=600))
+        assert len(answer.token_ids) == MAX_TOKENS
+        assert answer.completion is not None
+        assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        load.done()
+
+
+def _busy(status: object) -> str:
+    """Container of a decode worker in the middle of its sequences."""
+    busy = [each for each in ready(status, "decode") if each.load.num_running]  # type: ignore[arg-type]
+    return busy[0].worker.worker_id.split("-")[1] if busy else ""
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"==| @ ", requirement)[0].lower().replace("_", "-")
