@@ -325,8 +325,9 @@ def test_a_lost_mixed_worker_counts_once_for_both_its_legs() -> None:
     bench.join("m2", Role.MIXED)
     _, decode = bench.handed_over()
     bench.lose(decode.worker_id)
-    assert bench.take(SendPrefill).worker_id != decode.worker_id
     assert not bench.failed
+    bench.wait(1.0)
+    assert bench.take(SendPrefill).worker_id != decode.worker_id
 
 
 # The crash counter
@@ -335,6 +336,7 @@ def test_a_lost_mixed_worker_counts_once_for_both_its_legs() -> None:
 def crash(bench: Bench, worker_id: str, role: Role) -> None:
     bench.lose(worker_id)
     bench.join(worker_id, role, incarnation=bench.infos[worker_id].incarnation + 1)
+    bench.wait(1.0)  # for workers that were lost with it
 
 
 def test_three_crashes_without_progress_end_a_request(bench: Bench) -> None:
@@ -345,6 +347,22 @@ def test_three_crashes_without_progress_end_a_request(bench: Bench) -> None:
     assert isinstance(bench.failed["r"], WorkerFailed)
     assert bench.failed["r"].retry_after_s
     bench.assert_idle()
+
+
+def test_workers_that_are_lost_together_do_not_spend_all_chances(bench: Bench) -> None:
+    """The last one is not risked at once: whoever fell in the same moment is noticed meanwhile."""
+    prefill, decode = bench.handed_over()
+    bench.lose(prefill.worker_id)
+    bench.lose(decode.worker_id)
+    bench.wait(0.5)
+    bench.lose("p2")
+    bench.lose("d2")
+    assert not bench.take_all(SendPrefill)
+    for worker_id, role in (("p2", Role.PREFILL), ("d2", Role.DECODE)):
+        bench.join(worker_id, role, incarnation=2)
+    bench.wait(0.5)
+    assert not bench.failed
+    assert bench.take(SendPrefill).worker_id == "p2"
 
 
 def test_the_prefills_token_is_no_progress_of_decode(bench: Bench) -> None:

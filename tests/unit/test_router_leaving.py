@@ -141,6 +141,7 @@ def test_an_aborted_lease_and_the_loss_of_its_source_are_one_failure() -> None:
         bench.take(SendPrefill)
         bench.lose("p1")
         bench.join("p1", Role.PREFILL, incarnation=incarnation)
+        bench.wait(1.0)
         if whole := bench.take_all(SendDecode):  # with no prefill worker in sight
             bench.decode("d1", LegFailed(whole[0].leg, Draining("bye")))
             bench.lose("d1")

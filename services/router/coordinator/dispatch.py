@@ -52,6 +52,8 @@ def _source(leg: PrefillLeg) -> Source:
 def _bind(book: Book, request: Request, claimed: set[str], now: float) -> None:
     leg = request.prefill
     assert leg is not None
+    if now < request.not_before_s:
+        return
     source = _source(leg)
     job = request.job(len(leg.token_ids))
     # Adoption in place takes no room from whoever claimed the worker; it may even be what makes room.
@@ -85,7 +87,7 @@ def _start_queued(book: Book, claimed: set[str], now: float) -> None:
     num_passed = 0
     in_flight = _handoffs_in_flight(book)
     for request in book.queue:
-        if _start(book, request, in_flight, claimed, now):
+        if now < request.not_before_s or _start(book, request, in_flight, claimed, now):
             continue
         num_passed += 1
         aged = now - request.waiting_since_s >= book.config.overtake_limit_s

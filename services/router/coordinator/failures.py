@@ -125,6 +125,8 @@ def worker_gone(
             source_gone(book, request, now, outcome, cancel=stuck)
         if crashed:
             _note_loss(request, Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck))
+            if not stuck and len(request.crashes) == book.config.max_crashes - 1:
+                request.not_before_s = now + book.config.last_chance_pause_s
         book.settle(request, now)
 
 

@@ -136,6 +136,8 @@ class Request:
     """When it last became in need of a worker; refusals do not make it younger."""
     unserved_since_s: float | None = None
     """While waiting: since when no ready worker could serve it at all."""
+    not_before_s: float = 0.0
+    """It is not placed earlier: workers have just been lost under it."""
     placing_since_s: float | None = None
     """Since when the current handoff has been looking for a decode worker."""
     num_retries: int = 0
