@@ -110,7 +110,18 @@ async def test_what_is_refused_says_so(cluster: Cluster) -> None:
         assert answer.headers["x-request-id"]
         return error
 
-    for body in (b"", b"{", b"[]", b"\xff", b"null", b"[" * 90_000, b'{"prompt": NaN}', b'{"seed": ' + b"9" * 9000):
+    fields = json.dumps(dict.fromkeys(map(str, range(257)))).encode()
+    for body in (
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"null",
+        b"[" * 90_000,
+        b'{"prompt": NaN}',
+        b'{"seed": ' + b"9" * 9000,
+        fields,
+    ):
         assert (await refused(body, 400, None))["code"] == "malformed_message"
     assert (await refused(b'{"prompt": "' + b"x" * 100_000, 413, None))["code"] == "message_too_large"
     await refused({}, 400, "prompt")

@@ -147,6 +147,29 @@ def test_types_are_checked(texts: TokenTexts, field: str, value: Any) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("read", "fields", "param"),
+    [
+        (completion, {"prompt": [1] * ((1 << 20) + 1)}, "prompt"),
+        (completion, {"stop": ["a"] * 17}, "stop"),
+        (completion, {"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        (completion, {"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
+        (conversation, {"messages": [{}] * 1025}, "messages"),
+        (conversation, {"messages": [{"role": "user", "content": [{}] * 257}]}, "messages[0].content"),
+    ],
+)
+def test_lists_are_bounded_before_they_are_read(texts: TokenTexts, read: Any, fields: Any, param: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match="at most") as caught:
+        read(texts, **fields)
+    assert caught.value.field == param
+
+
+def test_errors_quote_little_of_what_was_sent(texts: TokenTexts) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        conversation(texts, messages=[{"role": "user", "content": [{"type": "x" * 10**6}]}])
+    assert len(dump(http_error(caught.value).body)) < 1000
+
+
 def test_parts_of_text_are_lines(texts: TokenTexts) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     call = conversation(

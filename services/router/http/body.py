@@ -1,6 +1,7 @@
 """A request's body: read within bounds, parsed as JSON, its fields taken one by one with their types checked.
 
-Every error names the field as the client wrote it. JSON's null is the same as leaving a field out. Never: ranges.
+Every error names the field as the client wrote it. JSON's null is the same as leaving a field out. Lists are bounded
+before anyone walks through them, since that happens on the event loop. Never: ranges.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
@@ -18,6 +19,7 @@ from services.core.errors import Cancelled, InvalidRequest, MalformedMessage, Me
 
 # A client that has not sent its body by then is not going to.
 BODY_WITHIN_S = 60.0
+MAX_FIELDS = 256
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
 
@@ -56,6 +58,8 @@ def _parse(data: bytes) -> Mapping[str, Any]:
         raise MalformedMessage(f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise MalformedMessage("the body is not a JSON object")
+    if len(fields) > MAX_FIELDS:
+        raise MalformedMessage(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
     return fields
 
 
@@ -101,9 +105,9 @@ class Body:
         value = self.take(name)
         return None if value is None else as_text(value, self.path(name))
 
-    def items(self, name: str) -> list[Any]:
+    def items(self, name: str, most: int) -> list[Any]:
         value = self.take(name)
-        return [] if value is None else as_list(value, self.path(name))
+        return [] if value is None else as_list(value, self.path(name), most)
 
     def record(self, name: str) -> Body:
         """An object in this one; an empty one if it is absent."""
@@ -143,10 +147,16 @@ def as_text(value: Any, param: str) -> str:
     return value
 
 
-def as_list(value: Any, param: str) -> list[Any]:
+def as_list(value: Any, param: str, most: int) -> list[Any]:
     if not isinstance(value, list):
         raise InvalidRequest(param, "must be a list")
+    bounded(value, param, most)
     return value
+
+
+def bounded(value: Sized, param: str, most: int) -> None:
+    if len(value) > most:
+        raise InvalidRequest(param, f"has {len(value)} entries; at most {most} are allowed")
 
 
 def as_record(value: Any, param: str) -> Mapping[str, Any]:

@@ -7,11 +7,14 @@ from typing import Any
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.http import unsupported
-from services.router.http.body import Body, as_list, as_record, as_text
+from services.router.http.body import Body, as_list, as_record, as_text, bounded
 from services.router.http.call import Call, Ending, Json
 from services.router.http.logprobs import TokenTexts, chat_logprobs
 from services.router.http.parameters import read_shared
+from services.router.validation import MAX_MESSAGES
 
+MAX_PARTS = 256
+"""Of one message."""
 # OpenAI's newer name for the same.
 _ROLES = {"developer": "system"}
 _TOOL_ROLES = ("tool", "function")
@@ -45,7 +48,7 @@ def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
     if messages is None:
         raise InvalidRequest("messages", "is missing")
     request.messages.SetInParent()
-    for index, entry in enumerate(as_list(messages, "messages")):
+    for index, entry in enumerate(as_list(messages, "messages", MAX_MESSAGES)):
         path = f"messages[{index}]"
         message = Body(as_record(entry, path), path)
         role = message.text("role") or ""
@@ -64,6 +67,7 @@ def _content(content: Any, path: str, role: str) -> str:
         return as_text(content, path)
     if not isinstance(content, list):
         raise InvalidRequest(path, "must be a string or a list of parts")
+    bounded(content, path, MAX_PARTS)
     texts = []
     for index, entry in enumerate(content):
         part = Body(as_record(entry, f"{path}[{index}]"), f"{path}[{index}]")

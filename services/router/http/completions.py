@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.http import unsupported
-from services.router.http.body import Body, as_text, as_whole
+from services.router.http.body import Body, as_text, as_whole, bounded
 from services.router.http.call import Call, Ending, Json
 from services.router.http.logprobs import TokenTexts, completion_logprobs
 from services.router.http.parameters import read_shared
 
+MAX_PROMPT_TOKENS = 1 << 20
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 _PARAMS: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
@@ -42,6 +43,7 @@ def _prompt(body: Body, request: inference_pb2.GenerateRequest) -> None:
     if prompt is None:
         raise InvalidRequest("prompt", "is missing")
     if isinstance(prompt, list):
+        bounded(prompt, "prompt", MAX_PROMPT_TOKENS)
         request.token_ids.SetInParent()
         request.token_ids.ids.extend(as_whole(token_id, f"prompt[{index}]") for index, token_id in enumerate(prompt))
     elif isinstance(prompt, str):

@@ -22,6 +22,7 @@ class Kind:
     """Default: the error's reason in lower case."""
 
 
+_MAX_MESSAGE_CHARS = 500
 _INVALID = "invalid_request_error"
 _INTERNAL = Kind(500, "server_error", "internal")
 _UNAVAILABLE = Kind(503, "service_unavailable_error")
@@ -91,6 +92,8 @@ def plain_error(status: int, message: str, code: str, headers: Mapping[str, str]
 def _answer(
     kind: Kind, message: str, code: str, param: str | None, headers: Mapping[str, str] | None = None
 ) -> HttpError:
+    if len(message) > _MAX_MESSAGE_CHARS:  # it quotes what the client sent
+        message = message[:_MAX_MESSAGE_CHARS] + "…"
     error = {"message": message, "type": kind.type, "param": param, "code": code}
     return HttpError(kind.status, {"error": error}, dict(headers or {}))
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
-from services.router.http.body import Body, as_number, as_record, as_text, as_whole
+from services.router.http.body import Body, as_number, as_record, as_text, as_whole, bounded
+from services.rpc.parameters import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
@@ -50,7 +51,9 @@ def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
     if seed is not None:
         sampling.seed = seed % (1 << 64)
     value = body.take("logit_bias")
-    for text, bias in {} if value is None else as_record(value, "logit_bias").items():
+    biases = {} if value is None else as_record(value, "logit_bias")
+    bounded(biases, "logit_bias", MAX_LOGIT_BIASES)
+    for text, bias in biases.items():
         if not text.isdecimal() or len(text) > 9:
             raise InvalidRequest("logit_bias", f"has the key {text[:32]!r}, which is no token id")
         sampling.logit_bias.add(token_id=int(text), bias=as_number(bias, f"logit_bias.{text}"))
@@ -58,9 +61,12 @@ def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
 
 def _stopping(body: Body, stopping: types_pb2.StoppingParams) -> None:
     stop = body.take("stop")
-    for index, text in enumerate(stop if isinstance(stop, list) else [] if stop is None else [stop]):
-        stopping.stop.append(as_text(text, f"stop[{index}]" if isinstance(stop, list) else "stop"))
-    for index, token_id in enumerate(body.items("stop_token_ids")):
+    if isinstance(stop, list):
+        bounded(stop, "stop", MAX_STOP_STRINGS)
+        stopping.stop.extend(as_text(text, f"stop[{index}]") for index, text in enumerate(stop))
+    elif stop is not None:
+        stopping.stop.append(as_text(stop, "stop"))
+    for index, token_id in enumerate(body.items("stop_token_ids", MAX_STOP_TOKEN_IDS)):
         stopping.stop_token_ids.append(as_whole(token_id, f"stop_token_ids[{index}]"))
     min_tokens, ignore_eos = body.whole("min_tokens"), body.boolean("ignore_eos")
     if min_tokens is not None:
