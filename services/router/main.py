@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from baton.v1 import control_pb2_grpc, inference_pb2_grpc
 from services.core.clock import MonotonicClock
+from services.core.ids import new_request_id
 from services.core.lifecycle import Lifecycle
 from services.router import control, registry, servicer
 from services.router.conductor import TICK_S, Conductor
@@ -66,6 +67,7 @@ class Router:
                 queue_timeout_s=config.queue_timeout_s,
                 no_worker_timeout_s=config.no_worker_timeout_s,
                 step_timeout_s=config.step_timeout_s,
+                canary_salt=f"canary-{new_request_id()}",
                 health=HealthConfig(deep_checks=config.canaries),
             )
         )

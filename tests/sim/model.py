@@ -67,7 +67,7 @@ class Expected:
 
 class Truth:
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self.kv_of: dict[BlockHash, bytes] = {}
 
     def add(
@@ -94,6 +94,6 @@ class Truth:
         return Expected(tuple(output), stop_token_id)
 
     def _remember(self, token_ids: list[int], history: History, cache_salt: str) -> None:
-        size = self._block_size * SLOT_BYTES
-        for at, hash in enumerate(block_hashes(token_ids, self._block_size, cache_salt)):
+        size = self.block_size * SLOT_BYTES
+        for at, hash in enumerate(block_hashes(token_ids, self.block_size, cache_salt)):
             self.kv_of[hash] = bytes(history.kv[at * size : (at + 1) * size])

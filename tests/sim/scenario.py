@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
 from services.router.coordinator.config import CoordinatorConfig
+from services.router.health import HealthConfig
 from services.worker.config import WorkerConfig
 from tests.sim.client import SimRequest
 from tests.sim.cluster import Cluster
@@ -45,6 +46,8 @@ def build(world: World, load: Load) -> Cluster:
         queue_timeout_s=15.0,
         no_worker_timeout_s=8.0,
         answer_timeout_s=4.0,
+        # By the seed itself, so that the other draws are the same with and without.
+        health=HealthConfig(deep_checks=world.seed % 3 == 0),
     )
     num_routers = 2 if world.chance(0.2) else 1
     for at, name in enumerate(ROUTERS[:num_routers]):

@@ -76,7 +76,7 @@ class Canaries:
 
     def _start(self, source: WorkerInfo | None, target: WorkerInfo | None, now: float) -> None:
         self._num_sent += 1
-        canary = new_canary(f"canary-{self._num_sent}", source, target, now)
+        canary = new_canary(f"{self._book.config.canary_salt}-{self._num_sent}", source, target, now)
         self._live.append(canary)
         if source is None:
             self._send_decode(canary, None)

@@ -47,5 +47,8 @@ class CoordinatorConfig:
     step_timeout_s: float = 30.0
     """A device step that runs longer is stuck, and its worker with it, however well its heartbeats come."""
     canary_timeout_s: float = 10.0
+    canary_salt: str = "canary"
+    """Begins the cache salts of canaries. Of this process alone: what another router's canary left in a worker's prefix
+    cache would be found instead of moved, and a transfer that moves nothing shows nothing."""
     health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
