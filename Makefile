@@ -63,7 +63,7 @@ contracts: $(INSTALLED)
 test: model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Real processes killed, stopped and cut off. Wants a machine with nothing else to do.
+# Real processes killed, stopped and cut off: all of it. On a busy machine it takes its time.
 faults: model
 	$(BIN)/python -m pytest -m faults tests/integration/faults $(PYTEST_ARGS)
 

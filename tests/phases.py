@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 
 from baton.v1 import control_pb2
 from tests.real_cluster import RealCluster, Status
+from tests.streams import Missed, Streams
 
+PHASE_WITHIN_S = 30.0
+ATTEMPTS = 6
 Phase = Callable[[Status], str | None]
 
 
@@ -30,7 +34,7 @@ def taking_over(status: Status) -> str | None:
 
 
 def decoding(status: Status) -> str | None:
-    return _busy(status, "decode", "num_running")
+    return _busy(status, "decode", "num_running") if status.num_decoding else None
 
 
 def _busy(status: Status, role: str, count: str) -> str | None:
@@ -38,11 +42,25 @@ def _busy(status: Status, role: str, count: str) -> str | None:
     return next((name for name in names if name.startswith(role)), None)
 
 
-async def reach(cluster: RealCluster, phase: Phase) -> str:
-    """Waits for the phase; the worker that is in it."""
-    worker_id = phase(await cluster.router.until(lambda status: phase(status) is not None, phase.__name__, 10.0))
-    assert worker_id is not None
+async def reach(cluster: RealCluster, phase: Phase, running: Streams, router: int = 0) -> str:
+    """Waits for the phase; the worker that is in it. Raises Missed."""
+    status = await cluster.routers[router].until(
+        lambda status: phase(status) is not None or running.are_done, phase.__name__, PHASE_WITHIN_S
+    )
+    worker_id = phase(status)
+    if worker_id is None:
+        raise Missed(phase.__name__)
     return worker_id
+
+
+async def strike(attempt: Callable[[], Awaitable[bool]]) -> None:
+    """Tries until the attempt says that its fault has struck something: phases are short, and on a busy machine what
+    the status shows may be over. What it struck, and what not, must be right every time."""
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(Missed):
+            if await attempt():
+                return
+    raise AssertionError(f"the fault struck nothing in {ATTEMPTS} attempts")
 
 
 async def reaches(cluster: RealCluster, worker_id: str, state: control_pb2.WorkerState, within_s: float) -> None:

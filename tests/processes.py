@@ -100,8 +100,8 @@ class Up:
         assert list(self.temp.iterdir()) == []
 
 
-def baton(arguments: Sequence[str], temp: Path) -> subprocess.CompletedProcess[str]:
+def baton(arguments: Sequence[str], temp: Path, within_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
     """One command, to its end."""
     return subprocess.run(
-        [*BATON, *arguments], env=environment(temp), capture_output=True, text=True, timeout=WAIT_S, check=False
+        [*BATON, *arguments], env=environment(temp), capture_output=True, text=True, timeout=within_s, check=False
     )

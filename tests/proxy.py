@@ -35,7 +35,7 @@ class Proxy:
         self._target = asyncio.Event()
         self._target_port = 0
         self._peers = peers
-        self._faults: dict[int, Fault] = {}
+        self._faults: list[tuple[Fault, Callable[[], Collection[int]]]] = []
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 
@@ -63,29 +63,32 @@ class Proxy:
             self._target.set()
 
     @contextlib.contextmanager
-    def failing(self, fault: Fault, dialled_by: Collection[int]) -> Iterator[None]:
-        """While the context is open, what these processes dialled fails."""
-        for pid in dialled_by:
-            self._faults[pid] = fault
+    def failing(self, fault: Fault, dialled_by: Callable[[], Collection[int]]) -> Iterator[None]:
+        """While the context is open, what these processes dial fails; they are asked for at each connection."""
+        entry = (fault, dialled_by)
+        self._faults.append(entry)
         self._apply()
         try:
             yield
         finally:
-            for pid in dialled_by:
-                del self._faults[pid]
+            self._faults.remove(entry)
             self._apply()
 
     def _apply(self) -> None:
         owners = self._owners()
         for connection in list(self._connections):
-            connection.suffer(self._faults.get(owners.get(connection.port, 0)))
+            connection.suffer(self._fault_of(owners.get(connection.port, 0)))
+
+    def _fault_of(self, pid: int) -> Fault | None:
+        """0: of nobody we know."""
+        return next((fault for fault, dialled_by in self._faults if pid and pid in dialled_by()), None)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(writer)
         self._connections.add(connection)
         try:
             owner = self._owners().get(connection.port, 0) if self._faults else 0
-            connection.suffer(self._faults.get(owner))
+            connection.suffer(self._fault_of(owner))
             await self._target.wait()
             await connection.run(reader, self._target_port)
         except OSError:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,13 @@ from services.cli.child import Child, Lifeline
 from services.rpc.channels import dial
 from tests.cluster import Answer, receive
 from tests.footprint import Footprint
+from tests.patience import Patience
 from tests.processes import BATON, environment
 from tests.proxy import Fault, Proxy
 
 READY_WITHIN_S = 60.0
+LEFT_WITHIN_S = 240.0
+"""It may have much to finish, on a busy machine."""
 IDLE_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.005
 
@@ -62,11 +64,15 @@ class Service:
             await self._child.kill()
             self._gone()
 
-    async def terminate(self, within_s: float = 60.0) -> None:
+    async def terminate(self) -> None:
         """As `kill`; it ends in order."""
-        assert self._child is not None
         os.kill(self.pid, signal.SIGTERM)
-        async with asyncio.timeout(within_s):
+        await self.left()
+
+    async def left(self) -> None:
+        """Returns when it has ended, in order."""
+        assert self._child is not None
+        async with asyncio.timeout(LEFT_WITHIN_S):
             status = await self._child.wait()
         self._gone()
         assert status == 0, f"{self.name}: {status}"
@@ -95,16 +101,16 @@ class RouterClient:
         self.control = control_pb2_grpc.ControlServiceStub(channel)
 
     async def status(self) -> Status:
-        return await self.control.GetStatus(control_pb2.GetStatusRequest(), timeout=5.0, wait_for_ready=True)
+        return await self.control.GetStatus(control_pb2.GetStatusRequest(), timeout=60.0, wait_for_ready=True)
 
-    async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 90.0) -> Answer:
+    async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 300.0) -> Answer:
         return await receive(self.inference.GenerateStream(request, timeout=timeout_s))
 
     async def until(self, condition: Callable[[Status], bool], what: str, timeout_s: float = IDLE_WITHIN_S) -> Status:
         """Looks again and again at the status, as an operator would."""
-        deadline_s = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while not condition(status := await self.status()):
-            assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}; {status}"
+            assert not patience.is_over(), f"not within {timeout_s} s (in {patience.waited_s:.1f}): {what}; {status}"
             await asyncio.sleep(_LOOK_EVERY_S)
         return status
 
@@ -161,16 +167,17 @@ class RealCluster:
 
     @contextlib.contextmanager
     def cut(self, fault: Fault, worker: str, dialled_by: Iterable[str]) -> Any:
-        """What these services dialled at a worker fails while the context is open."""
-        proxy = self.services[worker].proxy
+        """What these services dial at a worker fails while the context is open, also when they are restarted."""
+        proxy, names = self.services[worker].proxy, list(dialled_by)
         assert proxy is not None
-        with proxy.failing(fault, [self.services[name].pid for name in dialled_by]):
+        with proxy.failing(fault, lambda: [self.services[name].pid for name in names]):
             yield
 
-    async def restart(self, name: str) -> None:
+    async def restart(self, *names: str) -> None:
+        """Killed in the same moment."""
         self.watch()
-        await self.services[name].kill()
-        await self.services[name].start()
+        await asyncio.gather(*(self.services[name].kill() for name in names))
+        await asyncio.gather(*(self.services[name].start() for name in names))
 
     def watch(self) -> None:
         """Notes what the processes have, for the check that nothing is left."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
+from tests import patience
 from tests.cluster import Answer
 from tests.equality import GreedyReference
 from tests.models import VOCAB_SIZE
@@ -19,6 +20,8 @@ from tests.real_cluster import RealCluster, RouterClient
 
 _RANDOM = random.Random(1)
 _THINK_S = 0.2
+MIN_ASKED = 3
+"""By each client that keeps asking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,10 @@ def mixed_jobs(rng: random.Random, num_jobs: int, prompt_tokens: range, output_t
     return jobs
 
 
+class Missed(Exception):
+    """The streams were over before what a test waits for was seen."""
+
+
 class Streams:
     """Jobs under way."""
 
@@ -74,8 +81,12 @@ class Streams:
     async def any_done(self) -> None:
         await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
 
-    async def all_done(self) -> None:
-        await asyncio.wait(self.tasks)
+    async def all_done(self, within_s: float) -> None:
+        await patience.all_done(self.tasks, within_s)
+
+    @property
+    def are_done(self) -> bool:
+        return all(task.done() for task in self.tasks)
 
     @property
     def num_retries(self) -> int:
@@ -85,10 +96,14 @@ class Streams:
 
 @contextlib.asynccontextmanager
 async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequence[Job]) -> AsyncIterator[Streams]:
-    """Started at entry; at the end of the block all are waited for and checked."""
+    """Started at entry; at the end of the block all are waited for and checked, also if it missed something."""
     running = Streams(router, jobs)
+    missed: Missed | None = None
     try:
-        yield running
+        try:
+            yield running
+        except Missed as error:
+            missed = error
         running.answers = await asyncio.gather(*running.tasks)
     finally:
         for task in running.tasks:
@@ -96,6 +111,8 @@ async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequen
         await asyncio.gather(*running.tasks, return_exceptions=True)
     for job, answer in zip(jobs, running.answers, strict=True):
         job.check(reference, answer)
+    if missed is not None:
+        raise missed
 
 
 @contextlib.asynccontextmanager
@@ -114,7 +131,7 @@ async def keep_asking(router: RouterClient, reference: GreedyReference, until: a
 
     async def client() -> int:
         count = 0
-        while not until.is_set():
+        while not until.is_set() or count < MIN_ASKED:
             [job] = mixed_jobs(_RANDOM, 1, range(20, 300), range(10, 60))
             job.check(reference, await router.stream(job.request()))
             count += 1

@@ -13,9 +13,15 @@ from tests.models import tiny_model
 from tests.real_cluster import RealCluster, real_cluster
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-# Small chunks make prompts take many steps, small pools make requests wait.
-FLAGS = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "96", "--max-num-batched-tokens", "32")
-ROUTERS = (("--max-queue", "24"), ())
+# Small chunks make prompts take many steps, small pools make requests wait; drains may take long on a busy machine.
+FLAGS = (
+    *("--dtype", "float32", "--threads", "1", "--kv-blocks", "96", "--max-num-batched-tokens", "32"),
+    *("--drain-s", "240"),
+)
+ALL = ("--no-worker-timeout-s", "240", "--queue-timeout-s", "600")
+"""However long a busy machine takes to start workers."""
+ROUTERS = ((*ALL, "--max-queue", "24"), (*ALL, "--silence-s", "20"))
+"""The second one takes no slow worker for a lost one."""
 
 
 @pytest.fixture(scope="package")

@@ -3,48 +3,103 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 
 import pytest
 
 from baton.v1 import control_pb2
 from tests.equality import GreedyReference
-from tests.phases import decoding, prefilling, reach, reaches
+from tests.phases import Phase, decoding, prefilling, reach, strike
 from tests.processes import baton
-from tests.real_cluster import RealCluster
-from tests.streams import keep_asking, load
+from tests.real_cluster import LEFT_WITHIN_S, RealCluster
+from tests.streams import keep_asking, load, mixed_jobs, streams
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
+
+PATIENT = 1
+"""The router that takes no slow worker for a lost one."""
+LONG = pytest.mark.faults_long
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
-@pytest.mark.parametrize(("deadline", "moves"), [("60", False), ("0", True)], ids=["finished", "moved"])
-async def test_baton_drain(cluster: RealCluster, reference: GreedyReference, deadline: str, moves: bool) -> None:
-    async with load(cluster, reference) as running:
-        worker_id = await reach(cluster, decoding)
-        flags = ["--target", f"127.0.0.1:{cluster['router-0'].port}", "--deadline", deadline]
-        drained = await asyncio.to_thread(baton, ["drain", worker_id, *flags], cluster.temp)
-        assert drained.returncode == 0, drained.stderr
-        words = re.search(r"(\d+) requests finished there, (\d+) moved", drained.stdout)
-        assert words is not None
-        assert bool(int(words[2])) == moves
-        await reaches(cluster, worker_id, control_pb2.WORKER_STATE_DRAINING, 1.0)
-    assert bool(running.num_retries) == moves
-    await cluster[worker_id].terminate()  # the next to come under its name is no longer drained
+@pytest.mark.parametrize("phase", [pytest.param(prefilling, marks=LONG), decoding])
+async def test_baton_drain(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
+    """What runs is finished there, and the process ends."""
+
+    async def attempt() -> bool:
+        async with load(cluster, reference, router=PATIENT) as running:
+            worker_id = await reach(cluster, phase, running, PATIENT)
+            num_finished, num_moved = await _drain(cluster, worker_id, deadline_s=LEFT_WITHIN_S)
+            await cluster[worker_id].left()
+        assert not num_moved
+        assert not running.num_retries
+        await cluster.whole()
+        return num_finished > 0
+
+    await strike(attempt)
+
+
+async def test_drain_moves_what_is_left_at_the_deadline(cluster: RealCluster, reference: GreedyReference) -> None:
+    """Also what another router has there, when the worker's own time is up, 2 s later: it ends its session in order."""
+    rng = random.Random(5)
+
+    async def attempt() -> bool:
+        long_jobs = mixed_jobs(rng, 4, range(50, 100), range(500, 550))
+        async with (
+            streams(cluster.routers[PATIENT], reference, long_jobs) as others,
+            load(cluster, reference) as running,
+        ):
+            worker_id = await reach(cluster, decoding, running)
+            request = control_pb2.DrainRequest(worker_id=worker_id, deadline_ms=0)
+            drained = await cluster.router.control.Drain(request, timeout=LEFT_WITHIN_S)
+            await cluster[worker_id].left()
+        await cluster.whole()
+        assert running.num_retries >= drained.num_migrated
+        return drained.num_migrated > 0 and others.num_retries > 0
+
+    await strike(attempt)
 
 
 @pytest.mark.parametrize("phase", [prefilling, decoding])
-async def test_sigterm(cluster: RealCluster, reference: GreedyReference, phase: object) -> None:
-    async with load(cluster, reference) as running:
-        await cluster[await reach(cluster, phase)].terminate()
-    assert not running.num_retries, "what it had begun it finished"
-
-
-async def test_rolling_restart_under_load(cluster: RealCluster, reference: GreedyReference) -> None:
-    over = asyncio.Event()
-    asking = asyncio.create_task(keep_asking(cluster.router, reference, over, num_clients=2))
-    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-        cluster.watch()
-        await cluster[name].terminate()
+async def test_sigterm(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
+    async def attempt() -> bool:
+        async with load(cluster, reference, router=PATIENT) as running:
+            await cluster[await reach(cluster, phase, running, PATIENT)].terminate()
+        assert not running.num_retries, "what it had begun it finished"
         await cluster.whole()
+        return True
+
+    await strike(attempt)
+
+
+@pytest.mark.parametrize("how", ["drained", pytest.param("terminated", marks=LONG)])
+async def test_rolling_restart_under_load(cluster: RealCluster, reference: GreedyReference, how: str) -> None:
+    """Every worker, one after the other, while clients of both routers ask."""
+    over = asyncio.Event()
+    asking = [
+        asyncio.create_task(keep_asking(router, reference, over, num_clients=2 - number))
+        for number, router in enumerate(cluster.routers)
+    ]
+    for name in WORKERS:
+        cluster.watch()
+        pid = cluster[name].pid
+        if how == "drained":
+            await _drain(cluster, name, deadline_s=LEFT_WITHIN_S)
+            await cluster[name].left()
+        else:
+            await cluster[name].terminate()
+        await cluster.whole()
+        assert cluster[name].pid != pid
     over.set()
-    assert await asking > 4
+    await asyncio.gather(*asking)
+
+
+async def _drain(cluster: RealCluster, worker_id: str, deadline_s: float) -> tuple[int, int]:
+    """By the command line, at the patient router: requests that finished there, and that were moved."""
+    flags = ["--target", f"127.0.0.1:{cluster[f'router-{PATIENT}'].port}", "--deadline", f"{deadline_s:g}"]
+    drained = await asyncio.to_thread(baton, ["drain", worker_id, *flags], cluster.temp, deadline_s + 60)
+    assert drained.returncode == 0, drained.stderr
+    words = re.fullmatch(rf"{worker_id} has left: (\d+) requests finished there, (\d+) moved\n", drained.stdout)
+    assert words is not None, drained.stdout
+    return int(words[1]), int(words[2])

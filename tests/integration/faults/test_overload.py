@@ -15,10 +15,11 @@ from services.core.errors import Overloaded
 from services.rpc.status import from_call
 from tests.cluster import Answer
 from tests.equality import GreedyReference
+from tests.patience import slowness
 from tests.real_cluster import RealCluster
 from tests.streams import Job, mixed_jobs
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 
 MAX_QUEUE = 24
 REFUSED_WITHIN_S = 2.0
@@ -31,6 +32,7 @@ async def test_three_times_too_much(cluster: RealCluster, reference: GreedyRefer
     watching = asyncio.create_task(_watch_queue(cluster, lengths))
     outcomes = await asyncio.gather(*(_ask(cluster, job) for job in jobs))
     watching.cancel()
+    slow = slowness()
     accepted = [(job, answer) for job, (answer, _) in zip(jobs, outcomes, strict=True) if isinstance(answer, Answer)]
     refused = [(error, took_s) for error, took_s in outcomes if not isinstance(error, Answer)]
     for job, answer in accepted:
@@ -40,7 +42,7 @@ async def test_three_times_too_much(cluster: RealCluster, reference: GreedyRefer
         meaning = from_call(error)
         assert isinstance(meaning, Overloaded)
         assert meaning.retry_after_s is not None
-        assert took_s < REFUSED_WITHIN_S
+        assert took_s < REFUSED_WITHIN_S * max(1.0, 3 * (slow - 1))
     assert len(accepted) >= MAX_QUEUE
     assert len(refused) >= 40
     assert 0 < max(lengths) <= MAX_QUEUE
