@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 Dial = Callable[[str], grpc.aio.Channel]
 
 _NAPS = 4
+_MOST_MS = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class WorkerLink:
 
     def send_leave(self, within_s: float) -> None:
         """The worker finishes what it has, also for others, and leaves the cluster. Once is enough, in any session."""
-        leave = types_pb2.LeaveCommand(remaining_ms=round(within_s * 1000))
+        leave = types_pb2.LeaveCommand(remaining_ms=min(round(within_s * 1000), _MOST_MS))
         if self._prefill is not None:
             self._prefill.send(prefill_pb2.PrefillServiceSessionRequest(leave=leave))
         elif self._decode is not None:

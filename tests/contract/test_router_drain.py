@@ -65,6 +65,10 @@ async def test_what_runs_is_finished_first(cluster: Cluster, pair: Any) -> None:
     assert await draining == (1, 0)
 
 
+async def test_a_deadline_beyond_all_time(cluster: Cluster, pair: Any) -> None:
+    assert await drain(cluster, "prefill", (1 << 63) - 1) == (0, 0)
+
+
 async def test_two_operators_at_once(cluster: Cluster, pair: Any) -> None:
     assert await asyncio.gather(*(drain(cluster, "prefill", 60_000) for _ in range(2))) == [(0, 0), (0, 0)]
 
