@@ -205,6 +205,25 @@ async def test_a_client_that_disconnects(cluster: Cluster, phase: str, stream: b
     assert [worker.engine.stats().num_steps for worker in cluster.workers] == [steps[0] + 1, steps[1] + 2]
 
 
+async def test_a_storm_of_disconnects_leaves_nothing(cluster: Cluster) -> None:
+    """Clients give up at random moments, of streams and of whole answers."""
+    dice = random.Random(1)
+
+    async def impatient(client: Any, number: int) -> bool:
+        asked = {**ASKED, "prompt": LONG[number : number + 60], "max_tokens": 40, "stream": number % 2 == 0}
+        try:
+            async with asyncio.timeout(dice.uniform(0.01, 2.0)):
+                return bool((await client.post(COMPLETIONS, json=asked)).status_code == 200)
+        except TimeoutError:
+            return False
+
+    async with bare_client(cluster) as client:
+        answered = await asyncio.gather(*(impatient(client, number) for number in range(100)))
+        assert not all(answered)
+        await cluster.idle()
+        assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
+
+
 async def test_a_client_that_never_reads_delays_no_one(cluster: Cluster) -> None:
     body = json.dumps({**ASKED, "prompt": [9] * 20, "max_tokens": 900, "logprobs": 20, "stream": True}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode()
