@@ -97,10 +97,12 @@ async def running_cluster(
     router: dict[str, Any] | None = None,
     each: Sequence[dict[str, Any]] | None = None,
     tracer: Tracer | None = None,
+    worker_tracer: Tracer | None = None,
     **worker: Any,
 ) -> AsyncIterator[Cluster]:
     """`worker` configures all workers, `each` one by one. Asserts at the end that everything is idle."""
     tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
+    worker_tracer = worker_tracer or tracer
     async with contextlib.AsyncExitStack() as stack:
         flags = {"canaries": False, **(router or {})}  # they would show in ledgers, step counts and prefix caches
         config = RouterConfig(model=str(model), host="127.0.0.1", port=0, **flags)
@@ -111,7 +113,7 @@ async def running_cluster(
         for index, role in enumerate(roles):
             changes = {**worker, **(each[index] if each else {})}
             config = worker_config(model, router=(f"127.0.0.1:{brain.port}",), worker_id=f"w{index}", **changes)
-            workers.append(await stack.enter_async_context(running_worker(config, role, tracer)))
+            workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer)))
         channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}"))
         cluster = Cluster(brain, workers, channel)
         await until(lambda: cluster.num_ready == len(roles), "every worker is ready", READY_WITHIN_S)

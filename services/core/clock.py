@@ -17,8 +17,18 @@ class MonotonicClock:
         return time.monotonic()
 
 
+def _epoch_offset_ns() -> int:
+    """Unix time less monotonic time: of several readings the one during which the process was interrupted least. One
+    that loses the processor between the two clocks would be wrong by as long, and with it all spans of this process."""
+    readings = []
+    for _ in range(16):
+        before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, unix - (before + after) // 2))
+    return min(readings)[1]
+
+
 # One offset per process, so that spans built from monotonic stamps keep their order and line up across processes.
-_EPOCH_OFFSET_NS = time.time_ns() - time.monotonic_ns()
+_EPOCH_OFFSET_NS = _epoch_offset_ns()
 
 
 def epoch_ns(monotonic_s: float) -> int:

@@ -23,7 +23,7 @@ from services.kvtransfer.lease import Lease
 from services.kvtransfer.lease_table import LeaseTable
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.serving import GrpcServer
-from services.rpc.telemetry import Attributes, Tracer
+from services.rpc.telemetry import UNTRACED, Attributes, Tracer
 from services.worker import commands, report
 from services.worker.config import WorkerConfig
 from services.worker.departure import Departure
@@ -234,7 +234,7 @@ class WorkerHost:
             request_id=command.request_id,
             start_s=start_s,
             end_s=end_s,
-            parent=command.traceparent,
+            parent=command.traceparent or UNTRACED,  # a router without tracing has no trace for it to belong to
             attributes=attributes,
             events=list(events),
         )

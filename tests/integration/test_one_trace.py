@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.rpc.names import Attr, Span
-from services.rpc.telemetry import Tracer
+from services.rpc.telemetry import Tracer, configure_tracing
 from tests.cluster import greedy_request, running_cluster
 from tests.models import tiny_model
 from tests.workers import DECODE, MIXED, PREFILL
@@ -100,3 +100,17 @@ async def test_prefill_on_a_decode_worker(model: Path) -> None:
     spans = await spans_of(model, [DECODE])
     assert {Span.PREFILL_COMPUTE, Span.DECODE_RUN} <= spans.keys()
     assert Span.KV_TRANSFER not in spans
+
+
+async def test_workers_begin_no_trace_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the router makes none, what they would record belongs to nothing."""
+    memory = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    untraced = configure_tracing("baton-router", "router")
+    async with running_cluster(
+        model, [PREFILL, DECODE], tracer=untraced, worker_tracer=Tracer(provider), max_num_batched_tokens=64
+    ) as cluster:
+        await cluster.stream(greedy_request(PROMPT, 20, request_id="untraced"))
+    assert memory.get_finished_spans() == ()

@@ -256,6 +256,33 @@ def test_sampling_variables_are_honoured(monkeypatch, tmp_path, variables, sampl
     assert bool(path.read_text()) == bool(sampled)
 
 
+@pytest.mark.parametrize("sampler", ["always_on", "traceidratio", "parentbased_always_on"])
+def test_what_the_root_left_out_is_left_out_everywhere(monkeypatch, tmp_path, sampler):
+    """Whatever a worker's own variables say; a root asks them, and may overrule its caller."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    path = tmp_path / "trace.jsonl"
+    tracer = configure_tracing("baton-decode", "decode-0", str(path))
+    left_out = f"00-{7:032x}-{8:016x}-00"
+    for parent in (left_out, telemetry.UNTRACED):
+        traceparent = tracer.span("x", request_id="r", start_s=1, end_s=2, parent=parent)
+        assert traceparent.endswith("-00")
+    root = tracer.start("x", request_id="r", start_s=1, parent=left_out, server=True)
+    tracer.shutdown()
+    assert path.read_text() == ""
+    assert root.traceparent.endswith("-00" if sampler == "parentbased_always_on" else "-01")
+
+
+@pytest.mark.parametrize("sampler", ["always_off", "traceidratio", "parentbased_always_off"])
+def test_what_the_root_has_chosen_is_recorded_everywhere(monkeypatch, tmp_path, sampler):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    path = tmp_path / "trace.jsonl"
+    tracer = configure_tracing("baton-decode", "decode-0", str(path))
+    tracer.span("x", request_id="r", start_s=1, end_s=2, parent=f"00-{7:032x}-{8:016x}-01")
+    tracer.shutdown()
+    assert len(path.read_text().splitlines()) == 1
+
+
 def test_a_disabled_sdk_makes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     path = tmp_path / "trace.jsonl"
