@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--only engine,transfer,end_to_end] [--repeats N] [--json FILE]`: a table, and JSON."""
+"""`python -m benchmarks [--only engine,transfer,end_to_end,overload] [--repeats N] [--json FILE]`: a table, and JSON."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import end_to_end, engine, transfer
+from benchmarks import end_to_end, engine, overload, transfer
 from benchmarks.figure import Figure, table
 from services.cli.model_cache import DEFAULT_MODEL, resolve_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", default="engine,transfer,end_to_end")
+    parser.add_argument("--only", default="engine,transfer,end_to_end,overload")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -28,6 +28,8 @@ def main() -> None:
     figures: list[Figure] = []
     if "end_to_end" in chosen:
         figures += end_to_end.measure(arguments.model, arguments.repeats)
+    if "overload" in chosen:
+        figures += overload.measure(arguments.model, arguments.repeats)
     if "transfer" in chosen:
         figures += transfer.measure(arguments.repeats)
     if "engine" in chosen:

@@ -57,7 +57,7 @@ def measure(model: str, repeats: int) -> list[Figure]:
     return figures
 
 
-def _request(seed: object, num_prompt_tokens: int, max_tokens: int) -> inference_pb2.GenerateRequest:
+def make_request(seed: object, num_prompt_tokens: int, max_tokens: int) -> inference_pb2.GenerateRequest:
     prompt = random.Random(str(seed)).choices(range(100, 40_000), k=num_prompt_tokens)
     return inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
@@ -68,10 +68,10 @@ def _request(seed: object, num_prompt_tokens: int, max_tokens: int) -> inference
 
 def _handoffs(channel: grpc.Channel, repeats: int) -> list[Figure]:
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    stub.Generate(_request("warm", 64, 4))
+    stub.Generate(make_request("warm", 64, 4))
     total, ttft, exposed, overlapped, share, rate = [], [], [], [], [], []
     for seed in range(repeats):
-        timings = stub.Generate(_request(seed, 2048 - 200, 128)).completion.timings
+        timings = stub.Generate(make_request(seed, 2048 - 200, 128)).completion.timings
         total.append(timings.total_ms)
         ttft.append(timings.ttft_ms)
         exposed.append(timings.transfer_exposed_ms)
@@ -111,7 +111,7 @@ def _memory(channel: grpc.Channel) -> list[Figure]:
 
 def _throughput(channel: grpc.Channel, seed: int) -> float:
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    requests = [_request((seed, n), 256, 64) for n in range(64)]
+    requests = [make_request((seed, n), 256, 64) for n in range(64)]
     with ThreadPoolExecutor(64) as pool:
         started = time.perf_counter()
         tokens = sum(answer.completion.usage.output_tokens for answer in pool.map(stub.Generate, requests))

@@ -77,6 +77,7 @@ class EngineStats:
     prefix_tokens_hit: int
     ms_per_prefill_token: float
     ms_per_decode_step: float
+    ms_per_decode_sequence: float
     current_step_ms: float
     """0 between steps."""
     num_steps: int

@@ -128,6 +128,7 @@ class Engine:
                 prefix_tokens_hit=self.scheduler.prefix_tokens_hit,
                 ms_per_prefill_token=self._costs.ms_per_prefill_token,
                 ms_per_decode_step=self._costs.ms_per_decode_step,
+                ms_per_decode_sequence=self._costs.ms_per_decode_sequence,
                 current_step_ms=0.0 if started_s is None else (now - started_s) * 1e3,
                 num_steps=self._num_steps,
                 num_failed_steps=self._num_failed_steps,

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _HOST_SHARE, _DEVICE_SHARE = 0.2, 0.9
 _WARM_DECODES = 3
+_WARM_SEQUENCES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,17 @@ def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
     blocks = tuple(range(num_blocks_for(num_tokens + 1, info.block_size)))
     greedy = SamplingParams(temperature=0.0)
 
-    def run(start: int, count: int) -> float:
+    def run(start: int, count: int, num_sequences: int = 1) -> float:
         part = ScheduledSequence(0, start, (0,) * count, blocks, samples=True, position=0, sampling=greedy)
         started = time.perf_counter()
-        loaded.runner.run(StepPlan(0, (part,)))
+        loaded.runner.run(StepPlan(0, (part,) * num_sequences))
         return (time.perf_counter() - started) * 1e3
 
     run(0, num_tokens)
     costs.observe(num_tokens, 0, run(0, num_tokens))
     for _ in range(_WARM_DECODES):
-        costs.observe(0, 1, run(num_tokens, 1))
+        for num_sequences in (1, min(_WARM_SEQUENCES, config.max_num_seqs)):
+            costs.observe(0, num_sequences, run(num_tokens, 1, num_sequences))
 
 
 def _max_model_len(config: EngineConfig, shape: ModelShape, num_blocks: int) -> int:

@@ -53,6 +53,7 @@ def snapshot(host: WorkerHost, number: int) -> types_pb2.LoadSnapshot:
         num_preemptions=stats.num_preemptions,
         ms_per_prefill_token=stats.ms_per_prefill_token,
         ms_per_decode_step=stats.ms_per_decode_step,
+        ms_per_decode_sequence=stats.ms_per_decode_sequence,
         current_step_ms=stats.current_step_ms,
         prefix_tokens_queried=stats.prefix_tokens_queried,
         prefix_tokens_hit=stats.prefix_tokens_hit,

@@ -29,3 +29,24 @@ def test_a_few_prompt_tokens_say_nothing() -> None:
     costs = CostModel()
     costs.observe(3, 4, 30.0)
     assert costs.ms_per_prefill_token == 0.0
+
+
+def test_further_sequences_are_told_from_the_step_itself() -> None:
+    costs = CostModel()
+    for number in range(60):
+        sequences = 1 + number % 9
+        costs.observe(0, sequences, 20.0 + 3.0 * (sequences - 1))
+    assert costs.ms_per_decode_step == pytest.approx(20.0, rel=0.02)
+    assert costs.ms_per_decode_sequence == pytest.approx(3.0, rel=0.02)
+    for _ in range(200):  # the same number for long says nothing new about it
+        costs.observe(0, 9, 44.0)
+    assert costs.ms_per_decode_sequence == pytest.approx(3.0, rel=0.02)
+    assert costs.ms_per_decode_step + 8 * costs.ms_per_decode_sequence == pytest.approx(44.0, rel=0.02)
+
+
+def test_a_cost_is_never_negative() -> None:
+    costs = CostModel()
+    for sequences, ms in ((1, 50.0), (20, 20.0), (1, 60.0), (20, 10.0)) * 5:
+        costs.observe(0, sequences, ms)
+        assert costs.ms_per_decode_step >= 0
+        assert costs.ms_per_decode_sequence >= 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_bench import Bench
+from router_bench import Bench, tokens
 from test_router_policy import decode, mixed, prefill
 
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded
 from services.router.coordinator.actions import SendPrefill
+from services.router.coordinator.events import FinishReason
 from services.router.coordinator.requests import Phase
-from services.router.policy import Costs, Load, Role
+from services.router.policy import Ahead, Costs, Load, Role, Work, WorkerView
 
 
 def costs(queued: int = 0, *, token_ms: float = 1.0, step_ms: float = 10.0, hit: int = 0) -> Load:
@@ -70,12 +72,38 @@ FORECASTS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("case", FORECASTS)
 def test_forecast(case: str) -> None:
     workers, num_tokens, num_output, ahead, overtakes, expected = FORECASTS[case]
-    found = Costs.of(workers).forecast(num_tokens, num_output, ahead, overtakes=overtakes)
+    found = Costs.of(workers).forecast(Work(num_tokens, num_output, num_output), Ahead(ahead), overtakes=overtakes)
     if expected is None:
         assert found is None
     else:
         assert found is not None
         assert (found.wait_s * 1000, found.run_s * 1000) == pytest.approx(expected)
+
+
+BUSY = replace(costs(), num_running=7, ms_per_decode_sequence=2.0)
+# (workers, sequences ahead) -> milliseconds for a prompt of 100 and an output of 11
+EXPECTED: dict[str, tuple[list[WorkerView], int, float]] = {
+    "alone": ([prefill(load=costs()), decode(load=costs())], 0, 100 + 10 * 10),
+    "among seven": ([prefill(load=costs()), decode(load=BUSY)], 0, 100 + 10 * 24),
+    "and three on their way": ([prefill(load=costs()), decode(load=BUSY, max_num_seqs=16)], 3, 100 + 10 * 30),
+    "they spread": (
+        [prefill(load=costs()), decode("d", load=BUSY, max_num_seqs=16), decode("e", load=BUSY, max_num_seqs=16)],
+        6,
+        100 + 10 * 30,
+    ),
+    "where it is over first": ([prefill(load=costs()), decode("d", load=BUSY), decode("e", load=costs())], 0, 200),
+    "more than fit in a step": ([prefill(load=costs()), decode(load=BUSY, max_num_seqs=4)], 0, 100 + (10 + 11) * 16),
+}
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_expected_time(case: str) -> None:
+    workers, sequences, expected_ms = EXPECTED[case]
+    found = Costs.of(workers).forecast(Work(100, 1, 11), Ahead(num_sequences=sequences), overtakes=False)
+    assert found is not None
+    assert found.expected_s * 1000 == pytest.approx(expected_ms)
+    assert found.run_s * 1000 == pytest.approx(100), "what is certain stays a bound"
+    assert found.alone_s * 1000 == pytest.approx(200)
 
 
 @pytest.fixture
@@ -120,9 +148,9 @@ def test_a_deadline_that_no_cluster_could_meet(bench: Bench, spec: dict[str, Any
 def test_a_deadline_behind_too_much_work_is_refused_with_a_time_to_come_back(bench: Bench) -> None:
     fill(bench, 8000)
     with pytest.raises(Overloaded) as raised:
-        bench.submit(deadline_s=bench.now + 3.9)
+        bench.submit(deadline_s=bench.now + 7.9)
     assert raised.value.retry_after_s == pytest.approx(8.0)
-    bench.submit("patient", deadline_s=bench.now + 4.1)
+    bench.submit("patient", deadline_s=bench.now + 8.1)
     bench.submit("urgent", priority=1, deadline_s=bench.now + 1.0)
     assert bench.coordinator.phases()[Phase.QUEUED] == 2
 
@@ -138,12 +166,37 @@ def test_work_queued_in_the_router_counts_too(bench: Bench) -> None:
 
 def test_what_becomes_hopeless_in_the_queue_ends_there(bench: Bench) -> None:
     fill(bench, 1000)
-    bench.submit(deadline_s=bench.now + 1.0)
+    bench.submit(deadline_s=bench.now + 1.5)
     bench.wait(0.4)
     assert not bench.failed
     bench.wait(0.2)
-    assert isinstance(bench.failed["r"], Overloaded), "0.4 s are left, and 1 s of work is before it"
+    assert isinstance(bench.failed["r"], Overloaded), "0.9 s are left, and 1 s of work is before it"
     bench.assert_idle()
+
+
+def complete(bench: Bench, num_tokens: int) -> None:
+    """A request that had so long an output."""
+    _, command = bench.decoding("before", max_tokens=num_tokens)
+    bench.decode("d", tokens(command, *range(1, num_tokens), at=1, finish=FinishReason.LENGTH))
+    assert "before" in bench.finished
+
+
+def test_a_busy_cluster_takes_on_only_what_it_expects_to_finish_in_time(bench: Bench) -> None:
+    complete(bench, 8)
+    bench.load("d", ms_per_decode_step=10.0, ms_per_decode_sequence=20.0, num_running=5, blocks_active=5)
+    with pytest.raises(Overloaded) as raised:
+        bench.submit("late", deadline_s=bench.now + 0.7)  # 20 ms of prompt, 7 steps of 110 ms
+    assert raised.value.retry_after_s
+    bench.submit("short", max_tokens=4, deadline_s=bench.now + 0.7)
+    bench.submit("patient", deadline_s=bench.now + 1.2)
+    assert not bench.failed
+
+
+def test_an_idle_cluster_tries_what_may_end_early(bench: Bench) -> None:
+    complete(bench, 8)
+    bench.load("d", ms_per_decode_step=100.0, ms_per_decode_sequence=20.0)
+    bench.submit(deadline_s=bench.now + 0.5)
+    assert not bench.failed
 
 
 # A full queue

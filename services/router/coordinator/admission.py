@@ -4,7 +4,8 @@ Owns: load shedding and the bounds on waiting. Never: the queue's order (`waitli
 
 A deadline that cannot be met is refused at once, not when it has passed. If what is queued stands in the way, the
 client hears RESOURCE_EXHAUSTED and when to try again; if even an idle cluster were too slow, DEADLINE_EXCEEDED, since
-another try would not help. In a full queue an arrival takes the place of the youngest request of the lowest priority,
+another try would not help. A busy cluster also refuses what it expects to finish late: taken on, it would make others
+late too. In a full queue an arrival takes the place of the youngest request of the lowest priority,
 if its own is higher.
 """
 
@@ -16,14 +17,15 @@ from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloa
 from services.router.coordinator.book import Book
 from services.router.coordinator.dispatch import can_be_served
 from services.router.coordinator.requests import Phase, Request, RequestSpec
-from services.router.policy import Costs
+from services.router.policy import Ahead, Costs, Work
 
 
 def admit(book: Book, spec: RequestSpec, now: float) -> None:
     """Sees that there is a place in the queue, and a point in taking it. Raises Overloaded or DeadlineExceeded."""
     if spec.deadline_s is not None:
-        tokens_ahead = sum(_num_tokens(other) for other in book.queue if other.spec.priority >= spec.priority)
-        error = _hopeless(book, _costs(book), spec, tokens_ahead, now)
+        before = [other for other in book.queue if other.spec.priority >= spec.priority]
+        ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book))
+        error = _hopeless(book, _costs(book), spec, ahead, now)
         if error is not None:
             raise error
     if len(book.queue) < book.config.max_queue:
@@ -48,12 +50,12 @@ def overdue(book: Book, now: float) -> list[tuple[Request, BatonError]]:
 def _wait_in_vain(book: Book, now: float) -> Iterator[tuple[str, BatonError]]:
     """Queued requests that have received nothing yet: what has begun goes on to its deadline."""
     costs = _costs(book) if len(book.queue) else None
-    tokens_ahead = 0
+    ahead = Ahead(0, _num_on_their_way(book))
     for request in book.queue:
         assert costs is not None
-        error = None if request.output else _hopeless(book, costs, request.spec, tokens_ahead, now)
+        error = None if request.output else _hopeless(book, costs, request.spec, ahead, now)
         if error is None:
-            tokens_ahead += _num_tokens(request)
+            ahead = Ahead(ahead.num_tokens + _num_tokens(request), ahead.num_sequences + 1)
         else:
             yield request.request_id, error
 
@@ -89,17 +91,34 @@ def _costs(book: Book) -> Costs:
     return Costs.of(book.workers.views())
 
 
-def _hopeless(book: Book, costs: Costs, spec: RequestSpec, tokens_ahead: int, now: float) -> BatonError | None:
-    """Only where there is no doubt: the forecast must miss the deadline by far."""
+def _num_on_their_way(book: Book) -> int:
+    """Requests between the queue and a decode worker."""
+    return sum(request.phase in (Phase.PREFILLING, Phase.PARKED) for request in book.requests.values())
+
+
+def _hopeless(book: Book, costs: Costs, spec: RequestSpec, ahead: Ahead, now: float) -> BatonError | None:
+    """Where there is no doubt, the bounds missing the deadline by far; and where others would pay for the attempt."""
     if spec.deadline_s is None:
         return None
-    ahead = costs.forecast(len(spec.token_ids), spec.min_tokens, tokens_ahead, overtakes=spec.priority > 0)
+    forecast = costs.forecast(_work(book, spec), ahead, overtakes=spec.priority > 0)
     remaining_s = max(0.0, spec.deadline_s - now)
     tolerable_s = remaining_s * book.config.deadline_margin
-    if ahead is None or ahead.wait_s + ahead.run_s <= tolerable_s:
+    if forecast is None:
         return None
-    if ahead.run_s > tolerable_s:
-        return DeadlineExceeded(f"cannot be met: {ahead.run_s:.2f} s of work, {remaining_s:.2f} s left")
-    retry_after_s = max(book.config.retry_after_s, ahead.wait_s)
-    message = f"the deadline cannot be met: {ahead.wait_s:.2f} s of work before it, {remaining_s:.2f} s left"
+    if forecast.run_s > tolerable_s:
+        return DeadlineExceeded(f"cannot be met: {forecast.run_s:.2f} s of work, {remaining_s:.2f} s left")
+    crowded = forecast.expected_s > forecast.alone_s * book.config.crowded_factor
+    if forecast.wait_s + forecast.run_s <= tolerable_s and not (crowded and forecast.expected_s > remaining_s):
+        return None
+    retry_after_s = max(book.config.retry_after_s, forecast.wait_s)
+    message = (
+        f"the deadline cannot be met: {forecast.expected_s:.2f} s with what is before it, {remaining_s:.2f} s left"
+    )
     return Overloaded(message, retry_after_s=retry_after_s)
+
+
+def _work(book: Book, spec: RequestSpec) -> Work:
+    """Expects an output as long as others' were, within its own bounds; before the first, the shortest."""
+    expected = max(float(spec.min_tokens), book.typical_output_tokens or 0.0)
+    longest = float("inf") if spec.max_tokens is None else float(spec.max_tokens)
+    return Work(len(spec.token_ids), spec.min_tokens, min(expected, longest))

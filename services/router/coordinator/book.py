@@ -40,6 +40,9 @@ from services.router.coordinator.waitlist import WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.health import HealthRecord
 
+_WEIGHT = 0.05
+"""Of the newest request in a running average."""
+
 
 class Book:
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -52,6 +55,8 @@ class Book:
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request."""
         self._last_leg = 0
+        self.typical_output_tokens: float | None = None
+        """A running average over complete requests; None before the first."""
         self._num_arrivals = 0
 
     def add(self, spec: RequestSpec, max_tokens: int, now: float) -> Request:
@@ -220,6 +225,8 @@ class Book:
 
     def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None, now: float) -> None:
         self._end_request(request, now, "done")
+        before, newest = self.typical_output_tokens, len(request.output)
+        self.typical_output_tokens = newest if before is None else before + _WEIGHT * (newest - before)
         self.actions.append(EmitFinished(request.request_id, reason, stop_token_id, timeline.summary(request, now)))
 
     def fail(self, request: Request, error: BatonError, now: float) -> None:

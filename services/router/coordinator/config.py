@@ -42,6 +42,9 @@ class CoordinatorConfig:
     forget_worker_s: float = 300.0
     deadline_margin: float = 2.0
     """A deadline is refused in advance if the work before it would take so many times the time that is left."""
+    crowded_factor: float = 1.5
+    """The cluster is busy, for a request, if others make it take so many times longer than alone. Then what is expected
+    to miss its deadline is refused, by averages instead of bounds."""
     retry_after_s: float = 1.0
     """What refused clients are told."""
     step_timeout_s: float = 30.0

@@ -3,7 +3,7 @@
 Owns: the views policy may look at, the filters and the scores. Never: state, clocks, I/O.
 """
 
-from services.router.policy.forecast import Costs, Forecast
+from services.router.policy.forecast import Ahead, Costs, Forecast, Work
 from services.router.policy.placement import (
     can_decode,
     can_hand_over,
@@ -18,6 +18,7 @@ from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import Job, Load, Role, Source, WorkerView
 
 __all__ = [
+    "Ahead",
     "Costs",
     "Forecast",
     "Job",
@@ -26,6 +27,7 @@ __all__ = [
     "Role",
     "Source",
     "Term",
+    "Work",
     "WorkerView",
     "can_decode",
     "can_hand_over",

@@ -1,8 +1,11 @@
-"""How soon a request could be through at the earliest, by the costs that workers measure (DESIGN §8). Pure.
+"""How soon a request could be through, by the costs that workers measure (DESIGN §8). Pure.
 
-Lower bounds throughout: whoever refuses by them must not refuse what could have been met. Work ahead flows like water
-to the workers that are free first, prompts are found in prefix caches as often as they were so far, and decode steps
-are those of the fastest worker.
+At the earliest: lower bounds throughout, since whoever refuses by them must not refuse what could have been met. Work
+ahead flows like water to the workers that are free first, prompts are found in prefix caches as often as they were so
+far, and decode steps are those of the fastest worker.
+
+As expected: its output is as long as others' were, and it shares its decode steps with all that is under way. Without
+that a busy cluster takes on more than it can finish, and finishes everything late.
 """
 
 from __future__ import annotations
@@ -20,7 +23,32 @@ class Forecast:
     wait_s: float
     """Until its prompt begins, behind what is queued."""
     run_s: float
-    """From there to its last token, were it alone."""
+    """From there to its last token, were it alone, with the shortest output."""
+    expected_s: float
+    """Until its last token, among the others."""
+    alone_s: float
+    """The same, were it alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request, in tokens."""
+
+    num_tokens: int
+    """Its prompt."""
+    fewest_output_tokens: int
+    output_tokens: float
+    """As many as are expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What the router has accepted before it."""
+
+    num_tokens: int = 0
+    """Of prompts that are still queued in the router."""
+    num_sequences: int = 0
+    """Of requests that no decode worker has yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +61,7 @@ class Costs:
     """Workers that decode, for prompts that no prefill worker can hold."""
     prefill_context: int
     """Prompts must be shorter to run on prefill workers, tokens."""
-    step_ms: float
+    decoders: tuple[WorkerView, ...]
 
     @staticmethod
     def of(workers: Sequence[WorkerView]) -> Costs:
@@ -44,23 +72,40 @@ class Costs:
             _Lane.of(prefillers),
             _Lane.of(decoders),
             max((worker.context_tokens for worker in prefillers), default=0),
-            min((worker.load.ms_per_decode_step for worker in decoders), default=0.0),
+            tuple(decoders),
         )
 
-    def forecast(
-        self, num_tokens: int, num_output_tokens: int, tokens_ahead: int, *, overtakes: bool
-    ) -> Forecast | None:
-        """None while it is not known what its prompt would cost.
-
-        `num_output_tokens`: the fewest it may need; `tokens_ahead`: prompts queued before it in the router;
-        `overtakes`: it goes before what is queued at the workers.
-        """
-        lane = self.prefill if num_tokens < self.prefill_context else self.whole
+    def forecast(self, work: Work, ahead: Ahead, *, overtakes: bool) -> Forecast | None:
+        """None while it is not known what a prompt costs. `overtakes`: it goes before what workers have queued."""
+        lane = self.prefill if work.num_tokens < self.prefill_context else self.whole
         if lane is None:
             return None
-        prompt_ms = num_tokens * lane.fastest_ms
-        run_ms = prompt_ms + max(0, num_output_tokens - 1) * self.step_ms
-        return Forecast(lane.wait_ms(tokens_ahead, overtakes=overtakes) / 1000, run_ms / 1000)
+        prompt_ms = work.num_tokens * lane.fastest_ms
+        wait_ms = lane.wait_ms(ahead.num_tokens, overtakes=overtakes)
+        step_ms = min((worker.step_ms(1) for worker in self.decoders), default=0.0)
+        return Forecast(
+            wait_s=wait_ms / 1000,
+            run_s=(prompt_ms + max(0, work.fewest_output_tokens - 1) * step_ms) / 1000,
+            expected_s=(wait_ms + prompt_ms + self._decode_ms(work.output_tokens, ahead.num_sequences)) / 1000,
+            alone_s=(prompt_ms + max(0.0, work.output_tokens - 1) * step_ms) / 1000,
+        )
+
+    def _decode_ms(self, output_tokens: float, sequences_ahead: int) -> float:
+        """On the decode worker where it is over first; those ahead are spread evenly."""
+        return min(
+            (
+                _decode_ms(worker, output_tokens, worker.num_sequences + sequences_ahead / len(self.decoders) + 1)
+                for worker in self.decoders
+            ),
+            default=0.0,
+        )
+
+
+def _decode_ms(worker: WorkerView, output_tokens: float, num_sequences: float) -> float:
+    """Of one among so many; more than fit in a step wait until others, as long as it, have ended."""
+    step_ms = worker.step_ms(num_sequences)
+    turns = max(0.0, num_sequences / worker.max_num_seqs - 1)
+    return (max(0.0, output_tokens - 1) + turns * output_tokens) * step_ms
 
 
 @dataclass(frozen=True, slots=True)

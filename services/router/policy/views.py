@@ -41,6 +41,7 @@ class Load:
     num_leases: int = 0
     ms_per_prefill_token: float = 0.0
     ms_per_decode_step: float = 0.0
+    ms_per_decode_sequence: float = 0.0
     current_step_ms: float = 0.0
     prefix_tokens_queried: int = 0
     prefix_tokens_hit: int = 0
@@ -96,6 +97,11 @@ class WorkerView:
     @property
     def idle(self) -> bool:
         return self.load.idle and not self.predicted_sequences
+
+    def step_ms(self, num_sequences: float) -> float:
+        """A decode step of so many sequences, or of all that fit in one."""
+        further = max(0.0, min(num_sequences, self.max_num_seqs) - 1)
+        return self.load.ms_per_decode_step + further * self.load.ms_per_decode_sequence
 
     @property
     def num_sequences(self) -> int:
