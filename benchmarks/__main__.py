@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--only engine,transfer,end_to_end,overload] [--repeats N] [--json FILE]`: a table, and JSON."""
+"""`python -m benchmarks [--only engine,transfer,…] [--repeats N] [--json FILE]`: a table, and JSON."""
 
 from __future__ import annotations
 
