@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.v1 import decode_pb2
+from services.core.errors import BatonError
 from services.core.hashing import num_blocks_for
 from services.decode.leg import DecodeLeg
 from services.engine import batch, prefix
@@ -82,7 +83,8 @@ def does_not_wake_who_waits_for_blocks() -> Bug:
 
 
 def keeps_legs_after_the_session() -> Bug:
-    def end(self: RouterSession) -> None:
+    def end(self: RouterSession, error: BatonError | None = None) -> None:
+        self.error = error
         self.ended.set()
         self._wake.set()
 
