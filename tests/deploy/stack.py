@@ -60,7 +60,7 @@ class Stack:
     def __init__(self, command: Sequence[str]) -> None:
         """`command`: docker compose or docker-compose."""
         self.project = f"batontest{os.getpid()}"
-        self.port, http_port, metrics_port = _free_ports(3)
+        self.port, self.http_port, self.metrics_port = _free_ports(3)
         self.target = f"127.0.0.1:{self.port}"
         files = [str(COMPOSE_FILE), *filter(None, [os.environ.get("COMPOSE_TEST_FILE")])]
         self._command = [*command, *(part for file in files for part in ("--file", file))]
@@ -69,8 +69,8 @@ class Stack:
             "COMPOSE_PROJECT_NAME": self.project,
             "BATON_TAG": "test",
             "ROUTER_PORT": str(self.port),
-            "HTTP_PORT": str(http_port),
-            "ROUTER_METRICS_PORT": str(metrics_port),
+            "HTTP_PORT": str(self.http_port),
+            "ROUTER_METRICS_PORT": str(self.metrics_port),
         }
 
     def compose(self, *arguments: str, timeout_s: float = UP_WITHIN_S) -> str:

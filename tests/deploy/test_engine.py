@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import re
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from baton.v1 import control_pb2, inference_pb2, inference_pb2_grpc, types_pb2
 from services.rpc.channels import dial
 from tests.cluster import receive
 from tests.deploy.compose import DEPLOY
@@ -69,6 +70,13 @@ def test_generate_from_the_host(stack: Stack, tmp_path: Path) -> None:
     assert answer["timings"]["transport"].lower().endswith("shm")
 
 
+def test_http_from_the_host(stack: Stack) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{stack.http_port}/v1/models", timeout=30) as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == ["smollm2-135m-instruct"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{stack.metrics_port}/metrics", timeout=30) as answer:
+        assert b'baton_workers{role="decode",state="ready"} 1.0' in answer.read()
+
+
 def test_shared_memory_crosses_the_containers(stack: Stack) -> None:
     """The decode container's own words, and the two namespaces it happened across."""
     log = stack.logs("decode")
@@ -87,16 +95,14 @@ async def test_replicas_come_and_requests_survive_their_end(stack: Stack) -> Non
     workers = await operator.until(lambda status: len(found := ready(status, "decode")) == 3 and found, "3 decodes")
     assert len({each.worker.address for each in workers}) == 3
     async with _load(stack.target) as load:
-        stopped = await operator.until(lambda status: _busy(status), "a decode worker is busy")
-        await asyncio.to_thread(docker, "stop", "--time", "120", stopped, timeout_s=180)
+        stopped = _container(await operator.until(_busy, "a decode worker is busy"))
+        await asyncio.to_thread(docker, "stop", "-t", "120", stopped, timeout_s=180)
         assert json.loads(docker("inspect", stopped))[0]["State"]["ExitCode"] == 0
         await load.another_round()
-        killed = await operator.until(lambda status: _busy(status), "a decode worker is busy")
+        killed = await operator.until(_busy, "a decode worker is busy")
         before = load.num_done
-        pid = json.loads(docker("inspect", killed))[0]["State"]["Pid"]
-        await asyncio.to_thread(docker, "exec", killed, "python", "-c", _KILL)
-        await operator.until(lambda status: len(ready(status, "decode")) == 2, "the killed one is back")
-        assert json.loads(docker("inspect", killed))[0]["State"]["Pid"] != pid
+        await asyncio.to_thread(docker, "exec", _container(killed), "python", "-c", _KILL)
+        await operator.until(lambda status: _has_returned(status, killed.worker), "the killed one is back")
         await load.another_round()
     assert load.num_done > before >= NUM_CLIENTS
 
@@ -156,10 +162,19 @@ async def _ask(channel: object, load: Load, number: int) -> None:
         load.done()
 
 
-def _busy(status: object) -> str:
-    """Container of a decode worker in the middle of its sequences."""
-    busy = [each for each in ready(status, "decode") if each.load.num_running]  # type: ignore[arg-type]
-    return busy[0].worker.worker_id.split("-")[1] if busy else ""
+def _busy(status: control_pb2.GetStatusResponse) -> control_pb2.WorkerStatus | None:
+    """A decode worker in the middle of its sequences."""
+    return next((each for each in ready(status, "decode") if each.load.num_running), None)
+
+
+def _has_returned(status: control_pb2.GetStatusResponse, worker: control_pb2.WorkerDescription) -> bool:
+    """Under its old name, as another process."""
+    now = {each.worker.worker_id: each.worker.incarnation for each in ready(status, "decode")}
+    return now.get(worker.worker_id, worker.incarnation) != worker.incarnation
+
+
+def _container(worker: control_pb2.WorkerStatus) -> str:
+    return worker.worker.worker_id.split("-")[1]
 
 
 def _name(requirement: str) -> str:
