@@ -2,7 +2,8 @@
 
     python -m tests.soak --minutes 10        (make soak MINUTES=10)
 
-In rounds: clients ask, workers are killed, stopped, cut off and replaced; then everyone stops, and nothing may be held.
+In rounds: clients ask two routers; workers are killed, stopped, cut off and replaced, routers killed and started again;
+then everyone stops, and nothing may be held.
 Owns: the rounds, the counts and their table. Zero wrong tokens and zero leaked blocks, or it fails.
 """
 
@@ -32,6 +33,7 @@ from tests.real_cluster import RealCluster, real_cluster
 from tests.streams import mixed_jobs
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+ROUTERS = ("router-0", "router-1")
 FLAGS = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "96", "--max-num-batched-tokens", "32")
 NUM_CLIENTS = 6
 ROUND_S = 20.0
@@ -77,6 +79,8 @@ class Soak:
         self._cluster = cluster
         self._reference = reference
         self._rng = rng
+        self._num_deaths = dict.fromkeys(ROUTERS, 0)
+        """Of each router; odd while it is not back."""
 
     async def round(self, duration_s: float) -> None:
         """Load and faults, then a count of what is still held 5 s after their end."""
@@ -101,7 +105,9 @@ class Soak:
 
     async def _ask(self) -> str:
         [job] = mixed_jobs(self._rng, 1, range(1, 500), range(1, 80))
-        task = asyncio.create_task(self._cluster.router.stream(job.request()))
+        number = self._rng.randrange(len(ROUTERS))
+        deaths = self._num_deaths[ROUTERS[number]]
+        task = asyncio.create_task(self._cluster.routers[number].stream(job.request()))
         if self._rng.random() < CANCELLED:
             await asyncio.wait([task], timeout=self._rng.random())
             task.cancel()
@@ -110,9 +116,12 @@ class Soak:
         except asyncio.CancelledError:
             return "requests cancelled"
         except grpc.aio.AioRpcError as error:
-            # Three faults may well meet in one request; any other failure is one.
+            # Three faults may well meet in one request, and a router's requests end with it; all else is a failure.
             if isinstance(from_call(error), WorkerFailed):
                 return "requests given up after 3 crashes"
+            lived = deaths % 2 == 0 and deaths == self._num_deaths[ROUTERS[number]]
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not lived:
+                return "requests lost with their router"
             raise
         assert answer.completion is not None
         self.tally.num_retries += answer.completion.workers.retries
@@ -130,6 +139,7 @@ class Soak:
             self._cut,
             self._cut_pair,
             self._replace,
+            self._kill_router,
         ]
         while time.monotonic() < until_s - 3:
             await asyncio.sleep(self._rng.uniform(0.5, 2.0))
@@ -138,6 +148,13 @@ class Soak:
     async def _kill(self, worker: str) -> str:
         await self._cluster.restart(worker)
         return "kill -9"
+
+    async def _kill_router(self, _: str) -> str:
+        router = self._rng.choice(ROUTERS)
+        self._num_deaths[router] += 1
+        await self._cluster.restart(router)
+        self._num_deaths[router] += 1
+        return "kill -9 of a router"
 
     async def _replace(self, worker: str) -> str:
         self._cluster.watch()
@@ -152,7 +169,7 @@ class Soak:
 
     async def _cut(self, worker: str) -> str:
         fault = self._rng.choice(list(Fault))
-        with self._cluster.cut(fault, worker, ["router-0"]):
+        with self._cluster.cut(fault, worker, self._rng.choice((ROUTERS, ROUTERS[:1]))):
             await asyncio.sleep(self._rng.uniform(0.2, 4.0))
         return f"{fault.value} router to worker"
 
@@ -169,7 +186,7 @@ async def soak(
     """`folder`: an empty one. At least one round. Raises what a request fails with that no fault excuses."""
     model, temp = await asyncio.to_thread(_prepare, folder)
     reference = GreedyReference(model)
-    async with real_cluster(model, temp, WORKERS, *FLAGS) as cluster:
+    async with real_cluster(model, temp, WORKERS, *FLAGS, routers=[()] * len(ROUTERS)) as cluster:
         run = Soak(cluster, reference, random.Random(seed))
         until_s = time.monotonic() + duration_s
         while not run.tally.num_rounds or time.monotonic() < until_s:
