@@ -31,7 +31,8 @@ def environment(temp: Path) -> dict[str, str]:
 class Up:
     """`baton up`, running; a context that kills it and waits for its children."""
 
-    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+    def __init__(self, model: Path, folder: Path, *flags: str, **settings: str) -> None:
+        """`settings`: more of the environment."""
         self.temp = folder / "temp"
         self.temp.mkdir()
         self.log = folder / "log"
@@ -46,7 +47,7 @@ class Up:
                 stderr=log,
                 text=True,
                 cwd=self.temp,
-                env=environment(self.temp),
+                env=environment(self.temp) | settings,
             )
 
     def __enter__(self) -> Up:

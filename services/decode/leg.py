@@ -15,6 +15,7 @@ from services.decode.record import DecodeRecord
 from services.engine.config import StepReport
 from services.engine.sequence import Admitted, Failed, Mode, SequenceEvent, Token
 from services.kvtransfer.client import lease_may_live
+from services.rpc.logging import ids
 from services.rpc.status import to_status
 from services.worker.commands import tokens_of
 from services.worker.host import WorkerHost
@@ -132,7 +133,7 @@ class DecodeLeg:
             self._task = None
             self._host.hub.register(self._sequence.seq_id, self)
             self._intake.enter(self._sequence, arrival)
-            log.info("request %s leg %d: decode begins", self._command.request_id, self.number)
+            self._log(logging.INFO, "decode begins")
 
     # -- what the engine reports ---------------------------------------------------------------------------------------
 
@@ -163,7 +164,9 @@ class DecodeLeg:
         failed = decode_pb2.ImportFailed(leg=self.number, lease_alive=lease_may_live(error), status=to_status(error))
         if not self._over:
             self._emit(decode_pb2.DecodeEvent(import_failed=failed))
-            log.warning("request %s leg %d: import failed: %s", self._command.request_id, self.number, error)
+            reason = error.reason if isinstance(error, BatonError) else BatonError.reason
+            self._host.tally.transfers_failed[reason.lower()] += 1
+            self._log(logging.WARNING, f"import failed: {error}")
 
     def _deadline_passed(self) -> None:
         self._fail(DeadlineExceeded("the deadline passed on the decode worker"))
@@ -172,8 +175,11 @@ class DecodeLeg:
         if not self._over:
             failed = types_pb2.LegFailed(leg=self.number, status=to_status(error))
             self._emit(decode_pb2.DecodeEvent(failed=failed))
-            log.warning("request %s leg %d failed: %s", self._command.request_id, self.number, error)
+            self._log(logging.WARNING, f"failed: {error}")
         self.cancel()
+
+    def _log(self, level: int, what: str) -> None:
+        log.log(level, "leg %d: %s", self.number, what, extra=ids(self._command.request_id, self._command.traceparent))
 
     def _emit(self, event: decode_pb2.DecodeEvent) -> None:
         self._session.emit(event)

@@ -114,6 +114,7 @@ class DecodeRecord:
         name, tally = types_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower(), self._host.tally
         tally.imports[name] += 1
         tally.transfer_bytes[name] += num_bytes
+        tally.transfer_s[name] += end_s - start_s
         tally.exposed_s[name] += exposed_ms / 1000
         attributes: dict[str, Value | None] = {
             Attr.LEG: self._command.leg,

@@ -10,6 +10,7 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from services.core.errors import BatonError, Draining, ProtocolViolation
 from services.decode.intake import Intake
 from services.decode.leg import DecodeLeg
+from services.rpc.logging import ids
 from services.rpc.status import to_status
 from services.worker.host import WorkerHost
 from services.worker.session import RouterSession, SessionHost
@@ -57,7 +58,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 raise Draining("this worker is draining")
             DecodeLeg(self._host, self._intake, session, command).start()
         except BatonError as error:
-            log.warning("request %s leg %d refused: %s", command.request_id, command.leg, error)
+            about = ids(command.request_id, command.traceparent)
+            log.warning("leg %d refused: %s", command.leg, error, extra=about)
             failed = types_pb2.LegFailed(leg=command.leg, status=to_status(error))
             session.emit(decode_pb2.DecodeEvent(failed=failed))
             session.flush()

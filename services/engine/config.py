@@ -81,10 +81,8 @@ class EngineStats:
     current_step_ms: float
     """0 between steps."""
     num_steps: int
-    """Since start, like the next three."""
+    """Since start, like the next."""
     num_failed_steps: int
-    step_seconds: float
-    step_tokens: int
     last_batch_size: int
     """Sequences in the last step."""
     consecutive_step_failures: int

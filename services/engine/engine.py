@@ -18,6 +18,7 @@ from services.engine.cost_model import CostModel
 from services.engine.loading import Loaded, load, warm_up
 from services.engine.scheduler import Scheduler, SchedulerConfig
 from services.engine.sequence import Sequence, SequenceEvent, StepPlan, StepResult
+from services.engine.step_tally import StepTally
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,12 @@ class Engine:
             ),
         )
         self.consecutive_step_failures = 0
+        self.tally = StepTally()
+        """For metrics."""
         self._runner = loaded.runner
         self._clock = clock or MonotonicClock()
         self._costs = CostModel()
         self._step_started_s: float | None = None
-        self._num_steps = 0
-        self._num_failed_steps = 0
-        self._step_seconds = 0.0
-        self._step_tokens = 0
-        self._last_batch_size = 0
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -130,11 +128,9 @@ class Engine:
                 ms_per_decode_step=self._costs.ms_per_decode_step,
                 ms_per_decode_sequence=self._costs.ms_per_decode_sequence,
                 current_step_ms=0.0 if started_s is None else (now - started_s) * 1e3,
-                num_steps=self._num_steps,
-                num_failed_steps=self._num_failed_steps,
-                step_seconds=self._step_seconds,
-                step_tokens=self._step_tokens,
-                last_batch_size=self._last_batch_size,
+                num_steps=self.tally.num_steps,
+                num_failed_steps=self.tally.num_failed,
+                last_batch_size=self.tally.last_batch_size,
                 consecutive_step_failures=self.consecutive_step_failures,
             )
 
@@ -174,6 +170,7 @@ class Engine:
             on_step(StepReport(tuple(events), 0, 0, 0, started_s, started_s))
         if plan.sequences:
             self._step_started_s = started_s
+            self.tally.scheduled(self._clock.now() - started_s)
         return plan, bool(events)
 
     def _finish(self, plan: StepPlan, result: StepResult | Exception, on_step: OnStep) -> None:
@@ -182,19 +179,16 @@ class Engine:
         started_s, ended_s = self._step_started_s, self._clock.now()
         self._step_started_s = None
         events = self._absorb(plan, result, started_s, ended_s)
+        self.tally.absorbed(self._clock.now() - ended_s)
         num_decodes = sum(part.num_tokens == 1 for part in plan.sequences)
         on_step(StepReport(tuple(events), plan.step_number, plan.num_tokens, num_decodes, started_s, ended_s))
 
     def _absorb(
         self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float
     ) -> list[SequenceEvent]:
-        self._num_steps += 1
-        self._step_seconds += ended_s - started_s
-        self._step_tokens += plan.num_tokens
-        self._last_batch_size = len(plan.sequences)
+        self.tally.step(plan, result, started_s, ended_s)
         if isinstance(result, Exception):
             self.consecutive_step_failures += 1
-            self._num_failed_steps += 1
             logger.error("step %d failed: its sequences end", plan.step_number, exc_info=result)
             # The traceback's frames hold the step's tensors.
             result.__traceback__ = None

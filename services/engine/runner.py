@@ -36,13 +36,20 @@ class DeviceRunner:
         started = time.perf_counter()
         inputs = flatten(plan.sequences, self._cache.shape.block_size, self._cache.device)
         self._cache.clear(inputs.partly_filled)
+        ready = time.perf_counter()
         logits = self._model.forward(inputs, self._cache)
+        forwarded = time.perf_counter()
         sampling = [part for part in plan.sequences if part.samples]
         tokens = sample(logits, sampling) if sampling else []
         if self._cache.device.type != "cpu":
             torch.accelerator.synchronize(self._cache.device)
         sampled = {part.seq_id: token for part, token in zip(sampling, tokens, strict=True)}
-        return StepResult(sampled, device_ms=(time.perf_counter() - started) * 1e3)
+        return StepResult(
+            sampled,
+            inputs_s=ready - started,
+            model_s=forwarded - ready,
+            sample_s=time.perf_counter() - forwarded,
+        )
 
     def reclaim(self) -> None:
         if self._cache.device.type == "cuda":

@@ -154,7 +154,10 @@ class StepResult:
     """Sampled tokens by seq_id, for the sequences with `samples`."""
 
     sampled: Mapping[int, SampledToken]
-    device_ms: float = 0.0
+    inputs_s: float = 0.0
+    """How long the device took, part by part: inputs, the forward pass, sampling."""
+    model_s: float = 0.0
+    sample_s: float = 0.0
 
 
 # What `Scheduler.schedule` and `Scheduler.update` report, in order.

@@ -16,6 +16,7 @@ from services.engine.block_pool import Holder
 from services.engine.config import StepReport
 from services.engine.sequence import Admitted, Failed, Mode, Progress, SequenceEvent, Token
 from services.kvtransfer.lease import Lease, LeaseState
+from services.rpc.logging import ids
 from services.rpc.names import Attr, Event, Span
 from services.rpc.status import to_status
 from services.rpc.telemetry import Attributes, Value
@@ -103,7 +104,7 @@ class PrefillLeg:
             cached_tokens=event.num_cached,
         )
         self._session.emit(prefill_pb2.PrefillEvent(started=started))
-        log.info("request %s leg %d: prefill admitted", self._command.request_id, self.number)
+        self._log(logging.INFO, "prefill admitted")
 
     def _sampled(self, event: Token) -> None:
         """The prompt is computed: the lease is sealed, or over if the first token ends the sequence."""
@@ -141,8 +142,11 @@ class PrefillLeg:
             failed = types_pb2.LegFailed(leg=self.number, status=to_status(error))
             self._session.emit(prefill_pb2.PrefillEvent(failed=failed))
             reason = error.reason if isinstance(error, BatonError) else repr(error)
-            log.warning("request %s leg %d failed: %s", self._command.request_id, self.number, reason)
+            self._log(logging.WARNING, f"failed: {reason}")
         self.cancel()
+
+    def _log(self, level: int, what: str) -> None:
+        log.log(level, "leg %d: %s", self.number, what, extra=ids(self._command.request_id, self._command.traceparent))
 
     def _close(self) -> None:
         if self._deadline is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from services.core.errors import BatonError, Draining, ProtocolViolation
 from services.prefill.leg import PrefillLeg
+from services.rpc.logging import ids
 from services.rpc.status import to_status
 from services.worker.host import WorkerHost
 from services.worker.session import RouterSession, SessionHost
@@ -57,7 +58,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 raise Draining("this worker is draining")
             PrefillLeg(self._host, session, command).start()
         except BatonError as error:
-            log.warning("request %s leg %d refused: %s", command.request_id, command.leg, error)
+            about = ids(command.request_id, command.traceparent)
+            log.warning("leg %d refused: %s", command.leg, error, extra=about)
             failed = types_pb2.LegFailed(leg=command.leg, status=to_status(error))
             session.emit(prefill_pb2.PrefillEvent(failed=failed))
             session.flush()

@@ -109,7 +109,7 @@ class Answer:
         completion.workers.prefill = summary.prefill_worker
         completion.workers.decode = summary.decode_worker
         completion.workers.retries = summary.num_retries
-        completion.timings.CopyFrom(_timings(summary, self._tokenize_ms))
+        completion.timings.CopyFrom(timings_of(summary, self._tokenize_ms))
         self._completion = completion
         self._changed.set()
 
@@ -145,7 +145,7 @@ class Answer:
         return piece.stop is not None
 
 
-def _timings(summary: Summary, tokenize_ms: float | None) -> types_pb2.PhaseTimings:
+def timings_of(summary: Summary, tokenize_ms: float | None = None) -> types_pb2.PhaseTimings:
     """The router's own figures; what workers measured themselves replaces what it saw of them."""
     timings = types_pb2.PhaseTimings(
         tokenize_ms=tokenize_ms,

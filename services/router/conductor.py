@@ -17,7 +17,7 @@ from services.core.clock import Clock
 from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest
 from services.core.ids import new_incarnation
 from services.router import wire
-from services.router.answer import Answer
+from services.router.answer import Answer, timings_of
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
     Action,
@@ -30,6 +30,7 @@ from services.router.coordinator.actions import (
     HealthChanged,
     SendDecode,
     SendPrefill,
+    Stage,
     StageEnded,
 )
 from services.router.coordinator.events import FinishReason, WorkerInfo
@@ -37,8 +38,9 @@ from services.router.coordinator.requests import RequestSpec
 from services.router.drains import Drains
 from services.router.health import Health
 from services.router.metrics import RouterMetrics
+from services.router.request_metrics import RequestRecord
 from services.router.sessions import Dial, SessionTimes, WorkerLink
-from services.router.tracing import RequestTrace, error_outcome
+from services.router.tracing import RequestTrace
 from services.rpc.channels import dial
 from services.rpc.logging import ids
 from services.rpc.telemetry import UNTRACED
@@ -55,7 +57,7 @@ class _Live:
 
     answer: Answer
     trace: RequestTrace
-    num_prompt_tokens: int
+    record: RequestRecord
 
 
 class Conductor:
@@ -83,10 +85,11 @@ class Conductor:
 
     # Clients
 
-    def submit(self, spec: RequestSpec, answer: Answer, trace: RequestTrace) -> None:
-        """Raises what `Coordinator.submit` does; the trace is then the caller's to end."""
+    def submit(self, spec: RequestSpec, answer: Answer, trace: RequestTrace, record: RequestRecord) -> None:
+        """Raises what `Coordinator.submit` does; trace and record are then the caller's to end."""
         self.coordinator.submit(spec, self._clock.now())
-        self._live[spec.request_id] = _Live(answer, trace, len(spec.token_ids))
+        self._live[spec.request_id] = _Live(answer, trace, record)
+        record.accepted(len(spec.token_ids))
         log.info("request queued: %d tokens", len(spec.token_ids), extra=ids(spec.request_id, trace.traceparent))
         self.act()
 
@@ -199,6 +202,8 @@ class Conductor:
                 self._failed(action.request_id, action.error)
             case StageEnded():
                 self._live[action.request_id].trace.stage_ended(action)
+                if action.stage is Stage.QUEUE:
+                    self._metrics.requests.queued(action)
             case HealthChanged():
                 _log_health(action)
 
@@ -234,24 +239,22 @@ class Conductor:
             link.send_decode(decode_pb2.DecodeServiceSessionRequest(cancel=decode_pb2.CancelDecode(leg=action.leg)))
 
     def _tokens(self, action: EmitTokens) -> None:
-        live = self._live[action.request_id]
+        live, now = self._live[action.request_id], self._clock.now()
         if action.position == 0:
-            live.trace.first_token(self._clock.now())
-        if live.answer.tokens(action.token_ids, action.logprobs):
-            self.coordinator.finish_stopped(action.request_id, self._clock.now())
+            live.trace.first_token(now)
+        num_before = live.answer.num_output_tokens
+        stopped = live.answer.tokens(action.token_ids, action.logprobs)
+        live.record.tokens(live.answer.num_output_tokens - num_before, now)
+        if stopped:
+            self.coordinator.finish_stopped(action.request_id, now)
 
     def _finished(self, action: EmitFinished) -> None:
-        live = self._live.pop(action.request_id)
+        live, now = self._live.pop(action.request_id), self._clock.now()
         live.answer.finished(action)
         num_output_tokens = live.answer.num_output_tokens
         reason = action.reason if live.answer.stop_string is None else FinishReason.STOP
-        self._metrics.finished(
-            action.summary,
-            num_prompt_tokens=live.num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-            outcome=reason.value,
-        )
-        live.trace.finished(action.summary, reason, num_output_tokens=num_output_tokens, now=self._clock.now())
+        live.record.finished(reason, timings_of(action.summary), now)
+        live.trace.finished(action.summary, reason, num_output_tokens=num_output_tokens, now=now)
         log.info(
             "request finished: %d tokens, %s",
             num_output_tokens,
@@ -260,10 +263,10 @@ class Conductor:
         )
 
     def _failed(self, request_id: str, error: BatonError) -> None:
-        live = self._live.pop(request_id)
+        live, now = self._live.pop(request_id), self._clock.now()
         live.answer.failed(error)
-        self._metrics.failed(error_outcome(error))
-        live.trace.failed(error, self._clock.now())
+        live.record.failed(error, now)
+        live.trace.failed(error, now)
         level = logging.INFO if isinstance(error, _CLIENTS_DOING) else logging.WARNING
         log.log(level, "request failed: %s: %s", error.reason, error, extra=ids(request_id, live.trace.traceparent))
 

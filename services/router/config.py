@@ -41,6 +41,13 @@ class RouterConfig:
     register_s: float = option(1.0, "how often workers register again, seconds", check=positive)
     drain_s: float = option(30.0, "time requests get to finish after SIGTERM, seconds", check=lambda v: v >= 0)
     # Observability.
+    slo_ttft_ms: float = option(
+        500.0, "objective for the time to the first token, ms", check=positive, must="must be positive"
+    )
+    slo_e2e_ms: float = option(
+        5000.0, "objective for the time to the last token, ms", check=positive, must="must be positive"
+    )
+    log_prompts: bool = option(False, "write prompts to the log, which otherwise has no text of clients")
     trace_file: str = option("", "append spans to this file as OTLP JSON lines")
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
     log_format: str = option("console", "log format", choices=("console", "json"))

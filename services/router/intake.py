@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -19,11 +21,14 @@ from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
 from services.router.conductor import Conductor
 from services.router.coordinator.requests import RequestSpec
-from services.router.metrics import RouterMetrics
+from services.router.request_metrics import RequestMetrics, RequestRecord
 from services.router.tokenisation import ModelText
-from services.router.tracing import RequestTrace, error_outcome
+from services.router.tracing import RequestTrace
 from services.router.validation import ModelFacts, validate
+from services.rpc.logging import ids
 from services.rpc.telemetry import Tracer
+
+log = logging.getLogger(__name__)
 
 # Shorter prompts cost less to tokenise than to send to another thread.
 _INLINE_CHARS = 512
@@ -43,8 +48,9 @@ class Intake:
         *,
         clock: Clock,
         tracer: Tracer,
-        metrics: RouterMetrics,
+        metrics: RequestMetrics,
         executor: Executor,
+        log_prompts: bool = False,
     ) -> None:
         """`executor` tokenises."""
         self.model = model
@@ -53,6 +59,7 @@ class Intake:
         self._tracer = tracer
         self._metrics = metrics
         self._executor = executor
+        self._log_prompts = log_prompts
 
     @contextlib.asynccontextmanager
     async def answer(
@@ -63,7 +70,8 @@ class Intake:
         Fills in what the request leaves to the router. `traceparent`: the caller's, or empty. `timeout_s`: from now.
         """
         arrived_s = self._clock.now()
-        with self.refusals():
+        record = self._metrics.begin(request, arrived_s)
+        with self.refusals(record=record):
             validate(request, self.model.facts)
         if not request.HasField("request_id"):
             request.request_id = new_request_id()
@@ -77,16 +85,23 @@ class Intake:
             stream=stream,
             arrived_s=arrived_s,
         )
-        with self.refusals(trace):
+        if self._log_prompts:
+            about = ids(request.request_id, trace.traceparent)
+            log.info("prompt: %s", _prompt(request), extra=about)
+        with self.refusals(trace, record):
             deadline_s = None if timeout_s is None else arrived_s + timeout_s
-            answer = await self._submit(request, trace, deadline_s)
+            answer = await self._submit(request, trace, record, deadline_s)
         try:
             yield answer
         finally:
             self._conductor.cancel(request.request_id, answer)
 
     async def _submit(
-        self, request: inference_pb2.GenerateRequest, trace: RequestTrace, deadline_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        trace: RequestTrace,
+        record: RequestRecord,
+        deadline_s: float | None,
     ) -> Answer:
         started_s = self._clock.now()
         token_ids = self._truncated(request, await self._tokenise(request))
@@ -111,7 +126,7 @@ class Intake:
             min_tokens=_fewest_tokens(request.stopping),
             payload=request,
         )
-        self._conductor.submit(spec, answer, trace)
+        self._conductor.submit(spec, answer, trace, record)
         return answer
 
     async def _tokenise(self, request: inference_pb2.GenerateRequest) -> list[int]:
@@ -138,15 +153,30 @@ class Intake:
         return token_ids[-room:] if room > 0 else token_ids
 
     @contextlib.contextmanager
-    def refusals(self, trace: RequestTrace | None = None) -> Iterator[None]:
+    def refusals(self, trace: RequestTrace | None = None, record: RequestRecord | None = None) -> Iterator[None]:
         """Requests that never reach the coordinator are counted too, and their traces ended."""
         try:
             yield
         except BaseException as error:
-            self._metrics.failed(error_outcome(error))
+            if record is not None:
+                record.failed(error, self._clock.now())
+            else:  # it could not even be read
+                self._metrics.failed(error)
             if trace is not None:
                 trace.failed(error, self._clock.now())
             raise
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> str:
+    """On one line."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return json.dumps(request.text, ensure_ascii=False)
+        case "token_ids":
+            return str(list(request.token_ids.ids))
+        case _:
+            messages = [{"role": entry.role, "content": entry.content} for entry in request.messages.messages]
+            return json.dumps(messages, ensure_ascii=False)
 
 
 def _fewest_tokens(stopping: types_pb2.StoppingParams) -> int:

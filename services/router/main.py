@@ -71,13 +71,19 @@ class Router:
                 health=HealthConfig(deep_checks=config.canaries),
             )
         )
-        self._metrics = RouterMetrics(model_id=model_id, instance="router", host=config.host, port=config.metrics_port)
+        self._metrics = RouterMetrics(config, model_id, instance="router")
         times = SessionTimes(config.heartbeat_s, config.silence_s)
         self.conductor = Conductor(self.coordinator, clock=clock, metrics=self._metrics, times=times)
         self._executor = ThreadPoolExecutor(_TOKENISER_THREADS, thread_name_prefix="tokenise")
         self._server = GrpcServer(config.host, config.port, max_request_bytes=config.max_message_bytes)
         intake = Intake(
-            self.conductor, model, clock=clock, tracer=tracer, metrics=self._metrics, executor=self._executor
+            self.conductor,
+            model,
+            clock=clock,
+            tracer=tracer,
+            metrics=self._metrics.requests,
+            executor=self._executor,
+            log_prompts=config.log_prompts,
         )
         self._inference = servicer.InferenceServicer(intake, self.coordinator)
         app = make_app(intake, self.coordinator, self._metrics.registry, max_body_bytes=config.max_message_bytes)

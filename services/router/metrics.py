@@ -1,106 +1,115 @@
-"""The router's Prometheus metrics: requests counted as they end, and the newest copy of what is going on."""
+"""The router's Prometheus metrics: its registry, its endpoint, and the newest copy of what is going on."""
 
 from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import Summary
 from services.router.coordinator.requests import Phase
+from services.router.coordinator.workers import Worker, WorkerState
+from services.router.health import Health
+from services.router.policy import Role
+from services.router.request_metrics import RequestMetrics
 from services.rpc import names
-from services.rpc.metrics import (
-    DURATION_BUCKETS,
-    PER_TOKEN_BUCKETS,
-    TTFT_BUCKETS,
-    Aliases,
-    MetricsServer,
-    new_registry,
-)
-
-_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+from services.rpc.metrics import Aliases, MetricsServer, new_registry
 
 
 class RouterMetrics:
     """The registry of one router, and its endpoint unless the port is -1."""
 
-    def __init__(self, *, model_id: str, instance: str, host: str, port: int) -> None:
-        name, registry = names.Metric, new_registry("baton-router", instance)
-        self.registry = registry
-        self._labels = ("generate", "baton", model_id)
-
-        def histogram(metric: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(metric, help_, _LABELS, registry=registry, buckets=buckets).labels(*self._labels)
-
-        self._duration = histogram(name.REQUEST_DURATION, "From arrival to the end, seconds", DURATION_BUCKETS)
-        self._ttft = histogram(name.TIME_TO_FIRST_TOKEN, "From arrival to the first token, seconds", TTFT_BUCKETS)
-        self._per_token = histogram(
-            name.TIME_PER_OUTPUT_TOKEN, "Mean per token after the first, seconds", PER_TOKEN_BUCKETS
+    def __init__(self, config: RouterConfig, model_id: str, *, instance: str) -> None:
+        self.registry = registry = new_registry("baton-router", instance)
+        self.requests = RequestMetrics(
+            registry, model_id, slo_ttft_s=config.slo_ttft_ms / 1000, slo_e2e_s=config.slo_e2e_ms / 1000
         )
-        self._requests = Counter(name.REQUESTS, "Requests ended, by outcome", ["outcome"], registry=registry)
-        self._prompt_tokens = Counter(name.PROMPT_TOKENS, "Prompt tokens of finished requests", registry=registry)
-        self._output_tokens = Counter(name.OUTPUT_TOKENS, "Output tokens of finished requests", registry=registry)
-        self._queue = Histogram(
-            name.QUEUE_SECONDS, "Wait for a placement, seconds", registry=registry, buckets=TTFT_BUCKETS
-        )
-        self._retries = Counter(name.RETRIES, "Times a request was placed again", registry=registry)
-        self._cluster = _ClusterCollector()
+        self._cluster = _ClusterCollector(config.max_queue, model_id)
         registry.register(self._cluster)
         Aliases(registry, names.VLLM_ALIASES, {"model_name": model_id})
-        self._server = MetricsServer(registry, host, port) if port >= 0 else None
+        self._server = MetricsServer(registry, config.host, config.metrics_port) if config.metrics_port >= 0 else None
 
     @property
     def port(self) -> int:
         """As bound; 0 without an endpoint."""
         return self._server.port if self._server is not None else 0
 
-    def finished(self, summary: Summary, *, num_prompt_tokens: int, num_output_tokens: int, outcome: str) -> None:
-        self._requests.labels(outcome).inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._output_tokens.inc(num_output_tokens)
-        self._retries.inc(summary.num_retries)
-        self._queue.observe(summary.queue_s)
-        self._duration.observe(summary.total_s)
-        if summary.ttft_s is not None:
-            self._ttft.observe(summary.ttft_s)
-            if summary.num_output_tokens > 1:
-                self._per_token.observe((summary.total_s - summary.ttft_s) / (summary.num_output_tokens - 1))
-
-    def failed(self, outcome: str) -> None:
-        self._requests.labels(outcome).inc()
-
     def observe(self, coordinator: Coordinator) -> None:
         """Takes a copy of what is going on now; a few times a second, on the event loop."""
-        self._cluster.phases = coordinator.phases()
-        self._cluster.workers = Tally((worker.info.role.value, worker.state.value) for worker in coordinator.workers())
+        workers = coordinator.workers()
+        self._cluster.now = _Cluster(
+            ready=coordinator.ready,
+            phases=coordinator.phases(),
+            states=Tally((worker.info.role, worker.state) for worker in workers),
+            healths=Tally((worker.info.role, worker.health.state) for worker in workers),
+            kv_usage=_kv_usage(workers),
+        )
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
 
+@dataclass(frozen=True)
+class _Cluster:
+    """At one moment."""
+
+    ready: bool = False
+    phases: Tally[Phase] = field(default_factory=Tally)
+    states: Tally[tuple[Role, WorkerState]] = field(default_factory=Tally)
+    healths: Tally[tuple[Role, Health]] = field(default_factory=Tally)
+    kv_usage: float = 0.0
+    """Of all pools together."""
+
+
 class _ClusterCollector(Collector):
     """Scrapes come on another thread: they see whole copies, never the coordinator."""
 
-    def __init__(self) -> None:
-        self.phases: Tally[Phase] = Tally()
-        self.workers: Tally[tuple[str, str]] = Tally()
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the figures exist only when they are collected."""
-        return iter(())
+    def __init__(self, max_queue: int, model_id: str) -> None:
+        self.now = _Cluster()
+        self._max_queue = max_queue
+        self._model_id = model_id
 
     def collect(self) -> Iterator[Metric]:
-        live = GaugeMetricFamily(names.Metric.REQUESTS_LIVE, "Live requests by phase", labels=["phase"])
+        now, name = self.now, names.Metric
+        live = GaugeMetricFamily(name.REQUESTS_LIVE, "Live requests by phase", labels=["phase"])
         for phase in Phase:
             if phase is not Phase.FINISHED:
-                live.add_metric([phase.value], self.phases[phase])
+                live.add_metric([phase.value], now.phases[phase])
         yield live
-        workers = GaugeMetricFamily(names.Metric.WORKERS, "Workers by role and state", labels=["role", "state"])
-        for labels, count in self.workers.items():
-            workers.add_metric(list(labels), count)
-        yield workers
+        yield GaugeMetricFamily(name.QUEUE_LIMIT, "Requests that may be queued", value=self._max_queue)
+        yield GaugeMetricFamily(name.READY, "1 if a request would find a worker, else 0", value=float(now.ready))
+        states = GaugeMetricFamily(name.WORKERS, "Workers by role and state", labels=["role", "state"])
+        healths = GaugeMetricFamily(name.WORKERS_HEALTH, "Workers by role and health", labels=["role", "health"])
+        for role in Role:
+            for state in WorkerState:
+                states.add_metric([role.value, state.value], now.states[role, state])
+            for health in Health:
+                healths.add_metric([role.value, health.value], now.healths[role, health])
+        yield from (states, healths)
+        yield from self._for_pickers(now)
+
+    def _for_pickers(self, now: _Cluster) -> Iterator[Metric]:
+        """The cluster as if it were one vLLM: a picker that chooses among routers knows no more of it."""
+        waiting = now.phases[Phase.QUEUED]
+        figures = (
+            (names.VllmMetric.WAITING, "Requests that wait for a worker", waiting),
+            (names.VllmMetric.RUNNING, "Requests at a worker", now.phases.total() - waiting),
+            (names.VllmMetric.KV_USAGE, "Share of all workers' KV blocks that cannot be evicted", now.kv_usage),
+            (names.VllmMetric.KV_USAGE_OLD, "Share of all workers' KV blocks that cannot be evicted", now.kv_usage),
+        )
+        for metric, text, value in figures:
+            family = GaugeMetricFamily(metric, text, labels=["model_name"])
+            family.add_metric([self._model_id], value)
+            yield family
+
+
+def _kv_usage(workers: list[Worker]) -> float:
+    known = [(worker.info.num_blocks, worker.load) for worker in workers if worker.load is not None]
+    used = sum(load.blocks_importing + load.blocks_leased + load.blocks_active for _, load in known)
+    total = sum(num_blocks for num_blocks, _ in known)
+    return used / total if total else 0.0

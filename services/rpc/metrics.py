@@ -6,7 +6,7 @@ themselves; services declare those on the registry, under names from `names.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, start_http_server
 from prometheus_client.metrics_core import Metric
@@ -18,6 +18,8 @@ from services.core.errors import ConfigError
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+# Of ours, where decode steps are fast.
+INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
 
 
 def new_registry(service: str, instance_id: str) -> CollectorRegistry:
@@ -33,7 +35,9 @@ class Aliases(Collector):
     and the extra labels. Register it on the registry that is served; it looks only at the metrics it copies.
     """
 
-    def __init__(self, registry: CollectorRegistry, aliases: Mapping[str, str], labels: Mapping[str, str]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, aliases: Mapping[str, Sequence[str]], labels: Mapping[str, str]
+    ) -> None:
         self._registry = registry
         self._aliases = dict(aliases)
         self._labels = dict(labels)
@@ -45,14 +49,15 @@ class Aliases(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for source in self._registry.restricted_registry(self._sample_names()).collect():
-            alias = self._aliases.get(source.name)
-            if alias is None:
-                continue
-            copy = Metric(alias, source.documentation, source.type)
-            for sample in source.samples:
-                name = alias + sample.name.removeprefix(source.name)
-                copy.samples.append(sample._replace(name=name, labels={**sample.labels, **self._labels}))
-            yield copy
+            for alias in self._aliases.get(source.name, ()):
+                yield self._copy(source, alias)
+
+    def _copy(self, source: Metric, alias: str) -> Metric:
+        copy = Metric(alias, source.documentation, source.type)
+        for sample in source.samples:
+            name = alias + sample.name.removeprefix(source.name)
+            copy.samples.append(sample._replace(name=name, labels={**sample.labels, **self._labels}))
+        return copy
 
     def _sample_names(self) -> list[str]:
         suffixes = ("", "_total", "_created", "_bucket", "_sum", "_count")

@@ -111,9 +111,16 @@ class Metric:
     REQUESTS_LIVE = "baton_requests_live"
     PROMPT_TOKENS = "baton_prompt_tokens"
     OUTPUT_TOKENS = "baton_output_tokens"
+    INTER_TOKEN_SECONDS = "baton_inter_token_seconds"
+    PHASE_SECONDS = "baton_phase_seconds"
     QUEUE_SECONDS = "baton_queue_seconds"
+    QUEUE_LIMIT = "baton_queue_limit"
     RETRIES = "baton_retries"
+    SLO_REQUESTS = "baton_slo_requests"
+    SLO_TARGET_SECONDS = "baton_slo_target_seconds"
+    READY = "baton_ready"
     WORKERS = "baton_workers"
+    WORKERS_HEALTH = "baton_workers_health"
     # Workers.
     BLOCKS = "baton_blocks"
     KV_USAGE = "baton_kv_usage_ratio"
@@ -125,7 +132,11 @@ class Metric:
     PREFIX_TOKENS_HIT = "baton_prefix_tokens_hit"
     STEPS = "baton_steps"
     STEP_SECONDS = "baton_step_seconds"
+    STEP_PART_SECONDS = "baton_step_part_seconds"
+    STEP_DURATION_SECONDS = "baton_step_duration_seconds"
     STEP_TOKENS = "baton_step_tokens"
+    BATCH_SIZE = "baton_batch_size"
+    SAMPLED_TOKENS = "baton_sampled_tokens"
     STEPS_FAILED = "baton_steps_failed"
     MS_PER_PREFILL_TOKEN = "baton_ms_per_prefill_token"
     MS_PER_DECODE_STEP = "baton_ms_per_decode_step"
@@ -135,21 +146,40 @@ class Metric:
     IMPORTS = "baton_imports"
     IMPORTS_FAILED = "baton_imports_failed"
     IMPORTS_DONE = "baton_imports_ready"
+    TRANSFERS_FAILED = "baton_transfers_failed"
     TRANSFER_BYTES = "baton_transfer_bytes"
+    TRANSFER_SECONDS = "baton_transfer_seconds"
     TRANSFER_EXPOSED_SECONDS = "baton_transfer_exposed_seconds"
+    DEVICE_MEMORY = "baton_device_memory_bytes"
+    COST = "baton_cost"
 
 
-VLLM_ALIASES = {
-    Metric.REQUEST_DURATION: "vllm:e2e_request_latency_seconds",
-    Metric.TIME_TO_FIRST_TOKEN: "vllm:time_to_first_token_seconds",
-    Metric.TIME_PER_OUTPUT_TOKEN: "vllm:time_per_output_token_seconds",
-    Metric.PROMPT_TOKENS: "vllm:prompt_tokens",
-    Metric.OUTPUT_TOKENS: "vllm:generation_tokens",
-    Metric.SEQUENCES_RUNNING: "vllm:num_requests_running",
-    Metric.SEQUENCES_WAITING: "vllm:num_requests_waiting",
-    Metric.KV_USAGE: "vllm:kv_cache_usage_perc",
-    Metric.PREEMPTIONS: "vllm:num_preemptions",
-    Metric.PREFIX_TOKENS_QUERIED: "vllm:prefix_cache_queries",
-    Metric.PREFIX_TOKENS_HIT: "vllm:prefix_cache_hits",
+class VllmMetric:
+    """What endpoint pickers (the gateway API's inference extension) and vLLM's dashboards scrape, by vLLM's names."""
+
+    RUNNING = "vllm:num_requests_running"
+    WAITING = "vllm:num_requests_waiting"
+    KV_USAGE = "vllm:kv_cache_usage_perc"
+    # Its older name.
+    KV_USAGE_OLD = "vllm:gpu_cache_usage_perc"
+    CACHE_CONFIG = "vllm:cache_config"
+    REQUEST_SUCCESS = "vllm:request_success"
+
+
+VLLM_ALIASES: dict[str, tuple[str, ...]] = {
+    Metric.REQUEST_DURATION: ("vllm:e2e_request_latency_seconds",),
+    Metric.TIME_TO_FIRST_TOKEN: ("vllm:time_to_first_token_seconds",),
+    Metric.TIME_PER_OUTPUT_TOKEN: ("vllm:request_time_per_output_token_seconds",),
+    # The second is the older name of the first, in spite of what it says.
+    Metric.INTER_TOKEN_SECONDS: ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    Metric.QUEUE_SECONDS: ("vllm:request_queue_time_seconds",),
+    Metric.PROMPT_TOKENS: ("vllm:prompt_tokens",),
+    Metric.OUTPUT_TOKENS: ("vllm:generation_tokens",),
+    Metric.SEQUENCES_RUNNING: (VllmMetric.RUNNING,),
+    Metric.SEQUENCES_WAITING: (VllmMetric.WAITING,),
+    Metric.KV_USAGE: (VllmMetric.KV_USAGE, VllmMetric.KV_USAGE_OLD),
+    Metric.PREEMPTIONS: ("vllm:num_preemptions",),
+    Metric.PREFIX_TOKENS_QUERIED: ("vllm:prefix_cache_queries",),
+    Metric.PREFIX_TOKENS_HIT: ("vllm:prefix_cache_hits",),
 }
 """Ours to the names that endpoint pickers and dashboards scrape (vLLM v1)."""

@@ -60,6 +60,9 @@ class WorkerConfig:
     max_message_bytes: int = option(64 << 20, "largest gRPC message", check=positive)
     drain_s: float = option(30.0, "time sequences get to finish after SIGTERM, seconds", check=lambda v: v >= 0)
     # Observability.
+    cost_per_hour: float = option(
+        0.0, "what an hour of this worker costs, in your currency, for baton_cost_total", check=lambda v: v >= 0
+    )
     trace_file: str = option("", "append spans to this file as OTLP JSON lines")
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
     log_format: str = option("console", "log format", choices=("console", "json"))

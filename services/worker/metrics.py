@@ -7,20 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from baton.v1 import types_pb2
+from services.core.clock import Clock
+from services.core.errors import CorruptBlock, LayoutMismatch, LeaseInvalid, ProtocolViolation, TransferFailed
+from services.engine.device_memory import device_memory
+from services.engine.step_tally import Buckets
+from services.kvtransfer.lease import LeaseState
 from services.rpc import names
 from services.rpc.metrics import Aliases, MetricsServer, new_registry
 from services.worker.host import WorkerHost, role_name
+
+_TRANSPORTS = [name.removeprefix("TRANSPORT_").lower() for name in types_pb2.Transport.keys()[1:]]
+_TRANSFER_ERRORS = [
+    error.reason.lower() for error in (TransferFailed, LeaseInvalid, LayoutMismatch, CorruptBlock, ProtocolViolation)
+]
+_LEASE_ENDS = [LeaseState.RELEASED.value, LeaseState.EXPIRED.value, LeaseState.ABORTED.value]
 
 
 class WorkerMetrics:
     """The registry of one worker, and its endpoint unless the port is -1."""
 
-    def __init__(self, host: WorkerHost) -> None:
+    def __init__(self, host: WorkerHost, clock: Clock | None = None) -> None:
+        """`clock`: what costs are counted by, the host's if None."""
         self.registry = new_registry(f"baton-{role_name(host.role)}", host.worker_id)
         self.registry.register(_EngineCollector(host))
+        self.registry.register(_TransferCollector(host))
+        self.registry.register(_MoneyAndDevice(host, clock or host.clock))
         Aliases(self.registry, names.VLLM_ALIASES, {"model_name": host.engine.info.model_id})
         config = host.config
         self._server = (
@@ -45,52 +66,109 @@ class _EngineCollector(Collector):
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        host, stats, name = self._host, self._host.engine.stats(), names.Metric
+        engine, stats, name = self._host.engine, self._host.engine.stats(), names.Metric
         blocks = GaugeMetricFamily(name.BLOCKS, "KV blocks by ledger class", labels=["class"])
         for field in ("importing", "leased", "active", "cached", "free"):
             blocks.add_metric([field], getattr(stats.ledger, field))
         yield blocks
         used = stats.ledger.importing + stats.ledger.leased + stats.ledger.active
-        gauges: list[tuple[str, str, float]] = [
-            (name.KV_USAGE, "Share of KV blocks that cannot be evicted", used / stats.ledger.total),
-            (name.SEQUENCES_RUNNING, "Sequences that take part in steps", stats.num_running),
-            (name.SEQUENCES_WAITING, "Sequences waiting for admission", stats.num_waiting),
-            (name.QUEUED_PREFILL_TOKENS, "Prompt tokens not yet computed", stats.queued_prefill_tokens),
-            (name.SESSIONS, "Open sessions with routers", host.num_sessions),
-            (name.LEASES, "Leases open or sealed", len(host.leases)),
-            (name.IMPORTS, "Imports that are not ready", len(host.imports)),
-            (name.MS_PER_PREFILL_TOKEN, "Measured cost of a prompt token, ms", stats.ms_per_prefill_token),
-            (name.MS_PER_DECODE_STEP, "Measured cost of a decode step, ms", stats.ms_per_decode_step),
-        ]
-        for gauge, text, value in gauges:
-            yield GaugeMetricFamily(gauge, text, value=value)
-        counters: list[tuple[str, str, float]] = [
-            (name.STEPS, "Engine steps", stats.num_steps),
-            (name.STEP_SECONDS, "Time in device steps, seconds", stats.step_seconds),
-            (name.STEP_TOKENS, "Tokens run in steps", stats.step_tokens),
-            (name.STEPS_FAILED, "Steps that raised", stats.num_failed_steps),
-            (name.PREEMPTIONS, "Sequences whose blocks were taken for others", stats.num_preemptions),
-            (name.PREFIX_TOKENS_QUERIED, "Prompt tokens looked up in the prefix cache", stats.prefix_tokens_queried),
-            (name.PREFIX_TOKENS_HIT, "Prompt tokens found in the prefix cache", stats.prefix_tokens_hit),
-        ]
-        for counter, text, value in counters:
-            yield CounterMetricFamily(counter, text, value=value)
-        yield from self._transfer()
-
-    def _transfer(self) -> Iterator[Metric]:
-        tally, name = self._host.tally, names.Metric
-        ended = CounterMetricFamily(name.LEASES_ENDED, "Leases by how they ended", labels=["reason"])
-        for reason, count in sorted(tally.leases_ended.items()):
-            ended.add_metric([reason], count)
-        yield ended
-        transferred = CounterMetricFamily(name.TRANSFER_BYTES, "KV bytes imported", labels=["transport"])
-        exposed = CounterMetricFamily(
-            name.TRANSFER_EXPOSED_SECONDS, "Transfer time not hidden by prefill, seconds", labels=["transport"]
+        yield _gauge(name.KV_USAGE, "Share of KV blocks that cannot be evicted", used / stats.ledger.total)
+        yield _gauge(name.SEQUENCES_RUNNING, "Sequences that take part in steps", stats.num_running)
+        yield _gauge(name.SEQUENCES_WAITING, "Sequences waiting for admission", stats.num_waiting)
+        yield _gauge(name.QUEUED_PREFILL_TOKENS, "Prompt tokens not yet computed", stats.queued_prefill_tokens)
+        yield _gauge(name.MS_PER_PREFILL_TOKEN, "Measured cost of a prompt token, ms", stats.ms_per_prefill_token)
+        yield _gauge(name.MS_PER_DECODE_STEP, "Measured cost of a decode step, ms", stats.ms_per_decode_step)
+        yield _count(name.PREEMPTIONS, "Sequences whose blocks were taken for others", stats.num_preemptions)
+        yield _count(
+            name.PREFIX_TOKENS_QUERIED, "Prompt tokens looked up in the prefix cache", stats.prefix_tokens_queried
         )
-        imports = CounterMetricFamily(name.IMPORTS_DONE, "Imports that became ready", labels=["transport"])
-        for transport in sorted(tally.imports):
-            imports.add_metric([transport], tally.imports[transport])
-            transferred.add_metric([transport], tally.transfer_bytes[transport])
-            exposed.add_metric([transport], tally.exposed_s[transport])
-        yield from (imports, transferred, exposed)
-        yield CounterMetricFamily(name.IMPORTS_FAILED, "Imports given up", value=tally.imports_failed)
+        yield _count(name.PREFIX_TOKENS_HIT, "Prompt tokens found in the prefix cache", stats.prefix_tokens_hit)
+        cache = {"block_size": str(engine.info.block_size), "num_gpu_blocks": str(engine.info.num_blocks)}
+        yield InfoMetricFamily(
+            names.VllmMetric.CACHE_CONFIG, "Size of the KV pool, whatever its device, for endpoint pickers", cache
+        )
+        yield from self._steps()
+
+    def _steps(self) -> Iterator[Metric]:
+        tally, name = self._host.engine.tally, names.Metric
+        yield _count(name.STEPS, "Engine steps", tally.num_steps)
+        yield _count(name.STEPS_FAILED, "Steps that raised", tally.num_failed)
+        yield _count(name.STEP_SECONDS, "Time in device steps, seconds", tally.seconds)
+        parts = CounterMetricFamily(name.STEP_PART_SECONDS, "Time in each part of steps, seconds", labels=["part"])
+        for part, seconds in tally.part_seconds.items():
+            parts.add_metric([part], seconds)
+        yield parts
+        tokens = CounterMetricFamily(name.STEP_TOKENS, "Tokens run in steps", labels=["kind"])
+        tokens.add_metric(["prefill"], tally.prefill_tokens)
+        tokens.add_metric(["decode"], tally.decode_tokens)
+        yield tokens
+        yield _count(name.SAMPLED_TOKENS, "Tokens sampled, those of failed requests included", tally.sampled_tokens)
+        yield _histogram(name.BATCH_SIZE, "Sequences in a step", tally.batch_sizes)
+        yield _histogram(name.STEP_DURATION_SECONDS, "Duration of steps, seconds", tally.durations)
+
+
+class _TransferCollector(Collector):
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    def collect(self) -> Iterator[Metric]:
+        host, tally, name = self._host, self._host.tally, names.Metric
+        yield _gauge(name.SESSIONS, "Open sessions with routers", host.num_sessions)
+        yield _gauge(name.LEASES, "Leases open or sealed", len(host.leases))
+        yield _gauge(name.IMPORTS, "Imports that are not ready", len(host.imports))
+        ended = CounterMetricFamily(name.LEASES_ENDED, "Leases by how they ended", labels=["reason"])
+        for reason in _LEASE_ENDS:
+            ended.add_metric([reason], tally.leases_ended[reason])
+        yield ended
+        by_transport = (
+            (name.IMPORTS_DONE, "Imports that became ready", tally.imports),
+            (name.TRANSFER_BYTES, "KV bytes imported", tally.transfer_bytes),
+            (name.TRANSFER_SECONDS, "Transfer time, from the first block to the release, seconds", tally.transfer_s),
+            (name.TRANSFER_EXPOSED_SECONDS, "Transfer time not hidden by prefill, seconds", tally.exposed_s),
+        )
+        for metric, text, values in by_transport:
+            family = CounterMetricFamily(metric, text, labels=["transport"])
+            for transport in _TRANSPORTS:
+                family.add_metric([transport], values.get(transport, 0))
+            yield family
+        yield _count(
+            name.IMPORTS_FAILED, "Imports given up, those of cancelled requests included", tally.imports_failed
+        )
+        failed = CounterMetricFamily(name.TRANSFERS_FAILED, "Imports that failed, by the error", labels=["reason"])
+        for reason in sorted({*_TRANSFER_ERRORS, *tally.transfers_failed}):
+            failed.add_metric([reason], tally.transfers_failed[reason])
+        yield failed
+
+
+class _MoneyAndDevice(Collector):
+    def __init__(self, host: WorkerHost, clock: Clock) -> None:
+        self._host = host
+        self._clock = clock
+        self._since_s = clock.now()
+
+    def collect(self) -> Iterator[Metric]:
+        host, name = self._host, names.Metric
+        hours = (self._clock.now() - self._since_s) / 3600
+        text = "Cost of this worker since it serves, idle or not, by --cost-per-hour and in its currency"
+        yield _count(name.COST, text, hours * host.config.cost_per_hour)
+        memory = GaugeMetricFamily(name.DEVICE_MEMORY, "Accelerator memory, bytes; none on the CPU", labels=["kind"])
+        for kind, num_bytes in device_memory(host.engine.info.device).items():
+            memory.add_metric([kind], num_bytes)
+        yield memory
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _count(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _histogram(name: str, text: str, buckets: Buckets) -> Metric:
+    """Prometheus buckets are cumulated."""
+    total, cumulated = 0, []
+    for bound, count in zip((*map(str, buckets.bounds), "+Inf"), buckets.counts, strict=True):
+        total += count
+        cumulated.append((bound, total))
+    return HistogramMetricFamily(name, text, buckets=cumulated, sum_value=buckets.sum)

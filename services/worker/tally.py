@@ -13,5 +13,9 @@ class Tally:
     leases_ended: Counter[str] = field(default_factory=Counter)
     imports: Counter[str] = field(default_factory=Counter)
     transfer_bytes: Counter[str] = field(default_factory=Counter)
+    transfer_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    transfers_failed: Counter[str] = field(default_factory=Counter)
+    """By the error's reason."""
     imports_failed: int = 0
+    """Given up for whatever reason, a client's too."""

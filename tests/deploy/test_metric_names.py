@@ -12,6 +12,7 @@ import pytest_asyncio
 import yaml
 from prometheus_client import CollectorRegistry
 
+from services.router.config import RouterConfig
 from services.router.metrics import RouterMetrics
 from services.worker.metrics import WorkerMetrics
 from tests.deploy.compose import DEPLOY, load
@@ -43,7 +44,7 @@ def samples_of(registry: CollectorRegistry) -> Iterator[str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """By a real router's registry and a real worker's."""
-    router = RouterMetrics(model_id="m", instance="router", host="127.0.0.1", port=-1)
+    router = RouterMetrics(RouterConfig(), "m", instance="router")
     names = set(samples_of(router.registry))
     router.close()
     model = tiny_model("llama", tmp_path_factory.mktemp("models"))

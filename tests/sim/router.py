@@ -66,7 +66,7 @@ class SimRouter:
         trace = RequestTrace(
             NullTracer(), request.message, model_id="sim", parent="", stream=True, arrived_s=self.node.now()
         )
-        self.conductor.submit(request.spec(self.node.now()), _any(request), trace)
+        self.conductor.submit(request.spec(self.node.now()), _any(request), trace, _any(NullMetrics()))
 
     def cancel(self, request: SimRequest) -> None:
         self.conductor.cancel(request.request_id, _any(request))

@@ -36,7 +36,10 @@ class NullTracer(Tracer):
 
 
 class NullMetrics:
-    """`RouterMetrics`."""
+    """`RouterMetrics`, with what it has of requests, and their records."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        pass
