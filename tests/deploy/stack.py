@@ -68,6 +68,7 @@ class Stack:
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | {
             "COMPOSE_PROJECT_NAME": self.project,
             "BATON_TAG": "test",
+            "CPU_THREADS": "1",  # five containers share the cores
             "ROUTER_PORT": str(self.port),
             "HTTP_PORT": str(self.http_port),
             "ROUTER_METRICS_PORT": str(self.metrics_port),
