@@ -72,7 +72,10 @@ class RequestMetrics:
             name.PHASE_SECONDS, "Phases of requests that succeed, seconds", ("phase",), DURATION_BUCKETS
         )
         self._success = Counter(
-            names.VllmMetric.REQUEST_SUCCESS, "As vLLM", ["model_name", "finished_reason"], registry=registry
+            names.VllmMetric.REQUEST_SUCCESS,
+            "Requests that succeeded",
+            ["model_name", "finished_reason"],
+            registry=registry,
         )
         self._model_id = model_id
 

@@ -31,6 +31,7 @@ SERVICE_KEYS = {
     "cpuset": (str, type(None)),
     "depends_on": (dict, list),
     "deploy": dict,
+    "env_file": list,
     "environment": dict,
     "healthcheck": dict,
     "image": str,

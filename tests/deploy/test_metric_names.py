@@ -12,6 +12,7 @@ import pytest_asyncio
 import yaml
 from prometheus_client import CollectorRegistry
 
+from scripts import metrics_table
 from services.router.config import RouterConfig
 from services.router.metrics import RouterMetrics
 from services.worker.metrics import WorkerMetrics
@@ -159,3 +160,9 @@ def test_promtool_agrees(check: list[str]) -> None:
         pytest.skip("promtool is not on this machine")
     result = subprocess.run(["promtool", *check], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_reference_lists_what_processes_export() -> None:
+    text = metrics_table.DOCUMENT.read_text()
+    assert metrics_table.updated(text, await metrics_table.exported()) == text, "run scripts/metrics_table.py"
