@@ -13,7 +13,7 @@ from services.core.errors import BatonError, DeadlineExceeded
 from services.decode.intake import Arrival, Intake, Refused, Reservation
 from services.decode.record import DecodeRecord
 from services.engine.config import StepReport
-from services.engine.sequence import Admitted, Failed, Mode, SequenceEvent, Token
+from services.engine.sequence import Admitted, Failed, Mode, Preempted, SequenceEvent, Token
 from services.kvtransfer.client import lease_may_live
 from services.rpc.logging import ids
 from services.rpc.status import to_status
@@ -150,6 +150,8 @@ class DecodeLeg:
                 self._session.emit(decode_pb2.DecodeEvent(tokens=tokens))
                 if event.finish is not None:
                     self._close()
+            case Preempted():
+                self._record.preempted(event.now)
             case Failed():
                 self._fail(event.error)
 

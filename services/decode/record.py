@@ -5,6 +5,8 @@ Never: decides anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.v1 import decode_pb2, types_pb2
 from services.engine.config import StepReport
 from services.kvtransfer.client import FetchOutcome
@@ -26,6 +28,7 @@ class DecodeRecord:
         self._first_step_ended_s = 0.0
         self._last_token_s = 0.0
         self._gaps_ms: list[float] = []
+        self._preempted_s: list[float] = []
         self._num_steps = 0
         self._sum_batch = 0
         self._timings = types_pb2.PhaseTimings()
@@ -58,6 +61,9 @@ class DecodeRecord:
         self._sum_batch += max(1, report.num_decodes)
         self._last_token_s = now
 
+    def preempted(self, now: float) -> None:
+        self._preempted_s.append(now)
+
     def timings(self) -> types_pb2.PhaseTimings:
         """What is known now; milliseconds."""
         if self._num_steps:
@@ -87,8 +93,10 @@ class DecodeRecord:
             Attr.INTER_TOKEN_P50_MS: _quantile(gaps, 0.50),
             Attr.INTER_TOKEN_P99_MS: _quantile(gaps, 0.99),
             Attr.INTER_TOKEN_MAX_MS: gaps[-1] if gaps else None,
+            Attr.NUM_PREEMPTIONS: len(self._preempted_s) or None,
         }
-        self._span(Span.DECODE_RUN, self._run_start_s, self._last_token_s, {**common, **steps})
+        events: list[tuple[str, float, Attributes]] = [(Event.PREEMPTED, at_s, {}) for at_s in self._preempted_s]
+        self._span(Span.DECODE_RUN, self._run_start_s, self._last_token_s, {**common, **steps}, events)
 
     @property
     def _run_start_s(self) -> float:
@@ -128,8 +136,15 @@ class DecodeRecord:
         }
         self._host.span(self._command, Span.KV_TRANSFER, start_s, end_s, attributes, [(Event.SEALED, sealed_s, {})])
 
-    def _span(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
-        self._host.span(self._command, name, start_s, end_s, attributes)
+    def _span(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes,
+        events: Sequence[tuple[str, float, Attributes]] = (),
+    ) -> None:
+        self._host.span(self._command, name, start_s, end_s, attributes, events)
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:

@@ -20,6 +20,7 @@ from services.engine.sequence import (
     Admitted,
     Failed,
     Mode,
+    Preempted,
     Progress,
     SampledToken,
     ScheduledSequence,
@@ -215,11 +216,11 @@ class Scheduler:
             while adopted and not self._batch.full:
                 adopted[0].admitted_s = now
                 self._batch.join(adopted.popleft())
-            victims += self._grow_decodes()
+            victims += self._grow_decodes(now)
             if not adopted or self._batch.full:
                 return tuple(victims)
 
-    def _grow_decodes(self) -> list[int]:
+    def _grow_decodes(self, now: float) -> list[int]:
         short = self._batch.short_of_blocks()
         for sequence in short:
             if never_fits(self.pool, sequence):
@@ -230,6 +231,7 @@ class Scheduler:
                 victims += self._batch.grow(sequence)
         for victim in victims:
             self._admission.wait_again(victim)
+            self._events.append(Preempted(victim.seq_id, now))
         self.num_preemptions += len(victims)
         return [victim.seq_id for victim in victims]
 

@@ -200,4 +200,12 @@ class Failed:
     error: Exception
 
 
-SequenceEvent = Admitted | Progress | Token | Failed
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """Its blocks went to others. It waits, is computed again, and goes on: no other event tells of that."""
+
+    seq_id: int
+    now: float
+
+
+SequenceEvent = Admitted | Progress | Token | Failed | Preempted

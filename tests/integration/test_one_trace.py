@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.rpc.names import Attr, Span
+from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Tracer, configure_tracing
 from tests.cluster import greedy_request, running_cluster
 from tests.models import tiny_model
@@ -100,6 +101,25 @@ async def test_prefill_on_a_decode_worker(model: Path) -> None:
     spans = await spans_of(model, [DECODE])
     assert {Span.PREFILL_COMPUTE, Span.DECODE_RUN} <= spans.keys()
     assert Span.KV_TRANSFER not in spans
+
+
+async def test_preemptions_stand_on_the_run(model: Path) -> None:
+    """Two sequences of 16 blocks in a pool of 24: one has to give way, and says so."""
+    memory = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    async with running_cluster(model, [DECODE], tracer=Tracer(provider), kv_blocks=24) as cluster:
+        requests = [greedy_request(PROMPT[n : n + 100], 150, request_id=f"r{n}") for n in range(2)]
+        await asyncio.gather(*map(cluster.stream, requests))
+        (worker,) = (await cluster.status()).workers
+    runs = [span for span in memory.get_finished_spans() if span.name == Span.DECODE_RUN]
+    told = [dict(run.attributes or {}).get(Attr.NUM_PREEMPTIONS, 0) for run in runs]
+    assert sum(told) == worker.load.num_preemptions > 0
+    for run, number in zip(runs, told, strict=True):
+        start, end = interval(run)
+        events = [event for event in run.events if event.name == Event.PREEMPTED]
+        assert len(events) == number
+        assert all(start <= event.timestamp <= end for event in events)
 
 
 async def test_workers_begin_no_trace_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
