@@ -15,7 +15,7 @@ from services.decode.record import DecodeRecord
 from services.engine.config import StepReport
 from services.engine.sequence import Admitted, Failed, Mode, Preempted, SequenceEvent, Token
 from services.kvtransfer.client import lease_may_live
-from services.rpc.logging import ids
+from services.rpc.logging import ids, log_ids
 from services.rpc.status import to_status
 from services.worker.commands import tokens_of
 from services.worker.host import WorkerHost
@@ -93,7 +93,9 @@ class DecodeLeg:
 
     async def _fetch(self, reservation: Reservation) -> None:
         try:
-            outcome, arrival = await self._intake.fetch(self._command, reservation)
+            # Transfers do not know whose they are; their log lines do.
+            with log_ids(self._command.request_id, self._command.traceparent):
+                outcome, arrival = await self._intake.fetch(self._command, reservation)
             self._record.transferred(outcome)
             self._take_over(arrival)
         except Exception as error:  # whatever went wrong, the router must hear of it

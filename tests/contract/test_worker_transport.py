@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from services.core.errors import ConfigError
 from services.engine.engine import Engine
+from services.rpc.logging import JsonFormatter
 from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
@@ -77,9 +79,29 @@ async def test_a_peer_out_of_reach_of_shared_memory_fails_the_import_by_name(mod
     assert f"shared memory at {moved}" in failed.status.message
 
 
-async def _handoff(router: ScriptedRouter, prefill: Any, decode: Any) -> Any:
+async def test_a_transfers_log_line_says_whose_it_is(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = ScriptedRouter()
+    caplog.handler.setFormatter(JsonFormatter("baton-decode", "decode-0"))
+    async with (
+        running_worker(worker_config(model, shm_dir=str(tmp_path)), PREFILL) as source,
+        running_worker(worker_config(model), DECODE) as target,
+    ):
+        (name,) = os.listdir(tmp_path)
+        moved = tmp_path / name
+        moved.rename(tmp_path / "elsewhere.sock")
+        with caplog.at_level(logging.INFO, "services.kvtransfer"):
+            async with router.prefill(source) as prefill, router.decode(target) as decode:
+                await _handoff(router, prefill, decode, "ready")
+        (tmp_path / "elsewhere.sock").rename(moved)
+    (line,) = [line for line in caplog.text.splitlines() if "falls back to gRPC" in line]
+    assert json.loads(line)["request_id"] == "r"
+
+
+async def _handoff(router: ScriptedRouter, prefill: Any, decode: Any, until: str = "import_failed") -> Any:
     leg, decode_leg = router.new_leg(), router.new_leg()
     await prefill.send(prefill=prefill_command(leg))
     started = await prefill.next("started", leg)
     await decode.send(decode=decode_command(decode_leg, started))
-    return await decode.next("import_failed", decode_leg)
+    return await decode.next(until, decode_leg)
