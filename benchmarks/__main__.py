@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import end_to_end, engine, overload, transfer
+from benchmarks import end_to_end, engine, overload, tracing, transfer
 from benchmarks.figure import Figure, table
 from services.cli.model_cache import DEFAULT_MODEL, resolve_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", default="engine,transfer,end_to_end,overload")
+    parser.add_argument("--only", default="engine,transfer,end_to_end,overload,tracing")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -32,6 +32,8 @@ def main() -> None:
         figures += overload.measure(arguments.model, arguments.repeats)
     if "transfer" in chosen:
         figures += transfer.measure(arguments.repeats)
+    if "tracing" in chosen:
+        figures += tracing.measure(arguments.model, arguments.repeats)
     if "engine" in chosen:
         figures += engine.measure(model, arguments.threads, arguments.repeats)
     machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "threads": arguments.threads, "torch": torch.__version__}
