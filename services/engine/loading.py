@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,9 +98,21 @@ def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
 
     run(0, num_tokens)
     costs.observe(num_tokens, 0, run(0, num_tokens))
+    if isinstance(loaded.runner, DeviceRunner) and loaded.cache.device.type == "cpu" and torch.get_num_threads() > 1:
+        _choose_threads(loaded.runner, lambda: run(num_tokens, 1))
     for _ in range(_WARM_DECODES):
         for num_sequences in (1, min(_WARM_SEQUENCES, config.max_num_seqs)):
             costs.observe(0, num_sequences, run(num_tokens, 1, num_sequences))
+
+
+def _choose_threads(runner: DeviceRunner, decode: Callable[[], float]) -> None:
+    """One thread for a single decode, where that is faster: its parts are small, and hundreds are handed round."""
+    many_ms = min(decode() for _ in range(_WARM_DECODES))
+    runner.threads_of_few = 1
+    one_ms = min(decode() for _ in range(_WARM_DECODES))
+    if many_ms < one_ms:
+        runner.threads_of_few = None
+    logger.info("a decode takes %.0f ms on %d threads, %.0f ms on one", many_ms, torch.get_num_threads(), one_ms)
 
 
 def _max_model_len(config: EngineConfig, shape: ModelShape, num_blocks: int) -> int:

@@ -13,6 +13,8 @@ from services.engine.model import PagedModel
 from services.engine.sampler import sample
 from services.engine.sequence import StepPlan, StepResult
 
+_FEW_TOKENS = 2
+
 
 class Runner(Protocol):
     def run(self, plan: StepPlan) -> StepResult:
@@ -28,11 +30,23 @@ class DeviceRunner:
     """The `Runner` of a loaded model."""
 
     def __init__(self, model: PagedModel, cache: KVCache) -> None:
+        self.threads_of_few: int | None = None
+        """On CPU, for steps so small that more threads may cost more than they bring; None: as for others."""
         self._model = model
         self._cache = cache
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
+        if self.threads_of_few is None or plan.num_tokens > _FEW_TOKENS:
+            return self._run(plan)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads_of_few)
+        try:
+            return self._run(plan)
+        finally:
+            torch.set_num_threads(before)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         inputs = flatten(plan.sequences, self._cache.shape.block_size, self._cache.device)
         self._cache.clear(inputs.partly_filled)
