@@ -36,6 +36,8 @@ PARENTS = {
     Span.DECODE_RUN: Span.DECODE,
 }
 NAMES = {Span.REQUEST, *PARENTS}
+TRANSFERRED = {Span.PLACE, Span.PREFILL, Span.KV_TRANSFER, Span.DECODE_WAIT}
+"""What a request has not that the router placed whole on the decode worker, as it may a first one."""
 WRITERS = {
     "baton-router": {Span.REQUEST, Span.TOKENIZE, Span.QUEUE, Span.PLACE, Span.PREFILL, Span.DECODE},
     "baton-prefill": {Span.PREFILL_WAIT, Span.PREFILL_COMPUTE},
@@ -84,10 +86,11 @@ def ask(stub: Stub, request_id: str, max_tokens: int = OUTPUT_TOKENS, traceparen
 
 
 def complete(collector: OtlpReceiver, request_id: str) -> dict[str, ReceivedSpan]:
-    collector.wait(lambda: len(collector.of(request_id)) >= len(NAMES), f"all spans of {request_id}")
+    what = f"all spans of {request_id}; there are {sorted(span.name for span in collector.of(request_id))}"
+    whole = (NAMES, NAMES - TRANSFERRED)
+    collector.wait(lambda: {span.name for span in collector.of(request_id)} in whole, what)
     spans = {span.name: span for span in collector.of(request_id)}
-    assert spans.keys() == NAMES
-    assert len(collector.of(request_id)) == len(NAMES), "each once"
+    assert len(collector.of(request_id)) == len(spans), "each once"
     return spans
 
 
@@ -138,12 +141,15 @@ def test_every_requests_trace_is_whole_and_adds_up(collector: OtlpReceiver, mode
             walls = {name: ask(stub, name) for name in ("alone-0", "alone-1", "alone-2")}
             together = [f"together-{n}" for n in range(8)]
             walls |= dict(zip(together, clients.map(lambda name: ask(stub, name), together), strict=True))
-        for request_id in walls:
-            check_tree(complete(collector, request_id))
+        traces = {name: complete(collector, name) for name in walls}
+        split = {name for name, spans in traces.items() if spans.keys() == NAMES}
+        assert len(split) > len(walls) / 2, "these are long enough to be worth two workers"
+        for name in split:
+            check_tree(traces[name])
         # A message between processes waits its turn where others use the machine too: as much longer as it is slow.
         slow = max(slow, slowness(), 1.0)
-        for group in (walls.keys() - set(together), set(together)):
-            told = {name: (untold_ms(complete(collector, name), walls[name]), walls[name]) for name in group}
+        for group in (split - set(together), split & set(together)):
+            told = {name: (untold_ms(traces[name], walls[name]), walls[name]) for name in group}
             shares = [rest_ms / max(0.05 * wall_ms, 10.0) for rest_ms, wall_ms in told.values()]
             assert statistics.median(shares) <= slow, f"the phases make up the client's wait: {told}"
         overlapped = [
@@ -191,4 +197,5 @@ def test_one_decision_for_each_request_holds_in_all_processes(
             assert span.resource["service.name"] == "chat-backend"
             assert span.resource["deployment.environment.name"] == "test"
             assert span.resource["service.version"] == "7"
-        assert {span.resource["service.instance.id"] for span in spans.values()} == {"router", "prefill-0", "decode-0"}
+        instances = {span.resource["service.instance.id"] for span in spans.values()}
+        assert instances == {"router", "decode-0"} | ({"prefill-0"} if spans.keys() == NAMES else set())
