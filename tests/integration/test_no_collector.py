@@ -18,12 +18,15 @@ import pytest
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.cli.trace_reader import read_requests
+from services.rpc.names import Span
 from tests.cluster import greedy_request
 from tests.models import tiny_model
 from tests.patience import slowness
 from tests.processes import Up
 
-NUM_REQUESTS, SPANS_OF_A_REQUEST = 24, 11
+NUM_REQUESTS = 24
+SPANS_OF_A_REQUEST = {11, 7}
+"""Split, and placed whole on the decode worker, as a first one may be."""
 DRAIN_S = 10.0
 QUEUE_SPANS = 32
 """Much less than the requests make in any of the processes, so that it overflows."""
@@ -121,4 +124,5 @@ def test_the_trace_file_does_not_suffer(model: Path, tmp_path: Path, monkeypatch
         answers, up, _ = serve(model, tmp_path)
     requests = read_requests(str(up.trace_file))
     assert {request.request_id for request in requests} == answers.keys()
-    assert {len(request.spans) for request in requests} == {SPANS_OF_A_REQUEST}
+    assert {len(request.spans) for request in requests} <= SPANS_OF_A_REQUEST
+    assert all(request.named(Span.REQUEST) and request.named(Span.DECODE_RUN) for request in requests)
