@@ -38,7 +38,7 @@ async def test_noticed_within_time_and_timeout() -> None:
         call = channel.stream_stream(METHOD)()
         await call.write(b"there?")
         assert await call.read() == b"there?"
-        with proxy.failing(Fault.DROP, [os.getpid()]):
+        with proxy.failing(Fault.DROP, lambda: [os.getpid()]):
             async with asyncio.timeout(4 * (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / SCALE / 1000):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read()
