@@ -33,6 +33,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing, where Python was built with it
+    # Also where a shell started it in the background, and it has inherited that SIGINT means nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with connect(arguments.target) as channel:
         _Conversation(channel, arguments).run()
     return 0

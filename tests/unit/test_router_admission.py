@@ -129,9 +129,10 @@ def fill(bench: Bench, queued_tokens: int) -> None:
         ({"num_tokens": 500, "deadline_s": 0.24}, DeadlineExceeded),
         ({"num_tokens": 10, "max_tokens": 50, "min_tokens": 50, "deadline_s": 0.24}, DeadlineExceeded),
         ({"num_tokens": 10, "max_tokens": 50, "deadline_s": 0.24}, None),
+        ({"num_tokens": 1000, "max_tokens": None, "min_tokens": 5000, "deadline_s": 0.7}, None),
         ({"num_tokens": 500}, None),
     ],
-    ids=["just", "prompt too long", "output too long", "it may stop early", "no deadline"],
+    ids=["just", "prompt too long", "output too long", "it may stop early", "the context ends it", "no deadline"],
 )
 def test_a_deadline_that_no_cluster_could_meet(bench: Bench, spec: dict[str, Any], error: type[BatonError]) -> None:
     if "deadline_s" in spec:

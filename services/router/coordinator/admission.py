@@ -20,12 +20,15 @@ from services.router.coordinator.requests import Phase, Request, RequestSpec
 from services.router.policy import Ahead, Costs, Work
 
 
-def admit(book: Book, spec: RequestSpec, now: float) -> None:
-    """Sees that there is a place in the queue, and a point in taking it. Raises Overloaded or DeadlineExceeded."""
+def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
+    """Sees that there is a place in the queue, and a point in taking it. Raises Overloaded or DeadlineExceeded.
+
+    max_tokens: the longest output, as far as the context lets it.
+    """
     if spec.deadline_s is not None:
         before = [other for other in book.queue if other.spec.priority >= spec.priority]
         ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book))
-        error = _hopeless(book, _costs(book), spec, ahead, now)
+        error = _hopeless(book, _costs(book), spec, max_tokens, ahead, now)
         if error is not None:
             raise error
     if len(book.queue) < book.config.max_queue:
@@ -53,7 +56,7 @@ def _wait_in_vain(book: Book, now: float) -> Iterator[tuple[str, BatonError]]:
     ahead = Ahead(0, _num_on_their_way(book))
     for request in book.queue:
         assert costs is not None
-        error = None if request.output else _hopeless(book, costs, request.spec, ahead, now)
+        error = None if request.output else _hopeless(book, costs, request.spec, request.max_tokens, ahead, now)
         if error is None:
             ahead = Ahead(ahead.num_tokens + _num_tokens(request), ahead.num_sequences + 1)
         else:
@@ -96,11 +99,13 @@ def _num_on_their_way(book: Book) -> int:
     return sum(request.phase in (Phase.PREFILLING, Phase.PARKED) for request in book.requests.values())
 
 
-def _hopeless(book: Book, costs: Costs, spec: RequestSpec, ahead: Ahead, now: float) -> BatonError | None:
+def _hopeless(
+    book: Book, costs: Costs, spec: RequestSpec, max_tokens: int, ahead: Ahead, now: float
+) -> BatonError | None:
     """Where there is no doubt, the bounds missing the deadline by far; and where others would pay for the attempt."""
     if spec.deadline_s is None:
         return None
-    forecast = costs.forecast(_work(book, spec), ahead, overtakes=spec.priority > 0)
+    forecast = costs.forecast(_work(book, spec, max_tokens), ahead, overtakes=spec.priority > 0)
     remaining_s = max(0.0, spec.deadline_s - now)
     tolerable_s = remaining_s * book.config.deadline_margin
     if forecast is None:
@@ -117,8 +122,8 @@ def _hopeless(book: Book, costs: Costs, spec: RequestSpec, ahead: Ahead, now: fl
     return Overloaded(message, retry_after_s=retry_after_s)
 
 
-def _work(book: Book, spec: RequestSpec) -> Work:
+def _work(book: Book, spec: RequestSpec, max_tokens: int) -> Work:
     """Expects an output as long as others' were, within its own bounds; before the first, the shortest."""
-    expected = max(float(spec.min_tokens), book.typical_output_tokens or 0.0)
-    longest = float("inf") if spec.max_tokens is None else float(spec.max_tokens)
-    return Work(len(spec.token_ids), spec.min_tokens, min(expected, longest))
+    fewest = min(spec.min_tokens, max_tokens)  # more are asked for than the context holds: it ends there
+    expected = max(float(fewest), book.typical_output_tokens or 0.0)
+    return Work(len(spec.token_ids), fewest, min(expected, float(max_tokens)))

@@ -53,7 +53,7 @@ class Coordinator:
         max_tokens = policy.resolve_max_tokens(
             len(spec.token_ids), spec.max_tokens, self._book.workers.proven_views(), self._config.model_context_tokens
         )
-        admission.admit(self._book, spec, now)
+        admission.admit(self._book, spec, max_tokens, now)
         self._book.add(spec, max_tokens, now)
         self._dispatch(now)
 
