@@ -32,7 +32,11 @@ def missing_engine() -> str | None:
     if shutil.which("docker") is None:
         return "docker is not on this machine"
     asked = subprocess.run(["docker", "info", "--format", "{{.ServerVersion}}"], capture_output=True, text=True)
-    return None if asked.returncode == 0 and asked.stdout.strip() else "no Docker engine answers on this machine"
+    if asked.returncode or not asked.stdout.strip():
+        return "no Docker engine answers on this machine"
+    environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
+    builds = subprocess.run(["docker", "build", "--help"], env=environ, capture_output=True, text=True, check=False)
+    return None if "--secret" in builds.stdout else "this machine's docker builds without BuildKit"
 
 
 def has_compose(command: Sequence[str]) -> bool:

@@ -64,9 +64,9 @@ async def _watch_queue(cluster: RealCluster, lengths: list[int]) -> None:
 
 
 async def test_storm_of_aborts(cluster: RealCluster, reference: GreedyReference) -> None:
-    """Half of 200 requests are cancelled, each at a random token; what is left of them is gone within 5 s."""
+    """Half of 500 requests are cancelled, each at a random token; what is left of them is gone within 5 s."""
     rng = random.Random(4)
-    jobs = mixed_jobs(rng, 200, range(20, 200), range(5, 30))
+    jobs = mixed_jobs(rng, 500, range(20, 200), range(5, 30))
     router = cluster.routers[1]  # its queue takes them all
 
     async def impatient(job: Job) -> None:
