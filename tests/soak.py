@@ -153,6 +153,8 @@ class Soak:
         router = self._rng.choice(ROUTERS)
         self._num_deaths[router] += 1
         await self._cluster.restart(router)
+        # A channel that has failed waits before it dials again, and fails calls until then.
+        await self._cluster.routers[ROUTERS.index(router)].status()
         self._num_deaths[router] += 1
         return "kill -9 of a router"
 
