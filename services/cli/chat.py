@@ -9,9 +9,7 @@ import argparse
 import contextlib
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
 import grpc
 
@@ -81,37 +79,16 @@ class _Conversation:
         apply_sampling(self._arguments, request)
         text = ""
         call = self._stub.GenerateStream(request, timeout=self._arguments.timeout)
-        with _interrupts(call.cancel) as interrupted:
-            try:
-                for event in call:
-                    if event.HasField("chunk"):
-                        text += event.chunk.text
-                        print(event.chunk.text, end="", flush=True)
-                print()
-            except grpc.RpcError:
-                if not interrupted.is_set():
-                    raise
-                print(" (cancelled)")
+        try:
+            for event in call:
+                if event.HasField("chunk"):
+                    text += event.chunk.text
+                    print(event.chunk.text, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            call.cancel()
+            print(" (cancelled)")
         return text
 
     def _add(self, role: str, content: str) -> None:
         self._messages.append(inference_pb2.ChatMessage(role=role, content=content))
-
-
-@contextlib.contextmanager
-def _interrupts(act: Callable[[], object]) -> Iterator[threading.Event]:
-    """Until the end of the block Ctrl-C calls `act`, and sets the event, instead of raising.
-
-    On a thread of its own: what is raised or called in the middle of gRPC's waiting meets its locks in any state.
-    """
-    interrupted = threading.Event()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        interrupted.set()
-        threading.Thread(target=act, daemon=True).start()
-
-    previous = signal.signal(signal.SIGINT, handle)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -117,7 +117,7 @@ def _candidates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str,
     # Imported here: they import this module.
     from services.engine import attention_dense, attention_varlen
     from services.engine.native.attention import NativeAttention
-    from services.engine.native.library import kernels
+    from services.engine.native.bindings import kernels
 
     if device.type == "cuda":
         attention_varlen.activate()

@@ -180,8 +180,7 @@ class Engine:
         self._step_started_s = None
         events = self._absorb(plan, result, started_s, ended_s)
         self.tally.absorbed(self._clock.now() - ended_s)
-        num_decodes = sum(part.num_tokens == 1 for part in plan.sequences)
-        on_step(StepReport(tuple(events), plan.step_number, plan.num_tokens, num_decodes, started_s, ended_s))
+        on_step(StepReport(tuple(events), plan.step_number, plan.num_tokens, plan.num_decodes, started_s, ended_s))
 
     def _absorb(
         self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float
@@ -196,7 +195,6 @@ class Engine:
             with self.lock:
                 return self.scheduler.fail(plan, StepFailed(f"step {plan.step_number} failed: {result}"), ended_s)
         self.consecutive_step_failures = 0
-        num_decodes = sum(part.num_tokens == 1 for part in plan.sequences)
-        self._costs.observe(plan.num_tokens - num_decodes, num_decodes, (ended_s - started_s) * 1e3)
+        self._costs.observe(plan.num_tokens - plan.num_decodes, plan.num_decodes, (ended_s - started_s) * 1e3)
         with self.lock:
             return self.scheduler.update(plan, result, ended_s)

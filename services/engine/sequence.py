@@ -140,6 +140,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that compute a single token."""
+        return sum(sequence.num_tokens == 1 for sequence in self.sequences)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:

@@ -53,10 +53,9 @@ class StepTally:
 
     def step(self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float) -> None:
         """A step has run, or raised, between scheduling and absorbing."""
-        num_decodes = sum(part.num_tokens == 1 for part in plan.sequences)
         self.num_steps += 1
-        self.decode_tokens += num_decodes
-        self.prefill_tokens += plan.num_tokens - num_decodes
+        self.decode_tokens += plan.num_decodes
+        self.prefill_tokens += plan.num_tokens - plan.num_decodes
         self.last_batch_size = len(plan.sequences)
         self.seconds += ended_s - started_s
         self.batch_sizes.add(len(plan.sequences))

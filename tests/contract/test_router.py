@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,122 +11,15 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from router_harness import CONFIG, OUTPUT, PATIENCE_S, TEXT, TOKENIZER, Cluster, code_of, read, request
 from scripted_worker import MODEL_ID, ScriptedWorker
 
-from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, types_pb2
 from services.core.errors import Draining, StepFailed
 from services.core.lifecycle import Lifecycle
-from services.router.main import Router, RouterConfig, serve
-from services.rpc.channels import dial
+from services.router.main import serve
 from services.rpc.names import Span
 from services.rpc.status import status_of_call
-from services.rpc.telemetry import Tracer
-from tests.text_model import byte_tokenizer, write_model
-
-TOKENIZER = byte_tokenizer()
-TEXT = "the baton is passed 🙂."
-OUTPUT = list(TOKENIZER.encode(TEXT, add_special_tokens=False).ids)
-CONFIG = RouterConfig(
-    served_model_name=MODEL_ID,
-    port=0,
-    heartbeat_s=0.05,
-    silence_s=1.0,
-    register_s=0.05,
-    metrics_port=-1,
-    canaries=False,  # a scripted worker counts every command
-)
-PATIENCE_S = 10.0
-
-
-class Cluster:
-    """One router and the workers a test starts; all are stopped at the end."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self.spans = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.spans))
-        self.router = Router(config, Tracer(provider))
-        self.workers: list[ScriptedWorker] = []
-        self.leases: dict[bytes, asyncio.Event] = {}
-
-    async def start(self) -> None:
-        await self.router.start()
-        self.channel = dial(self.router.address)
-        self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        self.control = control_pb2_grpc.ControlServiceStub(self.channel)
-
-    async def stop(self) -> None:
-        await self.channel.close()
-        await self.router.stop()
-        for worker in self.workers:
-            await worker.stop()
-
-    async def add(self, role: str, **facts: Any) -> ScriptedWorker:
-        """A worker that has joined."""
-        worker = ScriptedWorker(role, OUTPUT, self.leases, **facts)
-        self.workers.append(worker)
-        await worker.start()
-        await self.join(worker)
-        return worker
-
-    async def join(self, worker: ScriptedWorker) -> None:
-        """Registers, again and again as workers do, until the router holds a session."""
-
-        async def joined() -> bool:
-            await worker.register(self.channel)
-            status = await self.control.GetStatus(control_pb2.GetStatusRequest())
-            ready = control_pb2.WORKER_STATE_READY
-            return any(w.worker.worker_id == worker.worker_id and w.state == ready for w in status.workers)
-
-        await self.until(joined)
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not await condition():  # noqa: ASYNC110  # the condition is an RPC: only asking tells
-                await asyncio.sleep(0.01)
-
-    async def assert_idle(self) -> None:
-        async def idle() -> bool:
-            return self.router.coordinator.num_live == 0 and not any(worker.num_legs for worker in self.workers)
-
-        await self.until(idle)
-        self.router.coordinator.check_idle()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-async def cluster(model: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(replace(CONFIG, model=model))
-    await cluster.start()
-    yield cluster
-    await cluster.assert_idle()
-    await cluster.stop()
-
-
-@pytest.fixture
-async def pair(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
-    return await cluster.add("prefill"), await cluster.add("decode")
-
-
-def request(text: str = "hello", **fields: Any) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(text=text, **fields)
-
-
-async def read(call: Any) -> tuple[list[inference_pb2.GenerateStreamResponse], str]:
-    events = [event async for event in call]
-    return events, "".join(event.chunk.text for event in events)
-
-
-def code_of(error: grpc.aio.AioRpcError) -> grpc.StatusCode:
-    return error.code()
-
 
 # Answers
 

@@ -14,12 +14,11 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import status_pb2
 from hypothesis import HealthCheck, given, settings
+from router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, read, request
 from scripted_worker import ScriptedWorker
-from test_router import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, read, request
 
 from baton.v1 import control_pb2, control_pb2_grpc, decode_pb2, inference_pb2, prefill_pb2, types_pb2
 from tests.protofuzz import Overrides, messages
-from tests.text_model import write_model
 
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 GARBAGE_ANY = any_pb2.Any(type_url="type.googleapis.com/google.rpc.RetryInfo", value=b"\xff\xff")
@@ -31,11 +30,6 @@ _RESPONSES = {
     "prefill": prefill_pb2.PrefillServiceSessionResponse,
     "decode": decode_pb2.DecodeServiceSessionResponse,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

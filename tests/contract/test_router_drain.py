@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
-from scripted_worker import ScriptedWorker
-from test_router import CONFIG, TEXT, Cluster, code_of, read, request
+from router_harness import TEXT, Cluster, code_of, read, request
 
 from baton.v1 import control_pb2, decode_pb2, types_pb2
-from tests.text_model import write_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest_asyncio.fixture
-async def cluster(model: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(replace(CONFIG, model=model))
-    await cluster.start()
-    yield cluster
-    await cluster.assert_idle()
-    await cluster.stop()
-
-
-@pytest_asyncio.fixture
-async def pair(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
-    return await cluster.add("prefill"), await cluster.add("decode")
 
 
 async def drain(cluster: Cluster, worker_id: str, deadline_ms: int) -> tuple[int, int]:

@@ -16,21 +16,10 @@ from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Tracer, configure_tracing
 from tests.cluster import greedy_request, running_cluster
 from tests.models import tiny_model
+from tests.span_tree import PARENTS
 from tests.workers import DECODE, MIXED, PREFILL
 
 PROMPT = [5 + n % 300 for n in range(200)]
-PARENTS = {
-    Span.TOKENIZE: Span.REQUEST,
-    Span.QUEUE: Span.REQUEST,
-    Span.PLACE: Span.REQUEST,
-    Span.PREFILL: Span.REQUEST,
-    Span.DECODE: Span.REQUEST,
-    Span.PREFILL_WAIT: Span.PREFILL,
-    Span.PREFILL_COMPUTE: Span.PREFILL,
-    Span.KV_TRANSFER: Span.DECODE,
-    Span.DECODE_WAIT: Span.DECODE,
-    Span.DECODE_RUN: Span.DECODE,
-}
 SLACK_NS = 2_000_000
 """Between clocks read one after the other."""
 

@@ -22,19 +22,8 @@ from tests.models import tiny_model
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan, receiving
 from tests.patience import slowness
 from tests.processes import Up
+from tests.span_tree import PARENTS
 
-PARENTS = {
-    Span.TOKENIZE: Span.REQUEST,
-    Span.QUEUE: Span.REQUEST,
-    Span.PLACE: Span.REQUEST,
-    Span.PREFILL: Span.REQUEST,
-    Span.DECODE: Span.REQUEST,
-    Span.PREFILL_WAIT: Span.PREFILL,
-    Span.PREFILL_COMPUTE: Span.PREFILL,
-    Span.KV_TRANSFER: Span.DECODE,
-    Span.DECODE_WAIT: Span.DECODE,
-    Span.DECODE_RUN: Span.DECODE,
-}
 NAMES = {Span.REQUEST, *PARENTS}
 TRANSFERRED = {Span.PLACE, Span.PREFILL, Span.KV_TRANSFER, Span.DECODE_WAIT}
 """What a request has not that the router placed whole on the decode worker, as it may a first one."""

@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from services.core.hashing import num_blocks_for
 from services.engine import attention
 from services.engine.attention import Memo
-from services.engine.native import library
+from services.engine.native import bindings
 from services.engine.native.attention import NativeAttention
-from services.engine.native.library import Kernels, kernels
+from services.engine.native.bindings import Kernels, kernels
 from services.engine.native.modules import NativeGatedMLP, NativeRMSNorm, use_native_modules
 
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def test_what_differs_stays(native: Kernels) -> None:
 
 
 def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "missing.so")
+    monkeypatch.setattr(bindings, "LIBRARY", tmp_path / "missing.so")
     kernels.cache_clear()
     try:
         assert kernels() is None

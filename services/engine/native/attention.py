@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.engine import attention_dense
 from services.engine.attention import Memo
-from services.engine.native.library import MAX_BLOCK, MAX_HEAD_DIM, MAX_HEADS, DecodeArguments, Kernels
+from services.engine.native.bindings import MAX_BLOCK, MAX_HEAD_DIM, MAX_HEADS, DecodeArguments, Kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from services.engine.native.library import Kernels, kernels
+from services.engine.native.bindings import Kernels, kernels
 
 logger = logging.getLogger(__name__)
 
