@@ -82,7 +82,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         if worker.state is WorkerState.READY:
             state = _UNHEALTHY.get(worker.health.state, state)
         status = control_pb2.WorkerStatus(
-            worker=description, state=state, reason=worker.reason or _reason(worker.health)
+            worker=description,
+            state=state,
+            reason=worker.reason or _reason(worker.health),
+            num_requests=len(set(worker.legs.values())),
         )
         link = self._conductor.links.get(worker.info.worker_id)
         if link is not None:

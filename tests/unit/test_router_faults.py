@@ -13,6 +13,7 @@ from services.core.errors import (
     LeaseInvalid,
     Overloaded,
     StepFailed,
+    TransferFailed,
     UnknownWorker,
     WorkerFailed,
 )
@@ -354,15 +355,44 @@ def test_workers_that_are_lost_together_do_not_spend_all_chances(bench: Bench) -
     prefill, decode = bench.handed_over()
     bench.lose(prefill.worker_id)
     bench.lose(decode.worker_id)
-    bench.wait(0.5)
+    assert bench.take(SendPrefill).worker_id == "p2"
     bench.lose("p2")
     bench.lose("d2")
+    bench.wait(0.5)
     assert not bench.take_all(SendPrefill)
     for worker_id, role in (("p2", Role.PREFILL), ("d2", Role.DECODE)):
         bench.join(worker_id, role, incarnation=2)
     bench.wait(0.5)
     assert not bench.failed
     assert bench.take(SendPrefill).worker_id == "p2"
+
+
+def test_one_fault_takes_a_leg_after_another(bench: Bench) -> None:
+    """Each loss is told when the request has just been placed on the next one that fell."""
+    prefill, decode = bench.handed_over()
+    bench.lose(decode.worker_id)
+    second = bench.take(SendDecode)
+    assert second.worker_id != decode.worker_id
+    bench.lose(prefill.worker_id)  # a leg from before the first loss: the same fault
+    bench.lose(second.worker_id)  # placed since: a second failure
+    bench.lose("p2" if prefill.worker_id == "p1" else "p1")
+    assert not bench.failed
+    for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
+        bench.join(worker_id, role, incarnation=2)
+    bench.wait(1.0)
+    crash(bench, bench.take(SendPrefill).worker_id, Role.PREFILL)
+    assert isinstance(bench.failed["r"], WorkerFailed), "what it was placed on afterwards was its last chance"
+
+
+def test_a_source_that_fell_with_the_decode_worker_leaves_a_last_chance(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.lose(decode.worker_id)
+    second = bench.take(SendDecode)
+    bench.decode(second.worker_id, ImportFailed(second.leg, False, TransferFailed("no answer")))
+    assert not bench.take_all(SendPrefill), "not at once"
+    bench.lose(prefill.worker_id)
+    bench.lose("p2" if prefill.worker_id == "p1" else "p1")
+    assert not bench.failed
 
 
 def test_the_prefills_token_is_no_progress_of_decode(bench: Bench) -> None:

@@ -138,7 +138,7 @@ def test_an_aborted_lease_and_the_loss_of_its_source_are_one_failure() -> None:
         decode = bench.take(SendDecode)
         bench.decode("d1", DecodeAdmitted(decode.leg))
         bench.decode("d1", ImportFailed(decode.leg, False, LeaseInvalid("aborted")))
-        bench.take(SendPrefill)
+        assert len(bench.take_all(SendPrefill)) == (incarnation == 2), "its last chance is not risked at once"
         bench.lose("p1")
         bench.join("p1", Role.PREFILL, incarnation=incarnation)
         bench.wait(1.0)

@@ -121,20 +121,22 @@ class PairStatus(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., state: _Optional[_Union[PairState, str]] = ..., reason: _Optional[str] = ..., transport: _Optional[_Union[_types_pb2.Transport, str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "state", "load", "load_age_ms", "num_sessions", "reason")
+    __slots__ = ("worker", "state", "load", "load_age_ms", "num_sessions", "reason", "num_requests")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LOAD_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerDescription
     state: WorkerState
     load: _types_pb2.LoadSnapshot
     load_age_ms: int
     num_sessions: int
     reason: str
-    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., load_age_ms: _Optional[int] = ..., num_sessions: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    num_requests: int
+    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., load_age_ms: _Optional[int] = ..., num_sessions: _Optional[int] = ..., reason: _Optional[str] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "deadline_ms")

@@ -54,7 +54,7 @@ class Book:
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request."""
-        self._last_leg = 0
+        self.newest_leg = 0
         self.typical_output_tokens: float | None = None
         """A running average over complete requests; None before the first."""
         self._num_arrivals = 0
@@ -70,8 +70,8 @@ class Book:
 
     def new_leg(self) -> int:
         """Never the same again."""
-        self._last_leg += 1
-        return self._last_leg
+        self.newest_leg += 1
+        return self.newest_leg
 
     def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
         token_ids = request.leg_tokens()

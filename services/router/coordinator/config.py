@@ -23,8 +23,8 @@ class CoordinatorConfig:
     max_crashes: int = 3
     """Worker failures under one request, without progress, that end it."""
     last_chance_pause_s: float = 1.0
-    """Before a request is placed again that one more failure would end: workers that were lost together, a whole rack
-    of them, are noticed within this time, and one fault must not spend all its chances."""
+    """Before a request is placed again that one more loss would end: workers that were lost together, a whole rack of
+    them, are noticed within this time, and one fault must not spend all its chances."""
     overtake_limit_s: float = 1.0
     """A request that has waited longer is not overtaken."""
     max_overtaken: int = 16

@@ -36,7 +36,7 @@ def prefill_failed(
         book.end_prefill(request, now, "failed", cancel=cancel)
         book.fail(request, error, now)
         return
-    counted = blame(book, request, leg.worker, Role.PREFILL, error, now)
+    counted = blame(book, request, leg, Role.PREFILL, error, now)
     if request.decode is not None and leg.sealed_s is None:
         # Never sealed, so there is nothing the decode leg could still complete.
         book.end_decode(request, now, "source failed")
@@ -49,7 +49,7 @@ def decode_failed(book: Book, request: Request, leg: DecodeLeg, error: BatonErro
     if isinstance(error, FATAL):
         book.fail(request, error, now)
         return
-    counted = blame(book, request, leg.worker, Role.DECODE, error, now)
+    counted = blame(book, request, leg, Role.DECODE, error, now)
     book.settle(request, now, refused=not counted)
 
 
@@ -60,12 +60,13 @@ def source_gone(book: Book, request: Request, now: float, outcome: str, *, cance
         request.decode.orphaned_s = now
 
 
-def blame(book: Book, request: Request, worker: WorkerInfo, role: Role, error: BatonError, now: float) -> bool:
+def blame(book: Book, request: Request, leg: PrefillLeg | DecodeLeg, role: Role, error: BatonError, now: float) -> bool:
     """Whether it counts. A worker that was told to leave while a command was on its way to it has only refused."""
+    worker = leg.worker
     if isinstance(error, Draining):
         leaves(book, worker, now)
         return False
-    note_crash(request, worker, role)
+    _count(book, request, leg.leg, Crash(worker.worker_id, worker.incarnation, role, session_lost=False), now)
     book.workers.failed(worker.worker_id, f"{error.reason}: {error}", now)
     return True
 
@@ -85,9 +86,22 @@ def is_leaving(book: Book, worker: WorkerInfo) -> bool:
     return known.info.incarnation == worker.incarnation and known.draining
 
 
-def note_crash(request: Request, worker: WorkerInfo, role: Role, *, failed_import: bool = False) -> None:
-    crash = Crash(worker.worker_id, worker.incarnation, role, session_lost=False, failed_import=failed_import)
+def note_failed_import(book: Book, request: Request, leg: DecodeLeg, source: WorkerInfo, now: float) -> None:
+    """The decode role made no progress, whoever is to blame; the source is avoided."""
+    crash = Crash(source.worker_id, source.incarnation, Role.DECODE, session_lost=False, failed_import=True)
+    _count(book, request, leg.leg, crash, now)
+
+
+def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> None:
+    """Against the request, unless the leg was placed before the last crash that was: one fault has taken both, a rack
+    of workers perhaps. For the same reason the last chance is not risked before all that fell has been noticed."""
+    if leg <= request.newest_leg_at_crash:
+        return
+    request.newest_leg_at_crash = book.newest_leg
     request.crashes.append(crash)
+    taken_away = crash.session_lost or crash.failed_import
+    if taken_away and len(request.crashes) == book.config.max_crashes - 1:
+        request.not_before_s = now + book.config.last_chance_pause_s
 
 
 def is_the_pairs(error: BatonError) -> bool:
@@ -115,7 +129,7 @@ def worker_gone(
     outcome = "stuck" if stuck else "lost"
     touched = {request_id: book.requests[request_id] for request_id in legs.values()}
     for request in touched.values():
-        role = Role.PREFILL
+        role, newest = Role.PREFILL, max(leg for leg, request_id in legs.items() if request_id == request.request_id)
         if request.decode is not None and request.decode.leg in legs:
             role = Role.DECODE
             book.end_decode(request, now, outcome, cancel=stuck)
@@ -124,17 +138,10 @@ def worker_gone(
                 role = Role.PREFILL
             source_gone(book, request, now, outcome, cancel=stuck)
         if crashed:
-            _note_loss(request, Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck))
-            if not stuck and len(request.crashes) == book.config.max_crashes - 1:
-                request.not_before_s = now + book.config.last_chance_pause_s
+            crash = Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck)
+            request.crashes = [each for each in request.crashes if not each.foretold(crash)]
+            _count(book, request, newest, crash, now)
         book.settle(request, now)
-
-
-def _note_loss(request: Request, crash: Crash) -> None:
-    told_before = [each for each in request.crashes if each.failed_import and each.process == crash.process]
-    if told_before:
-        request.crashes.remove(told_before[-1])
-    request.crashes.append(crash)
 
 
 def worker_alive(book: Book, worker: Worker) -> None:

@@ -30,7 +30,7 @@ from services.router.coordinator.failures import (
     is_leaving,
     is_the_pairs,
     leaves,
-    note_crash,
+    note_failed_import,
     note_refusal,
     prefill_failed,
     source_gone,
@@ -127,7 +127,7 @@ def _lease_ended(book: Book, request: Request, leg: PrefillLeg, event: LeaseEnde
     if request.decode is None and event.reason is not LeaseEnd.RELEASED:
         # Nobody had it, and it was held. (Released without a decode leg: to one that was lost since, and counted then.)
         error = ProtocolViolation(f"lease {event.reason.value}")
-        blame(book, request, leg.worker, Role.PREFILL, error, now)
+        blame(book, request, leg, Role.PREFILL, error, now)
     # With a decode leg: perhaps that one released it, and its own report is on the way.
     source_gone(book, request, now, f"lease {event.reason.value}", cancel=False)
     book.settle(request, now)
@@ -179,8 +179,7 @@ def _import_failed(
             note_refusal(book, request, leg, worker, now)
         else:
             if not leaving:
-                # The decode role made no progress, whoever is to blame; the source is avoided.
-                note_crash(request, source.worker, Role.DECODE, failed_import=True)
+                note_failed_import(book, request, leg, source.worker, now)
             book.end_prefill(request, now, "import failed")
     book.settle(request, now)
 

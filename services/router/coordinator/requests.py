@@ -105,6 +105,10 @@ class Crash:
     def process(self) -> tuple[str, int]:
         return (self.worker_id, self.incarnation)
 
+    def foretold(self, loss: Crash) -> bool:
+        """The loss is what made the import fail."""
+        return self.failed_import and self.process == loss.process
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -131,6 +135,8 @@ class Request:
     released_leg: int | None = None
     """Prefill leg whose lease was taken over: what it still reports is no stale leg's doing."""
     crashes: list[Crash] = field(default_factory=list)
+    newest_leg_at_crash: int = 0
+    """The newest leg of all when the last crash was counted: a leg up to this one is no further crash."""
     refusals: dict[str, Refusal] = field(default_factory=dict)
     waiting_since_s: float = 0.0
     """When it last became in need of a worker; refusals do not make it younger."""
