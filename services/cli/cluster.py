@@ -112,8 +112,10 @@ class Cluster:
         router = local_address(self._plan.host, self._port)
         flags = ["--worker-id", worker.worker_id, "--host", _WORKER_HOST, "--port", "0", "--router", router]
         flags += ["--metrics-port", str(worker.metrics_port), "--threads", str(worker.share.threads)]
-        flags += ["--cores", ",".join(map(str, worker.share.cores)), *self._plan.worker_flags]
-        return self._command(worker.role, flags)
+        flags += ["--cores", ",".join(map(str, worker.share.cores))]
+        if worker.share.own:
+            flags += ["--own-cores"]
+        return self._command(worker.role, [*flags, *self._plan.worker_flags])
 
     def _command(self, role: str, flags: list[str]) -> list[str]:
         plan = self._plan

@@ -25,6 +25,8 @@ class CoreShare:
 
     cores: tuple[int, ...]
     threads: int
+    own: bool
+    """No other worker runs there, and each thread has a core."""
 
 
 def divide_cores(
@@ -42,12 +44,13 @@ def divide_cores(
     if threads is not None:
         return [_explicit(cores, index, threads, num_workers) for index in range(num_workers)]
     if num_workers >= len(cores):
-        return [CoreShare((cores[index % len(cores)],), 1) for index in range(num_workers)]
+        own = num_workers == len(cores)
+        return [CoreShare((cores[index % len(cores)],), 1, own) for index in range(num_workers)]
     shares = []
     start = 0
     for size in _even(len(cores), num_workers):
         allowed = size if quota is None else max(1, min(size, int(quota / num_workers)))
-        shares.append(CoreShare(tuple(cores[start : start + size]), allowed))
+        shares.append(CoreShare(tuple(cores[start : start + size]), allowed, own=quota is None))
         start += size
     return shares
 
@@ -56,7 +59,8 @@ def _explicit(cores: Sequence[int], index: int, threads: int, num_workers: int) 
     width = min(threads, len(cores))
     enough = width * num_workers <= len(cores)
     start = index * width if enough else index * len(cores) // num_workers  # else spread over the ring of cores
-    return CoreShare(tuple(sorted(cores[(start + offset) % len(cores)] for offset in range(width))), threads)
+    taken = tuple(sorted(cores[(start + offset) % len(cores)] for offset in range(width)))
+    return CoreShare(taken, threads, own=enough and threads == width)
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -18,6 +18,7 @@ from services.cli.arguments import Parser
 from services.core import config as configuration
 from services.core.errors import ConfigError
 from services.core.lifecycle import Lifecycle, run
+from services.core.openmp import expect_own_cores
 
 _DESCRIPTIONS = {
     "router": "Takes requests, places both phases on workers, streams the answers. Workers join it.",
@@ -33,6 +34,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     supervised, rest = _supervision().parse_known_args(argv)
     if supervised.cores:
         os.sched_setaffinity(0, supervised.cores)
+    if supervised.own_cores:
+        expect_own_cores()
     lifecycle = Lifecycle(ready_fd=supervised.ready_fd, lifeline_fd=supervised.lifeline_fd)
     lifecycle.watch_lifeline()
     if role == "router":
@@ -107,6 +110,7 @@ def _supervision() -> argparse.ArgumentParser:
     parser.add_argument("--ready-fd", type=_fd)
     parser.add_argument("--lifeline-fd", type=_fd)
     parser.add_argument("--cores", type=_cores, default=())
+    parser.add_argument("--own-cores", action="store_true")
     return parser
 
 

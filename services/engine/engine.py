@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import StepFailed
@@ -32,7 +33,11 @@ class Engine:
 
         Nothing runs until `start`.
         """
-        loaded = loader(config)
+        self._costs = CostModel()
+        # On a thread that is over before the step thread begins: OpenMP keeps a team of threads for every thread that
+        # ever computed, and makes them all wait less eagerly once there are more than cores (see `core.openmp`).
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-load") as passing:
+            loaded = passing.submit(_prepare, loader, config, self._costs).result()
         self.info: EngineInfo = loaded.info
         self.cache = loaded.cache
         self.lock = threading.Lock()
@@ -52,12 +57,10 @@ class Engine:
         """For metrics."""
         self._runner = loaded.runner
         self._clock = clock or MonotonicClock()
-        self._costs = CostModel()
         self._step_started_s: float | None = None
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        warm_up(loaded, config, self._costs)
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
@@ -198,3 +201,9 @@ class Engine:
         self._costs.observe(plan.num_tokens - plan.num_decodes, plan.num_decodes, (ended_s - started_s) * 1e3)
         with self.lock:
             return self.scheduler.update(plan, result, ended_s)
+
+
+def _prepare(loader: Loader, config: EngineConfig, costs: CostModel) -> Loaded:
+    loaded = loader(config)
+    warm_up(loaded, config, costs)
+    return loaded

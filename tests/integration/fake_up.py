@@ -15,7 +15,7 @@ FAKE_SERVICE = pathlib.Path(__file__).with_name("fake_service.py")
 
 
 def make_plan() -> ClusterPlan:
-    workers = [Worker(f"{role}-0", role, 0, CoreShare((0,), 1)) for role in ("prefill", "decode")]
+    workers = [Worker(f"{role}-0", role, 0, CoreShare((0,), 1, own=False)) for role in ("prefill", "decode")]
     return ClusterPlan(
         model=ResolvedModel("fake", pathlib.Path("/nowhere")),
         host="127.0.0.1",

@@ -29,31 +29,40 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("num_cores", "num_workers", "expected"),
     [
-        (2, 2, [((0,), 1), ((1,), 1)]),
-        (2, 1, [((0, 1), 2)]),
-        (8, 3, [((0, 1, 2), 3), ((3, 4, 5), 3), ((6, 7), 2)]),
-        (2, 5, [((0,), 1), ((1,), 1), ((0,), 1), ((1,), 1), ((0,), 1)]),
+        (2, 2, [CoreShare((0,), 1, True), CoreShare((1,), 1, True)]),
+        (2, 1, [CoreShare((0, 1), 2, True)]),
+        (8, 3, [CoreShare((0, 1, 2), 3, True), CoreShare((3, 4, 5), 3, True), CoreShare((6, 7), 2, True)]),
+        (2, 3, [CoreShare((0,), 1, False), CoreShare((1,), 1, False), CoreShare((0,), 1, False)]),
         (4, 0, []),
     ],
 )
-def test_even_division(num_cores: int, num_workers: int, expected: list[tuple[tuple[int, ...], int]]) -> None:
-    shares = divide_cores(range(num_cores), num_workers)
-    assert shares == [CoreShare(cores, threads) for cores, threads in expected]
+def test_even_division(num_cores: int, num_workers: int, expected: list[CoreShare]) -> None:
+    assert divide_cores(range(num_cores), num_workers) == expected
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "num_workers", "threads", "expected"),
+    ("num_cores", "num_workers", "threads", "expected", "own"),
     [
-        (8, 2, 3, [(0, 1, 2), (3, 4, 5)]),
-        (4, 2, 4, [(0, 1, 2, 3), (0, 1, 2, 3)]),
-        (4, 2, 3, [(0, 1, 2), (0, 2, 3)]),
-        (2, 2, 9, [(0, 1), (0, 1)]),
+        (8, 2, 3, [(0, 1, 2), (3, 4, 5)], True),
+        (4, 2, 4, [(0, 1, 2, 3), (0, 1, 2, 3)], False),
+        (4, 2, 3, [(0, 1, 2), (0, 2, 3)], False),
+        (2, 2, 9, [(0, 1), (0, 1)], False),
+        (2, 1, 3, [(0, 1)], False),
     ],
 )
-def test_threads_asked_for(num_cores: int, num_workers: int, threads: int, expected: list[tuple[int, ...]]) -> None:
+def test_threads_asked_for(
+    num_cores: int, num_workers: int, threads: int, expected: list[tuple[int, ...]], own: bool
+) -> None:
     shares = divide_cores(range(num_cores), num_workers, threads=threads)
     assert [share.cores for share in shares] == expected
-    assert {share.threads for share in shares} == {threads}
+    assert {(share.threads, share.own) for share in shares} == {(threads, own)}
+
+
+def test_a_cpu_quota_is_not_spent_on_waiting() -> None:
+    assert divide_cores(range(8), 2, quota=2.0) == [
+        CoreShare((0, 1, 2, 3), 1, False),
+        CoreShare((4, 5, 6, 7), 1, False),
+    ]
 
 
 @given(st.integers(1, 64), st.integers(1, 80), st.none() | st.integers(1, 80), st.none() | st.floats(0.1, 64))
