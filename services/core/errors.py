@@ -29,6 +29,17 @@ class InvalidRequest(BatonError):
         self.description = message
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output would be longer than any sequence may be."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+    @classmethod
+    def of(cls, field: str, context_tokens: int, asked: str) -> ContextLengthExceeded:
+        """`asked`: what the request wants, in tokens. OpenAI's words come first: clients look for them in messages."""
+        return cls(field, f"This model's maximum context length is {context_tokens} tokens; {asked}")
+
+
 class MalformedMessage(BatonError):
     """The bytes are not the message they should be."""
 

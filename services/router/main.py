@@ -166,6 +166,6 @@ class Router:
 
 def _served(directory: str, model_id: str) -> ServedModel:
     text = load_model_text(directory)
-    longest_token = max(map(len, text.tokenizer.get_vocab()), default=1)
-    facts = ModelFacts(model_id, text.vocab_size, max_prompt_chars=text.context_tokens * longest_token)
+    longest_token_chars = max(map(len, text.tokenizer.get_vocab()), default=1)
+    facts = ModelFacts(model_id, text.vocab_size, text.context_tokens, longest_token_chars)
     return ServedModel(text, facts)

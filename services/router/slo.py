@@ -14,6 +14,7 @@ import enum
 
 from services.core.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineExceeded,
     DuplicateRequest,
     InvalidRequest,
@@ -22,7 +23,7 @@ from services.core.errors import (
     UnknownModel,
 )
 
-UNFIT = (InvalidRequest, MalformedMessage, MessageTooLarge, UnknownModel, DuplicateRequest)
+UNFIT = (InvalidRequest, ContextLengthExceeded, MalformedMessage, MessageTooLarge, UnknownModel, DuplicateRequest)
 ENDED_BY_CLIENT = (Cancelled, DeadlineExceeded, asyncio.CancelledError)
 NEAR = 0.8
 """Share of the time at which alerts warn."""

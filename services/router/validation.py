@@ -5,10 +5,11 @@ Every error is an InvalidRequest naming the field.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
-from services.core.errors import InvalidRequest, UnknownModel
+from services.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from services.rpc.parameters import MAX_LOGPROBS, check_sampling, check_stopping, within
 
 MAX_LABEL_CHARS = 128
@@ -23,8 +24,9 @@ class ModelFacts:
 
     model_id: str
     vocab_size: int
-    max_prompt_chars: int
-    """A longer text cannot fit any context, whatever its tokens."""
+    context_tokens: int
+    longest_token_chars: int
+    """So that a text may be too long for any context, whatever its tokens."""
 
 
 def validate(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
@@ -75,8 +77,10 @@ def _messages(chat: inference_pb2.ChatMessages, facts: ModelFacts) -> None:
 
 
 def _prompt_chars(field: str, num_chars: int, facts: ModelFacts) -> None:
-    if num_chars > facts.max_prompt_chars:
-        raise InvalidRequest(field, f"has {num_chars} characters; at most {facts.max_prompt_chars} are allowed")
+    fewest_tokens = math.ceil(num_chars / facts.longest_token_chars)
+    if fewest_tokens > facts.context_tokens:
+        asked = f"the prompt's {num_chars} characters are at least {fewest_tokens}"
+        raise ContextLengthExceeded.of(field, facts.context_tokens, asked)
 
 
 def _label(field: str, text: str) -> None:

@@ -29,6 +29,7 @@ _Code = grpc.StatusCode
 
 CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: _Code.INVALID_ARGUMENT,
+    errors.ContextLengthExceeded: _Code.INVALID_ARGUMENT,
     errors.MalformedMessage: _Code.INVALID_ARGUMENT,
     errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     errors.UnknownModel: _Code.NOT_FOUND,
@@ -98,13 +99,13 @@ def from_status(status: status_pb2.Status) -> errors.BatonError:
     bad_request = _unpack(status, error_details_pb2.BadRequest)
     retry = _unpack(status, error_details_pb2.RetryInfo)
     kind = _BY_REASON.get(info.reason) if info is not None and info.domain == DOMAIN else _BY_CODE.get(status.code)
-    if kind is errors.InvalidRequest:
+    if kind is not None and issubclass(kind, errors.InvalidRequest):
         violation = (
             bad_request.field_violations[0] if bad_request is not None and bad_request.field_violations else None
         )
         if violation is None:
-            return errors.InvalidRequest("", status.message)
-        return errors.InvalidRequest(violation.field, violation.description)
+            return kind("", status.message)
+        return kind(violation.field, violation.description)
     if kind is None:
         name = _BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN).name
         return errors.BatonError(f"{name}: {status.message}")

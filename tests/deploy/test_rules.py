@@ -50,6 +50,7 @@ def test_errors_are_all_outcomes_but_a_clients_own() -> None:
     ours = {kind.reason.lower() for kind in CODES} - set(slo_rules.NO_ERROR.split("|"))
     assert ours >= {"overloaded", "no_worker", "draining", "worker_failed", "step_failed", "config"}
     assert not ours & {"cancelled", "deadline_exceeded", "invalid_parameter", "unknown_model", "duplicate_request"}
+    assert "context_length_exceeded" not in ours
 
 
 def test_each_objective_warns_and_pages() -> None:

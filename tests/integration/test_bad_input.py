@@ -14,7 +14,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from baton.v1 import inference_pb2, types_pb2
+from services.core.errors import ContextLengthExceeded
 from services.rpc.channels import dial
+from services.rpc.status import from_call
 from tests.cluster import Cluster, greedy_request, running_cluster
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.workers import DECODE, PREFILL, until
@@ -127,6 +129,27 @@ async def test_bad_fields(cluster: Cluster, change: Any, field: str | None, code
     assert caught.value.code() is code, caught.value.details()
     found = field_of(caught.value)
     assert found == field or (found is not None and field is not None and found.startswith(field)), found
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "asked"),
+    [
+        (lambda r: r.token_ids.ids.extend([9] * 1000), "prompt", "the prompt has 1030, and at most 1023 leave room"),
+        (number("stopping.max_tokens", 995), "stopping.max_tokens", "1025 were asked for: 30 in the prompt, 995 after"),
+        (lambda r: setattr(r, "text", "x" * 100_000), "text", "the prompt's 100000 characters are at least "),
+    ],
+    ids=["prompt", "output", "characters"],
+)
+async def test_what_no_context_holds_has_a_reason_of_its_own(
+    cluster: Cluster, change: Any, field: str, asked: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.stream(changed(change))
+    assert caught.value.code() is Code.INVALID_ARGUMENT
+    error = from_call(caught.value)
+    assert isinstance(error, ContextLengthExceeded)
+    assert error.field == field
+    assert error.description.startswith(f"This model's maximum context length is 1024 tokens; {asked}")
 
 
 async def test_a_prompt_of_100_mb_is_refused_by_the_runtime(cluster: Cluster) -> None:

@@ -205,6 +205,29 @@ async def test_errors_are_the_packages_own(cluster: Cluster) -> None:
             await client.completions.create(model=MODEL, prompt=PROMPT, n=2)
 
 
+async def test_what_no_context_holds_is_told_as_openai_tells_it(cluster: Cluster) -> None:
+    """LangChain, LiteLLM and others know it by the code, or by these words in the message."""
+    words = "This model's maximum context length is 1024 tokens"
+    long: Any = [{"role": "user", "content": "baton " * 1024}]
+    async with openai_client(cluster) as client:
+        for asked, param in [
+            ({"prompt": [9] * 1024}, "prompt"),
+            ({"prompt": "x" * 100_000}, "prompt"),
+            ({"prompt": [9] * 24, "max_tokens": 1001}, "max_tokens"),
+        ]:
+            with pytest.raises(openai.BadRequestError, match=f"{param}: {words}") as caught:
+                await client.completions.create(model=MODEL, **asked)
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+        for asked, param in [
+            ({"messages": long}, "messages"),
+            ({"messages": MESSAGES, "max_tokens": 1024}, "max_tokens"),
+            ({"messages": MESSAGES, "max_completion_tokens": 1024}, "max_completion_tokens"),
+        ]:
+            with pytest.raises(openai.BadRequestError, match=f"{param}: {words}") as caught:
+                await client.chat.completions.create(model=MODEL, **asked, stream=True)
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+
+
 async def test_a_full_queue_is_a_rate_limit_and_the_package_comes_back(tmp_path: Path) -> None:
     async with running_cluster(tiny_model("llama", tmp_path), [], router={**HTTP, "max_queue": 1}) as cluster:
         async with openai_client(cluster) as client:

@@ -99,7 +99,7 @@ def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows
         elif request.outcome == "DEADLINE_EXCEEDED":
             world.require(request.deadline_s is not None, what)
         else:
-            too_long = request.num_tokens_at_most > smallest and request.outcome == "INVALID_PARAMETER"
+            too_long = request.num_tokens_at_most > smallest and request.outcome == "CONTEXT_LENGTH_EXCEEDED"
             enough = num_blows >= _CRASHES if request.outcome == "WORKER_FAILED" else num_faults > 0
             world.require(too_long or (enough and request.outcome in _EXCUSED), what)
 

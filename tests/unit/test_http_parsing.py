@@ -184,7 +184,7 @@ def test_parts_of_text_are_lines(texts: TokenTexts) -> None:
 def test_every_error_has_a_status() -> None:
     assert set(KINDS) == set(CODES)
     for kind in KINDS:
-        error = kind("a.b", "what") if kind is errors.InvalidRequest else kind("what")
+        error = kind("a.b", "what") if issubclass(kind, errors.InvalidRequest) else kind("what")
         answer = http_error(error)
         retried = answer.status in (429, 503)
         assert ("retry-after" in answer.headers) == retried, kind

@@ -9,10 +9,10 @@ from router_bench import Bench, started, tokens
 
 from services.core.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineExceeded,
     Draining,
     DuplicateRequest,
-    InvalidRequest,
     NoWorker,
     Overloaded,
 )
@@ -181,7 +181,7 @@ def test_bounded_queue_and_duplicates() -> None:
 
 
 def test_a_request_that_fits_no_pool_is_refused_at_once(bench: Bench) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(ContextLengthExceeded) as refused:
         bench.submit(num_tokens=1024)
     assert refused.value.field == "prompt"
     bench.lose("d")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.errors import InvalidRequest
+from services.core.errors import ContextLengthExceeded
 from services.router.health import Ramp
 from services.router.policy import (
     Job,
@@ -178,18 +178,26 @@ def test_scores_are_shares() -> None:
                 assert 0.0 <= term(worker, JOB, source, NOW) <= 1.0
 
 
+POOLS = [prefill(max_model_len=9999, num_blocks=9999), decode("d1", num_blocks=8), decode("d2")]
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens", "expected"), [(10, 5, 5), (10, None, 1014), (1023, 1, 1)])
+def test_resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, expected: int) -> None:
+    assert resolve_max_tokens(num_prompt_tokens, max_tokens, POOLS, 77) == expected
+
+
 @pytest.mark.parametrize(
-    ("num_prompt_tokens", "max_tokens", "expected"),
-    [(10, 5, 5), (10, None, 1014), (1023, 1, 1), (1024, 1, "prompt"), (1000, 25, "stopping.max_tokens")],
+    ("num_prompt_tokens", "max_tokens", "field", "asked"),
+    [
+        (1024, 1, "prompt", "the prompt has 1024, and at most 1023 leave room for an output"),
+        (1000, 25, "stopping.max_tokens", "1025 were asked for: 1000 in the prompt, 25 after it"),
+    ],
 )
-def test_resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, expected: int | str) -> None:
-    workers = [prefill(max_model_len=9999, num_blocks=9999), decode("d1", num_blocks=8), decode("d2")]
-    if isinstance(expected, int):
-        assert resolve_max_tokens(num_prompt_tokens, max_tokens, workers, 77) == expected
-    else:
-        with pytest.raises(InvalidRequest) as raised:
-            resolve_max_tokens(num_prompt_tokens, max_tokens, workers, 77)
-        assert raised.value.field == expected
+def test_what_is_too_long_for_every_pool(num_prompt_tokens: int, max_tokens: int, field: str, asked: str) -> None:
+    with pytest.raises(ContextLengthExceeded) as raised:
+        resolve_max_tokens(num_prompt_tokens, max_tokens, POOLS, 77)
+    assert raised.value.field == field
+    assert raised.value.description == f"This model's maximum context length is 1024 tokens; {asked}"
 
 
 def test_the_model_speaks_while_no_worker_is_known() -> None:

@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from services.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel, WorkerFailed
+from services.core.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    UnknownModel,
+    WorkerFailed,
+)
 from services.router.slo import Grade, grade, grade_failed
 
 TARGET_S = 0.5
@@ -32,6 +40,7 @@ def test_what_has_happened(elapsed_s: float, expected: Grade) -> None:
         (DeadlineExceeded("x"), 0.5, None),
         (DeadlineExceeded("x"), 0.6, Grade.MISSED),
         (InvalidRequest("x", "y"), 9.0, None),
+        (ContextLengthExceeded("x", "y"), 9.0, None),
         (UnknownModel("x"), 9.0, None),
     ],
 )

@@ -8,10 +8,10 @@ import pytest
 from google.protobuf import text_format
 
 from baton.v1 import inference_pb2
-from services.core.errors import InvalidRequest, UnknownModel
+from services.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from services.router.validation import ModelFacts, validate
 
-FACTS = ModelFacts("tiny", vocab_size=100, max_prompt_chars=50)
+FACTS = ModelFacts("tiny", vocab_size=100, context_tokens=10, longest_token_chars=5)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -67,6 +67,14 @@ def test_refused(text: str, field: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text", ['text: "%s"' % ("x" * 51), "messages { messages { role: 'user' content: '%s' } }" % ("x" * 51)]
+)
+def test_a_text_that_no_context_could_hold(text: str) -> None:
+    with pytest.raises(ContextLengthExceeded, match=r"is 10 tokens; the prompt's 51 characters are at least 11$"):
+        validate(request(text), FACTS)
+
+
+@pytest.mark.parametrize(
     ("name", "bad", "good"),
     [
         ("temperature", [-0.1, 100.5, NAN, INF, -INF], [0, 100]),
@@ -94,6 +102,7 @@ def test_numbers(name: str, bad: list[float], good: list[float]) -> None:
     "text",
     [
         "",
+        "text: '%s'" % ("x" * 50),
         "model: 'tiny' request_id: 'a' priority: 100 session: 's' cache_salt: 'c'",
         "token_ids { ids: [0, 99] }",
         "messages { messages { role: 'system' content: 'x' } messages { role: 'assistant' } }",

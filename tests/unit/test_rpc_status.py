@@ -13,13 +13,14 @@ from services.rpc import status
 
 
 def leaves(kind: type[errors.BatonError] = errors.BatonError) -> list[type[errors.BatonError]]:
+    """All but the root: what is a kind of another is raised beside it."""
     below = [sub for sub in kind.__subclasses__() if sub.__module__ == errors.__name__]
-    return [kind] if not below else [leaf for sub in below for leaf in leaves(sub)]
+    return [leaf for sub in below for leaf in (sub, *leaves(sub))]
 
 
 def sample(leaf: type[errors.BatonError]) -> errors.BatonError:
-    if leaf is errors.InvalidRequest:
-        return errors.InvalidRequest("sampling.top_p", "must be in (0, 1]")
+    if issubclass(leaf, errors.InvalidRequest):
+        return leaf("sampling.top_p", "must be in (0, 1]")
     return leaf("what happened", retry_after_s=2.5)
 
 
@@ -50,13 +51,14 @@ def test_each_leaf_survives_the_wire(leaf):
     assert (info.reason, info.domain) == (leaf.reason, "baton")
 
 
-def test_an_invalid_field_is_named_in_bad_request():
-    sent = status.to_status(errors.InvalidRequest("stopping.max_tokens", "must be at least 1"))
+@pytest.mark.parametrize("kind", [errors.InvalidRequest, errors.ContextLengthExceeded])
+def test_an_invalid_field_is_named_in_bad_request(kind):
+    sent = status.to_status(kind("stopping.max_tokens", "must be at least 1"))
     (detail,) = unpack(sent, error_details_pb2.BadRequest)
     (violation,) = detail.field_violations
     assert (violation.field, violation.description) == ("stopping.max_tokens", "must be at least 1")
     received = status.from_status(sent)
-    assert isinstance(received, errors.InvalidRequest)
+    assert type(received) is kind
     assert received.field == "stopping.max_tokens"
 
 

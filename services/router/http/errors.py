@@ -29,6 +29,7 @@ _UNAVAILABLE = Kind(503, "service_unavailable_error")
 
 KINDS: dict[type[errors.BatonError], Kind] = {
     errors.InvalidRequest: Kind(400, _INVALID),
+    errors.ContextLengthExceeded: Kind(400, _INVALID),
     errors.MalformedMessage: Kind(400, _INVALID),
     errors.MessageTooLarge: Kind(413, _INVALID),
     errors.UnknownModel: Kind(404, _INVALID, "model_not_found"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.core.errors import InvalidRequest
+from services.core.errors import ContextLengthExceeded
 from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import Job, Role, Source, WorkerView
 
@@ -17,17 +17,19 @@ def resolve_max_tokens(
 ) -> int:
     """`max_tokens`, or what the largest pool leaves. `model_context_tokens` speaks while no worker is known.
 
-    Raises InvalidRequest if no pool could ever hold the request.
+    Raises ContextLengthExceeded if no pool could ever hold the request.
     """
     contexts = [worker.context_tokens for worker in workers if worker.role.can_decode]
     context_tokens = max(contexts, default=model_context_tokens)
     room = context_tokens - num_prompt_tokens
     if room < 1:
-        raise InvalidRequest("prompt", f"has {num_prompt_tokens} tokens; at most {context_tokens - 1} fit")
+        asked = f"the prompt has {num_prompt_tokens}, and at most {context_tokens - 1} leave room for an output"
+        raise ContextLengthExceeded.of("prompt", context_tokens, asked)
     if max_tokens is not None and max_tokens > room:
-        raise InvalidRequest(
-            "stopping.max_tokens", f"is {max_tokens}; a prompt of {num_prompt_tokens} tokens leaves room for {room}"
+        asked = (
+            f"{num_prompt_tokens + max_tokens} were asked for: {num_prompt_tokens} in the prompt, {max_tokens} after it"
         )
+        raise ContextLengthExceeded.of("stopping.max_tokens", context_tokens, asked)
     return room if max_tokens is None else max_tokens
 
 
