@@ -7,7 +7,7 @@ batches of decodes, and two thirds for chunks unless the CPU has AMX.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -16,6 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.engine.attention import Memo
 from services.engine.attention_layout import Chunk, DecodeGroup, Layout, lay_out
+
+CausalSoftmax = Callable[[Tensor, int, int], Tensor]
+"""Of scores [tiles, queries, keys], perhaps in place, where query q sees the keys first + q … last + q."""
 
 _MAX_BLOCK_DIAGONAL_WIDTH = 1024
 """Of all key heads together; beyond, the zeros of a block-diagonal query cost more than the copies they save."""
@@ -35,8 +38,9 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     memo: Memo,
+    causal_softmax: CausalSoftmax | None = None,
 ) -> Tensor:
-    """See `attention.PagedAttention`."""
+    """See `attention.PagedAttention`. `causal_softmax`: a faster one for the products of chunks."""
     block_size = key_cache.shape[1]
 
     def make_layout() -> Layout:
@@ -53,7 +57,9 @@ def paged_attention(
         keys = _gather(key_cache, chunk.blocks)[chunk.keys]
         values = _gather(value_cache, chunk.blocks)[chunk.keys]
         if chunk_by_products:
-            _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scale, softcap)
+            _chunk_by_products(
+                query[chunk.rows], keys, values, output[chunk.rows], chunk, scale, softcap, causal_softmax
+            )
         else:
             output[chunk.rows] = _chunk_fused(query[chunk.rows], keys, values, chunk, scale)
     return output
@@ -149,6 +155,7 @@ def _chunk_by_products(
     chunk: Chunk,
     scale: float,
     softcap: float | None,
+    causal_softmax: CausalSoftmax | None,
 ) -> None:
     heads, head_dim = keys.shape[1:]
     keys = keys.permute(1, 2, 0)  # [heads, head_dim, num_keys]
@@ -161,8 +168,13 @@ def _chunk_by_products(
         seen = chunk.seen(start, end)
         tile = scaled[:, :, start:end].reshape(heads, -1, head_dim)
         scores = _capped(torch.bmm(tile, keys[:, :, seen]), softcap).view(-1, end - start, seen.stop - seen.start)
-        masked = chunk.masked(start, end)
-        scores[:, :, masked.start - seen.start :].add_(chunk.bias(start, end, masked))
-        weights = scores.softmax(-1).view(heads, -1, seen.stop - seen.start)
-        mixed = torch.bmm(weights, values[:, seen]).view(heads, -1, end - start, head_dim)
+        if causal_softmax is None:
+            masked = chunk.masked(start, end)
+            scores[:, :, masked.start - seen.start :].add_(chunk.bias(start, end, masked))
+            weights = scores.softmax(-1)
+        else:
+            weights = causal_softmax(scores, *chunk.first_and_last(start))
+        mixed = torch.bmm(weights.view(heads, -1, seen.stop - seen.start), values[:, seen]).view(
+            heads, -1, end - start, head_dim
+        )
         output[start:end] = mixed.permute(2, 0, 1, 3).flatten(1, 2)

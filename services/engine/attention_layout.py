@@ -58,6 +58,14 @@ class Chunk:
         first = 0 if self.sliding_window is None else max(0, before + start - self.sliding_window + 1)
         return slice(first, before + end)
 
+    def first_and_last(self, start: int) -> tuple[int, int]:
+        """Of the keys seen from query `start` on, counted from the first of them: those that it sees itself. Each
+        further query sees from one more on, to one more."""
+        last = self.num_keys - self.query_len + start
+        first = -self.query_len if self.sliding_window is None else last - self.sliding_window + 1
+        seen = self.seen(start, start + 1).start
+        return first - seen, last - seen
+
     def masked(self, start: int, end: int) -> slice:
         """Of the keys seen by some of these queries, those from the first that not all of them see."""
         if self.sliding_window is None:

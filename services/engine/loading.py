@@ -20,7 +20,7 @@ from services.engine.fingerprint import weights_digest
 from services.engine.host_memory import keep_freed_memory
 from services.engine.kv_cache import KVCache, KVShape
 from services.engine.model import ATTENTION, ModelShape, PagedModel
-from services.engine.native.modules import use_native_modules
+from services.engine.native.replacement import use_native_modules
 from services.engine.packed_linear import pack_linears
 from services.engine.runner import DeviceRunner, Runner
 from services.engine.sequence import SamplingParams, ScheduledSequence, StepPlan
@@ -51,13 +51,19 @@ def load(config: EngineConfig) -> Loaded:
     shape = servable.examine(module)
     digest = weights_digest(module)
     weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    num_native = use_native_modules(module)  # first: it looks for plain linear layers
-    logger.info("%d norms and gates are native, %d linear layers are packed", num_native, pack_linears(module))
+    expected = verification.plain_logits(module, shape.vocab_size)
+    num_parts, num_layers = use_native_modules(module)  # first: it looks for plain linear layers
+    logger.info(
+        "native: %d norms and gates, %d whole layers; packed: %d linear layers",
+        num_parts,
+        num_layers,
+        pack_linears(module),
+    )
     backend = attention.select(
         device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
     )
     model = PagedModel(module, shape, backend)
-    verification.verify(model, config.block_size)
+    verification.verify(model, config.block_size, expected)
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, shape.dtype)
     num_blocks = _num_blocks(config, device, kv_shape, weight_bytes)
     max_model_len = _max_model_len(config, shape, num_blocks)

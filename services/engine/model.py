@@ -63,6 +63,11 @@ def attending(attend: Attend) -> Iterator[None]:
         _attend.reset(token)
 
 
+def current_attention() -> Attend:
+    """For modules that replace those of transformers, inside `attending`."""
+    return _attend.get()
+
+
 def _attention_function(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:

@@ -1,12 +1,13 @@
 """Shows at load that the paged forward pass computes what transformers' own eager one does.
 
 Two sequences run in chunks and single tokens, mixed in a batch, over a small pool; their logits are compared with
-those of plain passes over each sequence.
+those of plain passes over each sequence, made before any part of the model was replaced.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,17 +30,32 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.4, torch.float16: 0.1}
 bfloat16 transformers' own attentions differ among themselves by up to 0.2 on random tokens."""
 
 
-def verify(model: PagedModel, block_size: int) -> float:
+@dataclass(frozen=True, slots=True)
+class PlainLogits:
+    """Two sequences of random tokens, and the model's own logits after each of them."""
+
+    long: list[int]
+    short: list[int]
+    of_long: Tensor
+    """[len(long), vocab_size]"""
+    of_short: Tensor
+
+
+def plain_logits(model: PreTrainedModel, vocab_size: int) -> PlainLogits:
+    long, short = _token_ids(vocab_size, _long_length(model)), _token_ids(vocab_size, _LENGTH // 2)
+    return PlainLogits(long, short, _eager_logits(model, long), _eager_logits(model, short))
+
+
+def verify(model: PagedModel, block_size: int, plain: PlainLogits) -> float:
     """The difference, relative to the spread of the logits. Raises UnsupportedModel if it is too large."""
-    long, short = _token_ids(model, _long_length(model.module)), _token_ids(model, _LENGTH // 2)
-    expected = {0: _eager_logits(model.module, long), 1: _eager_logits(model.module, short)}
-    num_blocks = num_blocks_for(len(long), block_size) + num_blocks_for(len(short), block_size)
+    expected = {0: plain.of_long, 1: plain.of_short}
+    num_blocks = num_blocks_for(len(plain.long), block_size) + num_blocks_for(len(plain.short), block_size)
     shape = model.shape
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, shape.dtype)
     cache = KVCache(kv_shape, num_blocks, model.module.device)
     found, wanted = [], []
     try:
-        for step in _steps(long, short, block_size):
+        for step in _steps(plain.long, plain.short, block_size):
             found.append(model.forward(flatten(step, block_size, model.module.device), cache))
             wanted += [expected[part.seq_id][part.start + part.num_tokens - 1] for part in step]
     finally:
@@ -59,9 +75,9 @@ def _long_length(model: PreTrainedModel) -> int:
     return min(length, text.max_position_embeddings)
 
 
-def _token_ids(model: PagedModel, length: int) -> list[int]:
+def _token_ids(vocab_size: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
-    tokens: list[int] = torch.randint(0, model.shape.vocab_size, (length,), generator=generator).tolist()
+    tokens: list[int] = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
     return tokens
 
 

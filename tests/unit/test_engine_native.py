@@ -20,7 +20,8 @@ from services.engine.attention import Memo
 from services.engine.native import bindings
 from services.engine.native.attention import NativeAttention
 from services.engine.native.bindings import Kernels, kernels
-from services.engine.native.modules import NativeGatedMLP, NativeRMSNorm, use_native_modules
+from services.engine.native.modules import NativeGatedMLP, NativeRMSNorm
+from services.engine.native.replacement import use_native_modules
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ def native() -> Kernels:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (7, 1), (20, 4), (128, 128)])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 8), (16, 4), (80, 64), (256, 16)])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 8), (16, 4), (80, 64), (64, 20), (256, 16)])
 def test_attention_passes_the_check_at_load(
     native: Kernels, threads: int, heads: int, kv_heads: int, head_dim: int, block_size: int
 ) -> None:
@@ -47,11 +48,9 @@ def test_attention_passes_the_check_at_load(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "block_size"), [(129, 64, 16), (4, 272, 16), (4, 24, 16), (4, 64, 65)])
-def test_what_the_kernel_cannot_hold_goes_elsewhere(
-    native: Kernels, heads: int, head_dim: int, block_size: int
-) -> None:
-    backend = attention.select(CPU, torch.bfloat16, heads, heads, head_dim, block_size)
+@pytest.mark.parametrize(("heads", "head_dim"), [(129, 64), (4, 272), (4, 24)])
+def test_what_the_kernel_cannot_hold_goes_elsewhere(native: Kernels, heads: int, head_dim: int) -> None:
+    backend = attention.select(CPU, torch.bfloat16, heads, heads, head_dim, 16)
     assert not isinstance(backend, NativeAttention)
 
 
@@ -101,9 +100,9 @@ def test_norms_are_replaced_in_their_form(native: Kernels, kind: type[nn.Module]
     inputs = torch.randn(2, 50, 48).bfloat16() * 7
     with torch.inference_mode():
         expected = norm(inputs)
-        assert use_native_modules(model) == 1
+        assert use_native_modules(model) == (1, 0)
         assert isinstance(model[0], NativeRMSNorm)
-        assert model[0]._offset == offset
+        assert model[0].offset == offset
         torch.testing.assert_close(model(inputs), expected, atol=0.02, rtol=0.01)
         assert model(inputs[:, :0]).shape == (2, 0, 48)
 
@@ -117,7 +116,7 @@ def test_gated_mlps_are_replaced(native: Kernels) -> None:
     inputs = torch.randn(3, 50, 32).bfloat16() * 20
     with torch.inference_mode():
         expected = model(inputs)
-        assert use_native_modules(model) == 1
+        assert use_native_modules(model) == (1, 0)
         assert isinstance(model[0], NativeGatedMLP)
         found = model(inputs)
         assert (found - expected).float().norm() < 0.01 * expected.float().norm()
@@ -129,7 +128,19 @@ def test_what_differs_stays(native: Kernels) -> None:
             return super().forward(hidden_states) + 0.1
 
     model = nn.Sequential(_mlp("gelu"), ShiftedRMSNorm(8).bfloat16(), LlamaRMSNorm(8))  # the last is float32
-    assert use_native_modules(model) == 0
+    assert use_native_modules(model) == (0, 0)
+
+
+@pytest.mark.parametrize(("tiles", "queries", "keys"), [(3, 7, 7), (2, 5, 90), (1, 3, 9000), (2, 1, 1)])
+@pytest.mark.parametrize("window", [None, 1, 4, 8500])
+def test_causal_softmax(native: Kernels, tiles: int, queries: int, keys: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(tiles, queries, keys).mul(3).bfloat16()
+    last = keys - queries
+    first = -queries if window is None else last - window + 1
+    place = torch.arange(keys) - torch.arange(queries)[:, None]
+    expected = scores.float().masked_fill((place < first) | (place > last), -torch.inf).softmax(-1).bfloat16()
+    torch.testing.assert_close(native.causal_softmax(scores, first, last), expected, atol=1e-3, rtol=1e-2)
 
 
 def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,7 +148,7 @@ def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp
     kernels.cache_clear()
     try:
         assert kernels() is None
-        assert use_native_modules(nn.Sequential(LlamaRMSNorm(8).bfloat16())) == 0
+        assert use_native_modules(nn.Sequential(LlamaRMSNorm(8).bfloat16())) == (0, 0)
         assert not isinstance(attention.select(CPU, torch.bfloat16, 4, 2, 16, 16), NativeAttention)
         (tmp_path / "missing.so").write_bytes(b"not a library")
         kernels.cache_clear()

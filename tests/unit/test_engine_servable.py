@@ -88,8 +88,9 @@ def test_the_numbers_say_it(tmp_path: Path) -> None:
     def without_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> torch.Tensor:
         return attention.reference(*args, **kwargs)
 
-    assert verification.verify(PagedModel(module, shape, attention.reference), 16) < 1e-4
-    reason = refusal(lambda: verification.verify(PagedModel(module, shape, without_window), 16))
+    plain = verification.plain_logits(module, shape.vocab_size)
+    assert verification.verify(PagedModel(module, shape, attention.reference), 16, plain) < 1e-4
+    reason = refusal(lambda: verification.verify(PagedModel(module, shape, without_window), 16, plain))
     assert "differ" in reason
     assert module.config.sliding_window == SLIDING_WINDOW
     assert module.config._attn_implementation == ATTENTION

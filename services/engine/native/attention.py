@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.engine import attention_dense
 from services.engine.attention import Memo
-from services.engine.native.bindings import MAX_BLOCK, MAX_HEAD_DIM, MAX_HEADS, DecodeArguments, Kernels
+from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, DecodeArguments, Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,9 @@ class NativeAttention:
         softcap: float | None = None,
         memo: Memo,
     ) -> Tensor:
-        _, block_size, _, head_dim = key_cache.shape
-        if query.shape[1] > MAX_HEADS or head_dim > MAX_HEAD_DIM or head_dim % 16 or block_size > MAX_BLOCK:
-            raise ValueError(
-                f"heads {query.shape[1]} x {head_dim}, blocks of {block_size}: not within the kernel's limits"
-            )
+        head_dim = key_cache.shape[-1]
+        if query.shape[1] > MAX_HEADS or head_dim > MAX_HEAD_DIM or head_dim % 16:
+            raise ValueError(f"heads {query.shape[1]} x {head_dim}: not within the kernel's limits")
 
         def make_split() -> Split:
             return _split(block_tables, query_lens, context_lens, sliding_window)
@@ -73,6 +71,7 @@ class NativeAttention:
                 sliding_window=sliding_window,
                 softcap=softcap,
                 memo=memo,
+                causal_softmax=self._kernels.causal_softmax,
             )
         return output
 

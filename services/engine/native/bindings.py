@@ -19,7 +19,7 @@ from services.engine.native.build import LIBRARY
 
 logger = logging.getLogger(__name__)
 
-MAX_HEADS, MAX_HEAD_DIM, MAX_BLOCK = 128, 256, 64
+MAX_HEADS, MAX_HEAD_DIM = 128, 256
 
 
 class DecodeArguments(ctypes.Structure):
@@ -43,9 +43,22 @@ class Kernels:
         self._attention.argtypes = [c_void_p]
         self._rms_norm = library.baton_rms_norm
         self._rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 2 + [c_float] * 2 + [c_int]
+        self._add_rms_norm = library.baton_add_rms_norm
+        self._add_rms_norm.argtypes = [c_void_p] * 4 + [c_long] * 2 + [c_float] * 2 + [c_int]
         self._silu_gate = library.baton_silu_gate
-        self._silu_gate.argtypes = [c_void_p] * 3 + [c_long] * 2 + [c_int]
-        for function in (self._attention, self._rms_norm, self._silu_gate):
+        self._silu_gate.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_int]
+        self._rotate = library.baton_rotate
+        self._rotate.argtypes = [c_void_p] * 3 + [c_long] * 4 + [c_int]
+        self._causal_softmax = library.baton_causal_softmax
+        self._causal_softmax.argtypes = [c_void_p] + [c_long] * 5 + [c_int]
+        for function in (
+            self._attention,
+            self._rms_norm,
+            self._add_rms_norm,
+            self._silu_gate,
+            self._rotate,
+            self._causal_softmax,
+        ):
             function.restype = None
 
     def decode_attention(self, arguments: DecodeArguments) -> None:
@@ -67,14 +80,56 @@ class Kernels:
         )
         return result
 
-    def silu_gate(self, gates: Tensor, inputs: Tensor) -> Tensor:
-        """silu(gates) * inputs, both [..., dim]."""
-        result = torch.empty_like(inputs)
-        dim = inputs.shape[-1]
-        self._silu_gate(
-            gates.data_ptr(), inputs.data_ptr(), result.data_ptr(), inputs.numel() // dim, dim, torch.get_num_threads()
+    def add_rms_norm(self, sums: Tensor, more: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+        """Adds `more` to `sums` in place, and returns the norm of that; both [..., dim]."""
+        result = torch.empty_like(sums)
+        dim = sums.shape[-1]
+        self._add_rms_norm(
+            sums.data_ptr(),
+            more.data_ptr(),
+            weight.data_ptr(),
+            result.data_ptr(),
+            sums.numel() // dim,
+            dim,
+            epsilon,
+            offset,
+            torch.get_num_threads(),
         )
         return result
+
+    def silu_gate(self, gates: Tensor, inputs: Tensor) -> Tensor:
+        """silu(gates) * inputs, both [..., dim] with the same distance between rows, elements side by side."""
+        dim, stride = inputs.shape[-1], inputs.stride(-2)
+        result = torch.empty(inputs.shape, dtype=inputs.dtype)
+        self._silu_gate(
+            gates.data_ptr(),
+            inputs.data_ptr(),
+            result.data_ptr(),
+            inputs.numel() // dim,
+            dim,
+            stride,
+            torch.get_num_threads(),
+        )
+        return result
+
+    def rotate(self, rows: Tensor, num_heads: int, cosines: Tensor, sines: Tensor) -> None:
+        """Rotary positions in place. rows [num_rows, width], heads first; cosines, sines [..., num_rows, head_dim]."""
+        cosines, sines = cosines.to(rows.dtype).contiguous(), sines.to(rows.dtype).contiguous()
+        self._rotate(
+            rows.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            rows.shape[0],
+            num_heads,
+            cosines.shape[-1],
+            rows.stride(0),
+            torch.get_num_threads(),
+        )
+
+    def causal_softmax(self, scores: Tensor, first: int, last: int) -> Tensor:
+        """See `attention_dense.CausalSoftmax`; in place."""
+        self._causal_softmax(scores.data_ptr(), *scores.shape, first, last, torch.get_num_threads())
+        return scores
 
 
 @cache

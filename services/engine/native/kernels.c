@@ -14,9 +14,15 @@
 #define CLONES __attribute__((noinline))
 #endif
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
+#endif
+
 #define MAX_HEADS 128
 #define MAX_VECTORS 16 /* of 16 elements: a head dimension of 256 */
-#define MAX_BLOCK 64
+#define MOST_KEPT 8192 /* powers of a softmax */
 
 typedef uint16_t bf16;
 
@@ -66,57 +72,80 @@ static inline floats widen16(const bf16 *from) {
     return result;
 }
 
-static inline float sum16(floats parts) {
-    typedef float eight __attribute__((vector_size(32)));
-    typedef float four __attribute__((vector_size(16)));
-    union { floats whole; eight half[2]; } by16 = {parts};
-    union { eight whole; four half[2]; } by8 = {by16.half[0] + by16.half[1]};
-    four sums = by8.half[0] + by8.half[1];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+/* Lane t of the result: the sum of parts[t]. Vectors are halved and paired until each holds one part's rest a lane. */
+static inline floats sums16(const floats *parts) {
+    floats by8[8], by4[4], by2[2];
+    for (int i = 0; i < 8; i++)
+        by8[i] = SHUFFLE(parts[i], parts[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                 SHUFFLE(parts[i], parts[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        by4[i] = SHUFFLE(by8[i], by8[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+                 SHUFFLE(by8[i], by8[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        by2[i] = SHUFFLE(by4[i], by4[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                 SHUFFLE(by4[i], by4[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return SHUFFLE(by2[0], by2[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           SHUFFLE(by2[0], by2[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-static inline void fetch(const bf16 *from, long count) {
-    for (long i = 0; i < count; i += 32) __builtin_prefetch(from + i, 0, 3);
+static inline float reduce(floats parts, int largest) { /* their maximum, or their sum */
+    float result = parts[0];
+    for (int i = 1; i < 16; i++) result = !largest ? result + parts[i] : parts[i] > result ? parts[i] : result;
+    return result;
 }
 
-/* What a query head carries from block to block of an online softmax (Milakov and Gimelshein, arXiv 1805.02867). */
+static inline floats exponentials(floats x) {
+    for (int i = 0; i < 16; i++) x[i] = exponential(x[i]);
+    return x;
+}
+
+/* What a query head carries through an online softmax (Milakov and Gimelshein, arXiv 1805.02867). */
 typedef struct {
-    floats query[MAX_VECTORS], mixed[MAX_VECTORS];
-    float largest, total;
+    floats query[MAX_VECTORS], mixed[MAX_VECTORS], total; /* total: a part in each lane */
+    float largest;
 } Head;
 
-/* Tokens begin ... end - 1 of one block, for `group` query heads over one key head. vectors = head_dim / 16.
- * Inlined with constants, so that sums stay in registers. */
+/* At most 16 tokens of one block, for `group` query heads over one key head. vectors = head_dim / 16.
+ * `ahead`: from here to the same place in the next block, which is fetched meanwhile, since blocks lie anywhere and the
+ * hardware cannot foresee it. Inlined with constants, so that sums stay in registers. */
 static inline __attribute__((always_inline)) void attend_group(
-    const Decode *d, Head *heads, const bf16 *keys, const bf16 *values, long begin, long end, const long group,
+    const Decode *d, Head *heads, const bf16 *keys, const bf16 *values, long ahead, long count, const long group,
     const long vectors) {
-    float weights[4][MAX_BLOCK];
-    for (long t = begin; t < end; t++) {
+    floats parts[4][16], weights[4];
+    for (long t = 0; t < count; t++) {
         floats scores[4] = {0};
         for (long v = 0; v < vectors; v++) {
+            if (v % 2 == 0) __builtin_prefetch(keys + t * d->token + 16 * v + ahead, 0, 2);
             floats key = widen16(keys + t * d->token + 16 * v);
             for (long g = 0; g < group; g++) scores[g] += heads[g].query[v] * key;
         }
-        for (long g = 0; g < group; g++) weights[g][t] = sum16(scores[g]);
+        for (long g = 0; g < group; g++) parts[g][t] = scores[g];
     }
+    for (long t = count; t < 16; t++)
+        for (long g = 0; g < group; g++) parts[g][t] = (floats){0};
     for (long g = 0; g < group; g++) {
-        float before = heads[g].largest, highest = before, sum = 0;
-        if (d->softcap != 0)
-            for (long t = begin; t < end; t++) {
-                float e = exponential(2 * weights[g][t] / d->softcap);
-                weights[g][t] = d->softcap * (e - 1) / (e + 1);
-            }
-        for (long t = begin; t < end; t++) highest = weights[g][t] > highest ? weights[g][t] : highest;
-        float shrink = exponential(before - highest);
-        for (long t = begin; t < end; t++) sum += weights[g][t] = exponential(weights[g][t] - highest);
-        for (long v = 0; v < vectors; v++) heads[g].mixed[v] *= shrink;
-        heads[g].total = heads[g].total * shrink + sum;
-        heads[g].largest = highest;
+        Head *head = heads + g;
+        floats scores = sums16(parts[g]);
+        if (d->softcap != 0) {
+            floats powers = exponentials(scores * (2 / d->softcap));
+            scores = d->softcap * (powers - 1) / (powers + 1);
+        }
+        for (long t = count; t < 16; t++) scores[t] = -1e30f;
+        float highest = reduce(scores, 1);
+        if (highest > head->largest) {
+            float shrink = exponential(head->largest - highest);
+            for (long v = 0; v < vectors; v++) head->mixed[v] *= shrink;
+            head->total *= shrink;
+            head->largest = highest;
+        }
+        weights[g] = exponentials(scores - head->largest);
+        head->total += weights[g];
     }
     for (long v = 0; v < vectors; v++) {
         floats mixed[4];
         for (long g = 0; g < group; g++) mixed[g] = heads[g].mixed[v];
-        for (long t = begin; t < end; t++) {
+        for (long t = 0; t < count; t++) {
+            if (v % 2 == 0) __builtin_prefetch(values + t * d->token + 16 * v + ahead, 0, 2);
             floats value = widen16(values + t * d->token + 16 * v);
             for (long g = 0; g < group; g++) mixed[g] += weights[g][t] * value;
         }
@@ -125,12 +154,17 @@ static inline __attribute__((always_inline)) void attend_group(
 }
 
 static inline __attribute__((always_inline)) void attend_block(
-    const Decode *d, Head *heads, const bf16 *keys, const bf16 *values, long begin, long end, const long vectors) {
-    long left = d->heads / d->kv_heads;
-    for (; left >= 4; left -= 4, heads += 4) attend_group(d, heads, keys, values, begin, end, 4, vectors);
-    if (left == 3) attend_group(d, heads, keys, values, begin, end, 3, vectors);
-    if (left == 2) attend_group(d, heads, keys, values, begin, end, 2, vectors);
-    if (left == 1) attend_group(d, heads, keys, values, begin, end, 1, vectors);
+    const Decode *d, Head *heads, const bf16 *keys, const bf16 *values, long ahead, long begin, long end,
+    const long vectors) {
+    for (long first = begin; first < end; first += 16) {
+        const bf16 *some = keys + first * d->token, *others = values + first * d->token;
+        long count = end - first < 16 ? end - first : 16, left = d->heads / d->kv_heads;
+        Head *next = heads;
+        for (; left >= 4; left -= 4, next += 4) attend_group(d, next, some, others, ahead, count, 4, vectors);
+        if (left == 3) attend_group(d, next, some, others, ahead, count, 3, vectors);
+        if (left == 2) attend_group(d, next, some, others, ahead, count, 2, vectors);
+        if (left == 1) attend_group(d, next, some, others, ahead, count, 1, vectors);
+    }
 }
 
 /* Key heads `from` ... `to` - 1 of one sequence. All of a block's heads in turn: they lie side by side. */
@@ -145,28 +179,26 @@ CLONES static void attend(const Decode *d, long sequence, long from, long to) {
             heads[h].query[v] = widen16(query + 16 * v) * d->scale;
             heads[h].mixed[v] = (floats){0};
         }
-        heads[h].largest = -1e30f, heads[h].total = 0;
+        heads[h].largest = -1e30f, heads[h].total = (floats){0};
     }
     for (long i = start / d->block_size; i * d->block_size < stop; i++) {
         long begin = i * d->block_size < start ? start % d->block_size : 0;
         long end = stop - i * d->block_size < d->block_size ? stop - i * d->block_size : d->block_size;
-        if ((i + 1) * d->block_size < stop) { /* blocks lie anywhere: the hardware cannot foresee the next */
-            fetch(d->keys + table[i + 1] * d->block, d->block_size * d->token);
-            fetch(d->values + table[i + 1] * d->block, d->block_size * d->token);
-        }
+        long ahead = (i + 1) * d->block_size < stop ? (table[i + 1] - table[i]) * d->block : 0;
         for (long h = from; h < to; h++) {
             const bf16 *keys = d->keys + table[i] * d->block + h * d->head_dim;
             const bf16 *values = d->values + table[i] * d->block + h * d->head_dim;
             Head *some = heads + (h - from) * group;
-            if (vectors == 4) attend_block(d, some, keys, values, begin, end, 4);
-            else if (vectors == 8) attend_block(d, some, keys, values, begin, end, 8);
-            else attend_block(d, some, keys, values, begin, end, vectors);
+            if (vectors == 4) attend_block(d, some, keys, values, ahead, begin, end, 4);
+            else if (vectors == 8) attend_block(d, some, keys, values, ahead, begin, end, 8);
+            else attend_block(d, some, keys, values, ahead, begin, end, vectors);
         }
     }
     for (long h = 0; h < (to - from) * group; h++) {
         bf16 *output = d->output + (row * d->heads + from * group + h) * d->head_dim;
+        float share = 1 / reduce(heads[h].total, 0);
         for (long v = 0; v < vectors; v++)
-            for (long i = 0; i < 16; i++) output[16 * v + i] = narrow(heads[h].mixed[v][i] / heads[h].total);
+            for (long i = 0; i < 16; i++) output[16 * v + i] = narrow(heads[h].mixed[v][i] * share);
     }
 }
 
@@ -199,6 +231,21 @@ void baton_rms_norm(
     for (long row = 0; row < rows; row++) normalise(x + row * dim, weight, y + row * dim, dim, epsilon, offset);
 }
 
+CLONES static void add(bf16 *x, const bf16 *more, long count) {
+    for (long i = 0; i < count; i++) x[i] = narrow(widen(x[i]) + widen(more[i]));
+}
+
+/* x += more, then y = norm(x). */
+void baton_add_rms_norm(
+    bf16 *x, const bf16 *more, const bf16 *weight, bf16 *y, long rows, long dim, float epsilon, float offset,
+    int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 65536)
+    for (long row = 0; row < rows; row++) {
+        add(x + row * dim, more + row * dim, dim);
+        normalise(x + row * dim, weight, y + row * dim, dim, epsilon, offset);
+    }
+}
+
 CLONES static void gate(const bf16 *gates, const bf16 *x, bf16 *y, long count) {
     for (long i = 0; i < count; i++) {
         float value = widen(gates[i]);
@@ -206,8 +253,55 @@ CLONES static void gate(const bf16 *gates, const bf16 *x, bf16 *y, long count) {
     }
 }
 
-/* y = silu(gates) * x, all of `rows` times `dim` elements. */
-void baton_silu_gate(const bf16 *gates, const bf16 *x, bf16 *y, long rows, long dim, int threads) {
+/* y = silu(gates) * x, `rows` times `dim` elements; rows of gates and x lie `stride` elements apart. */
+void baton_silu_gate(const bf16 *gates, const bf16 *x, bf16 *y, long rows, long dim, long stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 65536)
-    for (long row = 0; row < rows; row++) gate(gates + row * dim, x + row * dim, y + row * dim, dim);
+    for (long row = 0; row < rows; row++) gate(gates + row * stride, x + row * stride, y + row * dim, dim);
+}
+
+CLONES static void rotate(bf16 *x, const bf16 *cosines, const bf16 *sines, long heads, long dim) {
+    long half = dim / 2;
+    for (long h = 0; h < heads; h++, x += dim)
+        for (long i = 0; i < half; i++) {
+            float low = widen(x[i]), high = widen(x[i + half]);
+            x[i] = narrow(widen(narrow(low * widen(cosines[i]))) - widen(narrow(high * widen(sines[i]))));
+            x[i + half] =
+                narrow(widen(narrow(high * widen(cosines[i + half]))) + widen(narrow(low * widen(sines[i + half]))));
+        }
+}
+
+/* Rotary positions (arXiv 2104.09864) in place: `heads` heads side by side in rows `stride` elements apart.
+ * cosines, sines: [rows, dim]. */
+void baton_rotate(
+    bf16 *x, const bf16 *cosines, const bf16 *sines, long rows, long heads, long dim, long stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads * dim > 65536)
+    for (long row = 0; row < rows; row++) rotate(x + row * stride, cosines + row * dim, sines + row * dim, heads, dim);
+}
+
+/* -- a chunk's attention weights ----------------------------------------------------------------------------------- */
+
+CLONES static void softmax(bf16 *x, long begin, long end, long count) {
+    float powers[MOST_KEPT], highest = -1e30f, sum = 0;
+    for (long i = begin; i < end; i++) highest = widen(x[i]) > highest ? widen(x[i]) : highest;
+    int keep = end - begin <= MOST_KEPT; /* else they are computed twice */
+    if (keep)
+        for (long i = begin; i < end; i++) sum += powers[i - begin] = exponential(widen(x[i]) - highest);
+    else
+        for (long i = begin; i < end; i++) sum += exponential(widen(x[i]) - highest);
+    float share = 1 / sum;
+    if (keep)
+        for (long i = begin; i < end; i++) x[i] = narrow(powers[i - begin] * share);
+    else
+        for (long i = begin; i < end; i++) x[i] = narrow(exponential(widen(x[i]) - highest) * share);
+    memset(x, 0, (size_t)begin * sizeof *x);
+    memset(x + end, 0, (size_t)(count - end) * sizeof *x);
+}
+
+/* In place over scores [tiles, queries, keys]: query q sees the keys from first + q (not before 0) to last + q. */
+void baton_causal_softmax(bf16 *scores, long tiles, long queries, long keys, long first, long last, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 16)
+    for (long row = 0; row < tiles * queries; row++) {
+        long begin = first + row % queries, end = last + row % queries + 1;
+        softmax(scores + row * keys, begin < 0 ? 0 : begin, end < keys ? end : keys, keys);
+    }
 }
