@@ -67,6 +67,7 @@ class Answer:
         self._completion: inference_pb2.Completion | None = None
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
+        self._over = asyncio.Event()
         self.num_output_tokens = 0
         """Those that belong to the output; a stop string may cut off some that were received."""
         self.stop_string: str | None = None
@@ -112,12 +113,20 @@ class Answer:
         completion.timings.CopyFrom(timings_of(summary, self._tokenize_ms))
         self._completion = completion
         self._changed.set()
+        self._over.set()
 
     def failed(self, error: BatonError) -> None:
         self._error = error
         self._changed.set()
+        self._over.set()
 
     # What the RPC sends
+
+    async def settled(self) -> None:
+        """Waits until the request is over, however much of its answer was taken. Raises the error that ended it."""
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while True:

@@ -74,7 +74,9 @@ STREAMED = st.one_of(
     STREAM_OPTIONS.map(lambda options: {"stream": True, "stream_options": options}),
 )
 COMPLETION = {
-    "prompt": st.one_of(WORDS, TOKEN_IDS, st.lists(WORDS, min_size=1, max_size=1)),
+    "prompt": st.one_of(
+        WORDS, TOKEN_IDS, st.lists(WORDS, min_size=1, max_size=3), st.lists(TOKEN_IDS, min_size=1, max_size=3)
+    ),
     "asks": st.one_of(st.just({}), st.just({"echo": True}), st.integers(0, 20).map(lambda n: {"logprobs": n})),
 }
 CONVERSATION = {
@@ -138,7 +140,9 @@ async def test_bodies(cluster: Cluster, path: str, draw: Any) -> None:
             assert answer.status_code == 200
             assert events(answer.text)[-1] == "[DONE]"
         elif answer.status_code == 200:
-            assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+            choices = answer.json()["choices"]
+            assert [choice["index"] for choice in choices] == list(range(len(choices)))
+            assert all(choice["finish_reason"] in ("stop", "length") for choice in choices)
         else:
             # A time that is too short for the request, as its header may say, is 429 or 504.
             assert answer.status_code in ERRORS | ({429, 504} if "x-request-timeout" in headers else set())

@@ -33,6 +33,11 @@ def conversation(texts: TokenTexts, **fields: Any) -> Call:
     return chat.read_call(Body({"messages": [{"role": "user", "content": "hi"}], **fields}), texts)
 
 
+def only(call: Call) -> inference_pb2.GenerateRequest:
+    (prompt,) = call.prompts
+    return prompt.request
+
+
 READERS = [completion, conversation]
 
 
@@ -66,7 +71,7 @@ def test_every_shared_field_arrives(texts: TokenTexts, read: Any) -> None:
     if read is conversation:
         message = inference_pb2.ChatMessage(role="user", content="hi")
         prompt = {"messages": inference_pb2.ChatMessages(messages=[message])}
-    assert call.request == inference_pb2.GenerateRequest(
+    assert only(call) == inference_pb2.GenerateRequest(
         **prompt,
         model="m",
         sampling=types_pb2.SamplingParams(
@@ -91,13 +96,13 @@ def test_every_shared_field_arrives(texts: TokenTexts, read: Any) -> None:
 
 
 def test_defaults_are_openais(texts: TokenTexts) -> None:
-    assert completion(texts).request.stopping.max_tokens == 16
-    assert not conversation(texts).request.stopping.HasField("max_tokens")
-    assert conversation(texts, max_tokens=3, max_completion_tokens=5).request.stopping.max_tokens == 5
-    assert completion(texts, top_k=-1, stop="x").request.stopping.stop == ["x"]
-    assert completion(texts, logprobs=0).request.response.HasField("logprobs")
-    assert conversation(texts, logprobs=True).request.response.HasField("logprobs")
-    assert not conversation(texts, logprobs=False, top_logprobs=0).request.response.HasField("logprobs")
+    assert only(completion(texts)).stopping.max_tokens == 16
+    assert not only(conversation(texts)).stopping.HasField("max_tokens")
+    assert only(conversation(texts, max_tokens=3, max_completion_tokens=5)).stopping.max_tokens == 5
+    assert only(completion(texts, top_k=-1, stop="x")).stopping.stop == ["x"]
+    assert only(completion(texts, logprobs=0)).response.HasField("logprobs")
+    assert only(conversation(texts, logprobs=True)).response.HasField("logprobs")
+    assert not only(conversation(texts, logprobs=False, top_logprobs=0)).response.HasField("logprobs")
 
 
 @pytest.mark.parametrize(("read", "fields"), [(completion, unsupported.COMPLETIONS), (conversation, unsupported.CHAT)])
@@ -112,6 +117,41 @@ def test_what_is_not_supported_is_named_and_what_asks_for_nothing_accepted(
         assert caught.value.field == name
     with pytest.raises(errors.InvalidRequest, match="not supported"):
         read(texts, n=True)
+
+
+def test_several_prompts_have_all_else_in_common(texts: TokenTexts) -> None:
+    fields: dict[str, Any] = {"seed": 7, "max_tokens": 9, "stop": "x", "logit_bias": {"5": 1}, "cache_salt": "s"}
+    for prompts in (["one", "two", "one"], [[1, 2], [3], []]):
+        together = completion(texts, prompt=prompts, **fields).prompts
+        assert [entry.request for entry in together] == [
+            only(completion(texts, prompt=prompt, **fields)) for prompt in prompts
+        ]
+        assert [entry.params["text"] for entry in together] == ["prompt[0]", "prompt[1]", "prompt[2]"]
+    for prompt in ("one", [1, 2]):
+        (single,), (listed,) = completion(texts, prompt=prompt).prompts, completion(texts, prompt=[prompt]).prompts
+        assert (listed.request, listed.params) == (single.request, single.params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        (["a", [1]], "prompt[1]"),
+        ([[1], [2], "a"], "prompt[2]"),
+        (["a", 1], "prompt[1]"),
+        (["a", None], "prompt[1]"),
+        ([1, "a"], "prompt[1]"),
+        ([None, "a"], "prompt[0]"),
+        ([[1], [2, "a"]], "prompt[1][1]"),
+        ([["a"]], "prompt[0]"),
+        (["a", "\ud800"], "prompt[1]"),
+    ],
+)
+def test_a_list_that_is_no_list_of_prompts_is_refused_where_it_is_none(
+    texts: TokenTexts, prompt: Any, place: str
+) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        completion(texts, prompt=prompt)
+    assert caught.value.field == place
 
 
 def test_unknown_fields_are_ignored_and_known(texts: TokenTexts) -> None:
@@ -151,6 +191,10 @@ def test_types_are_checked(texts: TokenTexts, field: str, value: Any) -> None:
     ("read", "fields", "param"),
     [
         (completion, {"prompt": [1] * ((1 << 20) + 1)}, "prompt"),
+        (completion, {"prompt": [[1] * (1 << 19), [1] * (1 << 19), [1]]}, "prompt"),
+        (completion, {"prompt": [[1] * ((1 << 20) + 1)]}, "prompt"),
+        (completion, {"prompt": ["a"] * 65}, "prompt"),
+        (completion, {"prompt": ["a"] + [[]] * 64}, "prompt"),
         (completion, {"stop": ["a"] * 17}, "stop"),
         (completion, {"stop_token_ids": [1] * 65}, "stop_token_ids"),
         (completion, {"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
@@ -175,7 +219,7 @@ def test_parts_of_text_are_lines(texts: TokenTexts) -> None:
     call = conversation(
         texts, messages=[{"role": "developer", "content": parts}, {"role": "assistant", "content": None}]
     )
-    assert [(entry.role, entry.content) for entry in call.request.messages.messages] == [
+    assert [(entry.role, entry.content) for entry in only(call).messages.messages] == [
         ("system", "one\ntwo"),
         ("assistant", ""),
     ]

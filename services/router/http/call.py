@@ -1,8 +1,8 @@
-"""What an endpoint makes of a body: the request as the router knows it, and how its answer is to be written."""
+"""What an endpoint makes of a body: requests as the router knows them, and how their answers are to be written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,11 +35,7 @@ class Ending:
 
 
 class Style(Protocol):
-    """How one endpoint writes one answer: its objects' names and its choices. One for each request."""
-
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
+    """How one endpoint writes one prompt's choices. One for each prompt."""
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
         """The choice of an answer that is not streamed."""
@@ -59,9 +55,27 @@ class Style(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class Objects:
+    """How an endpoint names what it answers."""
+
+    id_prefix: str
+    whole: str
+    chunk: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One of a call's."""
+
     request: inference_pb2.GenerateRequest
-    options: StreamOptions
     style: Style
     params: Mapping[str, str]
-    """Names of the request's fields in this endpoint's bodies, where they differ."""
+    """Names of the request's fields in this body, where they differ."""
+
+
+@dataclass(frozen=True)
+class Call:
+    prompts: Sequence[Prompt]
+    """Their order is that of the choices."""
+    options: StreamOptions
+    objects: Objects

@@ -8,13 +8,14 @@ from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.http import unsupported
 from services.router.http.body import Body, as_list, as_record, as_text, bounded
-from services.router.http.call import Call, Ending, Json
+from services.router.http.call import Call, Ending, Json, Objects, Prompt
 from services.router.http.logprobs import TokenTexts, chat_logprobs
 from services.router.http.parameters import read_shared
 from services.router.validation import MAX_MESSAGES
 
 MAX_PARTS = 256
 """Of one message."""
+_OBJECTS = Objects("chatcmpl-", "chat.completion", "chat.completion.chunk")
 # OpenAI's newer name for the same.
 _ROLES = {"developer": "system"}
 _TOOL_ROLES = ("tool", "function")
@@ -40,7 +41,7 @@ def read_call(body: Body, texts: TokenTexts) -> Call:
         raise InvalidRequest("top_logprobs", "is only allowed together with logprobs")
     if wanted:
         request.response.logprobs = num_top or 0
-    return Call(request, options, ChatStyle(texts), params)
+    return Call([Prompt(request, ChatStyle(texts), params)], options, _OBJECTS)
 
 
 def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
@@ -82,10 +83,6 @@ def _content(content: Any, path: str, role: str) -> str:
 
 
 class ChatStyle:
-    id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
 

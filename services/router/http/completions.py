@@ -1,81 +1,100 @@
-"""/v1/completions: a text or token ids go on."""
+"""/v1/completions: texts or token ids go on, several in one call if asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.http import unsupported
 from services.router.http.body import Body, as_text, as_whole, bounded
-from services.router.http.call import Call, Ending, Json
+from services.router.http.call import Call, Ending, Json, Objects, Prompt
 from services.router.http.logprobs import TokenTexts, completion_logprobs
 from services.router.http.parameters import read_shared
 
+MAX_PROMPTS = 64
 MAX_PROMPT_TOKENS = 1 << 20
+"""Of all prompts together, if they are token ids."""
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
-_PARAMS: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
+_OBJECTS = Objects("cmpl-", "text_completion", "text_completion")
+# Those of a request that its prompt is to blame for.
+_PROMPT_FIELDS = ("text", "token_ids", "prompt")
 
 
 def read_call(body: Body, texts: TokenTexts) -> Call:
     """Raises InvalidRequest."""
-    request = inference_pb2.GenerateRequest()
     unsupported.refuse(body, unsupported.COMPLETIONS)
-    _prompt(body, request)
-    options = read_shared(body, request)
+    requests = {place: _request(prompt, place) for place, prompt in _prompts(body.take("prompt")).items()}
+    shared = inference_pb2.GenerateRequest()
+    options = read_shared(body, shared)
     max_tokens, logprobs, echo = body.whole("max_tokens"), body.whole("logprobs"), body.boolean("echo")
-    request.stopping.max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    shared.stopping.max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     if logprobs is not None:
-        request.response.logprobs = logprobs
+        shared.response.logprobs = logprobs
     if echo and logprobs is not None:
         raise InvalidRequest("echo", "is not supported together with logprobs: the prompt has none")
-    return Call(request, options, CompletionStyle(texts, request if echo else None), _PARAMS)
+    prompts = []
+    for index, (place, request) in enumerate(requests.items()):
+        request.MergeFrom(shared)
+        style = CompletionStyle(texts, index, request if echo else None)
+        prompts.append(Prompt(request, style, dict.fromkeys(_PROMPT_FIELDS, place)))
+    return Call(prompts, options, _OBJECTS)
 
 
-def _prompt(body: Body, request: inference_pb2.GenerateRequest) -> None:
-    """A text, token ids, or a list of one of these."""
-    prompt = body.take("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise InvalidRequest("prompt", f"is a list of {len(prompt)} prompts; only one is supported in a request")
-        prompt = prompt[0]
-    if prompt is None:
+def _prompts(value: Any) -> dict[str, Any]:
+    """By their places in the body. A list of one prompt is that prompt."""
+    if value is None:
         raise InvalidRequest("prompt", "is missing")
+    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
+        return {"prompt": value}
+    bounded(value, "prompt", MAX_PROMPTS)
+    if len(value) == 1:
+        return {"prompt": value[0]}
+    kind = type(value[0])
+    for index, prompt in enumerate(value):
+        if not isinstance(prompt, kind):
+            what = "a string" if kind is str else "a list of token ids"
+            raise InvalidRequest(f"prompt[{index}]", f"must be {what}, as the first is: prompts cannot be mixed")
+    if kind is list and (num_tokens := sum(map(len, value))) > MAX_PROMPT_TOKENS:
+        raise InvalidRequest("prompt", f"has {num_tokens} token ids; at most {MAX_PROMPT_TOKENS} are allowed")
+    return {f"prompt[{index}]": prompt for index, prompt in enumerate(value)}
+
+
+def _request(prompt: Any, place: str) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
     if isinstance(prompt, list):
-        bounded(prompt, "prompt", MAX_PROMPT_TOKENS)
+        bounded(prompt, place, MAX_PROMPT_TOKENS)
         request.token_ids.SetInParent()
-        request.token_ids.ids.extend(as_whole(token_id, f"prompt[{index}]") for index, token_id in enumerate(prompt))
+        request.token_ids.ids.extend(as_whole(token_id, f"{place}[{index}]") for index, token_id in enumerate(prompt))
     elif isinstance(prompt, str):
-        request.text = as_text(prompt, "prompt")
+        request.text = as_text(prompt, place)
     else:
-        raise InvalidRequest("prompt", "must be a string or a list of token ids")
+        raise InvalidRequest(place, "must be a string or a list of token ids")
+    return request
 
 
 class CompletionStyle:
-    id_prefix = "cmpl-"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __init__(self, texts: TokenTexts, echoed: inference_pb2.GenerateRequest | None) -> None:
-        """`echoed`: the request whose prompt is given before the output."""
+    def __init__(self, texts: TokenTexts, index: int, echoed: inference_pb2.GenerateRequest | None) -> None:
+        """`index`: of its choices. `echoed`: the request whose prompt is given before the output."""
         self._texts = texts
+        self._index = index
         self._echoed = echoed
         self._offset = 0
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
-        return {**_choice(self._prompt() + output.text, self._logprobs(output)), **ending.fields()}
+        return {**self._choice(self._prompt() + output.text, self._logprobs(output)), **ending.fields()}
 
     def opening(self) -> Json | None:
         prompt = self._prompt()
-        return _choice(prompt) if prompt else None
+        return self._choice(prompt) if prompt else None
 
     def delta(self, chunk: inference_pb2.Chunk) -> Json | None:
         logprobs = self._logprobs(chunk)
-        return _choice(chunk.text, logprobs) if chunk.text or logprobs else None
+        return self._choice(chunk.text, logprobs) if chunk.text or logprobs else None
 
     def closing(self, ending: Ending) -> Json:
-        return {**_choice(""), **ending.fields()}
+        return {**self._choice(""), **ending.fields()}
 
     def _prompt(self) -> str:
         """Only once the request was found valid: token ids may be anything before."""
@@ -90,6 +109,5 @@ class CompletionStyle:
         self._offset += sum(len(self._texts[token_id].text) for token_id in chunk.token_ids)
         return lists
 
-
-def _choice(text: str, logprobs: Json | None = None) -> Json:
-    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _choice(self, text: str, logprobs: Json | None = None) -> Json:
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}

@@ -63,17 +63,14 @@ class HttpError:
     headers: dict[str, str]
 
 
-def http_error(error: BaseException, params: Mapping[str, str] | None = None) -> HttpError:
-    """Any exception as it is answered. `params`: names of request fields in this endpoint's bodies.
-
-    An unforeseen one is logged and becomes opaque, as over gRPC.
-    """
+def http_error(error: BaseException) -> HttpError:
+    """Any exception as it is answered. An unforeseen one is logged and becomes opaque, as over gRPC."""
     if not isinstance(error, errors.BatonError) or type(error) is errors.BatonError:
         return _answer(_INTERNAL, to_status(error).message, _INTERNAL.code, None)
     kind = next(KINDS[base] for base in type(error).__mro__ if base in KINDS)
     message, param = str(error), None
     if isinstance(error, errors.InvalidRequest):
-        param = _param(error.field, params or {})
+        param = _param(error.field)
         message = f"{param}: {error.description}"
     elif isinstance(error, errors.UnknownModel):
         param = "model"
@@ -99,8 +96,6 @@ def _answer(
     return HttpError(kind.status, {"error": error}, dict(headers or {}))
 
 
-def _param(field: str, params: Mapping[str, str]) -> str:
-    """A request field's path as the client of this endpoint wrote it."""
-    if field in params:
-        return params[field]
+def _param(field: str) -> str:
+    """A request field's path as clients write it: without the groups that it is in over gRPC."""
     return field.removeprefix("sampling.").removeprefix("stopping.").removeprefix("response.")

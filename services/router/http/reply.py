@@ -6,7 +6,7 @@ Owns: the form on the wire. Never: what is in it. Sending waits while a slow cli
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import Send
@@ -37,7 +37,7 @@ class Reply:
         await self._start(status, {"content-type": _JSON, "content-length": str(len(body)), **headers})
         await self._body(body, more=False)
 
-    async def events(self, payloads: list[Mapping[str, Any]]) -> None:
+    async def events(self, payloads: Sequence[Mapping[str, Any]]) -> None:
         if not self._started:
             await self._start(200, {"content-type": _EVENTS, **_EVENT_HEADERS})
         await self._body(b"".join(b"data: %b\n\n" % dump(payload) for payload in payloads), more=True)
@@ -54,10 +54,10 @@ class Reply:
             await self._body(b"data: %b\n\n" % dump(error.body), more=False)
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self._started = True
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         pairs.append((REQUEST_ID.encode(), self._request_id.encode("latin-1", "replace")))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+        self._started = True
 
     async def _body(self, data: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
