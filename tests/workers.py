@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 from opentelemetry.sdk.trace import TracerProvider
@@ -34,6 +35,19 @@ IDLE_WITHIN_S = 5.0
 def worker_config(model: Path, **changes: Any) -> WorkerConfig:
     config = WorkerConfig(model=str(model), dtype="float32", kv_blocks=128, max_num_batched_tokens=64, threads=1)
     return dataclasses.replace(config, **changes)
+
+
+@contextlib.contextmanager
+def pools_that_cannot_be_mapped() -> Iterator[None]:
+    """As on a GPU, whose memory has no descriptor: engines loaded here have none for their pools."""
+    load = Engine.__init__
+
+    def load_without(self: Engine, *args: Any, **options: Any) -> None:
+        load(self, *args, **options)
+        self.cache.close()
+
+    with mock.patch.object(Engine, "__init__", load_without):
+        yield
 
 
 @contextlib.asynccontextmanager

@@ -55,6 +55,7 @@ class KVCache:
             self._blocks = torch.frombuffer(mapping, dtype=shape.dtype).view(dimensions)
         else:
             self._blocks = torch.zeros(dimensions, dtype=shape.dtype, device=device)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = self._blocks.view(num_blocks, -1).view(_COPY_DTYPE)  # [num_blocks, block_bytes]
         self._tokens = self._blocks.view(-1, shape.num_kv_heads * shape.head_dim)
         self._keys = [self._blocks[:, layer, 0] for layer in range(shape.num_layers)]
@@ -94,6 +95,12 @@ class KVCache:
         """The block's bytes: on CPU the memory itself, read-only; elsewhere a copy."""
         data = self._bytes[block_id]
         return data.cpu().numpy().data.toreadonly()
+
+    def copy_block(self, block_id: int, target: memoryview) -> None:
+        """Writes the block's bytes to `target`. From a GPU on a stream of its own, beside the step that may run: what
+        the block holds was synchronised before anyone was told of it."""
+        with torch.cuda.stream(self._copies):  # of None: no effect
+            torch.frombuffer(target, dtype=_COPY_DTYPE).copy_(self._bytes[block_id])
 
     def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
         """Fills a block. The caller holds it, and no step reads it yet."""

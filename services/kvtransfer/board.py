@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from services.core.clock import Clock
 from services.kvtransfer.lease import FetchTicket, Lease
 from services.kvtransfer.lease_table import LeaseTable
+
+
+def _ignore(lease: Lease) -> None:
+    pass
 
 
 class LeaseBoard:
@@ -26,6 +30,8 @@ class LeaseBoard:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline_s = 0.0
         self._closed = False
+        self.on_change: Callable[[Lease], None] = _ignore
+        """Follows every change of a lease or its fetches."""
         table.on_change = self._changed
 
     @property
@@ -47,6 +53,11 @@ class LeaseBoard:
                 del self._followers[ticket.lease]
             self.table.close_fetch(ticket, self._clock.now())
 
+    def wake(self, lease: Lease) -> None:
+        """Its streams look again at what they can do."""
+        for event in self._followers.get(lease, ()):
+            event.set()
+
     def tick(self) -> None:
         """Ends what is due. The timer does this by itself."""
         self._stop_timer()
@@ -58,9 +69,9 @@ class LeaseBoard:
         self._stop_timer()
 
     def _changed(self, lease: Lease) -> None:
-        for event in self._followers.get(lease, ()):
-            event.set()
+        self.wake(lease)
         self._arm(lease.deadline_s)
+        self.on_change(lease)
 
     def _arm(self, deadline_s: float | None) -> None:
         """A deadline may move back after this; the timer then fires early, finds nothing due and arms again."""

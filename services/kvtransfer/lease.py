@@ -61,10 +61,20 @@ class FetchTicket:
     leg: int
     first_block: int
     """Index in the sequence of the first block the destination lacks."""
-    copied: int
-    """The destination has all blocks before this index."""
     opened_s: float
+    copied: int = field(init=False)
+    """The destination has all blocks before this index."""
+    announced: int = field(init=False)
+    """It was told of all blocks before this index."""
     ended: FetchEnd | None = None
+
+    def __post_init__(self) -> None:
+        self.copied = self.announced = self.first_block
+
+    @property
+    def releasable(self) -> bool:
+        """Its leg's Release may yet be valid, also when the fetch is over."""
+        return self.lease.live and not self.lease.refuses(self.leg)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +105,8 @@ class Lease:
     """The newest decode leg that fetched. Lower ones are refused."""
     stalled: bool = False
     """A fetch of `leg` stalled. The leg may still release what it has, but not fetch again: it could stall for ever."""
+    fenced: bool = False
+    """`leg` itself is refused from now on, although no higher one took over."""
     most_copied: int = 0
     """The furthest `leg` got in any of its fetches: only beyond it a copy counts as progress."""
     released_leg: int | None = None
@@ -116,6 +128,10 @@ class Lease:
         """When the next of its clocks runs out, or None while neither runs."""
         return min((d for d in (self.ttl.deadline_s, self.stall.deadline_s) if d is not None), default=None)
 
+    def refuses(self, leg: int) -> bool:
+        """The leg was given up: neither Fetch nor Release is open to it."""
+        return leg < self.leg or (leg == self.leg and self.fenced)
+
     def advance(self, to: LeaseState, now: float) -> None:
         assert to in _NEXT[self.state], f"lease {self.lease_id.hex()}: {self.state.name} -> {to.name}"
         self.state = to
@@ -130,4 +146,4 @@ class Lease:
         was announced and not yet copied."""
         fetch = self.fetch
         self.ttl.run(self.state is LeaseState.SEALED and fetch is None and not self.held, now)
-        self.stall.run(fetch is not None and fetch.copied < self.num_published, now)
+        self.stall.run(fetch is not None and fetch.copied < fetch.announced, now)

@@ -150,7 +150,7 @@ class LeaseTable:
         Raises LeaseInvalid and LeaseNotSealed where a Release would be refused.
         """
         lease = self._leases.get(lease_id)
-        if lease is None or leg < lease.leg:
+        if lease is None or lease.refuses(leg):
             raise LeaseInvalid(self._why_not(lease_id))
         self._require_sealed(lease)
         lease.adopted = True
@@ -168,36 +168,53 @@ class LeaseTable:
         """
         ended = self._ended.get(lease_id)
         if ended is not None and ended.finished:
-            return FetchTicket(ended, leg, first_block, copied=first_block, opened_s=now, ended=FetchEnd.FINISHED)
+            return FetchTicket(ended, leg, first_block, now, FetchEnd.FINISHED)
         lease = self._leases.get(lease_id)
-        if lease is None or leg < lease.leg or (leg == lease.leg and lease.stalled):
+        if lease is None or lease.refuses(leg) or (leg == lease.leg and lease.stalled):
             raise LeaseInvalid(self._why_not(lease_id))
         if not 0 <= first_block <= lease.num_blocks:
             raise InvalidRequest("open.first_block", f"{first_block} is not in [0, {lease.num_blocks}]")
         if leg > lease.leg:
             lease.end_fetch(FetchEnd.FENCED)
-            lease.leg, lease.stalled, lease.most_copied = leg, False, 0
+            lease.leg, lease.stalled, lease.fenced, lease.most_copied = leg, False, False, 0
             lease.ttl.reset(now)
             lease.stall.reset(now)
         else:
             lease.end_fetch(FetchEnd.REPLACED)
-        ticket = FetchTicket(lease, leg, first_block, copied=first_block, opened_s=now)
+        ticket = FetchTicket(lease, leg, first_block, now)
         lease.fetch = ticket
         self._changed(lease, now)
         return ticket
+
+    def announce(self, ticket: FetchTicket, upto: int, now: float) -> None:
+        """The destination is about to be told of all blocks before index `upto`: from now on it is expected to copy
+        them. What waits at the source, for a thread or a staging slot, runs no clock. No effect on a fetch that is
+        over."""
+        if ticket.ended is not None:
+            return
+        assert ticket.announced <= upto <= ticket.lease.num_published, "announced what is not final"
+        ticket.announced = upto
+        self._changed(ticket.lease, now)
 
     def ack(self, ticket: FetchTicket, copied: int, now: float) -> None:
         """The destination has all blocks before index `copied`. Late ones, of a fetch that is over, mean nothing."""
         if ticket.ended is not None:
             return
         lease = ticket.lease
-        if not ticket.copied <= copied <= lease.num_published:
-            raise ProtocolViolation(f"acknowledged {copied} blocks after {ticket.copied} of {lease.num_published}")
+        if not ticket.copied <= copied <= ticket.announced:
+            raise ProtocolViolation(f"acknowledged {copied} blocks after {ticket.copied} of {ticket.announced}")
         ticket.copied = copied
         if copied > lease.most_copied:
             lease.most_copied = copied
             lease.stall.reset(now)
         self._changed(lease, now)
+
+    def fence(self, lease: Lease, now: float) -> None:
+        """Gives its newest leg up: that one may neither fetch nor release any more. A higher one may."""
+        if lease.live:
+            lease.fenced = True
+            lease.end_fetch(FetchEnd.FENCED)
+            self._changed(lease, now)
 
     def close_fetch(self, ticket: FetchTicket, now: float) -> None:
         """The stream is gone. No effect on a fetch that is over already."""
@@ -206,14 +223,14 @@ class LeaseTable:
             self._changed(ticket.lease, now)
 
     def release(self, lease_id: bytes, leg: int, now: float) -> ReleaseAnswer:
-        """Valid iff the lease is SEALED at this moment and no higher leg took over; it is RELEASED then, and the same
-        leg gets the same answer again. LeaseNotSealed while it is OPEN."""
+        """Valid iff the lease is SEALED at this moment and the leg not given up (no higher one took over, it was not
+        fenced); it is RELEASED then, and the same leg gets the same answer again. LeaseNotSealed while it is OPEN."""
         self._forget_old(now)
         ended = self._ended.get(lease_id)
         if ended is not None and ended.released_leg == leg:
             return ReleaseAnswer(True)
         lease = self._leases.get(lease_id)
-        if lease is None or leg < lease.leg:
+        if lease is None or lease.refuses(leg):
             return ReleaseAnswer(False, self._why_not(lease_id))
         self._require_sealed(lease)
         lease.released_leg = leg
@@ -248,7 +265,7 @@ class LeaseTable:
 
     def _why_not(self, lease_id: bytes) -> str:
         if lease_id in self._leases:
-            return "this leg was given up: a higher one took over, or it stalled"
+            return "this leg was given up: it stalled, others needed what was kept for it, or a higher one took over"
         ended = self._ended.get(lease_id)
         return "the lease is unknown here" if ended is None else f"the lease is {ended.state.value}"
 

@@ -26,6 +26,10 @@ class BlockMemory(Protocol):
         """The block's bytes: a view, or a copy off the device."""
         ...
 
+    def copy_block(self, block_id: int, target: memoryview) -> None:
+        """Writes the block's bytes to `target`, host memory of that size. They are in place when it returns."""
+        ...
+
     def write_block(self, block_id: int, data: Buffer) -> None:
         """Replaces the block's bytes. The data is in place when it returns."""
         ...

@@ -33,6 +33,7 @@ from services.kvtransfer.memory import BlockMemory
 from services.kvtransfer.transports import Announcer
 from services.kvtransfer.transports.grpc import GrpcAnnouncer
 from services.kvtransfer.transports.shm import ShmAnnouncer
+from services.kvtransfer.transports.staging import Staging
 from services.kvtransfer.wire import layout_from_proto
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -42,8 +43,8 @@ _LEASE_ID_BYTES = 16
 
 
 class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
-    """`shared`: whether a ShmServer hands out this pool. `silence_s` bounds the wait for a client's first message, and
-    for one that does not read what it is sent. `close` when the server has stopped."""
+    """`shared`: whether a ShmServer hands out this pool, or with `staging` its slots. `silence_s` bounds the wait for a
+    client's first message, and for one that does not read what it is sent. `close` when the server has stopped."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         clock: Clock,
         *,
         shared: bool,
+        staging: Staging | None = None,
         silence_s: float = 5.0,
         reader: Executor | None = None,
     ) -> None:
@@ -62,7 +64,8 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         self._layout = layout
         self._incarnation = incarnation
         self._clock = clock
-        self._shared = shared
+        self._offered = {types_pb2.TRANSPORT_GRPC, types_pb2.TRANSPORT_SHM} if shared else {types_pb2.TRANSPORT_GRPC}
+        self._staging = staging
         self._silence_s = silence_s
         self._reader = reader or ThreadPoolExecutor(1, thread_name_prefix="kv-read")
         self._leaving = False
@@ -77,8 +80,8 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
 
     async def Fetch(self, requests: Requests, context: Context) -> None:
         opened = await self._read_open(requests)
-        announcer = self._announcer(opened)
         ticket = self._board.table.open_fetch(opened.lease_id, opened.leg, opened.first_block, self._clock.now())
+        announcer = self._announcer(opened, ticket)
         with self._board.follow(ticket) as changed:
             acks = asyncio.create_task(self._take_acks(ticket, requests), name="kv-acks")
             acks.add_done_callback(lambda _: changed.set())
@@ -118,14 +121,16 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         mismatch = self._layout.mismatch(layout_from_proto(opened.layout))
         if mismatch is not None:
             raise LayoutMismatch(mismatch)
+        if opened.transport not in self._offered:
+            raise InvalidRequest("open.transport", "GRPC, or SHM where the source offers it")
         return opened
 
-    def _announcer(self, opened: kvtransfer_pb2.FetchOpen) -> Announcer:
+    def _announcer(self, opened: kvtransfer_pb2.FetchOpen, ticket: FetchTicket) -> Announcer:
         if opened.transport == types_pb2.TRANSPORT_GRPC:
-            return GrpcAnnouncer(self._memory, checksums=opened.checksums)
-        if opened.transport == types_pb2.TRANSPORT_SHM and self._shared:
-            return ShmAnnouncer(self._memory, checksums=opened.checksums)
-        raise InvalidRequest("open.transport", "GRPC, or SHM where the source offers it")
+            return GrpcAnnouncer(self._memory, self._reader, checksums=opened.checksums)
+        if self._staging is not None:
+            return self._staging.announcer(ticket, self._reader, checksums=opened.checksums)
+        return ShmAnnouncer(self._memory, self._reader, checksums=opened.checksums)
 
     async def _take_acks(self, ticket: FetchTicket, requests: Requests) -> None:
         async for request in requests:
@@ -134,15 +139,18 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
             self._board.table.ack(ticket, request.ack.copied_blocks, self._clock.now())
 
     async def _serve(self, followed: _Followed, announcer: Announcer, context: Context) -> None:
-        """Sends every block as it is published, then the seal; ends with the fetch."""
+        """Sends every block as it is published and there is room for it, then the seal; ends with the fetch."""
         lease, sent = followed.ticket.lease, followed.ticket.first_block
         while not followed.over:
-            upto = min(lease.num_published, sent + announcer.blocks_per_message)
-            if sent < upto:
-                blocks = await self._announce(announcer, sent, lease.block_ids[sent:upto])
+            num_left = max(0, lease.num_published - sent)
+            if room := announcer.room(sent, num_left) if num_left else 0:
+                blocks = await announcer.announce(sent, lease.block_ids[sent : sent + room])
+                if followed.over:
+                    break
+                sent += room
+                self._board.table.announce(followed.ticket, sent, self._clock.now())
                 await self._bounded(context.write(kvtransfer_pb2.FetchResponse(blocks=blocks)))
-                sent = upto
-            elif lease.state is LeaseState.SEALED:
+            elif not num_left and lease.state is LeaseState.SEALED:
                 break
             else:
                 await followed.change()
@@ -152,13 +160,6 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         await self._bounded(context.write(kvtransfer_pb2.FetchResponse(sealed=sealed)))
         while not followed.over:
             await followed.change()
-
-    async def _announce(
-        self, announcer: Announcer, first_block: int, pool_blocks: tuple[int, ...]
-    ) -> kvtransfer_pb2.FetchBlocks:
-        if not announcer.reads_memory:
-            return announcer.announce(first_block, pool_blocks)
-        return await asyncio.wrap_future(self._reader.submit(announcer.announce, first_block, pool_blocks))
 
     async def _bounded(self, sending: Any) -> None:
         try:

@@ -51,6 +51,12 @@ class WorkerConfig:
         choices=("auto", "shm", "grpc"),
     )
     shm_dir: str = option("", "folder for the pool's Unix socket, shared between containers (default: abstract socket)")
+    staging_mb: int = option(
+        256,
+        "host memory through which a pool on a GPU hands over by shared memory, MiB; a pool on a CPU needs none",
+        check=positive,
+        must="must be positive",
+    )
     checksums: bool = option(False, "verify every imported block with xxh3")
     lease_ttl_s: float = option(10.0, "life of a sealed lease that no one fetches or holds, seconds", check=positive)
     stall_s: float = option(5.0, "longest wait for a destination to copy an announced block, seconds", check=positive)

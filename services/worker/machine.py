@@ -10,9 +10,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import grpc
 
 from services.core.clock import Clock, MonotonicClock
+from services.engine.pinning import pin
 from services.kvtransfer.memory import BlockMemory
 from services.kvtransfer.transports.shm import ShmServer
 from services.kvtransfer.transports.shm_mapping import MappingCache
+from services.kvtransfer.transports.staging import StagingArea
 from services.rpc.channels import dial
 
 
@@ -29,6 +31,14 @@ class Machine:
 
     def share(self, memory: BlockMemory, incarnation: int, path: str | None) -> ShmServer:
         return ShmServer(memory, incarnation, path)
+
+    def staging_area(self, num_slots: int, block_bytes: int, device: str) -> StagingArea:
+        """Host memory for copies of blocks of a pool on `device`; they close it."""
+        area = StagingArea(num_slots, block_bytes)
+        if device.startswith("cuda"):
+            with area.bytes as memory:
+                area.before_close = pin(memory)
+        return area
 
     def mappings(self, block_bytes: int) -> MappingCache:
         return MappingCache(block_bytes)

@@ -1,7 +1,8 @@
 """Both ends of a worker's transfers: what serves its own leases, and what fetches those of others.
 
-Owns: the pool's layout, the shared-memory server, the transfer service and the fetcher, and their order of closing.
-Never: a rule about leases or imports (`services.kvtransfer`), or whose blocks they are (WorkerHost).
+Owns: the pool's layout, the shared-memory server, the staging of a pool that cannot be mapped, the transfer service and
+the fetcher, and their order of closing. Never: a rule about leases or imports (`services.kvtransfer`), or whose blocks
+they are (WorkerHost).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 
 from baton.v1 import kvtransfer_pb2_grpc
 from services.core.clock import Clock
-from services.core.errors import ConfigError
 from services.engine.engine import Engine
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.client import BlockFetcher
@@ -18,6 +18,7 @@ from services.kvtransfer.imports import ImportTable
 from services.kvtransfer.layout import Layout
 from services.kvtransfer.servicer import KVTransferServicer
 from services.kvtransfer.transports.shm import ShmServer
+from services.kvtransfer.transports.staging import Staging, StagingArea, num_slots_for
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
 from services.worker.config import WorkerConfig
@@ -42,13 +43,17 @@ class Transfer:
         cache, clock = engine.cache, machine.clock
         self.layout = _layout(engine)
         self._pulls_by = _PULLS_BY[config.transport]
+        self.staging: Staging | None = None
+        """Of a pool that cannot be mapped."""
+        self._area: StagingArea | None = None
         self._shm: ShmServer | None = None
-        if cache.fd is None and config.transport == "shm":
-            device = engine.info.device
-            raise ConfigError(f"--transport: the pool on {device} cannot be mapped by others, as shm demands")
-        if cache.fd is not None and config.transport != "grpc":
+        if config.transport != "grpc":
+            if cache.fd is None:
+                num_slots = num_slots_for(cache, config.staging_mb << 20)
+                self._area = machine.staging_area(num_slots, cache.block_bytes, engine.info.device)
+                self.staging = Staging(cache, self._area, board, clock)
             path = os.path.join(config.shm_dir, f"{worker_id}.sock") if config.shm_dir else None
-            self._shm = machine.share(cache, incarnation, path)
+            self._shm = machine.share(self._area or cache, incarnation, path)
         self._servicer = KVTransferServicer(
             board,
             cache,
@@ -56,19 +61,21 @@ class Transfer:
             incarnation,
             clock,
             shared=self._shm is not None,
+            staging=self.staging,
             reader=machine.thread("kv-read"),
         )
         self.fetcher = _fetcher(engine, machine, self.layout, imports, clock)
 
     @property
     def socket_name(self) -> str:
-        """Unix socket of the pool's memfd; empty without shared memory."""
+        """Unix socket of the pool's memfd, or of its staging's; empty without shared memory."""
         return self._shm.name if self._shm is not None else ""
 
     @property
     def summary(self) -> str:
         """For people."""
-        offers = f"shm ({self._shm.name}) and grpc" if self._shm is not None else "grpc"
+        staged = f", staged: {_mebibytes(self._area)}" if self._area is not None else ""
+        offers = f"shm ({self._shm.name}{staged}) and grpc" if self._shm is not None else "grpc"
         return f"pulls by {self._pulls_by}, offers {offers}"
 
     def register(self, server: GrpcServer) -> None:
@@ -84,6 +91,12 @@ class Transfer:
         self._servicer.close()
         if self._shm is not None:
             self._shm.close()
+        if self._area is not None:
+            self._area.close()
+
+
+def _mebibytes(area: StagingArea) -> str:
+    return f"{-(-area.num_blocks * area.block_bytes >> 20)} MiB"
 
 
 def _layout(engine: Engine) -> Layout:

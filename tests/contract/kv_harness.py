@@ -24,6 +24,7 @@ from services.kvtransfer.lease_table import LeaseTable
 from services.kvtransfer.memory import Buffer
 from services.kvtransfer.servicer import KVTransferServicer
 from services.kvtransfer.transports.shm import ShmServer
+from services.kvtransfer.transports.staging import Staging, StagingArea
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.channels import dial
 from services.rpc.serving import GrpcServer
@@ -67,6 +68,10 @@ class MemfdMemory:
     def read_block(self, block_id: int) -> memoryview:
         return memoryview(self._map)[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 
+    def copy_block(self, block_id: int, target: memoryview) -> None:
+        with self.read_block(block_id) as block:
+            target[:] = block
+
     def write_block(self, block_id: int, data: Buffer) -> None:
         if self.gate is not None:
             self.gate.enter()
@@ -86,6 +91,22 @@ class MemfdMemory:
             self.fd = None
 
 
+class DeviceMemory(MemfdMemory):
+    """As a pool on a GPU: no peer can map it."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        super().__init__(num_blocks, block_bytes)
+        assert self.fd is not None
+        os.close(self.fd)
+        self.fd = None
+        self.read_gate: Gate | None = None
+
+    def copy_block(self, block_id: int, target: memoryview) -> None:
+        if self.read_gate is not None:
+            self.read_gate.enter()
+        super().copy_block(block_id, target)
+
+
 def content(seed: int, num_bytes: int) -> bytes:
     return (seed.to_bytes(4, "big") * (num_bytes // 4 + 1))[:num_bytes]
 
@@ -98,26 +119,38 @@ async def until(predicate: Callable[[], bool]) -> None:
 
 
 class Source:
-    """A worker that leases its blocks. Lease `n` of a test has the content seeds 100 n, 100 n + 1, …"""
+    """A worker that leases its blocks. Lease `n` of a test has the content seeds 100 n, 100 n + 1, …
+
+    With `num_slots` its pool cannot be mapped, and hands over through so many slots."""
 
     def __init__(
         self,
         layout: Layout = LAYOUT,
         *,
         shared: bool = True,
+        num_slots: int = 0,
         servicer: type[KVTransferServicer] = KVTransferServicer,
         silence_s: float = PATIENCE_S,
     ) -> None:
         self.clock = ManualClock()
         self.layout = layout
         self.incarnation = new_incarnation()
-        self.memory = MemfdMemory(64, layout.block_bytes)
+        self.memory = (DeviceMemory if num_slots else MemfdMemory)(64, layout.block_bytes)
         self.ended: list[Lease] = []
         self.table = LeaseTable(layout.block_size, on_end=self.ended.append)
         self.board = LeaseBoard(self.table, self.clock)
-        self.shm = ShmServer(self.memory, self.incarnation) if shared else None
+        self.area = StagingArea(num_slots, layout.block_bytes) if num_slots else None
+        self.staging = Staging(self.memory, self.area, self.board, self.clock) if self.area else None
+        self.shm = ShmServer(self.area or self.memory, self.incarnation) if shared else None
         self.servicer = servicer(
-            self.board, self.memory, layout, self.incarnation, self.clock, shared=shared, silence_s=silence_s
+            self.board,
+            self.memory,
+            layout,
+            self.incarnation,
+            self.clock,
+            shared=shared,
+            staging=self.staging,
+            silence_s=silence_s,
         )
         self.server = GrpcServer()
         self.server.add(
@@ -174,9 +207,17 @@ class Source:
         assert isinstance(lease.note, int)
         return [content(lease.note + i, self.layout.block_bytes) for i in range(first_block, lease.num_blocks)]
 
+    @property
+    def num_kept_slots(self) -> int:
+        """Also for fetches that stand in line."""
+        slots = self.staging.slots if self.staging else None
+        return slots.num_slots - slots.num_free + slots.num_waiting if slots else 0
+
     def assert_idle(self) -> None:
         assert len(self.table) == 0
         assert self.table.num_fetches == 0
+        if self.staging is not None:
+            self.staging.slots.check()
         assert self.board.num_followers == 0
         assert len(self.ended) == len(set(self.ended)) == self._num_leases
         assert self.table.next_deadline() is None
@@ -187,6 +228,8 @@ class Source:
         self.board.close()
         if self.shm is not None:
             self.shm.close()
+        if self.area is not None:
+            self.area.close()
         self.memory.close()
 
 
@@ -269,6 +312,7 @@ async def running(*parties: Source | Destination) -> AsyncIterator[None]:
         for party in parties:
             if isinstance(party, Source):
                 await until(lambda source=party: source.board.num_followers == 0)  # type: ignore[misc]
+                await until(lambda source=party: source.num_kept_slots == 0)  # type: ignore[misc]
             party.assert_idle()
     finally:
         # Destinations first: a source notices.

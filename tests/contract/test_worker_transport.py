@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,18 @@ from services.worker.host import WorkerHost
 from services.worker.main import engine_config
 from tests.contract.test_worker_handoff import decode_command, prefill_command
 from tests.models import tiny_model
-from tests.workers import DECODE, PREFILL, ScriptedRouter, running_worker, worker_config
+from tests.workers import DECODE, PREFILL, ScriptedRouter, pools_that_cannot_be_mapped, running_worker, worker_config
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def unmappable_pools() -> Iterator[None]:
+    with pools_that_cannot_be_mapped():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -49,14 +57,31 @@ async def test_the_start_up_line_names_the_transport(
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_pool_that_cannot_be_mapped_fails_the_start(model: Path) -> None:
-    """As on an accelerator, whose memory has no descriptor."""
-    config = worker_config(model, transport="shm", worker_id="decode-7")
+@pytest.mark.parametrize(
+    ("transport", "says"),
+    [
+        ("auto", "pulls by shm, else grpc, offers shm ({socket}, staged: 1 MiB) and grpc"),
+        ("shm", "pulls by shm only, offers shm ({socket}, staged: 1 MiB) and grpc"),
+        ("grpc", "pulls by grpc only, offers grpc"),
+    ],
+)
+async def test_a_pool_that_cannot_be_mapped_is_staged(
+    model: Path, tmp_path: Path, unmappable_pools: None, transport: str, says: str
+) -> None:
+    config = worker_config(model, transport=transport, shm_dir=str(tmp_path), worker_id="decode-7", staging_mb=1)
+    async with running_worker(config, DECODE) as host:
+        assert host.transfer.summary == says.format(socket=tmp_path / "decode-7.sock")
+    maps = await asyncio.to_thread(Path("/proc/self/maps").read_text)
+    assert "memfd:baton-staging" not in maps
+
+
+async def test_demanded_shared_memory_that_cannot_be_offered_fails_the_start(model: Path, tmp_path: Path) -> None:
+    config = worker_config(model, transport="shm", shm_dir=str(tmp_path / "nowhere"), worker_id="decode-7")
     engine = Engine(engine_config(config, DECODE))
-    engine.cache.close()  # from here on this pool has none either
     tracer = Tracer(TracerProvider(shutdown_on_exit=False))
-    with pytest.raises(ConfigError, match="--transport: the pool on cpu cannot be mapped"):
+    with pytest.raises(ConfigError, match="cannot listen on"):
         WorkerHost(config, DECODE, engine, GrpcServer(), tracer)
+    engine.cache.close()
 
 
 async def test_a_peer_out_of_reach_of_shared_memory_fails_the_import_by_name(model: Path, tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def test_workers_share_the_sockets_and_only_read_the_models() -> None:
     assert writers == ["model"]
 
 
-def test_on_cpu_shared_memory_is_demanded() -> None:
-    for name in ("prefill", "decode"):
+def test_shared_memory_is_demanded() -> None:
+    for name in WORKERS:
         assert compose.configuration_of(OURS[name]).transport == "shm"
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.v1 import types_pb2
 from tests.cluster import Answer, Cluster, running_cluster
 from tests.equality import GreedyReference
 from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
-from tests.workers import DECODE, MIXED, PREFILL
+from tests.workers import DECODE, MIXED, PREFILL, pools_that_cannot_be_mapped
 
 # Around the edges of blocks (16) and of every chunk size.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 257, 511, 513, 600)
@@ -80,6 +81,30 @@ async def test_lengths_alone_batched_and_cached(expected: Expected, transport: s
             expected.check(prompt, answer)
             assert answer.prompt_info is not None
             assert answer.prompt_info.cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("num_slots", [2, 4096])
+async def test_staged(expected: Expected, num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between GPUs of one host: pools that nobody can map hand over through slots that all can."""
+    monkeypatch.setattr("services.worker.transfer.num_slots_for", lambda memory, _: min(num_slots, memory.num_blocks))
+    with pools_that_cannot_be_mapped():
+        async with running_cluster(
+            expected.model, [PREFILL, DECODE, MIXED], transport="shm", max_num_batched_tokens=64, kv_blocks=600
+        ) as cluster:
+            assert all("staged" in worker.transfer.summary for worker in cluster.workers)
+            prompts = [prompt_of(length, seed=6) for length in LENGTHS[-BATCH:]]
+            answers = await all_together(cluster, prompts)
+            answers += [await cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts[::5]]
+            for prompt, answer in zip(prompts + prompts[::5], answers, strict=True):
+                expected.check(prompt, answer)
+            handed_over = [
+                answer.completion.timings.transport
+                for answer in answers
+                if answer.completion is not None
+                and answer.completion.workers.prefill != answer.completion.workers.decode
+            ]
+            assert len(handed_over) > 3
+            assert set(handed_over) == {types_pb2.TRANSPORT_SHM}
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])

@@ -16,6 +16,7 @@ from services.kvtransfer.client import BlockFetcher, FetchOrder
 from services.kvtransfer.imports import Import, ImportState, ImportTable
 from services.kvtransfer.lease import FetchEnd, FetchTicket, Lease, LeaseState
 from services.kvtransfer.lease_table import LeaseTable, ReleaseAnswer
+from services.kvtransfer.slots import SlotTable, _Staged
 from services.kvtransfer.transports.shm_mapping import Mapping, MappingCache
 from services.prefill.leg import PrefillLeg
 from services.worker.host import WorkerHost
@@ -54,7 +55,7 @@ def hands_a_lease_to_an_old_leg() -> Bug:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseInvalid("unknown")
-        lease.fetch = FetchTicket(lease, leg, first_block, copied=first_block, opened_s=now)
+        lease.fetch = FetchTicket(lease, leg, first_block, now)
         self._changed(lease, now)
         return lease.fetch
 
@@ -90,6 +91,36 @@ def announces_a_partial_block() -> Bug:
         return lease is not None
 
     return replaced(LeaseTable, "publish", publish)
+
+
+# Staging slots.
+
+
+def frees_slots_when_the_stream_ends() -> Bug:
+    def needed(staged: _Staged) -> bool:
+        return staged.writing or (staged.ticket.ended is None and staged.ticket.copied <= staged.block)
+
+    return replaced(_Staged, "needed", property(needed))
+
+
+def frees_slots_once_they_are_announced() -> Bug:
+    def needed(staged: _Staged) -> bool:
+        return staged.writing or (staged.ticket.releasable and staged.ticket.announced <= staged.block)
+
+    return replaced(_Staged, "needed", property(needed))
+
+
+def takes_slots_back_from_a_leg_that_may_release() -> Bug:
+    def fence(self: LeaseTable, lease: Lease, now: float) -> None:
+        lease.fenced = True
+        self._changed(lease, now)
+        lease.fenced = False
+
+    return replaced(LeaseTable, "fence", fence)
+
+
+def never_takes_slots_back() -> Bug:
+    return replaced(SlotTable, "abandoned", lambda self: None)
 
 
 # The import.
@@ -160,6 +191,10 @@ MUTANTS: tuple[Mutant, ...] = (
     hands_a_lease_to_an_old_leg,
     announces_blocks_before_they_are_computed,
     announces_a_partial_block,
+    frees_slots_when_the_stream_ends,
+    frees_slots_once_they_are_announced,
+    takes_slots_back_from_a_leg_that_may_release,
+    never_takes_slots_back,
     frees_blocks_under_a_copy,
     frees_an_import_twice,
     indexes_an_import_before_it_is_valid,

@@ -38,6 +38,8 @@ def check_worker(world: World, worker: SimWorker) -> None:
     for block_id, num_held in held.items():
         # More than these: the cached prefixes of imports.
         world.require(pool.references(Holder.SEQUENCE, block_id) >= num_held, f"{name}: block {block_id} not held")
+    if host.transfer.staging is not None:
+        host.transfer.staging.slots.check()
     importing = sum(len(import_.block_ids) for import_ in host.imports)
     world.require(pool.references(Holder.IMPORT) == importing, f"{name}: IMPORT references of no import")
     leased = sum(len(lease.block_ids) for lease in host.leases)

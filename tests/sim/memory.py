@@ -9,17 +9,34 @@ from collections.abc import Sequence
 
 from services.core.hashing import BlockHash
 from services.engine.block_pool import BlockPool, Holder
+from services.kvtransfer.transports.staging import StagingArea
 from tests.sim.model import SLOT_BYTES, Truth, digest_in
 from tests.sim.node import Node
+
+
+class SimStagingArea(StagingArea):
+    """Slots in memory that every node can see."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.num_blocks = num_slots
+        self.block_bytes = block_bytes
+        self.fd = 0
+        self.store = bytearray(num_slots * block_bytes)
+
+    @property
+    def bytes(self) -> memoryview:
+        return memoryview(self.store)
+
+    def close(self) -> None:
+        pass
 
 
 class SimMemory:
     """Stands for `KVCache`; a `BlockMemory`. Its bytes outlive the process, as a mapped memfd does."""
 
-    fd: int | None = 0
-    """"Can be mapped": `SimMachine.share` does the rest."""
-
-    def __init__(self, node: Node, num_blocks: int, block_size: int, truth: Truth) -> None:
+    def __init__(self, node: Node, num_blocks: int, block_size: int, truth: Truth, *, mappable: bool = True) -> None:
+        self.fd: int | None = 0 if mappable else None
+        """0 is "can be mapped": `SimMachine.share` does the rest."""
         self.num_blocks = num_blocks
         self.block_bytes = block_size * SLOT_BYTES
         self.bytes = bytearray(num_blocks * self.block_bytes)
@@ -39,6 +56,9 @@ class SimMemory:
 
     def read_block(self, block_id: int) -> bytes:
         return bytes(self._view(block_id))
+
+    def copy_block(self, block_id: int, target: memoryview) -> None:
+        target[:] = self._view(block_id)
 
     def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
         self._require_writable(block_id, Holder.IMPORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -52,8 +53,10 @@ def build(world: World, load: Load) -> Cluster:
     num_routers = 2 if world.chance(0.2) else 1
     for at, name in enumerate(ROUTERS[:num_routers]):
         cluster.start_router(name, f"10.0.1.{at + 1}:50051", config)
+    # By the seed itself, too: two out of five clusters are of GPUs, with few staging slots.
+    num_slots = (0, 0, 1, 0, 3)[world.seed % 5]
     for plan in _plans(choose, num_routers, load):
-        cluster.start_worker(plan)
+        cluster.start_worker(dataclasses.replace(plan, num_slots=num_slots))
     return cluster
 
 

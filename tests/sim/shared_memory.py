@@ -1,4 +1,4 @@
-"""Shared memory between simulated workers of one host: mappings of other nodes' `SimMemory`.
+"""Shared memory between simulated workers of one host: mappings of other nodes' `SimMemory`, or of its staging slots.
 
 A mapping shows the bytes as they are, also when their owner is dead, as a mapped memfd does; the connection beside it
 tells that the owner has gone. The real `MappingCache` decides what to do about that.
@@ -14,7 +14,7 @@ from baton.v1 import types_pb2
 from services.kvtransfer.transports.shm import default_socket_name
 from services.kvtransfer.transports.shm_mapping import Mapping, MappingCache, ShmUnavailable
 from tests.sim.loop import NodeLoop
-from tests.sim.memory import SimMemory
+from tests.sim.memory import SimMemory, SimStagingArea
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -32,7 +32,7 @@ class SharedMemory:
 class SimShmServer:
     """Stands for `ShmServer`."""
 
-    def __init__(self, shared: SharedMemory, node: Node, memory: SimMemory, incarnation: int) -> None:
+    def __init__(self, shared: SharedMemory, node: Node, memory: SimMemory | SimStagingArea, incarnation: int) -> None:
         self.name = default_socket_name(incarnation)
         self.node = node
         self.memory = memory

@@ -13,12 +13,13 @@ from services.kvtransfer.client import FetchOrder, FetchOutcome
 from services.kvtransfer.memory import BlockMemory
 from services.kvtransfer.transports.shm import ShmServer
 from services.kvtransfer.transports.shm_mapping import MappingCache
+from services.kvtransfer.transports.staging import StagingArea
 from services.prefill.servicer import PrefillServicer
 from services.worker.config import WorkerConfig
 from services.worker.host import WorkerHost
 from services.worker.machine import Machine
 from tests.sim.engine import SimEngine
-from tests.sim.memory import SimMemory
+from tests.sim.memory import SimMemory, SimStagingArea
 from tests.sim.node import Node, Thread
 from tests.sim.rpc_client import SimChannel
 from tests.sim.rpc_server import SimServer
@@ -43,6 +44,8 @@ class WorkerPlan:
     role: types_pb2.WorkerRole
     step_s: float
     copy_s: float
+    num_slots: int = 0
+    """Its pool cannot be mapped, as on a GPU, and hands over through so many staging slots. 0: it can."""
 
     @property
     def name(self) -> str:
@@ -50,11 +53,12 @@ class WorkerPlan:
 
 
 class SimMachine(Machine):
-    def __init__(self, node: Node, cluster: Cluster, copy_s: float) -> None:
+    def __init__(self, node: Node, cluster: Cluster, plan: WorkerPlan) -> None:
         self.clock = node
         self._node = node
         self._cluster = cluster
-        self._copy_s = copy_s
+        self._copy_s = plan.copy_s
+        self._num_slots = plan.num_slots
 
     def dial(self, address: str) -> Any:
         return SimChannel(self._node, self._cluster.network, address)
@@ -63,9 +67,12 @@ class SimMachine(Machine):
         return Thread(self._node, lambda: self._copy_s * (0.1 + 4 * self._node.world.random.random() ** 4))
 
     def share(self, memory: BlockMemory, incarnation: int, path: str | None) -> ShmServer:
-        assert isinstance(memory, SimMemory)
+        assert isinstance(memory, SimMemory | SimStagingArea)
         server: Any = SimShmServer(self._cluster.shared_memory, self._node, memory, incarnation)
         return server  # type: ignore[no-any-return]
+
+    def staging_area(self, num_slots: int, block_bytes: int, device: str) -> StagingArea:
+        return SimStagingArea(min(num_slots, self._num_slots), block_bytes)
 
     def mappings(self, block_bytes: int) -> MappingCache:
         return SimMappingCache(self._cluster.shared_memory, block_bytes)
@@ -83,11 +90,11 @@ class SimWorker:
 
     def _build(self, plan: WorkerPlan) -> None:
         config, cluster, node = plan.config, self._cluster, self.node
-        self.memory = SimMemory(node, config.kv_blocks, config.block_size, cluster.truth)
+        self.memory = SimMemory(node, config.kv_blocks, config.block_size, cluster.truth, mappable=not plan.num_slots)
         self.engine = SimEngine(node, _engine_config(plan), self.memory, plan.step_s)
         server: Any = SimServer(node, cluster.network)
         self.host = WorkerHost(
-            config, plan.role, self.engine, server, NullTracer(), machine=SimMachine(node, cluster, plan.copy_s)
+            config, plan.role, self.engine, server, NullTracer(), machine=SimMachine(node, cluster, plan)
         )
         self.host.fetcher.fetch = self._watched(self.host.fetcher.fetch)  # type: ignore[method-assign]
         cluster.watch(self.host, plan.name)
@@ -114,8 +121,11 @@ class SimWorker:
 
     @property
     def idle(self) -> bool:
-        """Nothing is held: no leg, lease, import, sequence or block reference."""
+        """Nothing is held: no leg, lease, import, sequence, block reference or staging slot."""
         host, scheduler = self.host, self.engine.scheduler
+        staging = host.transfer.staging
+        if staging is not None and staging.slots.num_free < staging.slots.num_slots:
+            return False
         return not (host.num_legs or len(host.leases) or len(host.imports) or len(host.hub) or scheduler.has_work) and (
             self.engine.pool.ledger().idle
         )

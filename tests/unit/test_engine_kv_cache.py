@@ -52,6 +52,10 @@ def test_blocks_travel_between_caches(cache: KVCache) -> None:
     cache.write_block(3, os.urandom(cache.block_bytes))
     other.write_block(0, cache.read_block(3))
     assert bytes(other.read_block(0)) == bytes(cache.read_block(3))
+    slots = bytearray(3 * cache.block_bytes)
+    with memoryview(slots)[cache.block_bytes : 2 * cache.block_bytes] as slot:
+        cache.copy_block(3, slot)
+    assert slots == bytes(cache.block_bytes) + cache.read_block(3) + bytes(cache.block_bytes)
     other.close()
 
 

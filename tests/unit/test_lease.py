@@ -161,9 +161,10 @@ def test_a_first_block_outside_the_lease_is_refused_and_fences_nobody(source: So
     assert ticket.ended is None
 
 
-def test_acknowledgements_go_forward_and_not_beyond_what_is_published(source: Source) -> None:
+def test_acknowledgements_go_forward_and_not_beyond_what_is_announced(source: Source) -> None:
     ticket = source.table.open_fetch(LEASE, 1, 1, 0.0)
-    source.table.publish(LEASE, 32, 0.0)
+    source.seal()
+    source.table.announce(ticket, 2, 0.0)
     for wrong in (0, 3):
         with pytest.raises(ProtocolViolation):
             source.table.ack(ticket, wrong, 0.0)
@@ -171,6 +172,37 @@ def test_acknowledgements_go_forward_and_not_beyond_what_is_published(source: So
     source.table.ack(ticket, 2, 0.0)
     source.table.abort(LEASE, 0.0)
     source.table.ack(ticket, 0, 0.0)  # late: means nothing
+    source.table.announce(ticket, 3, 0.0)
+    assert ticket.announced == 2
+
+
+@pytest.mark.parametrize("upto", [0, 3])
+def test_only_what_is_published_is_announced_and_in_order(source: Source, upto: int) -> None:
+    ticket = source.table.open_fetch(LEASE, 1, 1, 0.0)
+    source.table.publish(LEASE, 32, 0.0)
+    with pytest.raises(AssertionError):
+        source.table.announce(ticket, upto, 0.0)
+
+
+def test_a_leg_that_is_fenced_may_neither_fetch_nor_release_and_the_next_may(source: Source) -> None:
+    source.seal()
+    ticket = source.table.open_fetch(LEASE, 3, 0, 0.0)
+    assert ticket.releasable
+    source.table.fence(source.lease, 1.0)
+    assert ticket.ended is FetchEnd.FENCED
+    assert not ticket.releasable
+    with pytest.raises(LeaseInvalid, match="given up"):
+        source.table.open_fetch(LEASE, 3, 0, 2.0)
+    with pytest.raises(LeaseInvalid, match="given up"):
+        source.table.adopt(LEASE, 3, 2.0)
+    assert not source.table.release(LEASE, 3, 2.0).valid
+    assert source.table.next_deadline() == 1.0 + TTL_S
+    newer = source.table.open_fetch(LEASE, 4, 0, 3.0)
+    assert newer.releasable
+    assert source.table.release(LEASE, 4, 3.0).valid
+    assert not newer.releasable
+    source.table.fence(source.lease, 4.0)
+    source.assert_over(LeaseState.RELEASED)
 
 
 @pytest.mark.parametrize("sealed_first", [True, False])
@@ -182,11 +214,13 @@ def test_a_fetch_is_complete_when_sealed_and_copied(source: Source, sealed_first
     if sealed_first:
         source.seal(1.0)
     if first_block == 0:
+        source.table.announce(ticket, 2, 1.0)
         source.table.ack(ticket, 2, 1.0)
     if not sealed_first:
         source.seal(1.0)
     if first_block == 0:
         assert ticket.ended is None
+        source.table.announce(ticket, 3, 2.0)
         source.table.ack(ticket, 3, 2.0)
     assert ticket.ended is FetchEnd.COMPLETE
     assert source.lease.ttl.since_s == (2.0 if first_block == 0 else 1.0)
@@ -242,6 +276,7 @@ class TestTimeToLive:
     def test_does_not_run_under_a_fetch_and_goes_on_after_it(self, source: Source) -> None:
         source.seal(0.0)
         ticket = source.table.open_fetch(LEASE, 1, 0, 4.0)
+        source.table.announce(ticket, 3, 4.0)
         source.table.ack(ticket, 2, 5.0)
         source.table.close_fetch(ticket, 6.0)
         assert source.table.next_deadline() == 6.0 + TTL_S  # a new leg: the four seconds before it do not count
@@ -271,23 +306,28 @@ class TestStallClock:
     def test_runs_only_while_an_announced_block_is_uncopied(self, source: Source) -> None:
         ticket = source.table.open_fetch(LEASE, 1, 0, 0.0)
         assert source.table.next_deadline() is None
-        source.table.publish(LEASE, 16, 100.0)
+        source.table.publish(LEASE, 16, 50.0)
+        assert source.table.next_deadline() is None  # it waits at the source
+        source.table.announce(ticket, 1, 100.0)
         assert source.table.next_deadline() == 100.0 + STALL_S
         source.table.ack(ticket, 1, 104.0)
         assert source.table.next_deadline() is None
         assert source.table.expire(1000.0) == []
-        source.table.publish(LEASE, 40, 2000.0)
+        source.table.publish(LEASE, 40, 1500.0)
+        source.table.announce(ticket, 2, 2000.0)
         assert source.table.next_deadline() == 2000.0 + STALL_S
 
     def test_progress_resets_it(self, source: Source) -> None:
         ticket = source.table.open_fetch(LEASE, 1, 0, 0.0)
         source.seal(0.0)
+        source.table.announce(ticket, 3, 0.0)
         source.table.ack(ticket, 1, 4.0)
         assert source.table.next_deadline() == 4.0 + STALL_S
 
     def test_ends_the_fetch_and_its_leg_but_not_the_lease(self, source: Source) -> None:
         ticket = source.table.open_fetch(LEASE, 1, 0, 0.0)
         source.seal(0.0)
+        source.table.announce(ticket, 3, 0.0)
         assert source.table.expire(STALL_S) == []
         assert ticket.ended is FetchEnd.STALLED
         with pytest.raises(LeaseInvalid):
@@ -298,15 +338,18 @@ class TestStallClock:
         assert source.table.release(LEASE, 2, STALL_S).valid
 
     def test_a_leg_that_stalled_may_release_what_it_has_after_all(self, source: Source) -> None:
-        source.table.open_fetch(LEASE, 1, 0, 0.0)
+        ticket = source.table.open_fetch(LEASE, 1, 0, 0.0)
         source.seal(0.0)
+        source.table.announce(ticket, 3, 0.0)
         source.table.expire(STALL_S)
+        assert ticket.releasable
         assert source.table.release(LEASE, 1, STALL_S + 1).valid
 
     def test_the_same_leg_fetching_again_does_not_reset_it(self, source: Source) -> None:
         source.seal(0.0)
         for opened in range(4):
-            source.table.open_fetch(LEASE, 1, 0, float(opened))
+            ticket = source.table.open_fetch(LEASE, 1, 0, float(opened))
+            source.table.announce(ticket, 3, float(opened))
         assert source.table.next_deadline() == STALL_S
 
 

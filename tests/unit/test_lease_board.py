@@ -44,6 +44,7 @@ async def test_a_stalled_fetch_ends_and_then_its_lease() -> None:
     ticket = party.table.open_fetch(LEASE, 1, 0, party.clock.now())
     with party.board.follow(ticket) as changed:
         party.table.seal(LEASE, "token", party.clock.now())
+        party.table.announce(ticket, 2, party.clock.now())
         changed.clear()
         async with asyncio.timeout(10):
             await changed.wait()

@@ -30,6 +30,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.num_ended: Counter[Lease] = Counter()
         self.valid_legs: dict[Lease, set[int]] = {}
         self.highest_leg: Counter[Lease] = Counter()
+        self.fenced: set[Lease] = set()
+        """Whose highest leg is refused too."""
         self.table = LeaseTable(BLOCK_SIZE, on_end=self.on_end, ttl_s=TTL_S, stall_s=STALL_S, remember_s=REMEMBER_S)
 
     def on_end(self, lease: Lease) -> None:
@@ -86,7 +88,7 @@ class LeaseMachine(RuleBasedStateMachine):
             ticket = self.table.open_fetch(lease.lease_id, leg, int(lease.num_blocks * share), self.clock.now())
         except LeaseInvalid:
             # Of a lease that ended long ago nothing is remembered, not even that token 0 ended it.
-            assert not live or leg < lease.leg or (leg == lease.leg and lease.stalled)
+            assert not live or leg < lease.leg or (leg == lease.leg and (lease.stalled or lease in self.fenced))
             return multiple()
         if lease.finished:  # there is nothing but token 0 to fetch, for anyone who asks
             assert not live
@@ -94,15 +96,28 @@ class LeaseMachine(RuleBasedStateMachine):
             return multiple()
         assert live
         assert leg >= self.highest_leg[lease]
+        if leg > self.highest_leg[lease]:
+            self.fenced.discard(lease)
+        assert lease not in self.fenced
         self.highest_leg[lease] = leg
         self.all_tickets.append(ticket)
         return ticket
 
     @rule(ticket=tickets, by=st.integers(0, 3))
+    def announce(self, ticket: FetchTicket, by: int) -> None:
+        announced = min(ticket.announced + by, ticket.lease.num_published)
+        if announced >= ticket.announced:  # it may have begun beyond what is published
+            self.table.announce(ticket, announced, self.clock.now())
+
+    @rule(ticket=tickets, by=st.integers(0, 3))
     def ack(self, ticket: FetchTicket, by: int) -> None:
-        copied = min(ticket.copied + by, max(ticket.copied, ticket.lease.num_published))
-        if copied <= ticket.lease.num_published:
-            self.table.ack(ticket, copied, self.clock.now())
+        self.table.ack(ticket, min(ticket.copied + by, ticket.announced), self.clock.now())
+
+    @rule(lease=leases)
+    def fence(self, lease: Lease) -> None:
+        if lease.leg:  # a leg has fetched
+            self.table.fence(lease, self.clock.now())
+            self.fenced.add(lease)
 
     @rule(ticket=tickets)
     def close_fetch(self, ticket: FetchTicket) -> None:
@@ -119,10 +134,15 @@ class LeaseMachine(RuleBasedStateMachine):
             assert state is LeaseState.OPEN
             return
         if answer.valid:
-            assert (state is LeaseState.SEALED and leg >= self.highest_leg[lease]) or leg in answered
+            lowest = self.highest_leg[lease] + (lease in self.fenced)
+            assert (state is LeaseState.SEALED and leg >= lowest) or leg in answered
             self.valid_legs.setdefault(lease, set()).add(leg)
         else:
-            assert state not in (LeaseState.OPEN, LeaseState.SEALED) or leg < self.highest_leg[lease]
+            assert (
+                state not in (LeaseState.OPEN, LeaseState.SEALED)
+                or leg < self.highest_leg[lease]
+                or (leg == self.highest_leg[lease] and lease in self.fenced)
+            )
         assert len(self.valid_legs.get(lease, ())) <= 1
 
     @rule(lease=leases, leg=LEGS)
@@ -152,21 +172,26 @@ class LeaseMachine(RuleBasedStateMachine):
         for ticket in self.all_tickets:
             assert (ticket.ended is None) == (ticket.lease.fetch is ticket)
             assert ticket.ended is not None or (ticket.lease.live and ticket.leg == ticket.lease.leg)
+            newest = ticket.leg == self.highest_leg[ticket.lease] and ticket.lease not in self.fenced
+            assert ticket.releasable == (ticket.lease.live and newest)
 
     @invariant()
     def clocks_measure_no_queue(self) -> None:
         for lease in self.all:
             waiting = lease.state is LeaseState.SEALED and lease.fetch is None and not lease.held
             assert (lease.ttl.since_s is not None) == waiting
-            uncopied = lease.fetch is not None and lease.fetch.copied < lease.num_published
+            uncopied = lease.fetch is not None and lease.fetch.copied < lease.fetch.announced
             assert (lease.stall.since_s is not None) == uncopied
 
     def teardown(self) -> None:
-        """When the routers hold nothing and nobody moves, every sealed lease is over within stall and time to live."""
+        """When the routers hold nothing and nobody moves, every sealed lease is over within stall and time to live (if
+        the sources announce what they have)."""
         if not hasattr(self, "table"):
             return
         for owner in ("first", "second"):
             self.table.hold(owner, [], self.clock.now())
+        for ticket in self.all_tickets:
+            self.announce(ticket, ticket.lease.num_blocks)
         self.wait(STALL_S)
         self.wait(TTL_S)
         assert all(lease.state is LeaseState.OPEN for lease in self.table)
@@ -195,7 +220,7 @@ def test_one_leg_cannot_keep_a_sealed_lease_for_ever(steps: list[tuple[str, floa
         if not lease.live:
             break
         if act == "open" and not lease.stalled:
-            table.open_fetch(lease.lease_id, 1, 0, now)
+            table.announce(table.open_fetch(lease.lease_id, 1, 0, now), num_blocks, now)
         elif act == "ack" and lease.fetch is not None:
             table.ack(lease.fetch, lease.fetch.copied + 1, now)
         elif act == "close" and lease.fetch is not None:

@@ -1,27 +1,36 @@
 """How blocks travel. A transport has two ends: the source makes `FetchBlocks` messages, the destination turns each into
-bytes of its own pool. Both run on copy threads.
+bytes of its own pool. Memory is read and written on copy threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Protocol, TypeVar
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.kvtransfer.memory import BlockMemory
 
+T = TypeVar("T")
+
 
 class Announcer(Protocol):
-    """Source end, of one fetch."""
+    """Source end, of one fetch. Called on the event loop; what reads memory is done on the thread it was given."""
 
-    blocks_per_message: int
-    """Bounds a message, and with it what one copy at the destination takes."""
-    reads_memory: bool
-    """Whether `announce` must be kept off the event loop."""
-
-    def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        """`first_block`: index in the sequence of the first of `pool_blocks`."""
+    def room(self, first_block: int, num_blocks: int) -> int:
+        """How many of the next blocks can be announced now, in one message; they are `announce`d before the next await.
+        0: none, and the fetch's stream is woken when that may have changed. `first_block`: index in the sequence."""
         ...
+
+    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
+        """The message for as many blocks as there was room for."""
+        ...
+
+
+async def on_thread(reader: Executor, read: Callable[[], T]) -> T:
+    """What a read of memory gives. Cancelled, it goes on to its end on the thread if it has begun."""
+    return await asyncio.wrap_future(reader.submit(read))
 
 
 class Copier(Protocol):

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.errors import ProtocolViolation
 from services.kvtransfer.checksums import checksum
 from services.kvtransfer.memory import BlockMemory
+from services.kvtransfer.transports import on_thread
 
 # Where Python's gRPC streams fastest (DESIGN §1). A larger block travels alone.
 _MESSAGE_BYTES = 1 << 20
 
 
 class GrpcAnnouncer:
-    reads_memory = True
-
-    def __init__(self, memory: BlockMemory, *, checksums: bool) -> None:
+    def __init__(self, memory: BlockMemory, reader: Executor, *, checksums: bool) -> None:
         self._memory = memory
+        self._reader = reader
         self._checksums = checksums
-        self.blocks_per_message = max(1, _MESSAGE_BYTES // memory.block_bytes)
+        self._blocks_per_message = max(1, _MESSAGE_BYTES // memory.block_bytes)
 
-    def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
+    def room(self, first_block: int, num_blocks: int) -> int:
+        return min(num_blocks, self._blocks_per_message)
+
+    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
+        return await on_thread(self._reader, lambda: self._read(first_block, pool_blocks))
+
+    def _read(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
         data = [bytes(self._memory.read_block(block_id)) for block_id in pool_blocks]
         checksums = [checksum(block) for block in data] if self._checksums else []
         return kvtransfer_pb2.FetchBlocks(first_block=first_block, data=data, checksums=checksums)

@@ -1,4 +1,4 @@
-"""Shared memory, the source's end: hands a pool's memfd to destinations on the same host.
+"""Shared memory, the source's end: hands a memfd, a pool's or its staging's, to destinations on the same host.
 
 Owns: the Unix socket, its connections and a read-only handle of the memfd. A connection stays open as long as its
 peer maps the pool, so that the peer learns at once when this process is gone. Never: the pool; a named segment.
@@ -13,12 +13,14 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 from baton.v1 import kvtransfer_pb2
 from services.core.errors import ConfigError
 from services.kvtransfer.checksums import checksum
 from services.kvtransfer.memory import BlockMemory
+from services.kvtransfer.transports import on_thread
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ GREETING = struct.Struct("<8sQQQ")
 MAGIC = b"baton-kv"
 
 # Announcements are small; this bounds what a single copy takes, and so the wait of a cancelled import.
-_MESSAGE_BYTES = 16 << 20
+MESSAGE_BYTES = 16 << 20
 _PEER_CREDENTIALS = struct.Struct("3i")
 _RETRY_ACCEPT_S = 1.0
 
@@ -42,16 +44,23 @@ def default_socket_name(incarnation: int) -> str:
 
 
 class ShmAnnouncer:
-    def __init__(self, memory: BlockMemory, *, checksums: bool) -> None:
-        self._memory = memory
-        self.reads_memory = checksums
-        self.blocks_per_message = max(1, _MESSAGE_BYTES // memory.block_bytes)
+    """Of a pool that is mapped itself: its blocks are announced where they lie."""
 
-    def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        checksums = (
-            [checksum(self._memory.read_block(block_id)) for block_id in pool_blocks] if self.reads_memory else []
-        )
+    def __init__(self, memory: BlockMemory, reader: Executor, *, checksums: bool) -> None:
+        self._memory = memory
+        self._reader = reader
+        self._checksums = checksums
+        self._blocks_per_message = max(1, MESSAGE_BYTES // memory.block_bytes)
+
+    def room(self, first_block: int, num_blocks: int) -> int:
+        return min(num_blocks, self._blocks_per_message)
+
+    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
+        checksums = await on_thread(self._reader, lambda: self._read(pool_blocks)) if self._checksums else []
         return kvtransfer_pb2.FetchBlocks(first_block=first_block, pool_blocks=pool_blocks, checksums=checksums)
+
+    def _read(self, pool_blocks: Sequence[int]) -> list[int]:
+        return [checksum(self._memory.read_block(block_id)) for block_id in pool_blocks]
 
 
 class ShmServer:

@@ -1,0 +1,146 @@
+"""Shared memory for a pool that no peer can map, such as one on a GPU: its blocks are copied into slots of host memory,
+and the slots are announced.
+
+Owns: the slots' memory, and the copies into it. Never: whose a slot is (`slots`), the copies out of it (the destination
+maps the slots as it would map a pool), the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from baton.v1 import kvtransfer_pb2
+from services.core.clock import Clock
+from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.checksums import checksum
+from services.kvtransfer.lease import FetchTicket, Lease
+from services.kvtransfer.memory import BlockMemory, Buffer
+from services.kvtransfer.slots import SlotTable
+from services.kvtransfer.transports.shm import MESSAGE_BYTES
+
+_FEWEST_SLOTS = 4
+_MESSAGES_AT_ONCE = 4
+"""Into which the slots are divided at least: one is filled while another is copied, and fetches beside each other get
+their share."""
+
+
+def num_slots_for(memory: BlockMemory, num_bytes: int) -> int:
+    """As many as `num_bytes` hold, but some in any case, and never more than there are blocks."""
+    return min(memory.num_blocks, max(_FEWEST_SLOTS, num_bytes // memory.block_bytes))
+
+
+class StagingArea:
+    """A memfd of slots; a `BlockMemory`. Pages become real when first written."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.num_blocks = num_slots
+        self.block_bytes = block_bytes
+        self.before_close: Callable[[], None] = lambda: None
+        self.fd: int | None = os.memfd_create("baton-staging")
+        os.ftruncate(self.fd, num_slots * block_bytes)
+        self._map = mmap.mmap(self.fd, num_slots * block_bytes)
+
+    @property
+    def bytes(self) -> memoryview:
+        """All slots. None of it may be referred to at `close`."""
+        return memoryview(self._map)
+
+    def read_block(self, block_id: int) -> memoryview:
+        return self.slot(block_id).toreadonly()
+
+    def copy_block(self, block_id: int, target: memoryview) -> None:
+        target[:] = self.slot(block_id)
+
+    def write_block(self, block_id: int, data: Buffer) -> None:
+        with self.slot(block_id) as block:
+            block[:] = data
+
+    def slot(self, number: int) -> memoryview:
+        return self.bytes[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        """When nothing is copied any more. Peers keep what they have mapped."""
+        if self.fd is not None:
+            self.before_close()
+            self._map.close()
+            os.close(self.fd)
+            self.fd = None
+
+
+class Staging:
+    """Drives the slot table by what happens to leases, on the event loop. `area` is closed by whoever made it."""
+
+    def __init__(self, memory: BlockMemory, area: StagingArea, board: LeaseBoard, clock: Clock) -> None:
+        self.slots = SlotTable(area.num_blocks)
+        self.slots_per_message = max(1, min(MESSAGE_BYTES // area.block_bytes, area.num_blocks // _MESSAGES_AT_ONCE))
+        self._memory = memory
+        self._area = area
+        self._board = board
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        board.on_change = self._changed
+
+    def announcer(self, ticket: FetchTicket, reader: Executor, *, checksums: bool) -> StagingAnnouncer:
+        return StagingAnnouncer(self, ticket, reader, checksums=checksums)
+
+    def take(self, ticket: FetchTicket, first_block: int, num_blocks: int) -> tuple[int, ...]:
+        """Slots for one message. Takes back those of fetches that are over, if there are no others: their legs are
+        refused from then on."""
+        num_blocks = min(num_blocks, self.slots_per_message)
+        slots = self.slots.take(ticket, first_block, num_blocks)
+        while not slots and self.slots.next_in_line() is ticket:
+            lease = self.slots.abandoned()
+            assert lease is not None, "its turn, and neither a free slot nor one to take back"
+            self._board.table.fence(lease, self._clock.now())
+            if ticket.ended is None:  # it could be of the very leg
+                slots = self.slots.take(ticket, first_block, num_blocks)
+        self._wake_next()
+        return slots
+
+    def fill(self, slots: Sequence[int], pool_blocks: Sequence[int], checksums: bool) -> list[int]:
+        """The checksums of what is now in the slots, if wanted. On the reader's thread."""
+        for slot, block_id in zip(slots, pool_blocks, strict=True):
+            with self._area.slot(slot) as target:
+                self._memory.copy_block(block_id, target)
+        return [checksum(self._area.read_block(slot)) for slot in slots] if checksums else []
+
+    def filled(self, ticket: FetchTicket, slots: Sequence[int]) -> None:
+        """On the reader's thread, or wherever the copy was cancelled before it began."""
+        self._loop.call_soon_threadsafe(self._filled, ticket, slots)
+
+    def _filled(self, ticket: FetchTicket, slots: Sequence[int]) -> None:
+        self.slots.written(ticket, slots)
+        self._wake_next()
+
+    def _changed(self, lease: Lease) -> None:
+        self.slots.settle(lease)
+        self._wake_next()
+
+    def _wake_next(self) -> None:
+        if (ticket := self.slots.next_in_line()) is not None:
+            self._board.wake(ticket.lease)
+
+
+class StagingAnnouncer:
+    def __init__(self, staging: Staging, ticket: FetchTicket, reader: Executor, *, checksums: bool) -> None:
+        self._staging = staging
+        self._ticket = ticket
+        self._reader = reader
+        self._checksums = checksums
+        self._slots: tuple[int, ...] = ()
+
+    def room(self, first_block: int, num_blocks: int) -> int:
+        self._slots = self._staging.take(self._ticket, first_block, num_blocks)
+        return len(self._slots)
+
+    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
+        ticket, slots = self._ticket, self._slots
+        copy = self._reader.submit(self._staging.fill, slots, pool_blocks, self._checksums)
+        # Whoever stops waiting for the copy does not stop it: the slots are written until the thread says otherwise.
+        copy.add_done_callback(lambda _: self._staging.filled(ticket, slots))
+        checksums = await asyncio.wrap_future(copy)
+        return kvtransfer_pb2.FetchBlocks(first_block=first_block, pool_blocks=slots, checksums=checksums)
