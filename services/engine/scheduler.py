@@ -85,7 +85,8 @@ class Scheduler:
         """Ends it without an event; False if unknown (never added, or over).
 
         In a step, it keeps its SEQUENCE references until `update` or `fail`: the step still writes its blocks. LEASE
-        references stay, and so does an `Admitted` not yet taken: their owner must learn of them to drop them.
+        references stay, and so does an `Admitted` not yet taken: their owner must learn of them to drop them. (A
+        `Preempted` not yet taken stays too.)
         """
         sequence = self.sequences.get(seq_id)
         if sequence is None:

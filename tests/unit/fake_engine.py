@@ -21,6 +21,7 @@ from services.engine.sequence import (
     Failed,
     Finish,
     Mode,
+    Preempted,
     Progress,
     SamplingParams,
     Sequence,
@@ -265,7 +266,7 @@ class FakeEngine:
         self.all_heard = True
         for event in events:
             record = self.records[event.seq_id]
-            assert isinstance(event, Admitted) or not record.aborted, "an aborted sequence is silent"
+            assert isinstance(event, Admitted | Preempted) or not record.aborted, "an aborted sequence is silent"
             match event:
                 case Admitted():
                     self._hear_admitted(record, event)
