@@ -16,7 +16,7 @@ from services.kvtransfer.client import BlockFetcher, FetchOrder
 from services.kvtransfer.imports import Import, ImportState, ImportTable
 from services.kvtransfer.lease import FetchEnd, FetchTicket, Lease, LeaseState
 from services.kvtransfer.lease_table import LeaseTable, ReleaseAnswer
-from services.kvtransfer.slots import SlotTable, _Staged
+from services.kvtransfer.slots import _Staged
 from services.kvtransfer.transports.shm_mapping import Mapping, MappingCache
 from services.prefill.leg import PrefillLeg
 from services.worker.host import WorkerHost
@@ -119,10 +119,6 @@ def takes_slots_back_from_a_leg_that_may_release() -> Bug:
     return replaced(LeaseTable, "fence", fence)
 
 
-def never_takes_slots_back() -> Bug:
-    return replaced(SlotTable, "abandoned", lambda self: None)
-
-
 # The import.
 
 
@@ -194,7 +190,6 @@ MUTANTS: tuple[Mutant, ...] = (
     frees_slots_when_the_stream_ends,
     frees_slots_once_they_are_announced,
     takes_slots_back_from_a_leg_that_may_release,
-    never_takes_slots_back,
     frees_blocks_under_a_copy,
     frees_an_import_twice,
     indexes_an_import_before_it_is_valid,

@@ -132,11 +132,12 @@ class SlotMachine(RuleBasedStateMachine):
     def take(self, ticket: FetchTicket, first_block: int, num_blocks: int) -> tuple[int, ...]:
         """As `Staging.take`."""
         slots = self.slots.take(ticket, first_block, num_blocks)
-        while not slots and self.slots.next_in_line() is ticket:
+        if not slots and self.slots.next_in_line() is ticket:
             lease = self.slots.abandoned()
             assert lease is not None
             assert not self.slots.num_free
             self.table.fence(lease, self.clock.now())
+            assert self.slots.num_free
             if ticket.ended is None:
                 slots = self.slots.take(ticket, first_block, num_blocks)
         return slots

@@ -92,10 +92,11 @@ class Staging:
         refused from then on."""
         num_blocks = min(num_blocks, self.slots_per_message)
         slots = self.slots.take(ticket, first_block, num_blocks)
-        while not slots and self.slots.next_in_line() is ticket:
+        if not slots and self.slots.next_in_line() is ticket:
             lease = self.slots.abandoned()
             assert lease is not None, "its turn, and neither a free slot nor one to take back"
             self._board.table.fence(lease, self._clock.now())
+            assert self.slots.num_free, "a leg was fenced, and its slots are still kept"
             if ticket.ended is None:  # it could be of the very leg
                 slots = self.slots.take(ticket, first_block, num_blocks)
         self._wake_next()
