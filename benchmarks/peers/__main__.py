@@ -20,7 +20,6 @@ from benchmarks.engine import EngineFigures, engine_rounds
 from services.cli.model_cache import DEFAULT_MODEL, resolve_model
 
 PEER = Path(__file__).with_name("vllm_cpu.py")
-_MARK = "FIGURES "
 _FIGURES = (
     ("single stream, tok/s", "single_stream_tok_s", 1),
     ("prefill of 2048 tokens, s", "prefill_s", -1),
@@ -39,13 +38,18 @@ def peer_rounds(python: str, model: Path, threads: int) -> Iterator[Callable[[],
         assert asks is not None
         assert answers is not None
 
+        def read(mark: str) -> str:
+            for line in answers:
+                if line.startswith(mark):
+                    return line.removeprefix(mark)
+            raise SystemExit(f"the peer ended with status {process.wait()}; its output is above")
+
         def measure_once() -> EngineFigures:
             asks.write("\n")
             asks.flush()
-            for line in answers:
-                if line.startswith(_MARK):
-                    return EngineFigures(**json.loads(line.removeprefix(_MARK)))
-            raise SystemExit(f"the peer ended with status {process.wait()}; its output is above")
+            return EngineFigures(**json.loads(read("FIGURES ")))
+
+        read("READY")  # so that it does not load while others measure
 
         try:
             yield measure_once

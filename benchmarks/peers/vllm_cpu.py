@@ -1,6 +1,6 @@
 """Runs in the peer's environment: the figures of `benchmarks/engine.py` by vLLM's CPU build, a JSON line each time.
 
-`python vllm_cpu.py MODEL_FOLDER THREADS` measures once for every line on stdin.
+`python vllm_cpu.py MODEL_FOLDER THREADS` says READY when it is, and measures once for every line on stdin.
 """
 
 import json
@@ -39,6 +39,7 @@ def main() -> None:
         return time.perf_counter() - started
 
     run(4, 256, 8)
+    print("READY", flush=True)
     for _ in sys.stdin:
         figures = {
             "single_stream_tok_s": 64 / (run(1, 16, 65) - run(1, 16, 1)),
