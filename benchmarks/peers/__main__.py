@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator
@@ -29,11 +30,11 @@ _FIGURES = (
 
 @contextlib.contextmanager
 def peer_rounds(python: str, model: Path, threads: int) -> Iterator[Callable[[], EngineFigures]]:
-    """Each call measures one round of the peer, in its own process, which is idle in between."""
+    """Each call measures one round of the peer, in processes of its own, stopped in between: idle, they poll."""
     command = [python, str(PEER), str(model), str(threads)]
     settings = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # ours, not its
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=settings, text=True) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=settings, text=True, start_new_session=True) as process:
         asks, answers = process.stdin, process.stdout
         assert asks is not None
         assert answers is not None
@@ -45,15 +46,19 @@ def peer_rounds(python: str, model: Path, threads: int) -> Iterator[Callable[[],
             raise SystemExit(f"the peer ended with status {process.wait()}; its output is above")
 
         def measure_once() -> EngineFigures:
+            os.killpg(process.pid, signal.SIGCONT)
             asks.write("\n")
             asks.flush()
-            return EngineFigures(**json.loads(read("FIGURES ")))
+            figures = EngineFigures(**json.loads(read("FIGURES ")))
+            os.killpg(process.pid, signal.SIGSTOP)
+            return figures
 
         read("READY")  # so that it does not load while others measure
-
+        os.killpg(process.pid, signal.SIGSTOP)
         try:
             yield measure_once
         finally:
+            os.killpg(process.pid, signal.SIGCONT)
             asks.close()
 
 
