@@ -111,7 +111,8 @@ class KVCache:
             self._bytes[block_id].numpy().data[:] = source
         else:
             copy = torch.frombuffer(bytearray(source), dtype=_COPY_DTYPE)
-            self._bytes[block_id].copy_(copy)
+            with torch.cuda.stream(self._copies):  # beside the step that may run, and complete before it returns
+                self._bytes[block_id].copy_(copy)
 
     def close(self) -> None:
         """Closes the memfd. Peers keep what they have mapped; the memory goes with the last mapping."""
