@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 Dial = Callable[[str], grpc.aio.Channel]
 
 _NAPS = 4
+_WRITE_FAILED = "Internal error from Core"
+"""How grpc.aio tells it, with INTERNAL and not with the status that the call had."""
 _MOST_MS = (1 << 63) - 1
 
 
@@ -121,6 +123,10 @@ class WorkerLink:
     def num_sessions(self) -> int:
         return sum(stream is not None and stream.is_open for stream in (self._prefill, self._decode))
 
+    @property
+    def _is_leaving(self) -> bool:
+        return self._leave_by_s < math.inf or (self.load is not None and self.load.draining)
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link {self.info.worker_id}")
         self._task.add_done_callback(_tell_failure)
@@ -174,6 +180,8 @@ class WorkerLink:
             error = group_error.exceptions[0]
             assert isinstance(error, grpc.aio.AioRpcError)
             reason = f"{error.code().name}: {error.details()}"
+            if error.details() == _WRITE_FAILED and self._is_leaving:
+                crashed = False  # a write of ours met the orderly end of the call
         except* Exception:
             log.exception("worker %s: its messages could not be handled", self.info.worker_id)
             reason = "internal error"
