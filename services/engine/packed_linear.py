@@ -11,6 +11,8 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from services.engine.replacement import relative_difference, replace_modules
+
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = 0.02
@@ -38,30 +40,19 @@ class PackedLinear(nn.Module):
 @torch.inference_mode()
 def pack_linears(model: nn.Module) -> int:
     """Replaces what it can in the model; returns how many layers."""
-    num_packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _can_pack(child):
-                packed = _pack(child)
-                if packed is not None:
-                    setattr(parent, name, packed)
-                    num_packed += 1
-    return num_packed
+    return replace_modules(model, _pack)
 
 
-def _can_pack(linear: nn.Linear) -> bool:
-    return linear.weight.device.type == "cpu" and linear.weight.dtype == torch.bfloat16
-
-
-def _pack(linear: nn.Linear) -> PackedLinear | None:
+def _pack(linear: nn.Module) -> PackedLinear | None:
+    if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or linear.weight.dtype != torch.bfloat16:
+        return None
     try:
         packed = PackedLinear(linear)
         inputs = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-        found, expected = packed(inputs).float(), linear(inputs).float()
+        difference = relative_difference(packed(inputs), linear(inputs))
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         logger.info("linear layers stay plain: %s", error)
         return None
-    difference = (found - expected).norm() / expected.norm()
     if not difference <= _TOLERANCE:
         logger.warning("a packed linear layer differs by %.2g and stays plain", difference)
         return None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from services.engine.model import attending, current_attention
 from services.engine.native.bindings import Kernels
 from services.engine.native.modules import NativeGatedMLP, NativeRMSNorm
+from services.engine.replacement import relative_difference
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,6 @@ class _Trial:
 
     def agrees_with(self, expected: _Trial) -> bool:
         return all(
-            found.shape == wanted.shape
-            and bool((found.float() - wanted.float()).norm() <= _TOLERANCE * wanted.float().norm())
+            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE
             for found, wanted in zip(self._tensors, expected._tensors, strict=True)
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from services.engine.native.bindings import Kernels, kernels
 from services.engine.native.decoder_layer import layer_for
 from services.engine.native.modules import NativeGatedMLP, NativeRMSNorm
+from services.engine.replacement import relative_difference, replace_modules
 
 _TOLERANCE = 0.01
 """Of the root mean square difference, relative to the output's: roundings of bfloat16. Another
@@ -25,19 +26,8 @@ def use_native_modules(model: nn.Module) -> tuple[int, int]:
     native = kernels()
     if native is None:
         return 0, 0
-    parts = _replace(model, lambda module: _norm_for(module, native) or _mlp_for(module, native))
-    return parts, _replace(model, lambda module: layer_for(module, native))
-
-
-def _replace(model: nn.Module, replacement_for: Callable[[nn.Module], nn.Module | None]) -> int:
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = replacement_for(child)
-            if replacement is not None:
-                setattr(parent, name, replacement)
-                count += 1
-    return count
+    parts = replace_modules(model, lambda module: _norm_for(module, native) or _mlp_for(module, native))
+    return parts, replace_modules(model, lambda module: layer_for(module, native))
 
 
 def _norm_for(module: nn.Module, native: Kernels) -> nn.Module | None:
@@ -74,5 +64,4 @@ def _random(*shape: int) -> Tensor:
 
 
 def _agree(candidate: Callable[[Tensor], Tensor], module: Callable[[Tensor], Tensor], inputs: Tensor) -> bool:
-    found, expected = candidate(inputs).float(), module(inputs).float()
-    return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
+    return relative_difference(candidate(inputs), module(inputs)) <= _TOLERANCE

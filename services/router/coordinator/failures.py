@@ -127,9 +127,9 @@ def worker_gone(
     `stuck`: the session lives, so the legs are cancelled too; a step that does not end may never see that.
     """
     outcome = "stuck" if stuck else "lost"
-    touched = {request_id: book.requests[request_id] for request_id in legs.values()}
-    for request in touched.values():
-        role, newest = Role.PREFILL, max(leg for leg, request_id in legs.items() if request_id == request.request_id)
+    newest_legs = {request_id: leg for leg, request_id in sorted(legs.items())}
+    for request_id, newest in newest_legs.items():
+        request, role = book.requests[request_id], Role.PREFILL
         if request.decode is not None and request.decode.leg in legs:
             role = Role.DECODE
             book.end_decode(request, now, outcome, cancel=stuck)
