@@ -37,6 +37,12 @@ async def bare_client(cluster: Cluster) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
+def raw_request(path: str, asked: Any) -> bytes:
+    """For clients that do what no library would."""
+    body = json.dumps(asked).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
 def events(body: str) -> list[Any]:
     """Of an event stream: what stands in each event; the last is the string [DONE] if all went well."""
     assert body.endswith("\n\n")

@@ -9,15 +9,13 @@ import asyncio
 from typing import Any
 
 import grpc
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_worker import MODEL_ID, ScriptedWorker
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.main import Router, RouterConfig
 from services.rpc.channels import dial
-from services.rpc.telemetry import Tracer
+from tests.recording import recording_tracer
 from tests.text_model import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -40,9 +38,7 @@ class Cluster:
 
     def __init__(self, config: RouterConfig) -> None:
         self.spans = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.spans))
-        self.router = Router(config, Tracer(provider))
+        self.router = Router(config, recording_tracer(self.spans))
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[bytes, asyncio.Event] = {}
 

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.v1 import control_pb2, types_pb2
 from services.cli import client
 from services.cli import status as cli_status
 from services.router.health import Health
-from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
 from tests.cluster import Cluster, running_cluster
 from tests.equality import GreedyReference
 from tests.models import tiny_model
+from tests.recording import recording_tracer
 from tests.workers import DECODE, MIXED, PREFILL, until
 
 PROMPT = list(range(5, 60))
@@ -88,9 +86,7 @@ def device(host: WorkerHost) -> Iterator[StuckDevice]:
 
 async def test_canaries_prove_everything_and_leave_nothing(model: Path, reference: GreedyReference) -> None:
     spans = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    async with running_cluster(model, [PREFILL, DECODE, MIXED], router=DEEP, tracer=Tracer(provider)) as cluster:
+    async with running_cluster(model, [PREFILL, DECODE, MIXED], router=DEEP, tracer=recording_tracer(spans)) as cluster:
         await all_checked(cluster)
         assert not spans.get_finished_spans(), "traces are for requests"
         assert not cluster.router.coordinator.num_live

@@ -13,18 +13,16 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.core.clock import MonotonicClock
 from services.core.errors import WorkerFailed
 from services.router.coordinator.requests import Phase
 from services.rpc.names import Attr, Span
-from services.rpc.telemetry import Tracer
 from tests.cluster import Cluster, greedy_request, running_cluster
-from tests.http_client import HTTP, bare_client, events, openai_client
+from tests.http_client import HTTP, bare_client, events, openai_client, raw_request
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.recording import recording_tracer
 from tests.workers import DECODE, PREFILL, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,10 +46,8 @@ def spans() -> InMemorySpanExporter:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, spans: InMemorySpanExporter) -> Any:
     model: Path = tiny_model("llama", tmp_path_factory.mktemp("several"))
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(spans))
     async with running_cluster(
-        model, [PREFILL, DECODE], router=HTTP, tracer=Tracer(provider), kv_blocks=400, max_num_batched_tokens=64
+        model, [PREFILL, DECODE], router=HTTP, tracer=recording_tracer(spans), kv_blocks=400, max_num_batched_tokens=64
     ) as cluster:
         yield cluster
 
@@ -66,11 +62,6 @@ async def post(cluster: Cluster, body: Any, **headers: str) -> Any:
     async with bare_client(cluster) as client:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await client.post(COMPLETIONS, json=body, headers=named)
-
-
-def raw_request(asked: dict[str, Any]) -> bytes:
-    body = json.dumps(asked).encode()
-    return f"POST {COMPLETIONS} HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @pytest.mark.parametrize("prompts", [TEXTS, TOKENS], ids=["texts", "tokens"])
@@ -240,7 +231,7 @@ PHASES: dict[str, Callable[[Cluster], bool]] = {
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_client_that_disconnects_ends_all(cluster: Cluster, phase: str, stream: bool) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
-    writer.write(raw_request({**ENDLESS, "stream": stream, "cache_salt": f"{phase} {stream}"}))
+    writer.write(raw_request(COMPLETIONS, {**ENDLESS, "stream": stream, "cache_salt": f"{phase} {stream}"}))
     await until(lambda: PHASES[phase](cluster), f"it is {phase}", 30.0, pause_s=0)
     writer.close()
     await cluster.idle()
@@ -255,7 +246,7 @@ async def test_a_client_that_never_reads_delays_no_one(cluster: Cluster) -> None
     with socket.socket() as mute:
         mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         mute.connect(("127.0.0.1", cluster.router.http_port))
-        mute.sendall(raw_request(asked))
+        mute.sendall(raw_request(COMPLETIONS, asked))
         await until(lambda: PHASES["decoded"](cluster), "all are decoded")
         assert (await post(cluster, ASKED)).status_code == 200
         await until(lambda: cluster.router.coordinator.num_live == 0, "all are done without their reader", 60.0)

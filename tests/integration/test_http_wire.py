@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.router.coordinator.requests import Phase
 from services.rpc.names import Span
-from services.rpc.telemetry import Tracer
 from tests.cluster import Cluster, running_cluster
-from tests.http_client import HTTP, bare_client, events
+from tests.http_client import HTTP, bare_client, events, raw_request
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.recording import recording_tracer
 from tests.workers import DECODE, PREFILL, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,11 +39,9 @@ def spans() -> InMemorySpanExporter:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, spans: InMemorySpanExporter) -> Any:
     model: Path = tiny_model("llama", tmp_path_factory.mktemp("wire"))
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(spans))
     flags = {**HTTP, "max_message_bytes": 100_000}
     async with running_cluster(
-        model, [PREFILL, DECODE], router=flags, tracer=Tracer(provider), kv_blocks=160, max_num_batched_tokens=16
+        model, [PREFILL, DECODE], router=flags, tracer=recording_tracer(spans), kv_blocks=160, max_num_batched_tokens=16
     ) as cluster:
         yield cluster
 
@@ -196,10 +192,9 @@ PHASES: dict[str, Callable[[Cluster], bool]] = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_client_that_disconnects(cluster: Cluster, phase: str, stream: bool) -> None:
-    body = json.dumps({**ENDLESS, "stream": stream, "cache_salt": f"{phase} {stream}"}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    asked = {**ENDLESS, "stream": stream, "cache_salt": f"{phase} {stream}"}
     _, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
-    writer.write(head + body)
+    writer.write(raw_request(COMPLETIONS, asked))
     await until(lambda: PHASES[phase](cluster), f"a request is {phase}", 30.0, pause_s=0)
     writer.close()
     await cluster.idle()
@@ -229,12 +224,11 @@ async def test_a_storm_of_disconnects_leaves_nothing(cluster: Cluster) -> None:
 
 
 async def test_a_client_that_never_reads_delays_no_one(cluster: Cluster) -> None:
-    body = json.dumps({**ASKED, "prompt": [9] * 20, "max_tokens": 900, "logprobs": 20, "stream": True}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    asked = {**ASKED, "prompt": [9] * 20, "max_tokens": 900, "logprobs": 20, "stream": True}
     with socket.socket() as mute:
         mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         mute.connect(("127.0.0.1", cluster.router.http_port))
-        mute.sendall(head + body)
+        mute.sendall(raw_request(COMPLETIONS, asked))
         await until(lambda: PHASES["decoding"](cluster), "it decodes")
         assert (await post(cluster, COMPLETIONS, ASKED)).status_code == 200
         await until(lambda: cluster.router.coordinator.num_live == 0, "it is done without its reader", 60.0)

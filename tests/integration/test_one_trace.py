@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.rpc.names import Attr, Event, Span
-from services.rpc.telemetry import Tracer, configure_tracing
+from services.rpc.telemetry import configure_tracing
 from tests.cluster import greedy_request, running_cluster
 from tests.models import tiny_model
+from tests.recording import recording_tracer
 from tests.span_tree import PARENTS
 from tests.workers import DECODE, MIXED, PREFILL
 
@@ -31,9 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def spans_of(model: Path, roles: list[Any], **fields: Any) -> dict[str, ReadableSpan]:
     memory = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    async with running_cluster(model, roles, tracer=Tracer(provider), max_num_batched_tokens=64, **fields) as cluster:
+    async with running_cluster(
+        model, roles, tracer=recording_tracer(memory), max_num_batched_tokens=64, **fields
+    ) as cluster:
         await cluster.stream(greedy_request(PROMPT, 20, request_id="traced"))
     spans = memory.get_finished_spans()
     assert len({span.context.trace_id for span in spans}) == 1
@@ -95,9 +95,7 @@ async def test_prefill_on_a_decode_worker(model: Path) -> None:
 async def test_preemptions_stand_on_the_run(model: Path) -> None:
     """Two sequences of 16 blocks in a pool of 24: one has to give way, and says so."""
     memory = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    async with running_cluster(model, [DECODE], tracer=Tracer(provider), kv_blocks=24) as cluster:
+    async with running_cluster(model, [DECODE], tracer=recording_tracer(memory), kv_blocks=24) as cluster:
         requests = [greedy_request(PROMPT[n : n + 100], 150, request_id=f"r{n}") for n in range(2)]
         await asyncio.gather(*map(cluster.stream, requests))
         (worker,) = (await cluster.status()).workers
@@ -114,12 +112,10 @@ async def test_preemptions_stand_on_the_run(model: Path) -> None:
 async def test_workers_begin_no_trace_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the router makes none, what they would record belongs to nothing."""
     memory = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(memory))
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     untraced = configure_tracing("baton-router", "router")
     async with running_cluster(
-        model, [PREFILL, DECODE], tracer=untraced, worker_tracer=Tracer(provider), max_num_batched_tokens=64
+        model, [PREFILL, DECODE], tracer=untraced, worker_tracer=recording_tracer(memory), max_num_batched_tokens=64
     ) as cluster:
         await cluster.stream(greedy_request(PROMPT, 20, request_id="untraced"))
     assert memory.get_finished_spans() == ()
