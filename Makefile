@@ -1,40 +1,48 @@
 # Everything runs in .venv, which is made on demand; only git, make and Python with venv are assumed.
 #   make demo                                 the whole system on this machine, with three real prompts
-#   make test                                 the whole suite
+#   make test                                 the suite, within minutes
+#   make test-all                             and what takes longer: many seeds, mutants, real processes killed
 #   make soak MINUTES=10                      random faults and cancellations over a tiny model
 #   make loadgen                              guidellm, a public load generator, against the HTTP API
-#   make sim SEEDS=100000                     the deterministic simulation of a cluster under faults
+#   make sim SEEDS=100000 JOBS=2              the simulation of a cluster under faults; goes on where it was stopped
 #   make install PYTHON=python3.13            another interpreter (3.11 or newer)
-#   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (README, "Which torch")
+#   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (docs/installing.md)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# pytest's status 5, no tests: right only if somebody has chosen some by PYTEST_ARGS, and none of these.
+NONE_CHOSEN = $(if $(PYTEST_ARGS), || test $$? = 5)
 MINUTES ?= 10
 SEEDS ?= 10000
 START ?= 0
+JOBS ?= 2
 BENCH_ARGS ?=
+DEMO_ARGS ?=
 LOADGEN_ARGS ?=
+
+# Commands and tests start many processes; each would compile the whole tree again.
+export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 BIN := $(VENV)/bin
 LOADGEN := out/loadgen-venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install model protos format lint types contracts test faults sim soak demo bench loadgen clean
+.PHONY: help install model protos format lint types contracts test test-long test-all faults sim soak demo bench loadgen clean
 
 help:
-	@sed -n '2,9s/^#   //p' $(MAKEFILE_LIST)
+	@sed -n '2,10s/^#   //p' $(MAKEFILE_LIST)
 	@echo "also: bench model protos format lint types contracts clean"
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml requirements/constraints.txt services/engine/native/kernels.c
+$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt services/engine/native/kernels.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Baton needs Python 3.11 or newer; $(PYTHON) is not. Try: make install PYTHON=python3.13" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_INDEX) \
-		--constraint requirements/constraints.txt --editable '.[dev]'
+		--constraint requirements/constraints.txt --editable ./client --editable '.[dev]'
 	$(BIN)/python -m services.engine.native.build || true
 	touch $@
 
@@ -60,23 +68,31 @@ contracts: $(INSTALLED)
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python scripts/gen_protos.sh --check
 
+# Side by side where tests wait or compute; one by one where they measure time or memory, or kill processes.
 test: model
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -m "alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+
+test-long: model
+	$(BIN)/python -m pytest -m "long and not faults_long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+
+test-all: test test-long
 
 # Real processes killed, stopped and cut off: all of it. On a busy machine it takes its time.
 faults: model
 	$(BIN)/python -m pytest -m faults tests/integration/faults $(PYTEST_ARGS)
 
 sim: $(INSTALLED)
-	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
+	PYTHONPATH=.:gen $(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START) --jobs $(JOBS) \
+		--resume out/sim-$(START)-$(SEEDS).jsonl
 
 soak: $(INSTALLED)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 demo: model
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
-bench: model
+bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # In an environment of its own: what a load generator needs differs from what Baton needs.

@@ -9,36 +9,50 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import grpc
 import psutil
 
-from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from baton.v1 import control_pb2, inference_pb2, inference_pb2_grpc, types_pb2
 from benchmarks.figure import Figure
+from services.cli.client import control
 
 _READY_WITHIN_S = 120.0
 
 
+@dataclass(frozen=True)
+class Up:
+    address: str
+    control: str
+    ready_s: float
+    """Seconds until `ready`."""
+
+    def status(self) -> control_pb2.GetStatusResponse:
+        with control(self.control, "") as call:
+            return call("GetStatus", control_pb2.GetStatusRequest(), 10.0)
+
+
 @contextlib.contextmanager
-def cluster(model: str, *flags: str) -> Iterator[tuple[str, float]]:
-    """(router address, seconds until `ready`) of a `baton up`, which is ended with SIGTERM."""
+def cluster(model: str, *flags: str) -> Iterator[Up]:
+    """A `baton up` that is ready, and is ended with SIGTERM."""
     command = [sys.executable, "-m", "services.cli.main", "up", "--model", model, "--port", "0", "--dtype", "bfloat16"]
     started = time.perf_counter()
     with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            address = ""
+            addresses = {}
             for line in process.stdout:
                 words = line.split()
-                if words[:1] == ["router"]:
-                    address = next(word for word in words if ":" in word)
+                if words[0] in ("router", "control"):
+                    addresses[words[0]] = words[1]
                 if words == ["ready"]:
                     break
                 if time.perf_counter() - started > _READY_WITHIN_S:
                     raise RuntimeError("baton up did not become ready")
             else:
                 raise RuntimeError("baton up ended before it was ready")
-            yield address, time.perf_counter() - started
+            yield Up(addresses["router"], addresses["control"], time.perf_counter() - started)
         finally:
             process.terminate()
             process.wait(timeout=60)
@@ -46,12 +60,12 @@ def cluster(model: str, *flags: str) -> Iterator[tuple[str, float]]:
 
 def measure(model: str, repeats: int) -> list[Figure]:
     figures: list[Figure] = []
-    with cluster(model) as (address, ready_s):
-        figures.append(Figure("baton up: ready, warm model cache", "s", (ready_s,), "<= 25"))
-        with grpc.insecure_channel(address) as channel:
+    with cluster(model) as up:
+        figures.append(Figure("baton up: ready, warm model cache", "s", (up.ready_s,), "<= 25"))
+        with grpc.insecure_channel(up.address) as channel:
             figures += _handoffs(channel, repeats)
-            figures += _memory(channel)
-    with cluster(model, "--mixed", "1") as (address, _), grpc.insecure_channel(address) as channel:
+        figures += _memory(up.status())
+    with cluster(model, "--mixed", "1") as up, grpc.insecure_channel(up.address) as channel:
         samples = tuple(_throughput(channel, seed) for seed in range(repeats))
         figures.append(Figure("end to end: 64 x (256 in, 64 out), 1 mixed", "tok/s", samples, ">= 300 on AMX"))
     return figures
@@ -89,9 +103,8 @@ def _handoffs(channel: grpc.Channel, repeats: int) -> list[Figure]:
     ]
 
 
-def _memory(channel: grpc.Channel) -> list[Figure]:
+def _memory(status: control_pb2.GetStatusResponse) -> list[Figure]:
     """PSS without other workers' pools: what is mapped of a memfd is counted once, for its owner."""
-    status = control_pb2_grpc.ControlServiceStub(channel).GetStatus(control_pb2.GetStatusRequest())
     figures = []
     for entry in status.workers:
         maps = psutil.Process(entry.worker.pid).memory_maps(grouped=False)

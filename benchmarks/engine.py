@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.figure import Figure
 from services.engine.config import EngineConfig, StepReport
 from services.engine.engine import Engine
-from services.engine.sequence import SamplingParams, Sequence, StoppingParams, Token
+from services.engine.loading import torch_engine
+from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams, Token
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -71,7 +72,7 @@ def engine_rounds(model: Path, threads: int) -> Iterator[Callable[[], EngineFigu
     config = EngineConfig(
         str(model), model.name, dtype="bfloat16", num_blocks=2048, threads=threads, max_num_batched_tokens=2048
     )
-    engine = Engine(config)
+    engine = torch_engine(config)
     load = Load(engine)
 
     def measure_once() -> EngineFigures:

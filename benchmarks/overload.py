@@ -10,12 +10,13 @@ import asyncio
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import grpc
 import psutil
 
-from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from benchmarks.end_to_end import cluster, make_request
 from benchmarks.figure import Figure
 
@@ -42,31 +43,38 @@ class Phase:
 
 
 def measure(model: str, repeats: int) -> list[Figure]:
-    with cluster(model) as (address, _):
-        return asyncio.run(_measure(address, repeats))
+    with cluster(model) as up:
+        status = up.status()
+        processes = {"router": psutil.Process(status.router_pid)}
+        processes |= {entry.worker.worker_id: psutil.Process(entry.worker.pid) for entry in status.workers}
+        return asyncio.run(_measure(up.address, processes, repeats))
 
 
-async def _measure(address: str, repeats: int) -> list[Figure]:
+async def _measure(address: str, processes: Mapping[str, psutil.Process], repeats: int) -> list[Figure]:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        control = control_pb2_grpc.ControlServiceStub(channel)
-        router = psutil.Process((await control.GetStatus(control_pb2.GetStatusRequest())).router_pid)
         chance = random.Random(0)
         await _closed_loop(stub, chance, 5.0)  # costs are learnt from work
         peaks: list[float] = []
         phases: dict[int, list[Phase]] = {multiple: [] for multiple in _MULTIPLES}
-        before = router.memory_info().rss
+        before = {name: _private_bytes(process) for name, process in processes.items()}
         for _ in range(repeats):
             peaks.append((await _closed_loop(stub, chance, _PHASE_S)).goodput)
             for multiple in _MULTIPLES:
                 rate = multiple * statistics.median(peaks) / _OUTPUT_TOKENS
                 phases[multiple].append(await _open_loop(stub, chance, rate))
-        grown = router.memory_info().rss - before
+        grown = {name: _private_bytes(process) - before[name] for name, process in processes.items()}
     return [
         Figure("overload: capacity (closed loop)", "tok/s", tuple(peaks)),
         *_figures(phases, peaks),
-        Figure("  router's memory grew by", "MB", (grown / 1e6,)),
+        *(Figure(f"  memory of {name} grew by", "MB", (num_bytes / 1e6,)) for name, num_bytes in grown.items()),
     ]
+
+
+def _private_bytes(process: psutil.Process) -> int:
+    """Resident, without the pools, which are shared memory."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def _figures(phases: dict[int, list[Phase]], peaks: list[float]) -> list[Figure]:

@@ -118,7 +118,7 @@ def _running(model: str, collector: _Collector) -> Iterator[_Processes]:
     before = set(psutil.Process().children())
     with contextlib.ExitStack() as stack:
         with _environment(variables):
-            address, _ = stack.enter_context(cluster(model, "--threads", "1", "--http-port", "-1"))
+            address = stack.enter_context(cluster(model, "--threads", "1", "--http-port", "-1")).address
         (up,) = set(psutil.Process().children()) - before
         channel = stack.enter_context(grpc.insecure_channel(address))
         yield _Processes(channel, up.children())

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import multiprocessing
-import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 
 from baton.v1 import kvtransfer_pb2_grpc, types_pb2
 from benchmarks.figure import Figure
 from services.core.clock import MonotonicClock
 from services.core.ids import new_incarnation, new_lease_id
+from services.core.sealed_memory import SealedMemory
+from services.kv.imports import ImportTable
+from services.kv.layout import Layout
+from services.kv.lease_table import LeaseTable
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.client import BlockFetcher, FetchOrder
-from services.kvtransfer.imports import ImportTable
-from services.kvtransfer.layout import Layout
-from services.kvtransfer.lease_table import LeaseTable
 from services.kvtransfer.servicer import KVTransferServicer
+from services.kvtransfer.transports import DestinationEnd, SourceEnd
+from services.kvtransfer.transports.grpc import GrpcDestination, GrpcSource
 from services.kvtransfer.transports.shm import ShmServer
+from services.kvtransfer.transports.shm_mapping import MappingCache
+from services.kvtransfer.transports.shm_source import ShmSource
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.channels import dial
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
 
 # SmolLM2-135M in bfloat16: 2048 tokens are 128 blocks, 47 MB.
-_LAYOUT = Layout("bench", "0", "bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
+_TOKEN = "a-token-for-the-benchmark"
+_LAYOUT = Layout("bench", "0", "0", "bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
 _NUM_BLOCKS = 128
 
 
@@ -35,9 +41,8 @@ class _Pool:
 
     def __init__(self) -> None:
         self.block_bytes, self.num_blocks = _LAYOUT.block_bytes, _NUM_BLOCKS
-        self.fd: int | None = os.memfd_create("bench")
-        os.ftruncate(self.fd, self.block_bytes * self.num_blocks)
-        self._map = mmap.mmap(self.fd, self.block_bytes * self.num_blocks)
+        self._memory = SealedMemory("bench", self.block_bytes * self.num_blocks)
+        self.fd, self._map = self._memory.fd, self._memory.map
         self._view = memoryview(self._map)
         for block_id in range(self.num_blocks):
             self.write_block(block_id, bytes([block_id]) * self.block_bytes)
@@ -71,13 +76,16 @@ async def _measure(transport: str, repeats: int) -> Figure:
 async def _fetch_all(source: types_pb2.KVSource, lease_ids: list[bytes], transport: str) -> list[float]:
     pool, clock = _Pool(), MonotonicClock()
     imports = ImportTable(on_freed=lambda import_: None)
-    fetcher = BlockFetcher(pool, _LAYOUT, imports, clock, dial=dial, error_of=from_call)
+    end: DestinationEnd = {"shm": MappingCache, "grpc": GrpcDestination}[transport](_LAYOUT.block_bytes)
+    fetcher = BlockFetcher(
+        pool, _LAYOUT, imports, clock, transports=[end], dial=partial(dial, token=_TOKEN), error_of=from_call
+    )
     samples = []
     for leg, lease_id in enumerate(lease_ids, start=1):
         blocks = tuple(range(_NUM_BLOCKS))
         import_ = imports.reserve(owner="bench", block_ids=blocks, now=clock.now())
         started = time.perf_counter()
-        order = FetchOrder(source, lease_id, leg, import_, 0, blocks, transport)  # type: ignore[arg-type]
+        order = FetchOrder(source, lease_id, leg, import_, 0, blocks)
         outcome = await fetcher.fetch(order)
         samples.append(outcome.num_bytes / (time.perf_counter() - started) / 1e9)
     await fetcher.close()
@@ -92,9 +100,10 @@ async def _source(pipe: Connection, num_leases: int) -> None:
     pool, clock, incarnation = _Pool(), MonotonicClock(), new_incarnation()
     table = LeaseTable(_LAYOUT.block_size, on_end=lambda lease: None, ttl_s=60.0)
     board = LeaseBoard(table, clock)
-    shm = ShmServer(pool, incarnation)
-    servicer = KVTransferServicer(board, pool, _LAYOUT, incarnation, clock, shared=True)
-    server = GrpcServer()
+    reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
+    ends: list[SourceEnd] = [ShmSource(pool, ShmServer(pool, incarnation), reader), GrpcSource(pool, reader)]
+    servicer = KVTransferServicer(board, _LAYOUT, incarnation, clock, transports=ends)
+    server = GrpcServer(token=_TOKEN)
     server.add("baton.v1.KVTransferService", kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, servicer)
     await server.start()
     lease_ids = [new_lease_id() for _ in range(num_leases)]
@@ -103,12 +112,14 @@ async def _source(pipe: Connection, num_leases: int) -> None:
         table.open(lease_id, owner="bench", block_ids=range(_NUM_BLOCKS), num_tokens=num_tokens, now=clock.now())
         table.publish(lease_id, num_tokens, clock.now())
         table.seal(lease_id, types_pb2.SequenceTokens(token_ids=[1]), clock.now())
+    offers = [end.offer() for end in ends]
     source = types_pb2.KVSource(
-        address=server.address, incarnation=incarnation, shm_socket=shm.name, layout=layout_to_proto(_LAYOUT)
+        address=server.address, incarnation=incarnation, offers=offers, layout=layout_to_proto(_LAYOUT)
     )
     pipe.send((source.SerializeToString(), lease_ids))
     await asyncio.to_thread(pipe.recv)
     await server.stop()
-    servicer.close()
+    reader.shutdown()
     board.close()
-    shm.close()
+    for end in ends:
+        end.close()

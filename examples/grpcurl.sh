@@ -30,6 +30,3 @@ grpcurl -plaintext -H 'traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b71
     "response": {"logprobs": 2},
     "stopping": {"max_tokens": 2, "ignore_eos": true}
 }' "$TARGET" baton.v1.InferenceService/Generate
-
-# Workers, queue and blocks.
-grpcurl -plaintext "$TARGET" baton.v1.ControlService/GetStatus

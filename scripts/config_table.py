@@ -1,4 +1,4 @@
-"""Writes the configuration tables of README.md from the config dataclasses. `--check` fails if they differ."""
+"""Writes the tables of docs/configuration.md from the config dataclasses. `--check` fails if they differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.cli.up import UpConfig
 from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 
-README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 TABLES = {
     "baton up": UpConfig,
     "baton router": RouterConfig,
@@ -22,14 +22,14 @@ BEGIN, END = "<!-- configuration: written by scripts/config_table.py -->", "<!--
 
 def tables() -> str:
     """All tables in Markdown."""
-    return "\n\n".join(f"#### {title}\n\n{_table(config)}" for title, config in TABLES.items())
+    return "\n\n".join(f"## {title}\n\n{_table(config)}" for title, config in TABLES.items())
 
 
-def updated(readme: str) -> str:
-    """The README's text with the tables as they should be."""
-    if BEGIN not in readme or END not in readme:
-        raise SystemExit(f"README.md lacks the lines {BEGIN!r} and {END!r}")
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{tables()}\n\n{END}", readme, flags=re.DOTALL)
+def updated(page: str) -> str:
+    """The page's text with the tables as they should be."""
+    if BEGIN not in page or END not in page:
+        raise SystemExit(f"{PAGE.name} lacks the lines {BEGIN!r} and {END!r}")
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{tables()}\n\n{END}", page, flags=re.DOTALL)
 
 
 def _table(config: type) -> str:
@@ -48,13 +48,13 @@ def _default(value: object) -> str:
 
 
 def main() -> int:
-    text = README.read_text()
+    text = PAGE.read_text()
     if sys.argv[1:] == ["--check"]:
         if updated(text) == text:
             return 0
-        print("README.md's configuration tables are stale: run scripts/config_table.py", file=sys.stderr)
+        print("docs/configuration.md's tables are stale: run scripts/config_table.py", file=sys.stderr)
         return 1
-    README.write_text(updated(text))
+    PAGE.write_text(updated(text))
     return 0
 
 

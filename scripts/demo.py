@@ -7,6 +7,7 @@ were moved. Uses the command line and nothing else. Exit status 0 only if all of
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -65,8 +66,10 @@ PROMPTS = (
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--start-s", type=float, default=START_S, help="time the cluster may take to be ready, seconds")
     try:
-        run()
+        run(parser.parse_args().start_s)
     except DemoFailed as error:
         print(f"\ndemo failed: {error}", file=sys.stderr)
         return 1
@@ -76,13 +79,13 @@ def main() -> int:
     return 0
 
 
-def run() -> None:
+def run(start_s: float) -> None:
     TRACE_FILE.unlink(missing_ok=True)
     LOG_FILE.parent.mkdir(exist_ok=True)
     with open(LOG_FILE, "w") as log:
         cluster = Cluster(log.fileno())
     try:
-        target = cluster.wait_until_ready()
+        target = cluster.wait_until_ready(start_s)
         for prompt in PROMPTS:
             ask(target, prompt)
         cluster.stop()
@@ -100,9 +103,9 @@ class Cluster:
         heading(" ".join(["baton", *command[len(BATON) :]]))
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_fd, text=True)
 
-    def wait_until_ready(self) -> str:
+    def wait_until_ready(self, start_s: float) -> str:
         """Shows what it prints; the router's address once a request would succeed."""
-        watchdog = threading.Timer(START_S, self._process.kill)
+        watchdog = threading.Timer(start_s, self._process.kill)
         watchdog.start()
         try:
             target = ""
@@ -116,7 +119,11 @@ class Cluster:
                     return target
         finally:
             watchdog.cancel()
-        raise DemoFailed(f"baton up ended or was not ready after {START_S:g} s. The end of its log:\n{self._log()}")
+        status = self._process.wait()
+        if status == -signal.SIGKILL:
+            slow = f"On a slow machine: make demo DEMO_ARGS='--start-s {3 * start_s:g}'."
+            raise DemoFailed(f"baton up was not ready within {start_s:g} s. {slow} The end of its log:\n{self._log()}")
+        raise DemoFailed(f"baton up ended with status {status}. The end of its log:\n{self._log()}")
 
     def stop(self) -> None:
         """Ctrl-C: it drains and exits 0."""
@@ -134,6 +141,8 @@ class Cluster:
         """Whatever happened, it is gone, and its children end with it."""
         self._process.kill()
         self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _log(self) -> str:
         return "\n".join(LOG_FILE.read_text(errors="replace").splitlines()[-20:])

@@ -55,7 +55,7 @@ def main() -> int:
         with cluster() as lines:
             for endpoint in ENDPOINTS:
                 report(endpoint, load(arguments, endpoint, lines))
-            check_router(lines["http"].removesuffix("/v1"), lines["router"])
+            check_router(lines["http"].removesuffix("/v1"), lines["control"])
     except LoadFailed as error:
         print(f"\nload failed: {error}", file=sys.stderr)
         return 1
@@ -65,7 +65,7 @@ def main() -> int:
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """`baton up`; what it printed, by first word: the router's address, the HTTP address, the model's folder."""
+    """`baton up`; what it printed, by first word: the control and the HTTP address, the model's folder."""
     with open(OUT / "loadgen.log", "w") as log:
         process = subprocess.Popen(
             [*BATON, "up", "--port", "0", "--http-port", "0"], stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
@@ -131,7 +131,7 @@ def report(endpoint: str, metrics: dict[str, Any]) -> None:
         raise LoadFailed(f"{endpoint}: {totals}")
 
 
-def check_router(http: str, router: str) -> None:
+def check_router(http: str, control: str) -> None:
     """What the router counted, and that nothing runs any more."""
     with urllib.request.urlopen(f"{http}/metrics") as answer:
         text = answer.read().decode()
@@ -141,14 +141,14 @@ def check_router(http: str, router: str) -> None:
     if set(outcomes) - GOOD_OUTCOMES:
         raise LoadFailed(f"requests ended otherwise: {outcomes}")
     deadline_s = time.monotonic() + IDLE_S
-    while not idle(router):
+    while not idle(control):
         if time.monotonic() > deadline_s:
             raise LoadFailed("workers still hold something")
         time.sleep(0.1)
 
 
-def idle(router: str) -> bool:
-    command = [*BATON, "status", "--target", router, "--json"]
+def idle(control: str) -> bool:
+    command = [*BATON, "status", "--target", control, "--json"]
     status = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
     live = sum(status[f"num_{phase}"] for phase in ("queued", "prefilling", "parked", "decoding"))
     held = ("num_running", "num_waiting", "blocks_importing", "blocks_leased", "blocks_active")

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))  # the tests' tiny model
 from services.router.config import RouterConfig  # noqa: E402
 from services.router.metrics import RouterMetrics  # noqa: E402
 from services.worker.metrics import WorkerMetrics  # noqa: E402
-from tests.models import tiny_model  # noqa: E402
-from tests.workers import MIXED, running_worker, worker_config  # noqa: E402
+from tests.support.models import tiny_model  # noqa: E402
+from tests.support.workers import MIXED, running_worker, worker_config  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics: written by scripts/metrics_table.py -->", "<!-- end of metrics -->"

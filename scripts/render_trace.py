@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from services.cli.trace_breakdown import break_down
-from services.cli.trace_reader import RequestTrace, SpanRecord, read_requests
+from services.cli.trace_reader import RecordedRequest, SpanRecord, read_requests
 from services.rpc.names import Attr, Event, Span
 
 WIDTH, ROW, TOP = 960, 26, 100
@@ -81,7 +81,7 @@ def main() -> int:
     return 0
 
 
-def picture(request: RequestTrace) -> str:
+def picture(request: RecordedRequest) -> str:
     rows = request.tree()
     height = TOP + ROW * len(rows) + FOOT
     scale = _Scale(request)
@@ -103,7 +103,7 @@ def picture(request: RequestTrace) -> str:
 
 
 class _Scale:
-    def __init__(self, request: RequestTrace) -> None:
+    def __init__(self, request: RecordedRequest) -> None:
         self._start_ns = request.start_ns
         self.total_ms = max((request.end_ns - request.start_ns) / 1e6, 1e-3)
 
@@ -124,13 +124,13 @@ class _Scale:
         return (index * step for index in range(int(self.total_ms / step) + 1))
 
 
-def _title(request: RequestTrace) -> str:
+def _title(request: RecordedRequest) -> str:
     about = request.root.attributes if request.root else {}
     model = about.get(Attr.REQUEST_MODEL, "")
     return f"One request: {about.get(Attr.INPUT_TOKENS, 0)} tokens in, {about.get(Attr.OUTPUT_TOKENS, 0)} out ({model})"
 
 
-def _summary(request: RequestTrace) -> str:
+def _summary(request: RecordedRequest) -> str:
     return f"{_title(request)}; spans: " + ", ".join(f"{span.name} {_ms(span.duration_ms)}" for span in request.spans)
 
 
@@ -175,7 +175,7 @@ def _row(scale: _Scale, y: float, depth: int, span: SpanRecord) -> Iterator[str]
     yield f'<text class="small end" x="{WIDTH - 20}" y="{y + 18}">{_ms(span.duration_ms)}</text></g>'
 
 
-def _first_token(request: RequestTrace, scale: _Scale, num_rows: int) -> Iterator[str]:
+def _first_token(request: RecordedRequest, scale: _Scale, num_rows: int) -> Iterator[str]:
     at_ms = break_down(request).first_token.total_ms
     if at_ms is not None:
         x, bottom = scale.at(at_ms), TOP + ROW * num_rows
@@ -185,7 +185,7 @@ def _first_token(request: RequestTrace, scale: _Scale, num_rows: int) -> Iterato
         yield f'<text class="marked" {at}>first token {_ms(at_ms)}</text>'
 
 
-def _foot(request: RequestTrace, height: int) -> Iterator[str]:
+def _foot(request: RecordedRequest, height: int) -> Iterator[str]:
     """What the picture is for, in words: the transfer is there, and almost none of it is waited for."""
     told = break_down(request)
     if told.transfer is None or told.second_token is None or told.second_token.transfer_exposed_ms is None:

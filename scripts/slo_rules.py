@@ -17,9 +17,7 @@ SETTINGS, RULES = DEPLOY / "slo.env", DEPLOY / "prometheus" / "rules-slo.yml"
 AWAY, EVERY_S = "baton:away:max", 15
 """1 while no request would find a worker, at each evaluation."""
 # Outcomes that are no error of ours.
-NO_ERROR = "|".join(
-    sorted({"stop", "length", *(getattr(kind, "reason", "cancelled").lower() for kind in (*UNFIT, *ENDED_BY_CLIENT))})
-)
+NO_ERROR = "|".join(sorted({"stop", "length", *(kind.reason.lower() for kind in (*UNFIT, *ENDED_BY_CLIENT))}))
 LATENCIES = {
     "ttft": ("Ttft", "BATON_SLO_TTFT_MS", "time to the first token"),
     "e2e": ("EndToEnd", "BATON_SLO_E2E_MS", "time to the last token"),

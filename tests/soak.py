@@ -26,11 +26,11 @@ import psutil
 
 from services.core.errors import WorkerFailed
 from services.rpc.status import from_call
-from tests.equality import GreedyReference
-from tests.models import tiny_model
-from tests.proxy import Fault
-from tests.real_cluster import RealCluster, real_cluster
-from tests.streams import mixed_jobs
+from tests.support.equality import GreedyReference
+from tests.support.models import tiny_model
+from tests.support.proxy import Fault
+from tests.support.real_cluster import RealCluster, real_cluster
+from tests.support.streams import mixed_jobs
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")
@@ -153,8 +153,7 @@ class Soak:
         router = self._rng.choice(ROUTERS)
         self._num_deaths[router] += 1
         await self._cluster.restart(router)
-        # A channel that has failed waits before it dials again, and fails calls until then.
-        await self._cluster.routers[ROUTERS.index(router)].status()
+        await self._cluster.routers[ROUTERS.index(router)].is_reached()
         self._num_deaths[router] += 1
         return "kill -9 of a router"
 

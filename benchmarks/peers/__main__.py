@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.engine import EngineFigures, engine_rounds
-from services.cli.model_cache import DEFAULT_MODEL, resolve_model
+from services.cli.model_cache import DEFAULT_MODEL
+from services.cli.model_names import resolve_model
 
 PEER = Path(__file__).with_name("vllm_cpu.py")
 _FIGURES = (

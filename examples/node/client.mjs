@@ -48,7 +48,7 @@ if (!args.prompt) {
 
 // `keepCase`: fields are called as in the protos. `oneofs`: message.event says which is set.
 const definition = protoLoader.loadSync("baton/v1/inference.proto", {
-  includeDirs: [here("../../protos"), here("../../third_party")],
+  includeDirs: [here("../../protos")],
   keepCase: true,
   defaults: true, // a field that was left out reads as 0 or ""
   longs: Number,

@@ -4,58 +4,38 @@
     python client.py --prompt "Count to a thousand" --timeout 0.5          # DEADLINE_EXCEEDED, exit status 1
     python client.py --prompt "Count to a thousand" --cancel-after 10      # hangs up after 10 messages
 
-Needs `grpcio`, `grpcio-status` and the package `baton.v1` (it comes with Baton; else generate it from protos/).
+Needs `baton-client` (folder client/ of Baton's repository).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
-from typing import Any
 
-import grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+from baton.v1 import inference_pb2, types_pb2
+from baton_client import AsyncClient, CallFailed, RetryPolicy
 
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-
-# The channel repeats calls that were refused before they had begun: no worker is ready, or the queue is full. A stream
-# of which something has arrived is never repeated. gRPC allows 5 attempts at most.
-SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{"service": "baton.v1.InferenceService"}],
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.2s",
-                "maxBackoff": "5s",
-                "backoffMultiplier": 3,
-                "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
-            },
-        }
-    ]
-}
-OPTIONS = [("grpc.enable_retries", 1), ("grpc.service_config", json.dumps(SERVICE_CONFIG))]
+# A call that was refused before it had begun is made again: no worker is ready, or the queue is full. A stream of which
+# something has arrived is never repeated.
+RETRY = RetryPolicy(max_attempts=5)
 
 
 async def main() -> int:
     args = arguments()
-    async with grpc.aio.insecure_channel(args.target, options=OPTIONS) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    async with AsyncClient(args.target, retry=RETRY) as client:
         try:
-            await stream(stub, args)
-        except grpc.aio.AioRpcError as error:
+            await stream(client, args)
+        except CallFailed as error:
             print(f"\n{explained(error)}", file=sys.stderr)
             return 1
     return 0
 
 
-async def stream(stub: Any, args: argparse.Namespace) -> None:
+async def stream(client: AsyncClient, args: argparse.Namespace) -> None:
     """Prints text as it comes, then what it cost."""
     # The deadline travels with the call: past it, all of Baton's processes stop working for this request.
-    call = stub.GenerateStream(request(args), timeout=args.timeout, metadata=metadata(args))
+    call = client.generate_stream(request(args), timeout_s=args.timeout, metadata=metadata(args))
     num_chunks = 0
     async for message in call:
         match message.WhichOneof("event"):
@@ -95,16 +75,11 @@ def finished(completion: inference_pb2.Completion) -> None:
     )
 
 
-def explained(error: grpc.aio.AioRpcError) -> str:
-    """The status, and of its google.rpc details what a person can act on."""
-    lines = [f"{error.code().name}: {error.details()}"]
-    status = rpc_status.from_call(error)
-    for detail in status.details if status is not None else ():
-        bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad):
-            lines += [f"  {violation.field}: {violation.description}" for violation in bad.field_violations]
-        elif detail.Unpack(retry):
-            lines.append(f"  try again in {retry.retry_delay.ToTimedelta().total_seconds():g} s")
+def explained(error: CallFailed) -> str:
+    """The status, and of its details what a person can act on."""
+    lines = [str(error), *(f"  {violation.field}: {violation.description}" for violation in error.violations)]
+    if error.retry_after_s is not None:
+        lines.append(f"  try again in {error.retry_after_s:g} s")
     return "\n".join(lines)
 
 

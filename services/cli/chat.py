@@ -1,6 +1,6 @@
-"""`baton chat`: a conversation in the terminal.
+"""Runs `baton chat`: a conversation in the terminal.
 
-Ctrl-C ends the answer that is being written, never the program; end of input (Ctrl-D) or /exit does.
+Ctrl-C ends the answer that is being written, never the program; end of input (Ctrl-D) or /exit ends it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import grpc
-
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2
+from baton_client import CallFailed, Client
 from services.cli.arguments import Parser, add_target
-from services.cli.client import connect, explain
+from services.cli.client import explain, inference, shown
 from services.cli.generate import add_sampling, apply_sampling
+from services.core.printable import printable
 
 _PROMPT = "> "
-# Enough to stay on the subject; a small model rambles at 1.
+# Low enough to stay on the subject; at 1 a small model rambles.
 _TEMPERATURE = 0.7
 
 
@@ -31,16 +31,16 @@ def main(argv: Sequence[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing, where Python was built with it
-    # Also where a shell started it in the background, and it has inherited that SIGINT means nothing.
+    # Set explicitly, since a shell that starts a program in the background makes it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with connect(arguments.target) as channel:
-        _Conversation(channel, arguments).run()
+    with inference(arguments.target) as client:
+        _Conversation(client, arguments).run()
     return 0
 
 
 class _Conversation:
-    def __init__(self, channel: grpc.Channel, arguments: argparse.Namespace) -> None:
-        self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
+        self._client = client
         self._arguments = arguments
         self._messages: list[inference_pb2.ChatMessage] = []
         if arguments.system is not None:
@@ -61,32 +61,33 @@ class _Conversation:
                 print("\n(Ctrl-D or /exit leaves)")
 
     def _turn(self, line: str) -> None:
-        """One question and its answer. What was answered stays in the conversation, cancelled or not."""
+        """Asks one question and prints the answer.
+
+        What was answered stays in the conversation, even if it was cancelled.
+        """
         self._add("user", line)
         answer = ""
         try:
             answer = self._answer()
-        except grpc.RpcError as error:
-            print(f"error: {explain(error, self._arguments.target)}", file=sys.stderr)
+        except CallFailed as error:
+            print(f"error: {printable(str(explain(error, self._arguments.target)))}", file=sys.stderr)
         if answer:
             self._add("assistant", answer)
         else:
-            self._messages.pop()  # as if it had not been asked
+            self._messages.pop()  # as if the question had not been asked
 
     def _answer(self) -> str:
         request = inference_pb2.GenerateRequest()
         request.messages.messages.extend(self._messages)
         apply_sampling(self._arguments, request)
         text = ""
-        call = self._stub.GenerateStream(request, timeout=self._arguments.timeout)
         try:
-            for event in call:
-                if event.HasField("chunk"):
+            with self._client.generate_stream(request, timeout_s=self._arguments.timeout) as events:
+                for event in events:
                     text += event.chunk.text
-                    print(event.chunk.text, end="", flush=True)
+                    print(shown(event.chunk.text), end="", flush=True)
             print()
         except KeyboardInterrupt:
-            call.cancel()
             print(" (cancelled)")
         return text
 

@@ -1,4 +1,4 @@
-"""One child process: started with its two pipes, heard when it is ready, ended.
+"""Runs one child process: starts it with its two pipes, learns when it is ready, ends it.
 
 Owns: the process and the pipes. Never: whether it is started again (supervisor.py), nor what it runs.
 """
@@ -26,14 +26,16 @@ class Ready:
     metrics_port: int
     pid: int
     http_port: int = 0
-    """0: none."""
+    """Port of a router's HTTP; 0 if there is none."""
+    control_port: int = 0
+    """A router's control port; 0 for a worker."""
 
 
 class Lifeline:
-    """A pipe that no one writes. Children hold its read end; when this process is gone they read end of file."""
+    """A pipe that no one writes. Children hold its read end and read end of file when this process has ended."""
 
     def __init__(self) -> None:
-        self.read_fd, self._write_fd = os.pipe()  # closed by exec: only `pass_fds` hands one on
+        self.read_fd, self._write_fd = os.pipe()  # exec closes both; only `pass_fds` hands one on
 
     def close(self) -> None:
         os.close(self.read_fd)
@@ -41,14 +43,17 @@ class Lifeline:
 
 
 class Child:
-    """A started process; made on the event loop's thread. Await `wait` before letting go of it.
+    """A started process. Make it on the event loop's thread, and await `wait` before dropping it.
 
-    A pidfd tells its end: asyncio's own subprocesses may lose an exit status when a signal is sent at the same moment.
+    A pidfd reports its end: asyncio's own subprocesses may lose an exit status when a signal is sent at the same
+    moment.
     """
 
     def __init__(self, name: str, command: Sequence[str], lifeline: Lifeline) -> None:
-        """Runs `command --ready-fd N --lifeline-fd M` in a session of its own: a Ctrl-C at the terminal is the
-        supervisor's to handle. Its output goes to our stderr, which leaves stdout to the supervisor."""
+        """Runs `command --ready-fd N --lifeline-fd M` in a session of its own, so that the supervisor handles a Ctrl-C.
+
+        Its output goes to this process's stderr, which leaves stdout to the supervisor.
+        """
         self.name = name
         self._ready_fd, write_fd = os.pipe()
         try:
@@ -71,7 +76,7 @@ class Child:
         self._loop.add_reader(self._pidfd, self._on_end)
 
     async def ready(self) -> Ready | None:
-        """Waits, once, for the child's report; None when it ends, or closes the pipe, without one."""
+        """Waits for the child's report; None if it ends, or closes the pipe, without one. Call it once."""
         reader = asyncio.StreamReader()
         pipe = os.fdopen(self._ready_fd, "rb")
         transport, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
@@ -82,11 +87,11 @@ class Child:
         return self._parse(line) if line else None
 
     async def wait(self) -> int:
-        """Exit status; -N when signal N ended it."""
+        """Waits for the child's end. Returns its exit status; -N if signal N ended it."""
         return await asyncio.shield(self._ended)
 
     async def end(self, grace_s: float) -> None:
-        """SIGTERM, and after `grace_s` SIGKILL. Returns when it has ended."""
+        """Sends SIGTERM, and after `grace_s` SIGKILL. Returns when the child has ended."""
         self._process.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -96,7 +101,7 @@ class Child:
             await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it has ended."""
+        """Sends SIGKILL. Returns when the child has ended."""
         self._process.kill()
         await self.wait()
 
@@ -104,7 +109,8 @@ class Child:
         try:
             report = json.loads(line)
             port, metrics_port, pid = (int(report[name]) for name in ("port", "metrics_port", "pid"))
-            return Ready(port, metrics_port, pid, int(report.get("http_port", 0)))
+            http_port, control_port = (int(report.get(name, 0)) for name in ("http_port", "control_port"))
+            return Ready(port, metrics_port, pid, http_port, control_port)
         except (ValueError, KeyError, TypeError):
             logger.error("%s reported nonsense: %r", self.name, line)
             return None
@@ -116,7 +122,7 @@ class Child:
 
 
 def describe_exit(status: int) -> str:
-    """`killed by SIGKILL`, `exit status 1`."""
+    """Describes an exit status for people: `killed by SIGKILL`, `exit status 1`."""
     if status >= 0:
         return f"exit status {status}"
     try:

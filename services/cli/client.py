@@ -1,40 +1,97 @@
-"""What the client commands share: a channel, messages as plain data, a failed call as an error that reads well."""
+"""Provides what the client commands share: a connection, messages as plain data, readable errors of failed calls."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
+from baton.v1 import control_pb2_grpc
+from baton_client import ONCE, CallFailed, Client, Unavailable, from_rpc_error
+from services.core.addresses import is_address
+from services.core.cluster_token import cluster_token
 from services.core.errors import BatonError, ConfigError
-from services.rpc import status
+from services.core.printable import printable
+from services.rpc.authentication import credentials
 from services.rpc.options import channel_options
+
+ControlCall = Callable[[str, Message, float | None], Any]
 
 
 @contextlib.contextmanager
 def connect(target: str) -> Iterator[grpc.Channel]:
-    """A channel to `HOST:PORT`, closed at the end. Calls that fail inside raise BatonError naming the target."""
-    host, _, port = target.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--target: {target!r} is not HOST:PORT")
+    """Yields a channel to `HOST:PORT`, which is closed at the end.
+
+    Calls that fail in the block raise a BatonError that names the target. Raises ConfigError for a target of another
+    form.
+    """
+    _check(target)
     with grpc.insecure_channel(target, options=channel_options()) as channel:
         try:
             yield channel
         except grpc.RpcError as error:
+            raise explain(from_rpc_error(error), target) from error
+
+
+@contextlib.contextmanager
+def inference(target: str) -> Iterator[Client]:
+    """Yields a client of the router at `HOST:PORT`, which is closed at the end; raises as `connect` does.
+
+    Its calls are made once: a person who is told of a refusal decides whether to ask again.
+    """
+    _check(target)
+    with Client(target, retry=ONCE, options=channel_options()) as client:
+        try:
+            yield client
+        except CallFailed as error:
             raise explain(error, target) from error
 
 
-def explain(error: grpc.RpcError, target: str) -> BatonError:
-    """The failed call, in one line that starts with its status code."""
-    code, reason = error.code().name, str(status.from_call(error))
-    return BatonError(f"{target}: {code}: {reason.removeprefix(f'{code}: ')}")
+@contextlib.contextmanager
+def control(target: str, token_file: str) -> Iterator[ControlCall]:
+    """Yields `call(method name, request, timeout in seconds)` for the ControlService at a router's control port.
+
+    Calls carry the cluster token. Raises as `connect` does; ConfigError also without a token.
+    """
+    metadata = credentials(cluster_token(token_file, make=False))
+    with connect(target) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+
+        def call(method: str, request: Message, timeout_s: float | None) -> Any:
+            try:
+                return getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                raise BatonError(f"{target}: this is not the router's control port (--control-port)") from error
+
+        yield call
+
+
+def explain(error: CallFailed, target: str) -> BatonError:
+    """Returns the failed call's error, in one line that has the target first, and the status code."""
+    if isinstance(error, Unavailable) and not error.reason:  # the runtime's own words: nothing of Baton's has answered
+        hint = "no Baton answers there; is one running (baton up), and is this its port (--target)?"
+        return BatonError(f"{target}: {hint} {error}")
+    return BatonError(f"{target}: {error}")
+
+
+def _check(target: str) -> None:
+    if not is_address(target):
+        raise ConfigError(f"--target: {target!r} is not HOST:PORT")
+
+
+def shown(text: str) -> str:
+    """Returns a model's text as it is printed: to a terminal without control characters, else unchanged."""
+    return printable(text, keep="\n\t") if sys.stdout.isatty() else text
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """The message as data for JSON: names as in the proto, enums as short lower-case words, bytes in hex.
+    """Returns the message as data for JSON: names as in the proto, enums as short lower-case words, bytes in hex.
 
     Fields with presence appear only when they are set, all others always.
     """

@@ -1,6 +1,6 @@
-"""`python -m services.cli.convert GGUF OUT`: one conversion in a process of its own, which gives torch's memory back.
+"""Runs `python -m services.cli.convert GGUF OUT`: one conversion in its own process, whose end frees torch's memory.
 
-Owns nothing. The reason of a failure is one line on stdout, for the parent; progress goes to stderr.
+Owns: nothing. It prints the reason of a failure as one line on stdout, for the parent; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import pathlib
 import sys
 
 from services.core.errors import BatonError
+from services.engine.cpu.openmp import expect_shared_cores
 
 
 def main() -> int:
     gguf, out = map(pathlib.Path, sys.argv[1:])
     try:
-        from services.engine.gguf_conversion import convert_gguf
+        expect_shared_cores()
+        from services.engine.model.gguf_conversion import convert_gguf  # loads torch
 
         convert_gguf(gguf, out)
-    except Exception as error:  # the process boundary: the parent raises it again
+    except Exception as error:  # the process boundary: the parent raises the error again
         if os.environ.get("BATON_DEBUG"):
             raise
         name = "" if isinstance(error, BatonError) else f"{type(error).__name__}: "

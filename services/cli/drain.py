@@ -1,15 +1,16 @@
-"""`baton drain`: takes a worker out of service without losing what it does; its process ends.
+"""Runs `baton drain`: takes a worker out of service without losing its requests; then its process ends.
 
-Under `baton up` another starts in its place: one worker after the other is restarted, and no request is lost.
+Under `baton up` another starts in its place: so workers can be restarted one after the other, and no request is lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.v1 import control_pb2, control_pb2_grpc
-from services.cli.arguments import Parser, add_target
-from services.cli.client import connect
+from baton.v1 import control_pb2
+from services.cli.arguments import Parser, add_control
+from services.cli.client import control
+from services.core.config import A_DURATION_OR_ZERO, duration_or_zero
 from services.core.errors import ConfigError
 
 
@@ -22,14 +23,14 @@ def main(argv: Sequence[str], prog: str) -> int:
         metavar="SECONDS",
         help="what still runs after this long goes on elsewhere (default: the router's, 30)",
     )
-    add_target(parser)
+    add_control(parser)
     arguments = parser.parse_args(argv)
     request = control_pb2.DrainRequest(worker_id=arguments.worker)
     if arguments.deadline is not None:
-        if not 0 <= arguments.deadline < 1e6:
-            raise ConfigError(f"--deadline: {arguments.deadline:g} is not a number of seconds")
+        if not duration_or_zero(arguments.deadline):
+            raise ConfigError(f"--deadline: {arguments.deadline:g} {A_DURATION_OR_ZERO}")
         request.deadline_ms = round(arguments.deadline * 1000)
-    with connect(arguments.target) as channel:
-        answer = control_pb2_grpc.ControlServiceStub(channel).Drain(request, timeout=arguments.timeout)
+    with control(arguments.target, arguments.cluster_token_file) as call:
+        answer = call("Drain", request, arguments.timeout)
     print(f"{arguments.worker} has left: {answer.num_finished} requests finished there, {answer.num_migrated} moved")
     return 0

@@ -1,4 +1,4 @@
-"""`baton generate`: one prompt, one answer, printed as it comes or as one JSON object."""
+"""Runs `baton generate`: one prompt, one answer, printed as it arrives or as one JSON object."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2
 from services.cli.arguments import Parser, add_target, token_ids
-from services.cli.client import connect, plain
+from services.cli.client import inference, plain, shown
 from services.core.errors import BatonError, ConfigError
+from services.core.printable import printable
 
 _SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed transfer"), ("total_ms", "total"))
 
@@ -22,13 +23,8 @@ _SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed t
 def main(argv: Sequence[str], prog: str) -> int:
     arguments = _parser(prog).parse_args(argv)
     request = _request(arguments)
-    with connect(arguments.target) as channel:
-        events = inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(request, timeout=arguments.timeout)
-        try:
-            answer = _read(events, echo=not arguments.json)
-        except KeyboardInterrupt:
-            events.cancel()
-            raise
+    with inference(arguments.target) as client, client.generate_stream(request, timeout_s=arguments.timeout) as events:
+        answer = _read(events, echo=not arguments.json)
     if arguments.json:
         print(json.dumps(answer, ensure_ascii=False))
     else:
@@ -56,7 +52,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None = None) -> None:
-    """The flags `apply_sampling` reads. What is not given is left to the router's defaults."""
+    """Adds the flags that `apply_sampling` reads. A flag that is not given leaves its value to the router."""
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to produce")
     parser.add_argument("--temperature", type=float, metavar="T", default=temperature, help="0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P")
@@ -66,7 +62,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None =
 
 
 def apply_sampling(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
-    """Copies the sampling flags that were given. ConfigError for a number the field cannot hold."""
+    """Copies the sampling flags that were given. Raises ConfigError for a number that the field cannot hold."""
     assign(request.stopping, "max_tokens", arguments.max_tokens, "--max-tokens")
     assign(request.sampling, "temperature", arguments.temperature, "--temperature")
     assign(request.sampling, "top_p", arguments.top_p, "--top-p")
@@ -76,7 +72,10 @@ def apply_sampling(arguments: argparse.Namespace, request: inference_pb2.Generat
 
 
 def assign(message: Message, field: str, value: Any, flag: str) -> None:
-    """Sets the field unless the value is None; ConfigError naming the flag if the field cannot hold it."""
+    """Sets the field unless the value is None.
+
+    Raises a ConfigError that names the flag if the field cannot hold the value.
+    """
     if value is None:
         return
     try:
@@ -101,7 +100,7 @@ def _request(arguments: argparse.Namespace) -> inference_pb2.GenerateRequest:
 def _set_token_ids(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
     if arguments.chat:
         raise ConfigError("--chat needs text: give --prompt or --prompt-file")
-    request.token_ids.SetInParent()  # an empty list is the router's to refuse
+    request.token_ids.SetInParent()  # an empty list is for the router to refuse
     try:
         request.token_ids.ids.extend(arguments.token_ids)
     except ValueError as error:
@@ -128,7 +127,7 @@ def _read_prompt(path: str) -> str:
 
 
 def _read(events: Iterator[inference_pb2.GenerateStreamResponse], *, echo: bool) -> dict[str, Any]:
-    """The whole answer as data; with `echo` its text is printed as it comes."""
+    """Returns the whole answer as data; with `echo` its text is printed as it arrives."""
     answer: dict[str, Any] = {"request_id": "", "text": "", "token_ids": []}
     logprobs: list[dict[str, Any]] = []
     completion: inference_pb2.Completion | None = None
@@ -140,7 +139,7 @@ def _read(events: Iterator[inference_pb2.GenerateStreamResponse], *, echo: bool)
             answer["token_ids"].extend(event.chunk.token_ids)
             logprobs.extend(plain(entry) for entry in event.chunk.logprobs)
             if echo:
-                print(event.chunk.text, end="", flush=True)
+                print(shown(event.chunk.text), end="", flush=True)
         elif event.HasField("completion"):
             completion = event.completion
     if echo:
@@ -152,7 +151,7 @@ def _read(events: Iterator[inference_pb2.GenerateStreamResponse], *, echo: bool)
 
 
 def _summarise(answer: dict[str, Any]) -> None:
-    """One line on stderr, which leaves stdout to the answer."""
+    """Prints one line on stderr, which leaves stdout to the answer."""
     usage, timings, workers = answer["usage"], answer["timings"], answer["workers"]
     parts = [
         answer["request_id"],
@@ -161,4 +160,4 @@ def _summarise(answer: dict[str, Any]) -> None:
         " -> ".join(dict.fromkeys(filter(None, (workers["prefill"], workers["decode"])))),
         *(f"{label} {timings[name]:.0f} ms" for name, label in _SHOWN_TIMINGS if name in timings),
     ]
-    print(" | ".join(parts), file=sys.stderr)
+    print(printable(" | ".join(parts)), file=sys.stderr)

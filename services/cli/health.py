@@ -1,4 +1,4 @@
-"""`baton health`: grpc.health.v1 from the command line, for container checks. Exit status 0 means SERVING."""
+"""Runs `baton health`: grpc.health.v1 from the command line, for container checks. Exit status 0 means SERVING."""
 
 from __future__ import annotations
 

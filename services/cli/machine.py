@@ -1,9 +1,11 @@
-"""What this machine offers `baton up`: cores and memory, as a container's limits leave them. Only reads."""
+"""Reads what this machine offers `baton up`: cores and memory, within a container's limits. Changes nothing."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
+import sys
 
 import psutil
 
@@ -11,12 +13,12 @@ _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> list[int]:
-    """Cores this process may run on."""
+    """Returns the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
 def cpu_quota(cgroup: pathlib.Path = _CGROUP) -> float | None:
-    """CPU time the container may use, in cores; None without a limit."""
+    """Returns the CPU time that the container may use, in cores; None without a limit."""
     words = _words(cgroup / "cpu.max")
     if len(words) != 2 or words[0] == "max":
         return None
@@ -24,7 +26,7 @@ def cpu_quota(cgroup: pathlib.Path = _CGROUP) -> float | None:
 
 
 def memory_bytes(cgroup: pathlib.Path = _CGROUP) -> tuple[int, int]:
-    """(available now, in all) of the machine, or of the container where that is less."""
+    """Returns (bytes available now, bytes in total) of the machine, or of the container where that is less."""
     memory = psutil.virtual_memory()
     available, total = int(memory.available), int(memory.total)
     limit, used = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
@@ -34,8 +36,18 @@ def memory_bytes(cgroup: pathlib.Path = _CGROUP) -> tuple[int, int]:
     return available, total
 
 
+def num_gpus() -> int:
+    """Returns the number of GPUs that a worker would see.
+
+    It asks in a child process, since torch is large, and with CUDA it holds GPU memory.
+    """
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    return int(asked.stdout) if asked.returncode == 0 else 0
+
+
 def directory_bytes(path: pathlib.Path) -> int:
-    """Size of a model's weight files."""
+    """Returns the size of a model's weight files, in bytes."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 

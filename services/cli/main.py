@@ -1,7 +1,7 @@
-"""`baton`: finds the command, runs it, and turns whatever goes wrong into one line and an exit status.
+"""Runs `baton`: finds the command, runs it, and turns every error into one line and an exit status.
 
 Owns: the list of commands and the error boundary. Never: what a command does, nor its imports; a command's module is
-loaded only when it is asked for, so that `baton --help` answers at once.
+loaded only when it is called, so that `baton --help` answers at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import traceback
 from collections.abc import Sequence
 
 from services.core.errors import BatonError, ConfigError
+from services.core.printable import printable
 
-# Command -> (module, what it does). A module has `main(arguments, prog) -> exit status`.
+# Maps a command to (module, what it does). A module has `main(arguments, prog) -> exit status`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("services.cli.up", "start a local cluster: router, workers and their supervisor"),
     "router": ("services.cli.service", "run one router"),
@@ -33,31 +34,32 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells say
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `baton ARGV`; returns the exit status. Never raises."""
+    """Runs `baton ARGV` and returns the exit status. Never raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
-    except SystemExit as exit_:  # argparse, after --help
+    except SystemExit as exit_:  # argparse raises it after --help
         return exit_.code if isinstance(exit_.code, int) else EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`baton status | head -1`); keep the interpreter's last flush quiet too.
+        # The reader of stdout has gone (`baton status | head -1`); this keeps the interpreter's last flush from failing
+        # too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except ConfigError as error:
-        return _complain(arguments, str(error), EXIT_USAGE)
+        return _print_error(arguments, str(error), EXIT_USAGE)
     except (BatonError, OSError) as error:
-        return _complain(arguments, str(error), EXIT_FAILURE)
-    except Exception as error:  # the boundary: a person reads this
+        return _print_error(arguments, str(error), EXIT_FAILURE)
+    except Exception as error:  # the error boundary: a person reads this
         if os.environ.get("BATON_DEBUG"):
             traceback.print_exc()
         message = f"{type(error).__name__}: {error} (set BATON_DEBUG=1 for the whole story)"
-        return _complain(arguments, message, EXIT_FAILURE)
+        return _print_error(arguments, message, EXIT_FAILURE)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -74,7 +76,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"{command!r} is not a command; there are {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[command][0])
     status: int = module.main(rest, f"baton {command}")
-    sys.stdout.flush()  # a broken pipe must show here, not after main
+    sys.stdout.flush()  # so that a broken pipe is noticed here, not after main
     return status
 
 
@@ -86,9 +88,10 @@ def _usage() -> str:
     )
 
 
-def _complain(arguments: list[str], message: str, status: int) -> int:
+def _print_error(arguments: list[str], message: str, status: int) -> int:
     prog = f"baton {arguments[0]}" if arguments and arguments[0] in COMMANDS else "baton"
-    line = textwrap.shorten(message, width=2000, placeholder=" ...")  # one line, whatever the message holds
+    # One line without control characters, whatever the message holds: it may come from a peer.
+    line = printable(textwrap.shorten(message, width=2000, placeholder=" ..."))
     print(f"{prog}: error: {line}", file=sys.stderr)
     return status
 

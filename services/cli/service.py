@@ -1,4 +1,4 @@
-"""`baton router`, `prefill`, `decode` and `mixed`: one service in this process.
+"""Runs one service in this process: `baton router`, `prefill`, `decode` and `mixed`.
 
 Owns: the process around a service: the lifeline and the cores come first, before torch is imported; then the
 configuration, the model's place on disk, the loop. Never: what a service does.
@@ -10,15 +10,18 @@ import argparse
 import dataclasses
 import logging
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from services.cli.arguments import Parser
+from services.cli.worker_packages import demand_torch
 from services.core import config as configuration
+from services.core.descriptors import raise_descriptor_limit
 from services.core.errors import ConfigError
 from services.core.lifecycle import Lifecycle, run
-from services.core.openmp import expect_own_cores
+from services.engine.cpu.openmp import expect_own_cores, expect_shared_cores
 
 _DESCRIPTIONS = {
     "router": "Takes requests, places both phases on workers, streams the answers. Workers join it.",
@@ -29,13 +32,16 @@ _DESCRIPTIONS = {
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Runs the service `prog` ends with until it is told to stop."""
+    """Runs the service that `prog` ends with, until it is told to stop."""
     role = prog.rpartition(" ")[2]
     supervised, rest = _supervision().parse_known_args(argv)
+    raise_descriptor_limit()
     if supervised.cores:
         os.sched_setaffinity(0, supervised.cores)
     if supervised.own_cores:
         expect_own_cores()
+    else:
+        expect_shared_cores()
     lifecycle = Lifecycle(ready_fd=supervised.ready_fd, lifeline_fd=supervised.lifeline_fd)
     lifecycle.watch_lifeline()
     if role == "router":
@@ -47,7 +53,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _leave() -> NoReturn:
-    """Ends the process now: all of ours is closed, and the interpreter would take seconds to take torch apart."""
+    """Ends the process now: everything of Baton's is closed, and the interpreter would take seconds to unload torch."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,16 +63,19 @@ def _leave() -> NoReturn:
 def _run_router(argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
     from services.router.config import RouterConfig
 
-    config = _configure(RouterConfig, argv, prog, lifecycle)  # before slow imports: a wrong flag is told at once
+    config = _configure(RouterConfig, argv, prog, lifecycle)  # before slow imports: a wrong flag is reported at once
     from services.router.main import serve
 
     run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
 
 
 def _run_worker(role: str, argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
+    from services.cli.dtype_choice import choose_dtype
     from services.worker.config import WorkerConfig
 
-    config = _configure(WorkerConfig, argv, prog, lifecycle)
+    config = _configure(WorkerConfig, argv, prog, lifecycle, computes=True)
+    choice = choose_dtype(config.dtype, config.device, pathlib.Path(config.model))
+    config = dataclasses.replace(config, dtype=choice.dtype, dtype_reason=choice.reason)
     serve = _worker_service(role)
     run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
 
@@ -85,12 +94,17 @@ def _worker_service(role: str) -> Callable[[Any, Lifecycle], Coroutine[Any, Any,
     return serve_mixed
 
 
-def _configure(config_type: type[Any], argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> Any:
+def _configure(
+    config_type: type[Any], argv: Sequence[str], prog: str, lifecycle: Lifecycle, *, computes: bool = False
+) -> Any:
+    """Reads the flags and finds the model. With `computes` it demands torch before a model is downloaded."""
     parser = Parser(prog=prog, description=_DESCRIPTIONS[prog.rpartition(" ")[2]])
     configuration.add_arguments(parser, config_type)
     config = configuration.load(config_type, parser.parse_args(argv))
     lifecycle.drain_s = config.drain_s
-    from services.cli.model_cache import resolve_model
+    if computes:
+        demand_torch("a worker")
+    from services.cli.model_names import resolve_model
 
     model = resolve_model(config.model)
     return dataclasses.replace(
@@ -105,7 +119,7 @@ def _loop_factory() -> Any:
 
 
 def _supervision() -> argparse.ArgumentParser:
-    """What `baton up` tells its children; not for people."""
+    """Returns the parser of the flags that `baton up` gives its children; people do not use them."""
     parser = Parser(add_help=False)
     parser.add_argument("--ready-fd", type=_fd)
     parser.add_argument("--lifeline-fd", type=_fd)

@@ -1,4 +1,4 @@
-"""`baton status`: the cluster as its router sees it."""
+"""Runs `baton status`: the cluster as its router sees it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from baton.v1 import control_pb2, control_pb2_grpc
-from services.cli.arguments import Parser, add_target
-from services.cli.client import connect, plain
+from baton.v1 import control_pb2
+from services.cli.arguments import Parser, add_control
+from services.cli.client import control, plain
+from services.core.printable import printable
 
 _CLASSES = ("importing", "leased", "active", "cached", "free")
-_HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *_CLASSES, "sessions", "age")
+_HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *_CLASSES, "session", "age")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Shows the workers, their load and their blocks.")
-    add_target(parser)
+    add_control(parser)
     parser.add_argument("--json", action="store_true", help="everything the router knows, as JSON")
     arguments = parser.parse_args(argv)
-    with connect(arguments.target) as channel:
-        stub = control_pb2_grpc.ControlServiceStub(channel)
-        status = plain(stub.GetStatus(control_pb2.GetStatusRequest(), timeout=arguments.timeout))
-    print(json.dumps(status) if arguments.json else _text(arguments.target, status))
+    with control(arguments.target, arguments.cluster_token_file) as call:
+        status = plain(call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout))
+    print(json.dumps(status) if arguments.json else text(arguments.target, status))
     return 0
 
 
-def _text(target: str, status: dict[str, Any]) -> str:
+def text(target: str, status: dict[str, Any]) -> str:
+    """Returns the status as text for people. `status` is a GetStatusResponse as plain data."""
     ready = "ready" if status["ready"] else "not ready"
     lines = [
         f"router {target}{_http(target, status)}  pid {status['router_pid']}"
@@ -42,11 +43,17 @@ def _text(target: str, status: dict[str, Any]) -> str:
         for pair in status["pairs"]
         if pair["reason"]
     ]
-    return "\n".join([*lines, *reasons, *ways])
+    return "\n".join(map(printable, [*lines, *reasons, *ways, *_groups(status)]))
+
+
+def _groups(status: dict[str, Any]) -> list[str]:
+    """Returns a line about ready workers that cannot pair although they serve the same model, if there are any."""
+    groups = [f"{', '.join(group['worker_ids'])} ({group['kv'][:8]})" for group in status["kv_groups"]]
+    return [f"cannot pair, by fingerprint: {' | '.join(groups)}"] if len(groups) > 1 else []
 
 
 def _http(target: str, status: dict[str, Any]) -> str:
-    """Where the router's HTTP is, seen from here."""
+    """Returns where the router's HTTP is reached from here; empty without HTTP."""
     host = target.rpartition(":")[0]
     return f"  http://{host}:{status['http_port']}/v1" if status["http_port"] else ""
 
@@ -58,8 +65,13 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
     if load is not None:
         counts = [str(load[name]) for name in ("num_running", "num_waiting", *(f"blocks_{name}" for name in _CLASSES))]
         age = f"{status['load_age_ms']} ms"
-    identity = (_id(status), worker.get("role", "-"), status["state"], str(worker.get("pid", "-")))
-    return (*identity, worker.get("address", "-"), *counts, str(status["num_sessions"]), age)
+    identity = (_id(status), _role(worker.get("roles", [])), status["state"], str(worker.get("pid", "-")))
+    return (*identity, worker.get("address", "-"), *counts, "yes" if status["has_session"] else "no", age)
+
+
+def _role(roles: Sequence[str]) -> str:
+    """Returns what a worker with these roles is called: `baton mixed` starts one with both."""
+    return "mixed" if len(roles) > 1 else str(roles[0]) if roles else "-"
 
 
 def _id(status: dict[str, Any]) -> str:
@@ -67,7 +79,7 @@ def _id(status: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell; numbers to the right."""
+    """Returns lines with columns as wide as their widest cell; numbers are aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(_pad(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

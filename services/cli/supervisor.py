@@ -1,7 +1,7 @@
-"""Keeps children running: starts them, starts them again when they die, ends them in order.
+"""Keeps children running: starts them, starts them again when they die, and ends them in order.
 
-Owns: when a child is restarted and when that is hopeless; that one which left in order has not failed. Never: what the
-children are or how they are told to serve.
+Owns: when a child is restarted and when that is hopeless; that a child which left in order has not failed. Never: what
+the children are or how they are configured.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from services.core.errors import WorkerFailed
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """Waiting before a restart: doubles from `first_s` to `most_s`; forgotten once a child has served `healthy_s`."""
+    """The wait before a restart: doubles from `first_s` to `most_s`, starts over once a child served `healthy_s`."""
 
     first_s: float = 0.5
     most_s: float = 30.0
     healthy_s: float = 60.0
-    # A child that has never been ready is given this many starts.
+    # The number of starts that a child gets which has never been ready.
     num_starts: int = 5
 
     def delay_s(self, num_failures: int) -> float:
-        """Before the restart that follows the `num_failures`-th failure in a row (1 is the first)."""
+        """Returns the seconds before the restart that follows that many failures in a row (1 is the first)."""
         return min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 30))
 
 
@@ -44,9 +44,9 @@ class Supervised:
         on_ready: Callable[[Ready], None],
         backoff: Backoff = Backoff(),
     ) -> None:
-        """`command` is asked again for every start; `announce` takes one line for people."""
+        """`command` is called for every start; `announce` takes one line for people."""
         self.name = name
-        self.settled = asyncio.Event()  # it has been ready, or has died, at least once
+        self.settled = asyncio.Event()  # set once it has been ready, or has died
         self.ready_once = asyncio.Event()
         self._command = command
         self._lifeline = lifeline
@@ -58,15 +58,19 @@ class Supervised:
         self._num_failures = 0
 
     async def keep(self) -> None:
-        """Runs until `stop`; restarts the child when it dies or leaves. Raises WorkerFailed. Cancelled, it kills the
-        child."""
+        """Keeps the child running until `stop`: restarts it when it dies or leaves.
+
+        Raises WorkerFailed if that is hopeless.
+
+        If it is cancelled, it kills the child.
+        """
         while not self._stopping.is_set():
             status, served_s = await self._live_once()
             self.settled.set()
             if self._stopping.is_set():
                 return
             if status == 0 and served_s is not None:
-                # Drained, by an operator or a signal: no fault, so nothing to wait for.
+                # It was drained, by an operator or a signal: that is no failure, so there is no wait.
                 self._announce(f"{self.name} has left (drained after {served_s:.0f} s); starting it again")
                 continue
             self._judge(status, served_s)
@@ -77,13 +81,13 @@ class Supervised:
                     await self._stopping.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """No more restarts; SIGTERM, and after `grace_s` SIGKILL."""
+        """Ends the child without a restart: SIGTERM, and after `grace_s` SIGKILL."""
         self._stopping.set()
         if self._child is not None:
             await self._child.end(grace_s)
 
     async def _live_once(self) -> tuple[int, float | None]:
-        """One life of the child: its exit status, and how long it served (None: it was never ready)."""
+        """Runs the child once. Returns its exit status, and how many seconds it served (None: it was never ready)."""
         child = self._child = Child(self.name, self._command(), self._lifeline)
         ready_at: float | None = None
         try:
@@ -111,7 +115,7 @@ class Supervised:
             self._num_failures = 0
         self._num_failures += 1
         if self.ready_once.is_set():
-            return  # it has worked here before: it is worth trying for ever
+            return  # it has worked here before, so restarts have no limit
         if status > 0:
             raise WorkerFailed(f"{self.name} could not start ({describe_exit(status)}); its message is above")
         if self._num_failures >= self._backoff.num_starts:

@@ -1,6 +1,6 @@
-"""`baton trace`: where a request spent its time, from the file that `--trace-file` wrote.
+"""Runs `baton trace`: where a request spent its time, from the file that `--trace-file` wrote.
 
-Owns: the arguments, which request is shown, and the JSON form.
+Owns: the arguments, which request is shown, and the JSON form. Never: reading spans, arithmetic or drawing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 from services.cli.arguments import Parser
 from services.cli.trace_breakdown import break_down
-from services.cli.trace_reader import RequestTrace, read_requests
+from services.cli.trace_reader import RecordedRequest, read_requests
 from services.cli.trace_view import ASCII, UNICODE, request_list, request_view
 from services.core.errors import ConfigError
+from services.core.printable import printable
 
 _LISTED = 20
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints; returns 0. ConfigError: the file cannot be read, holds no request, or not that one."""
+    """Prints what was asked for and returns 0. Raises ConfigError if the file cannot be read or has no such request."""
     requests = read_requests(args.file)
     if not requests:
         raise ConfigError(f"{args.file}: no request in it yet")
@@ -46,16 +47,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if len(requests) > 1:
         shown = requests[-_LISTED:]
-        print("\n".join(request_list(shown)))
+        print("\n".join(map(printable, request_list(shown))))
         if len(shown) < len(requests):
             print(f"({len(requests) - len(shown)} earlier ones are not listed)")
         print()
-    print("\n".join(request_view(requests[-1], UNICODE if _prints_unicode() else ASCII)))
+    print("\n".join(map(printable, request_view(requests[-1], UNICODE if _prints_unicode() else ASCII))))
     return 0
 
 
-def as_document(request: RequestTrace) -> dict[str, Any]:
-    """For programs: times in milliseconds, starts counted from the request's."""
+def as_document(request: RecordedRequest) -> dict[str, Any]:
+    """Returns the trace as data for programs: times in milliseconds, starts counted from the request's."""
     root = request.root
     return {
         "request_id": request.request_id,
@@ -86,8 +87,8 @@ def as_document(request: RequestTrace) -> dict[str, Any]:
     }
 
 
-def _find(requests: Sequence[RequestTrace], wanted: str, path: str) -> RequestTrace:
-    """The latest with that id."""
+def _find(requests: Sequence[RecordedRequest], wanted: str, path: str) -> RecordedRequest:
+    """Returns the latest request with that request or trace id."""
     found = [request for request in requests if wanted in (request.request_id, request.trace_id)]
     if not found:
         known = ", ".join(request.request_id for request in requests[-3:])

@@ -1,4 +1,4 @@
-"""What a request's spans say: the parts of the time to its first token, and of the way from there to the second.
+"""Computes the parts of the time to a request's first token, and of the time from there to its second, from its spans.
 
 Owns: the arithmetic. Never: reading or drawing. None stands for "the trace does not say".
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from services.cli.trace_reader import RequestTrace, SpanRecord
+from services.cli.trace_reader import RecordedRequest, SpanRecord
 from services.rpc.names import Attr, Event, Span
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstToken:
-    """Milliseconds; the parts and `rest_ms` (placing, messages, detokenising) make up the total."""
+    """Milliseconds to the first token; the parts and `rest_ms` (placing, messages, detokenising) make up the total."""
 
     total_ms: float | None
     queue_ms: float
@@ -25,8 +25,11 @@ class FirstToken:
 
 @dataclasses.dataclass(frozen=True)
 class SecondToken:
-    """Milliseconds from the first token's computation to the second's. The overlapped part of the transfer ran beside
-    prefill and costs nothing; the other parts and `rest_ms` make up the total."""
+    """Milliseconds from the first token's computation to the second's.
+
+    The overlapped part of the transfer ran beside prefill and costs nothing; the other parts and `rest_ms` make up the
+    total.
+    """
 
     total_ms: float | None
     transfer_overlapped_ms: float | None
@@ -39,7 +42,7 @@ class SecondToken:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class TransferSummary:
     bytes: int | None
     blocks: int | None
     transport: str | None
@@ -49,17 +52,17 @@ class Transfer:
 class Breakdown:
     first_token: FirstToken
     second_token: SecondToken | None
-    transfer: Transfer | None
+    transfer: TransferSummary | None
 
 
-def break_down(request: RequestTrace) -> Breakdown:
+def break_down(request: RecordedRequest) -> Breakdown:
     transfer = _last(request, Span.KV_TRANSFER)
     return Breakdown(
         _first_token(request),
         _second_token(request, transfer),
         None
         if transfer is None
-        else Transfer(
+        else TransferSummary(
             transfer.attributes.get(Attr.TRANSFER_BYTES),
             transfer.attributes.get(Attr.TRANSFER_BLOCKS),
             transfer.attributes.get(Attr.TRANSFER_TRANSPORT),
@@ -67,11 +70,11 @@ def break_down(request: RequestTrace) -> Breakdown:
     )
 
 
-def _first_token(request: RequestTrace) -> FirstToken:
+def _first_token(request: RecordedRequest) -> FirstToken:
     at_ns = _first_token_ns(request)
 
     def until(name: str) -> float:
-        """Time in spans of that name before the first token; retries add up."""
+        """Returns the milliseconds in spans of that name before the first token; those of retries are added."""
         limit = at_ns if at_ns is not None else request.end_ns
         return sum(max(0, min(span.end_ns, limit) - span.start_ns) for span in request.named(name)) / 1e6
 
@@ -81,7 +84,7 @@ def _first_token(request: RequestTrace) -> FirstToken:
     return FirstToken(total, queue, tokenize, wait, compute, rest)
 
 
-def _first_token_ns(request: RequestTrace) -> int | None:
+def _first_token_ns(request: RecordedRequest) -> int | None:
     if request.root is None:
         return None
     for event in request.root.events:
@@ -91,13 +94,13 @@ def _first_token_ns(request: RequestTrace) -> int | None:
     return None if ttft_ms is None else request.root.start_ns + round(ttft_ms * 1e6)
 
 
-def _second_token(request: RequestTrace, transfer: SpanRecord | None) -> SecondToken | None:
+def _second_token(request: RecordedRequest, transfer: SpanRecord | None) -> SecondToken | None:
     compute, run = _last(request, Span.PREFILL_COMPUTE), _first(request, Span.DECODE_RUN)
     if run is None:
         return None
     about = transfer.attributes if transfer else {}
     overlapped, exposed = about.get(Attr.TRANSFER_OVERLAPPED_MS), about.get(Attr.TRANSFER_EXPOSED_MS)
-    # Replays after the second token are another story: only what led to the first decode.run counts.
+    # Replays after the second token do not count: only what led to the first decode.run does.
     waits = sum(span.duration_ms for span in request.named(Span.DECODE_WAIT) if span.end_ns <= run.end_ns)
     parked = max(0, transfer.start_ns - compute.end_ns) / 1e6 if transfer and compute else 0.0
     step = run.attributes.get(Attr.FIRST_STEP_MS)
@@ -108,12 +111,12 @@ def _second_token(request: RequestTrace, transfer: SpanRecord | None) -> SecondT
     return SecondToken(total, overlapped, parked, exposed, waits, step, rest)
 
 
-def _first(request: RequestTrace, name: str) -> SpanRecord | None:
+def _first(request: RecordedRequest, name: str) -> SpanRecord | None:
     return next(iter(request.named(name)), None)
 
 
-def _last(request: RequestTrace, name: str) -> SpanRecord | None:
-    """The newest of its name that led to the first decode.run, or simply the newest."""
+def _last(request: RecordedRequest, name: str) -> SpanRecord | None:
+    """Returns the newest span of that name that led to the first decode.run, or the newest one if none did."""
     run = _first(request, Span.DECODE_RUN)
     spans = request.named(name)
     led = [span for span in spans if run is None or span.start_ns <= run.start_ns] or spans

@@ -1,6 +1,6 @@
-"""Reads OTLP JSON lines, of any number of processes, into one `RequestTrace` per request.
+"""Reads OTLP JSON lines, of any number of processes, into one `RecordedRequest` per request.
 
-Owns: the file format on the way in and which span belongs to which request. Never: what the spans mean.
+Owns: reading the file format, and which span belongs to which request. Never: what the spans mean.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SpanRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestTrace:
+class RecordedRequest:
     """All spans of one request in order of their start. `root` is missing while the request runs."""
 
     request_id: str
@@ -70,13 +70,13 @@ class RequestTrace:
         return [span for span in self.spans if span.name == name]
 
     def tree(self) -> list[tuple[int, SpanRecord]]:
-        """(depth, span), parents before children. A span whose parent is not there stands under the root."""
+        """Returns (depth, span), parents before children. A span whose parent is missing is placed under the root."""
         by_parent: dict[str, list[SpanRecord]] = {}
         known = {span.span_id for span in self.spans}
-        orphanage = self.root.span_id if self.root else ""
+        fallback_id = self.root.span_id if self.root else ""
         for span in self.spans:
             if span is not self.root:
-                by_parent.setdefault(span.parent_id if span.parent_id in known else orphanage, []).append(span)
+                by_parent.setdefault(span.parent_id if span.parent_id in known else fallback_id, []).append(span)
         rows: list[tuple[int, SpanRecord]] = []
         pending = [(0, span) for span in reversed([self.root] if self.root else by_parent.get("", []))]
         while pending:
@@ -86,8 +86,11 @@ class RequestTrace:
         return rows
 
 
-def read_requests(path: str) -> list[RequestTrace]:
-    """All requests of the file, the latest last. ConfigError if it cannot be read or is not OTLP JSON lines."""
+def read_requests(path: str) -> list[RecordedRequest]:
+    """Returns all requests of the file, the latest last.
+
+    Raises ConfigError if it cannot be read or is not OTLP JSON lines.
+    """
     try:
         with open(path, encoding="utf-8") as lines:
             return group(span for number, line in enumerate(lines, 1) for span in _spans(path, number, line))
@@ -96,8 +99,11 @@ def read_requests(path: str) -> list[RequestTrace]:
         raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
-def group(spans: Iterable[SpanRecord]) -> list[RequestTrace]:
-    """By trace and request id. An id is unique only among live requests, so one pair may have several roots in turn."""
+def group(spans: Iterable[SpanRecord]) -> list[RecordedRequest]:
+    """Groups spans by trace and request id, the earliest request first.
+
+    A request id is unique only among live requests, so one pair of ids may have several roots in turn.
+    """
     pairs: dict[tuple[str, str], list[SpanRecord]] = {}
     for span in spans:
         if span.request_id:
@@ -107,21 +113,21 @@ def group(spans: Iterable[SpanRecord]) -> list[RequestTrace]:
 
 
 def _order(span: SpanRecord) -> tuple[int, int]:
-    """By start; of two that start together the longer one, which is the parent, first."""
+    """Orders spans by start; of two that start together the longer one, which is the parent, comes first."""
     return span.start_ns, -span.end_ns
 
 
-def _split(members: Sequence[SpanRecord]) -> Iterator[RequestTrace]:
+def _split(members: Sequence[SpanRecord]) -> Iterator[RecordedRequest]:
     roots = [span for span in members if span.name == Span.REQUEST]
     for index, root in enumerate(roots or [None]):
         begin = root.start_ns if root and index else 0
         end = roots[index + 1].start_ns if index + 1 < len(roots) else None
         own = tuple(s for s in members if begin <= s.start_ns and (end is None or s.start_ns < end))
-        yield RequestTrace(members[0].request_id, members[0].trace_id, root, own)
+        yield RecordedRequest(members[0].request_id, members[0].trace_id, root, own)
 
 
 def _spans(path: str, number: int, line: str) -> Iterator[SpanRecord]:
-    if not line.endswith("\n") or not line.strip():  # still being written
+    if not line.endswith("\n") or not line.strip():  # the line is still being written
         return
     try:
         for resource in json.loads(line)["resourceSpans"]:
@@ -157,7 +163,7 @@ def _attributes(owner: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(raw: dict[str, Any]) -> Any:
-    """An OTLP AnyValue. 64-bit integers are strings in JSON."""
+    """Returns the value of an OTLP AnyValue. 64-bit integers are strings in JSON."""
     for kind, value in raw.items():
         if kind == "intValue":
             return int(value)

@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Sequence
 
 from services.cli.trace_breakdown import Breakdown, FirstToken, SecondToken, break_down
-from services.cli.trace_reader import RequestTrace, SpanRecord
+from services.cli.trace_reader import RecordedRequest, SpanRecord
 from services.rpc.names import Attr, Event, Span
 
 WIDTH = 100
@@ -31,8 +31,8 @@ UNICODE = Ink("█", "░")
 ASCII = Ink("#", ".")
 
 
-def request_list(requests: Sequence[RequestTrace]) -> list[str]:
-    """One line each, the latest last."""
+def request_list(requests: Sequence[RecordedRequest]) -> list[str]:
+    """Returns one line for each request, the latest last, below the headings."""
     lines = [f"{'request':<28}{'started':<14}{'total ms':>10}{'ttft ms':>10}{'prompt':>8}{'output':>8}  result"]
     for request in requests:
         ttft = break_down(request).first_token.total_ms
@@ -45,8 +45,8 @@ def request_list(requests: Sequence[RequestTrace]) -> list[str]:
     return lines
 
 
-def request_view(request: RequestTrace, ink: Ink = UNICODE) -> list[str]:
-    """Header, waterfall, and where the time to the first and to the second token went."""
+def request_view(request: RecordedRequest, ink: Ink = UNICODE) -> list[str]:
+    """Returns the header, the waterfall, and where the time to the first and to the second token went."""
     breakdown = break_down(request)
     lines = [*_header(request), "", *_waterfall(request, ink), "", *_first_token(breakdown.first_token, ink)]
     if breakdown.second_token is not None:
@@ -54,7 +54,7 @@ def request_view(request: RequestTrace, ink: Ink = UNICODE) -> list[str]:
     return [*lines, *_footer(request, breakdown)]
 
 
-def _header(request: RequestTrace) -> list[str]:
+def _header(request: RecordedRequest) -> list[str]:
     prompt, output, cached = (
         _root(request, name) for name in (Attr.INPUT_TOKENS, Attr.OUTPUT_TOKENS, Attr.CACHE_READ_INPUT_TOKENS)
     )
@@ -70,7 +70,7 @@ def _header(request: RequestTrace) -> list[str]:
     return [*lines, f"trace {request.trace_id}  {day} {_clock(request.start_ns)}"]
 
 
-def _waterfall(request: RequestTrace, ink: Ink) -> list[str]:
+def _waterfall(request: RecordedRequest, ink: Ink) -> list[str]:
     total_ms = (request.end_ns - request.start_ns) / 1e6
     scale = f"0{f'{_ms(total_ms)} ms':>{_BAR - 1}}"
     head = f"{'span':<{_NAME}} {'where':<{_WHERE}}{'start ms':>{_NUMBER}}{'ms':>{_NUMBER}}  {scale}"
@@ -85,7 +85,7 @@ def _waterfall(request: RequestTrace, ink: Ink) -> list[str]:
 
 
 def _bar(span: SpanRecord, start_ms: float, total_ms: float, ink: Ink) -> str:
-    """At least one cell. Of a transfer, the part that ran beside prefill is drawn as hidden."""
+    """Returns a bar of at least one cell. Of a transfer, the part that ran beside prefill is drawn as hidden."""
     cells = _BAR / max(total_ms, 1e-6)
     begin = min(int(start_ms * cells), _BAR - 1)
     length = max(1, min(round((start_ms + span.duration_ms) * cells), _BAR) - begin)
@@ -133,7 +133,7 @@ def _parts(parts: Sequence[tuple[str, float | None]], total_ms: float | None, in
     return lines
 
 
-def _footer(request: RequestTrace, breakdown: Breakdown) -> list[str]:
+def _footer(request: RecordedRequest, breakdown: Breakdown) -> list[str]:
     lines = []
     moved = breakdown.transfer
     if moved is not None and moved.bytes is not None:
@@ -154,7 +154,7 @@ def _footer(request: RequestTrace, breakdown: Breakdown) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _result(request: RequestTrace) -> str:
+def _result(request: RecordedRequest) -> str:
     if request.root is None:
         return "unfinished"
     if request.root.failed:
@@ -162,7 +162,7 @@ def _result(request: RequestTrace) -> str:
     return ",".join(request.root.attributes.get(Attr.FINISH_REASONS, ())) or "ok"
 
 
-def _root(request: RequestTrace, name: str) -> object:
+def _root(request: RecordedRequest, name: str) -> object:
     return request.root.attributes.get(name) if request.root else None
 
 

@@ -1,4 +1,4 @@
-"""`baton up`: a local cluster of real processes under one supervisor.
+"""Runs `baton up`: a local cluster of real processes under one supervisor.
 
 Owns: its flags, its signals and its output. Never: restarts (supervisor.py), the division of the machine (plan.py),
 what the processes are (cluster.py).
@@ -11,18 +11,33 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 
 from services.cli import machine
 from services.cli.arguments import Parser
 from services.cli.child import Lifeline
-from services.cli.cluster import PROGRAM, Cluster, ClusterPlan, Worker
-from services.cli.model_cache import DEFAULT_MODEL, ResolvedModel, resolve_model
-from services.cli.plan import divide_cores, memory_utilization, plan_http_port, plan_metrics_ports, plan_workers
+from services.cli.cluster import CONTROL_HOST, PROGRAM, WORKER_HOST, ClusterPlan, LocalCluster, PlannedWorker
+from services.cli.dtype_choice import choose_dtype
+from services.cli.model_cache import DEFAULT_MODEL, ResolvedModel
+from services.cli.model_names import resolve_model
+from services.cli.plan import (
+    divide_cores,
+    memory_utilization,
+    plan_control_port,
+    plan_http_port,
+    plan_metrics_ports,
+    plan_workers,
+    spread_devices,
+)
+from services.cli.worker_packages import demand_torch
 from services.core import config as configuration
-from services.core.config import option, positive
+from services.core.addresses import join
+from services.core.cluster_token import FILE_HELP, cluster_token
+from services.core.config import A_DURATION_OR_ZERO, DTYPE_HELP, duration_or_zero, option, positive
 from services.core.config import port as is_port
+from services.core.errors import ConfigError
 
 _EXIT_INTERRUPTED = 130
 
@@ -45,24 +60,37 @@ class UpConfig:
         check=lambda value: -1 <= value <= 65535,
         must="must be in [-1, 65535]",
     )
-    metrics_port: int | None = option(
+    control_port: int | None = option(
         None,
-        "the router's Prometheus port, from which the workers' count up; 0 picks free ones "
-        "(default: 9400, or free ones with --port 0)",
+        "the router's port for workers, baton status and baton drain, on this machine only; 0 picks a free one "
+        "(default: 50052, or a free one with --port 0)",
         check=is_port,
         must="must be in [0, 65535]",
     )
-    device: str = option("cpu", "torch device of the workers")
-    dtype: str = option("auto", "type of weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
+    cluster_token_file: str = option("", FILE_HELP)
+    metrics_port: int | None = option(
+        None,
+        "the router's Prometheus port, from which the workers' count up; 0 picks free ones, -1 none "
+        "(default: 9400, or free ones with --port 0)",
+        check=lambda value: -1 <= value <= 65535,
+        must="must be in [-1, 65535]",
+    )
+    device: str = option("cpu", "torch device of the workers; cuda spreads them over all GPUs, cuda:1 is that one")
+    dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
     threads: int | None = option(
-        None, "compute threads of each worker (default: the cores, divided)", check=positive, must="must be positive"
+        None,
+        "compute threads of each worker (default: the cores, divided)",
+        check=lambda value: 1 <= value <= 1024,
+        must="must be in [1, 1024]",
     )
     kv_blocks: int | None = option(
         None, "blocks in each pool (default: what memory allows, divided)", check=positive, must="must be positive"
     )
     transport: str = option("auto", "how KV is moved", choices=("auto", "shm", "grpc"))
     trace_file: str = option("", "append all spans to this file as OTLP JSON lines")
-    drain_s: float = option(30.0, "time requests get to finish when stopping, seconds", check=lambda value: value >= 0)
+    drain_s: float = option(
+        30.0, "time requests get to finish when stopping, seconds", check=duration_or_zero, must=A_DURATION_OR_ZERO
+    )
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -70,23 +98,32 @@ def main(argv: Sequence[str], prog: str) -> int:
     configuration.add_arguments(parser, UpConfig)
     config = configuration.load(UpConfig, parser.parse_args(argv))
     roles = plan_workers(config.prefill, config.decode, config.mixed)
-    _plan_ports(config, roles)  # a wrong flag is told before a long download
+    _require_free(config, *_plan_ports(config, roles))  # a wrong flag is reported before a long download
+    cluster_token(config.cluster_token_file)  # and so is a token file that must not be used
+    demand_torch("a worker")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    plan = make_plan(config, roles, resolve_model(config.model))
-    announce(f"model        {plan.model.model_id}  ({plan.model.path})")
+    model = resolve_model(config.model)
+    announce(f"model        {model.model_id}  ({model.path})")
+    # Chosen here, so that all workers have the same.
+    choice = choose_dtype(config.dtype, config.device, model.path, tell=lambda line: announce(f"{'dtype':<12} {line}"))
+    if choice.reason:
+        announce(f"dtype        {choice.dtype}  ({choice.reason})")
+    plan = make_plan(dataclasses.replace(config, dtype=choice.dtype), roles, model)
     try:
         return asyncio.run(supervise(plan))
     except ExceptionGroup as group:
-        raise group.exceptions[0] from None  # the first that failed; the others fell with it
+        raise group.exceptions[0] from None  # the first that failed; the others failed because of it
 
 
 def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> ClusterPlan:
-    """Divides this machine as it is now among the router and workers of these roles."""
-    metrics_ports, http_port = _plan_ports(config, roles)
+    """Returns the plan that divides this machine, as it is now, among the router and workers of these roles."""
+    metrics_ports, http_port, control_port = _plan_ports(config, roles)
     shares = divide_cores(machine.usable_cores(), len(roles), threads=config.threads, quota=machine.cpu_quota())
     workers = [
-        Worker(f"{role}-{roles[:index].count(role)}", role, metrics_ports[1 + index], shares[index])
-        for index, role in enumerate(roles)
+        PlannedWorker(
+            f"{role}-{roles[:index].count(role)}", role, metrics_ports[1 + index], shares[index], device, memory
+        )
+        for index, (role, (device, memory)) in enumerate(zip(roles, _place(config, model, len(roles)), strict=True))
     ]
     return ClusterPlan(
         model=model,
@@ -94,39 +131,75 @@ def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> C
         port=config.port,
         router_metrics_port=metrics_ports[0],
         workers=tuple(workers),
-        worker_flags=_worker_flags(config, model, len(workers)),
+        worker_flags=_worker_flags(config),
         trace_file=config.trace_file,
         drain_s=config.drain_s,
         http_port=http_port,
+        control_port=control_port,
+        cluster_token_file=config.cluster_token_file,
     )
 
 
-def _plan_ports(config: UpConfig, roles: Sequence[str]) -> tuple[list[int], int]:
-    """Metrics ports, the router's first, and the HTTP port."""
+def _plan_ports(config: UpConfig, roles: Sequence[str]) -> tuple[list[int], int, int]:
+    """Returns the metrics ports (the router's first), the HTTP port and the control port."""
     metrics_ports = plan_metrics_ports(config.port, config.metrics_port, 1 + len(roles))
-    return metrics_ports, plan_http_port(config.port, config.http_port, metrics_ports)
+    http_port = plan_http_port(config.port, config.http_port, metrics_ports)
+    return metrics_ports, http_port, plan_control_port(config.port, config.control_port, (http_port, *metrics_ports))
 
 
-def _worker_flags(config: UpConfig, model: ResolvedModel, num_workers: int) -> tuple[str, ...]:
-    flags = ["--device", config.device, "--dtype", config.dtype, "--transport", config.transport]
+def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int, control_port: int) -> None:
+    """Raises ConfigError if a port is taken now. One that is taken later is told by the process that wants it."""
+    wanted = [("--port", config.host, config.port), ("--http-port", config.host, http_port)]
+    wanted += [("--control-port", CONTROL_HOST, control_port)]
+    wanted += [
+        ("--metrics-port", WORKER_HOST if index else config.host, port) for index, port in enumerate(metrics_ports)
+    ]
+    for flag, host, port in wanted:
+        if port <= 0:
+            continue
+        try:
+            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: cannot listen on {join(host, port)}: {error.strerror}; 0 picks a free one"
+            ) from error
+
+
+def _worker_flags(config: UpConfig) -> tuple[str, ...]:
+    flags = ["--dtype", config.dtype, "--transport", config.transport]
     if config.kv_blocks is not None:
         flags += ["--kv-blocks", str(config.kv_blocks)]
-    elif config.device == "cpu":
-        available, total = machine.memory_bytes()
-        widening = 2 if config.dtype == "float32" else 1  # files usually hold 16 bits
-        weights_bytes = widening * machine.directory_bytes(model.path)
-        share = memory_utilization(available, total, weights_bytes, num_workers)
-        flags += ["--memory-utilization", f"{share:.5f}"]
     return tuple(flags)
 
 
+def _place(config: UpConfig, model: ResolvedModel, num_workers: int) -> list[tuple[str, float | None]]:
+    """Returns (device, share of its memory) for each worker; no share where the pools have a given size."""
+    placed: list[tuple[str, float | None]]
+    kind = config.device.partition(":")[0]
+    if kind == "cuda":
+        placed = [*spread_devices(config.device, num_workers, machine.num_gpus())]
+    elif kind != "cpu":
+        placed = [(config.device, None)] * num_workers
+    else:
+        available, total = machine.memory_bytes()
+        widening = 2 if config.dtype == "float32" else 1  # files usually hold 16 bits
+        weights_bytes = widening * machine.directory_bytes(model.path)
+        placed = [(config.device, memory_utilization(available, total, weights_bytes, num_workers))] * num_workers
+    return placed if config.kv_blocks is None else [(device, None) for device, _ in placed]
+
+
 async def supervise(plan: ClusterPlan, program: Sequence[str] = PROGRAM) -> int:
-    """Runs the cluster of children `program ROLE FLAGS`; the exit status. The first SIGINT or SIGTERM drains, the
-    second kills. Raises an ExceptionGroup of what could not be started."""
+    """Runs the cluster of children `program ROLE FLAGS` and returns the exit status.
+
+    The first SIGINT or SIGTERM drains, the second kills. Raises an ExceptionGroup of what could not be started.
+    """
     stopping = asyncio.Event()
     lifeline = Lifeline()
     loop = asyncio.get_running_loop()
-    running = loop.create_task(Cluster(plan, lifeline, announce, program).run(stopping))
+    running = loop.create_task(LocalCluster(plan, lifeline, announce, program).run(stopping))
 
     def on_signal(number: signal.Signals) -> None:
         if stopping.is_set():
@@ -149,7 +222,7 @@ async def supervise(plan: ClusterPlan, program: Sequence[str] = PROGRAM) -> int:
 
 
 def announce(line: str) -> None:
-    """One line on stdout, at once. Without a reader the cluster runs on in silence."""
+    """Prints one line on stdout at once. If its reader has gone, the cluster runs on without output."""
     try:
         print(line, flush=True)
     except BrokenPipeError:

@@ -1,1 +1,1 @@
-"""What every service shares: ids, errors, clock, hashing, configuration. Standard library only."""
+"""Holds what every service shares: ids, errors, clock, hashing, configuration. It uses the standard library only."""

@@ -1,4 +1,4 @@
-"""Time, injected. Pure code takes `now` as an argument; shells ask a `Clock`."""
+"""Defines the clocks that are injected: pure code takes `now` as an argument; other code asks a `Clock`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds, monotonic, from an arbitrary origin."""
+        """Returns seconds since an arbitrary origin; they never go back."""
         ...
 
 
@@ -18,8 +18,11 @@ class MonotonicClock:
 
 
 def _epoch_offset_ns() -> int:
-    """Unix time less monotonic time: of several readings the one during which the process was interrupted least. One
-    that loses the processor between the two clocks would be wrong by as long, and with it all spans of this process."""
+    """Returns Unix time minus monotonic time, in nanoseconds.
+
+    Of several readings it takes the one during which the process was interrupted least: a process that loses the
+    processor between the two clocks would be wrong by that time, and with it all its spans.
+    """
     readings = []
     for _ in range(16):
         before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -32,12 +35,12 @@ _EPOCH_OFFSET_NS = _epoch_offset_ns()
 
 
 def epoch_ns(monotonic_s: float) -> int:
-    """Unix time in nanoseconds of a `MonotonicClock` stamp."""
+    """Returns the Unix time, in nanoseconds, of a reading of `MonotonicClock` in seconds."""
     return int(monotonic_s * 1e9) + _EPOCH_OFFSET_NS
 
 
 class ManualClock:
-    """For tests and the simulator: moves only when told."""
+    """A clock for tests and the simulator, which moves only when it is told to."""
 
     def __init__(self, start_s: float = 1000.0) -> None:
         self._now_s = start_s

@@ -1,4 +1,4 @@
-"""Configuration: one frozen dataclass per service, filled from flags, `BATON_*` variables and defaults, in that order.
+"""Fills one frozen dataclass per service from flags, `BATON_*` variables and defaults, in that order.
 
 A field becomes a flag through `option(...)` metadata: `max_num_seqs` is `--max-num-seqs` and `BATON_MAX_NUM_SEQS`.
 Only `main` modules read it. Errors name the flag.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -18,6 +19,18 @@ from services.core.errors import ConfigError
 
 T = TypeVar("T")
 
+DAY_S = 86_400.0
+"""Longest duration, in seconds, that a flag accepts. So a mistake shows at once, and the duration overflows in no unit
+that it is converted to."""
+_INT_RANGE = (-(1 << 31), (1 << 31) - 1)
+"""Smallest and largest whole number that a flag accepts: they go into 32-bit fields of messages and gRPC options."""
+DEFAULT_CONTROL_PORT = 50052
+LOG_INTERVAL_HELP = "seconds between lines about what this process does, while it does anything; 0 writes none"
+DTYPE_HELP = (
+    "type of weights and KV cache, the same on all workers; auto: as the model was saved, or on a CPU float32 where a "
+    "timing shows that to be faster"
+)
+
 
 def option(
     default: Any,
@@ -27,7 +40,8 @@ def option(
     must: str = "",
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that is also a flag. `check` validates a given value and `must` says what it demands."""
+    """Returns a dataclass field that is also a flag. `check` says whether a value is allowed, and `must` describes that
+    in the error message. Raises TypeError if the default is a list."""
     metadata = {"help": help, "check": check, "must": must, "choices": choices}
     if isinstance(default, list):
         raise TypeError("use a tuple for a repeatable option")
@@ -35,15 +49,40 @@ def option(
 
 
 def positive(value: float) -> bool:
+    """Returns whether the value is greater than 0."""
     return value > 0
 
 
+def duration(value: float) -> bool:
+    """Returns whether `value` is a duration of 1 ms to a day, in seconds. A shorter interval would only keep a core
+    busy."""
+    return 0.001 <= value <= DAY_S
+
+
+def duration_or_zero(value: float) -> bool:
+    """Returns whether `value` is a duration of 0 to a day, in seconds; 0 means not to wait."""
+    return 0 <= value <= DAY_S
+
+
+A_DURATION = "must be in [0.001, 86400]"
+A_DURATION_OR_ZERO = "must be in [0, 86400]"
+A_LOG_INTERVAL = "must be 0, or in [0.001, 86400]"
+
+
 def port(value: int) -> bool:
+    """Returns whether `value` is a port number; 0 lets the system pick one."""
     return 0 <= value <= 65535
 
 
+def log_interval(value: float) -> bool:
+    """Returns whether `value` is 0 (no log lines) or a `duration`, in seconds: a loop with a shorter one would not
+    pause."""
+    return value == 0 or duration(value)
+
+
 def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
-    """Adds every option of `config_type`. Absent flags stay absent, so that the environment can speak."""
+    """Adds a flag to `parser` for every option of `config_type`. A flag that is not given is absent from the parsed
+    arguments, so that `load` can take the variable."""
     for field in _options(config_type):
         flag = _flag(field.name)
         kind, repeated = _kind(config_type, field.name)
@@ -59,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
 
 
 def load(config_type: type[T], arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> T:
-    """Builds the config; raises ConfigError naming the flag (or the variable) that is wrong."""
+    """Returns the configuration; raises ConfigError, which names the flag or the variable that is wrong."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for field in _options(config_type):
@@ -94,7 +133,7 @@ def _variable(name: str) -> str:
 
 
 def _kind(config_type: type, name: str) -> tuple[type, bool]:
-    """(value type, repeated) of a field annotated `T`, `T | None` or `tuple[T, ...]`."""
+    """Returns (value type, whether it is repeatable) of a field annotated `T`, `T | None` or `tuple[T, ...]`."""
     hint = typing.get_type_hints(config_type)[name]
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
@@ -114,14 +153,20 @@ def _convert(raw: Any, kind: type, origin: str) -> Any:
             return False
         raise ConfigError(f"{origin}: {raw!r} is not true or false")
     try:
-        return kind(raw)
+        value = kind(raw)
     except ValueError:
         raise ConfigError(f"{origin}: {raw!r} is not {'a whole number' if kind is int else 'a number'}") from None
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{origin}: {raw!r} is not a number")
+    if kind is int and not _INT_RANGE[0] <= value <= _INT_RANGE[1]:
+        raise ConfigError(f"{origin}: {raw[:32]!r} is out of range")
+    return value
 
 
 def _validate(field: dataclasses.Field[Any], value: Any, origin: str) -> None:
     choices, check = field.metadata["choices"], field.metadata["check"]
     if choices and value not in choices:
         raise ConfigError(f"{origin}: {value!r} is not one of {', '.join(choices)}")
-    if check is not None and not all(check(part) for part in (value if isinstance(value, tuple) else (value,))):
-        raise ConfigError(f"{origin}: {value!r} {field.metadata['must'] or 'is out of range'}")
+    for part in value if isinstance(value, tuple) else (value,):
+        if check is not None and not check(part):
+            raise ConfigError(f"{origin}: {part!r} {field.metadata['must'] or 'is out of range'}")

@@ -1,15 +1,17 @@
-"""The one tree of errors.
+"""Defines every error that Baton names, in one tree.
 
-Owns: every failure Baton names, with the machine-readable reason that reaches clients as
-`google.rpc.ErrorInfo.reason`. Never: gRPC; the leaf-to-status table is `services/rpc/status.py`, and a test
-checks that each leaf is in it.
+Owns: the errors, each with the machine-readable reason that reaches clients as `google.rpc.ErrorInfo.reason`.
+Never: gRPC; the table of their statuses is `services/rpc/status.py`, and a test checks that it has every leaf.
 """
 
 from __future__ import annotations
 
+_MAX_QUOTED_CHARS = 200
+"""Most characters of an exception's message that another error's message quotes."""
+
 
 class BatonError(Exception):
-    """Root. `reason` is stable and upper case; the message is for people."""
+    """The root of all errors. `reason` is stable and upper case; the message is for people."""
 
     reason = "INTERNAL"
 
@@ -36,18 +38,25 @@ class ContextLengthExceeded(InvalidRequest):
 
     @classmethod
     def of(cls, field: str, context_tokens: int, asked: str) -> ContextLengthExceeded:
-        """`asked`: what the request wants, in tokens. OpenAI's words come first: clients look for them in messages."""
+        """Returns the error in OpenAI's words, since clients look for them; `asked` says what the request wants, in
+        tokens."""
         return cls(field, f"This model's maximum context length is {context_tokens} tokens; {asked}")
 
 
+class Unauthenticated(BatonError):
+    """The call needs the cluster token, and came without it or with another."""
+
+    reason = "UNAUTHENTICATED"
+
+
 class MalformedMessage(BatonError):
-    """The bytes are not the message they should be."""
+    """The bytes cannot be read as the message that was expected."""
 
     reason = "MALFORMED_MESSAGE"
 
 
 class MessageTooLarge(BatonError):
-    """More bytes than a request may have. Over gRPC the runtime refuses it before anyone sees it."""
+    """The request has more bytes than one may have. Over gRPC the runtime refuses it before Baton's code sees it."""
 
     reason = "MESSAGE_TOO_LARGE"
 
@@ -60,12 +69,18 @@ class UnknownWorker(BatonError):
     reason = "UNKNOWN_WORKER"
 
 
+class WorkerIdInUse(BatonError):
+    """Another live process has this worker id."""
+
+    reason = "WORKER_ID_IN_USE"
+
+
 class DuplicateRequest(BatonError):
     reason = "DUPLICATE_REQUEST"
 
 
 class Overloaded(BatonError):
-    """Queue full, blocks full or quota spent: try later."""
+    """The queue is full, the blocks are full or the quota is spent: the client may try again later."""
 
     reason = "OVERLOADED"
 
@@ -144,3 +159,27 @@ class ConfigError(BatonError):
     """A flag or environment variable is wrong. The message names it."""
 
     reason = "CONFIG"
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error that has been answered, and of those it came from.
+
+    Their frames hold the request and often the error itself, a cycle that only a full garbage collection would end.
+    """
+    found, seen = [error], set[int]()
+    while found:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        found += [linked for linked in (one.__cause__, one.__context__) if linked is not None]
+        if isinstance(one, BaseExceptionGroup):
+            found += one.exceptions
+
+
+def unforeseen(error: Exception) -> BatonError:
+    """Returns the error that a request gets when Baton has a defect: a plain `BatonError`, which is INTERNAL and opaque
+    to clients. It names the exception for the log but does not keep it, since its frames hold whatever the request was
+    working on."""
+    return BatonError(f"unforeseen: {type(error).__name__}: {str(error)[:_MAX_QUOTED_CHARS]}")

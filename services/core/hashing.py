@@ -1,6 +1,7 @@
-"""Chained block hashes: a block's hash names all tokens up to its end, so equal hashes mean equal KV.
+"""Computes block hashes.
 
-Router (prefix index) and engine (prefix cache) must agree on them.
+They are chained: a block's hash covers all tokens up to its end, so equal hashes mean equal KV. The router's prefix
+index and the engine's prefix cache must agree on them.
 """
 
 from __future__ import annotations
@@ -10,21 +11,23 @@ from array import array
 from collections.abc import Sequence
 
 BlockHash = bytes
-"""16 bytes. Long enough that a collision, which would serve another prompt's KV, is out of reach."""
+"""The hash of one block, 16 bytes: long enough that a collision, which would serve another prompt's KV, is out of
+reach."""
 
 
 def root_hash(cache_salt: str = "") -> BlockHash:
-    """Parent of a sequence's first block. Different salts never share blocks."""
+    """Returns the parent hash of a sequence's first block. Sequences with different salts never share blocks."""
     return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"baton-root").digest()
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Hash of one full block: `token_ids` has block_size entries."""
+    """Returns the hash of one full block. `token_ids` are its block_size tokens, `parent` is the hash of the block
+    before it."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str = "") -> list[BlockHash]:
-    """Hashes of all full blocks of `token_ids`, in order."""
+    """Returns the hashes of all full blocks of `token_ids`, in order."""
     hashes = []
     parent = root_hash(cache_salt)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -34,5 +37,5 @@ def block_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str = ""
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """Returns how many blocks hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)

@@ -1,4 +1,4 @@
-"""The life of one service process: it reports that it is ready, it is told to stop, it never outlives its supervisor.
+"""Runs the life of one service process: it reports when it is ready, stops when told, never outlives its supervisor.
 
 Owns: the signals SIGTERM and SIGINT, the pipe on which a child reports its ports, and the lifeline, a pipe whose
 other end only the supervisor holds: end of file means that the supervisor is gone, however it died. Never: what a
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """One per process. Signals and `stop` belong to the event loop's thread; the lifeline has a thread of its own."""
+    """The state of a process from its start to its end; each process has one. Signals and `stop` are handled on the
+    event loop's thread; the lifeline has a thread of its own."""
 
     def __init__(
         self,
@@ -41,10 +42,10 @@ class Lifecycle:
         drain_s: float = 30.0,
         orphan_grace_s: float = 5.0,
     ) -> None:
-        """`ready_fd` is the write end of a pipe, `lifeline_fd` the read end of another; both are inherited.
+        """Takes `ready_fd`, the write end of one pipe, and `lifeline_fd`, the read end of another; both are inherited.
 
-        `drain_s`: how long running requests may take after `stopping`. `orphan_grace_s`: the same when the supervisor
-        is gone; after that the process ends whatever it is doing.
+        `drain_s`: seconds that running requests may take after `stopping`. `orphan_grace_s`: the same when the
+        supervisor is gone; after that the process ends, whatever it is doing.
         """
         self.stopping = asyncio.Event()
         self.drain_s = drain_s
@@ -57,55 +58,57 @@ class Lifecycle:
                 os.set_inheritable(fd, False)
 
     def watch_lifeline(self) -> None:
-        """Begins to watch the supervisor. Without a lifeline this does nothing."""
+        """Starts the thread that watches the supervisor. Does nothing without a lifeline."""
         if self._lifeline_fd is not None:
-            threading.Thread(target=self._await_orphaned, name="lifeline", daemon=True).start()
+            threading.Thread(target=self._watch_supervisor, name="lifeline", daemon=True).start()
 
-    def report_ready(self, *, port: int, metrics_port: int, http_port: int = 0) -> None:
-        """Tells the supervisor, once, that the process serves, and on which ports. Without one it is only logged."""
-        logger.info("ready: port %d, metrics port %d, HTTP port %d", port, metrics_port, http_port)
+    def report_ready(self, *, port: int, metrics_port: int, http_port: int = 0, control_port: int = 0) -> None:
+        """Tells the supervisor, once, that the process serves, and on which ports (0: it has no such port). Without a
+        supervisor the ports are only logged."""
+        ports = {"port": port, "metrics_port": metrics_port, "http_port": http_port, "control_port": control_port}
+        logger.info("ready: %s", ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in ports.items()))
         if self._ready_fd is None:
             return
-        report = {"port": port, "metrics_port": metrics_port, "http_port": http_port, "pid": os.getpid()}
+        report = {**ports, "pid": os.getpid()}
         fd, self._ready_fd = self._ready_fd, None
         try:
-            os.write(fd, json.dumps(report).encode() + b"\n")  # one write below PIPE_BUF: never torn
+            os.write(fd, json.dumps(report).encode() + b"\n")  # one write below PIPE_BUF is never split
         except BrokenPipeError:
             logger.warning("the supervisor does not listen any more")  # the lifeline decides what follows
         finally:
             os.close(fd)
 
     def stop(self, reason: str) -> None:
-        """Asks the service to stop; on the loop's thread only. Asking again changes nothing."""
+        """Asks the service to stop. Call on the event loop's thread. Further calls change nothing."""
         if not self.stopping.is_set():
             logger.info("stopping: %s", reason)
             self.stopping.set()
 
     def attach(self) -> None:
-        """Takes over the signals; called by `run` on its loop."""
+        """Handles SIGTERM and SIGINT from now on. `run` calls it on its event loop."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.stopping.is_set():
-            os._exit(128 + number)  # asked twice: at once
+            os._exit(128 + number)  # a second signal ends the process at once
         self.stop(number.name)
 
-    def _await_orphaned(self) -> None:
+    def _watch_supervisor(self) -> None:
         assert self._lifeline_fd is not None
         while os.read(self._lifeline_fd, 1):
-            pass  # nothing is ever written; only the end of file speaks
+            pass  # nothing is ever written: the loop ends at the end of file
         loop = self._loop
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(self._orphaned)
+                loop.call_soon_threadsafe(self._on_supervisor_gone)
             except RuntimeError:
                 logger.debug("orphaned while closing")  # the loop is closed: the process is ending by itself
             time.sleep(self._orphan_grace_s)
-        os._exit(1)  # still loading, stuck in a step, or draining for too long
+        os._exit(1)  # the process is still loading, stuck in a step, or draining for too long
 
-    def _orphaned(self) -> None:
+    def _on_supervisor_gone(self) -> None:
         self.drain_s = min(self.drain_s, self._orphan_grace_s)
         self.stop("the supervisor is gone")
 
@@ -116,7 +119,7 @@ def run(
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Runs `main()` to its end with the signals attached. Raises what it raises."""
+    """Runs `main()` to its end on a new event loop that handles the signals. Raises what `main` raises."""
 
     async def attached() -> None:
         lifecycle.attach()

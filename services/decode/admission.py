@@ -1,6 +1,6 @@
 """Whether a decode worker takes a handoff now. Pure.
 
-A worker admits or refuses at once (DESIGN §4.5): a queue here would be hidden from the router, which may know a better
+A worker admits or refuses at once: a queue here would be hidden from the router, which may know a better
 place. Refusals carry the handoff's age: after refusing an aged one the worker refuses younger ones too, until the aged
 one fits or has not been retried for a while, so that a long prompt is not starved by short ones.
 """
@@ -9,23 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The worker at one moment; counts are blocks unless they say otherwise."""
-
-    num_available: int
-    """Free and evictable blocks, after the handoff's cached prefix is set aside."""
-    num_blocks: int
-    num_sequences: int
-    """Running, adopted and importing."""
-    max_num_seqs: int
-    num_preempted: int
-    """Victims of preemption waiting to come back; they go before new imports."""
-
-    @property
-    def idle(self) -> bool:
-        return self.num_sequences == 0 and self.num_preempted == 0
+from services.engine.worker_engine import EngineRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +32,12 @@ class AdmissionPolicy:
         self._aged_born_s = 0.0
         self._aged_seen_s = 0.0
 
-    def decide(self, key: bytes, needed_blocks: int, age_s: float, room: Room, now: float) -> Refusal | None:
-        """None admits. `key` names the handoff over its attempts (its lease id)."""
-        refusal = self._refusal(key, needed_blocks, now - age_s, room, now)
+    def decide(
+        self, key: bytes, needed_blocks: int, age_s: float, room: EngineRoom, num_importing: int, now: float
+    ) -> Refusal | None:
+        """Returns None to admit. `key` names the handoff over its attempts (its lease id). `num_importing`: handoffs
+        that were admitted and have not reached the engine yet."""
+        refusal = self._refusal(key, needed_blocks, now - age_s, room, num_importing, now)
         if refusal is None:
             if key == self._aged_key:
                 self._aged_key = None
@@ -58,14 +45,18 @@ class AdmissionPolicy:
             self._aged_key, self._aged_born_s, self._aged_seen_s = key, now - age_s, now
         return refusal
 
-    def _refusal(self, key: bytes, needed: int, born_s: float, room: Room, now: float) -> Refusal | None:
+    def _refusal(
+        self, key: bytes, needed: int, born_s: float, room: EngineRoom, num_importing: int, now: float
+    ) -> Refusal | None:
         if not self._oldest(key, born_s, now):
             return Refusal(needed, 0, "an older handoff is waiting")
         if room.num_preempted:
             return Refusal(needed, 0, "preempted sequences come back first")
-        if room.num_sequences >= room.max_num_seqs:
+        num_sequences = room.num_sequences + num_importing
+        if num_sequences >= room.max_num_seqs:
             return Refusal(needed, 0, "batch is full")
-        reserve = 0 if room.idle else int(self._watermark * room.num_blocks)
+        idle = num_sequences == 0 and room.num_preempted == 0
+        reserve = 0 if idle else int(self._watermark * room.num_blocks)
         missing = needed + reserve - room.num_available
         return Refusal(needed, missing, "not enough blocks") if missing > 0 else None
 

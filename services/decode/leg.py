@@ -1,4 +1,4 @@
-"""One DecodeCommand, from its arrival to its last token.
+"""Carries out DecodeCommands, each from its arrival to its last token.
 
 Owns: the leg's place in the session, in the hub and in the engine. Never: how KV comes in (`intake`).
 """
@@ -6,14 +6,17 @@ Owns: the leg's place in the session, in the hub and in the engine. Never: how K
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
-from baton.v1 import decode_pb2, types_pb2
-from services.core.errors import BatonError, DeadlineExceeded
-from services.decode.intake import Arrival, Intake, Refused, Reservation
+from baton.v1 import types_pb2, worker_pb2
+from services.core.errors import BatonError, DeadlineExceeded, unforeseen
+from services.decode.intake import Held, ImportIntake, Refused
 from services.decode.record import DecodeRecord
 from services.engine.config import StepReport
-from services.engine.sequence import Admitted, Failed, Mode, Preempted, SequenceEvent, Token
+from services.engine.schedule.sequence import Admitted, Failed, Mode, Preempted, SequenceEvent, Token
 from services.kvtransfer.client import lease_may_live
 from services.rpc.logging import ids, log_ids
 from services.rpc.status import to_status
@@ -24,11 +27,20 @@ from services.worker.session import RouterSession
 log = logging.getLogger(__name__)
 
 
+class DecodePhase:
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self._intake = ImportIntake(host)
+
+    def begin(self, session: RouterSession, command: worker_pb2.DecodeCommand) -> None:
+        DecodeLeg(self._host, self._intake, session, command).start()
+
+
 class DecodeLeg:
     """Registered in `session.legs` from `start` until `_close`."""
 
     def __init__(
-        self, host: WorkerHost, intake: Intake, session: RouterSession, command: decode_pb2.DecodeCommand
+        self, host: WorkerHost, intake: ImportIntake, session: RouterSession, command: worker_pb2.DecodeCommand
     ) -> None:
         self._host = host
         self._intake = intake
@@ -36,6 +48,8 @@ class DecodeLeg:
         self._command = command
         self._sequence = host.new_sequence(command, Mode.GENERATE)
         self._record = DecodeRecord(host, command)
+        self._held: Held | None = None
+        """Blocks that are not the sequence's yet."""
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._over = False
@@ -45,7 +59,8 @@ class DecodeLeg:
         return self._command.leg
 
     def start(self) -> None:
-        """Admits or refuses at once; a command without handoff queues in the engine."""
+        """Queues a command without handoff in the engine. A handoff is admitted or refused as soon as its tokens are
+        hashed."""
         self._session.legs[self.number] = self
         if self._command.HasField("remaining_ms"):
             self._deadline = self._host.call_later(self._command.remaining_ms / 1000, self._deadline_passed)
@@ -54,10 +69,9 @@ class DecodeLeg:
             self._host.engine.add(self._sequence)
         elif self._intake.is_local(self._command.handoff):
             self._admitted(0)
-            self._task = self._host.spawn(self._adopt(), f"adopt leg {self.number}")
-            self._task.add_done_callback(lambda _: self._task_over())
+            self._run(self._adopt(), f"adopt leg {self.number}")
         else:
-            self._import()
+            self._run(self._import(), f"import leg {self.number}")
 
     def cancel(self) -> None:
         """A running sequence leaves with the step in flight; an import's blocks follow their last copy."""
@@ -72,70 +86,81 @@ class DecodeLeg:
 
     # -- how KV comes in -----------------------------------------------------------------------------------------------
 
-    def _import(self) -> None:
+    async def _import(self) -> None:
         try:
-            reservation = self._intake.reserve(self._command, self._session)
+            await self._host.hash_prompt(self._sequence)
+            self._held = self._intake.reserve(self._command, self._sequence, self._session)
         except Refused as error:
-            refused = decode_pb2.DecodeRefused(
+            refused = worker_pb2.DecodeRefused(
                 leg=self.number,
                 needed_blocks=error.refusal.needed_blocks,
                 missing_blocks=error.refusal.missing_blocks,
             )
-            self._emit(decode_pb2.DecodeEvent(refused=refused))
-            self._close()
-        except BatonError as error:
-            self._import_failed(error)
-            self._close()
-        else:
-            self._admitted(len(reservation.prefix) * self._host.engine.info.block_size)
-            self._task = self._host.spawn(self._fetch(reservation), f"import leg {self.number}")
-            self._task.add_done_callback(lambda _: self._fetch_over(reservation))
-
-    async def _fetch(self, reservation: Reservation) -> None:
-        try:
-            # Transfers do not know whose they are; their log lines do.
-            with log_ids(self._command.request_id, self._command.traceparent):
-                outcome, arrival = await self._intake.fetch(self._command, reservation)
-            self._record.transferred(outcome)
-            self._take_over(arrival)
+            self._emit(worker_pb2.LegEvent(refused=refused))
         except Exception as error:  # whatever went wrong, the router must hear of it
             self._import_failed(error)
+        else:
+            self._admitted(len(self._held.prefix) * self._host.engine.info.block_size)
+            await self._fetch(self._held)
 
-    def _fetch_over(self, reservation: Reservation) -> None:
-        """Also when the task was cancelled before it ever ran."""
-        self._intake.give_up(reservation)
-        self._task_over()
-
-    async def _adopt(self) -> None:
-        try:
-            started_s = self._host.clock.now()
-            arrival = await self._intake.adopt(self._command)
-            self._record.adopted(started_s, len(arrival.block_ids))
-            self._take_over(arrival)
-        except Exception as error:
-            self._import_failed(error)
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._task = self._host.spawn(work, name)
+        self._task.add_done_callback(lambda _: self._task_over())
 
     def _task_over(self) -> None:
+        """Also when it was cancelled before it ever ran."""
         if self._task is not None:  # the sequence did not reach the engine
             self._task = None
             self._close()
 
-    def _take_over(self, arrival: Arrival) -> None:
+    async def _fetch(self, held: Held) -> None:
+        try:
+            # Transfers do not know whose they are; their log lines do.
+            with log_ids(self._command.request_id, self._command.traceparent):
+                outcome = await self._intake.fetch(self._command, held)
+        except Exception as error:  # whatever went wrong, the router must hear of it
+            self._import_failed(error)
+            return
+        with self._expecting_no_error():
+            self._record.transferred(outcome)
+            self._take_over(outcome.first_token, held if outcome.ready else None)
+
+    async def _adopt(self) -> None:
+        started_s = self._host.clock.now()
+        try:
+            await self._host.hash_prompt(self._sequence)
+            first_token, self._held = await self._intake.adopt(self._command)
+        except Exception as error:
+            self._import_failed(error)
+            return
+        with self._expecting_no_error():
+            self._record.adopted(started_s, len(self._held.block_ids) if self._held is not None else 0)
+            self._take_over(first_token, self._held)
+
+    @contextlib.contextmanager
+    def _expecting_no_error(self) -> Iterator[None]:
+        """The lease is over: what raises from here on is no failed import, which another worker could repeat."""
+        try:
+            yield
+        except Exception as error:
+            self._host.defect(error)
+            self._fail(unforeseen(error))
+
+    def _take_over(self, first_token: types_pb2.SequenceTokens, held: Held | None) -> None:
         """The KV is here and valid: token 0 is repeated to the router, and the sequence joins the batch."""
         if self._over:  # cancelled in the very moment the release was answered
-            self._intake.discard(arrival)
             return
-        self._emit(decode_pb2.DecodeEvent(ready=decode_pb2.ImportReady(leg=self.number)))
+        self._emit(worker_pb2.LegEvent(ready=worker_pb2.ImportReady(leg=self.number)))
         tokens = types_pb2.SequenceTokens()
-        tokens.CopyFrom(arrival.first_token)
+        tokens.CopyFrom(first_token)
         tokens.leg = self.number
         tokens.ClearField("timings")
-        self._emit(decode_pb2.DecodeEvent(tokens=tokens))
-        if not tokens.HasField("finish"):
-            self._task = None
-            self._host.hub.register(self._sequence.seq_id, self)
-            self._intake.enter(self._sequence, arrival)
+        self._emit(worker_pb2.LegEvent(tokens=tokens))
+        if held is not None:
             self._log(logging.INFO, "decode begins")
+            self._host.hub.register(self._sequence.seq_id, self)
+            self._intake.enter(self._sequence, first_token, held)
+            self._task = None
 
     # -- what the engine reports ---------------------------------------------------------------------------------------
 
@@ -149,7 +174,7 @@ class DecodeLeg:
                 tokens = tokens_of(self.number, event)
                 if event.finish is not None:
                     tokens.finish.timings.CopyFrom(self._record.timings())
-                self._session.emit(decode_pb2.DecodeEvent(tokens=tokens))
+                self._session.emit(worker_pb2.LegEvent(tokens=tokens))
                 if event.finish is not None:
                     self._close()
             case Preempted():
@@ -157,17 +182,20 @@ class DecodeLeg:
             case Failed():
                 self._fail(event.error)
 
+    def on_defect(self, event: SequenceEvent, error: Exception) -> None:
+        self._fail(unforeseen(error))
+
     # -- what the router is told ---------------------------------------------------------------------------------------
 
     def _admitted(self, num_cached: int) -> None:
-        self._emit(
-            decode_pb2.DecodeEvent(admitted=decode_pb2.DecodeAdmitted(leg=self.number, cached_tokens=num_cached))
-        )
+        self._emit(worker_pb2.LegEvent(admitted=worker_pb2.DecodeAdmitted(leg=self.number, cached_tokens=num_cached)))
 
     def _import_failed(self, error: Exception) -> None:
-        failed = decode_pb2.ImportFailed(leg=self.number, lease_alive=lease_may_live(error), status=to_status(error))
+        if not isinstance(error, BatonError):
+            self._host.defect(error)
+        failed = worker_pb2.ImportFailed(leg=self.number, lease_alive=lease_may_live(error), status=to_status(error))
         if not self._over:
-            self._emit(decode_pb2.DecodeEvent(import_failed=failed))
+            self._emit(worker_pb2.LegEvent(import_failed=failed))
             reason = error.reason if isinstance(error, BatonError) else BatonError.reason
             self._host.tally.transfers_failed[reason.lower()] += 1
             self._log(logging.WARNING, f"import failed: {error}")
@@ -177,20 +205,22 @@ class DecodeLeg:
 
     def _fail(self, error: Exception) -> None:
         if not self._over:
-            failed = types_pb2.LegFailed(leg=self.number, status=to_status(error))
-            self._emit(decode_pb2.DecodeEvent(failed=failed))
+            failed = worker_pb2.LegFailed(leg=self.number, status=to_status(error))
+            self._emit(worker_pb2.LegEvent(failed=failed))
             self._log(logging.WARNING, f"failed: {error}")
         self.cancel()
 
     def _log(self, level: int, what: str) -> None:
         log.log(level, "leg %d: %s", self.number, what, extra=ids(self._command.request_id, self._command.traceparent))
 
-    def _emit(self, event: decode_pb2.DecodeEvent) -> None:
+    def _emit(self, event: worker_pb2.LegEvent) -> None:
         self._session.emit(event)
         self._session.flush()
 
     def _close(self) -> None:
         self._over = True
+        if self._held is not None:
+            self._intake.give_up(self._held)
         if self._deadline is not None:
             self._deadline.cancel()
         self._host.hub.unregister(self._sequence.seq_id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.v1 import decode_pb2, types_pb2
+from baton.v1 import types_pb2, worker_pb2
 from services.engine.config import StepReport
 from services.kvtransfer.client import FetchOutcome
 from services.rpc.names import Attr, Event, Span
@@ -18,7 +18,7 @@ from services.worker.host import WorkerHost
 class DecodeRecord:
     """`admitted` … `token` as they happen; `close` once, which writes the spans."""
 
-    def __init__(self, host: WorkerHost, command: decode_pb2.DecodeCommand) -> None:
+    def __init__(self, host: WorkerHost, command: worker_pb2.DecodeCommand) -> None:
         self._host = host
         self._command = command
         self._arrival_s = host.clock.now()

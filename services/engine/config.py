@@ -1,29 +1,30 @@
-"""What an engine is made of, and what it says of itself."""
+"""Defines an engine's configuration, and the records by which it describes itself and its steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.engine.block_pool import Ledger
-from services.engine.sequence import SequenceEvent
+from services.engine.schedule.sequence import SequenceEvent
+from services.kv.pool import Ledger
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The worker's flags of the same names decide these; None and "auto" leave the choice to the engine."""
+    """The configuration of an engine, from the worker's flags of the same names. None and "auto" leave the choice to
+    the engine."""
 
     model_path: str
     """A directory in the transformers layout."""
     model_id: str
     device: str = "cpu"
     dtype: str = "auto"
-    """"auto" (as saved), "float32", "bfloat16" or "float16"."""
+    """Type of weights and KV cache: "auto" (as saved), "float32", "bfloat16" or "float16"."""
     block_size: int = 16
-    """Tokens."""
+    """Tokens of a block."""
     num_blocks: int | None = None
-    """None: as many as `memory_utilization` allows."""
+    """Blocks of the pool; None: as many as `memory_utilization` allows."""
     memory_utilization: float | None = None
-    """Share of the device's memory for weights and pool; None: 0.9 of an accelerator's, 0.2 of the host's."""
+    """Share of the device's memory for weights and pool, from 0 to 1; None: 0.9 on an accelerator, 0.2 on a CPU."""
     max_num_seqs: int = 64
     """Most sequences in a step."""
     max_model_len: int | None = None
@@ -33,14 +34,22 @@ class EngineConfig:
     threads: int | None = None
     """CPU threads of this process (torch keeps one number per process); None: torch's choice."""
     limit_leased_blocks: bool = False
-    """Leases hold at most half of the pool: for a worker that also decodes."""
+    """Whether leases may hold at most half of the pool; set on a worker that also decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
+    """A description of a loaded model and its pool, which does not change."""
+
     model_id: str
     weights_digest: str
+    config_digest: str
+    """Digest of the configuration in force; `weights_digest` is that of parameters and buffers. See
+    `model.fingerprint`."""
+    numerics: str
+    """Types of weights and activations, in words."""
     dtype: str
+    """Type of the KV cache, such as "bfloat16"."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -54,20 +63,23 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step produced; before it runs, a report with its admissions only (no tokens)."""
+    """The events of a step; or, in a report of its own, the events before it (admissions, preemptions, failures; no
+    tokens). Times are the engine clock's, in seconds."""
 
     events: tuple[SequenceEvent, ...]
     step_number: int
-    """0: nothing ran."""
+    """Number of the step, from 1; 0 in a report for which nothing has run."""
     num_tokens: int
     num_decodes: int
-    """Sequences that computed a single token."""
+    """Sequences of which the step computed a single token."""
     started_s: float
     ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
+    """Numbers that describe an engine at one moment. The costs are those of `CostModel`."""
+
     num_running: int
     num_waiting: int
     queued_prefill_tokens: int
@@ -79,10 +91,11 @@ class EngineStats:
     ms_per_decode_step: float
     ms_per_decode_sequence: float
     current_step_ms: float
-    """0 between steps."""
+    """Milliseconds since the step that is running began; 0 between steps."""
     num_steps: int
-    """Since start, like the next."""
+    """Steps since the engine started, failed ones included."""
     num_failed_steps: int
+    """Steps that raised since the engine started."""
     last_batch_size: int
     """Sequences in the last step."""
     consecutive_step_failures: int

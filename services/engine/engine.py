@@ -1,7 +1,7 @@
-"""The engine: one thread that schedules, runs and absorbs steps, over one model and one block pool.
+"""Runs the engine: one thread that schedules, runs and absorbs steps, over one model and one block pool.
 
 Owns: the step thread, the lock over pool and scheduler, and the life of what it loads. Never: leases, transfers, gRPC.
-Callers add, adopt and abort from any thread; everything that happens comes back through `on_step`, on the step thread.
+Callers add, adopt and abort sequences on any thread; the engine reports all events to `on_step`, on the step thread.
 """
 
 from __future__ import annotations
@@ -13,38 +13,45 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import StepFailed
-from services.engine.block_pool import BlockPool, Holder
+from services.core.hashing import num_blocks_for
 from services.engine.config import EngineConfig, EngineInfo, EngineStats, StepReport
 from services.engine.cost_model import CostModel
-from services.engine.loading import Loaded, load, warm_up
-from services.engine.scheduler import Scheduler, SchedulerConfig
-from services.engine.sequence import Sequence, SequenceEvent, StepPlan, StepResult
+from services.engine.schedule.prefix import cacheable_prefix, hash_prompt
+from services.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from services.engine.schedule.sequence import Sequence, SequenceEvent, StepPlan, StepResult
 from services.engine.step_tally import StepTally
+from services.engine.warm_up import Loaded, warm_up
+from services.engine.worker_engine import BlockReservation, EngineRoom, OnStep
+from services.kv.pool import BlockPool, Holder
 
 logger = logging.getLogger(__name__)
 
-OnStep = Callable[[StepReport], None]
 Loader = Callable[[EngineConfig], Loaded]
 
 
 class Engine:
-    def __init__(self, config: EngineConfig, *, clock: Clock | None = None, loader: Loader = load) -> None:
-        """Loads and checks the model, and measures a few steps. Raises UnsupportedModel, ConfigError.
+    """A loaded model with its pool, its scheduler and its step thread: the `WorkerEngine` of whatever a loader makes.
 
-        Nothing runs until `start`.
+    The loader of transformers models is in loading.py.
+    """
+
+    def __init__(self, config: EngineConfig, loader: Loader, *, clock: Clock | None = None) -> None:
+        """Loads and checks the model, and measures a few steps. Raises what the loader does.
+
+        No sequence runs before `start`.
         """
         self._costs = CostModel()
-        # On a thread that is over before the step thread begins: OpenMP keeps a team of threads for every thread that
-        # ever computed, and makes them all wait less eagerly once there are more than cores (see `core.openmp`).
+        # This thread ends before the step thread begins. OpenMP keeps a team of threads for every live thread that has
+        # computed, and makes all of them spin less once there are more of them than cores (see `cpu.openmp`).
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-load") as passing:
             loaded = passing.submit(_prepare, loader, config, self._costs).result()
         self.info: EngineInfo = loaded.info
         self.cache = loaded.cache
-        self.lock = threading.Lock()
-        """Guards `pool` and `scheduler`. Held for microseconds, never during a step."""
-        self.pool = BlockPool(loaded.info.num_blocks, loaded.info.block_size)
-        self.scheduler = Scheduler(
-            self.pool,
+        self._lock = threading.Lock()
+        """Guards `_pool`, `_scheduler` and `_arrivals`. Held for microseconds, never during a step."""
+        self._pool = BlockPool(loaded.info.num_blocks, loaded.info.block_size)
+        self._scheduler = Scheduler(
+            self._pool,
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
@@ -52,10 +59,13 @@ class Engine:
                 max_leased_blocks=loaded.info.num_blocks // 2 if config.limit_leased_blocks else None,
             ),
         )
+        self._arrivals: dict[int, Sequence] = {}
+        """Sequences that the scheduler does not know yet, since their prompts are hashed first. Under the lock too."""
         self.consecutive_step_failures = 0
         self.tally = StepTally()
-        """For metrics."""
+        """Counts of what steps have done, for metrics."""
         self._runner = loaded.runner
+        self._drafter = loaded.drafter
         self._clock = clock or MonotonicClock()
         self._step_started_s: float | None = None
         self._wake = threading.Event()
@@ -65,68 +75,127 @@ class Engine:
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def start(self, on_step: OnStep) -> None:
-        """on_step must not block: the next step waits for it."""
+        """Starts the step thread, once. It calls `on_step`, which must not block: the next step waits for it."""
         assert self._thread is None, "an engine starts once"
         self._thread = threading.Thread(target=self._loop, args=(on_step,), name="engine-step", daemon=True)
         self._thread.start()
 
     def add(self, sequence: Sequence) -> None:
-        with self.lock:
-            self.scheduler.add(sequence)
+        """Queues a sequence (see `Scheduler.add`). Its prompt is hashed on the step thread."""
+        with self._lock:
+            self._arrivals[sequence.seq_id] = sequence
         self._wake.set()
 
     def adopt(self, sequence: Sequence, block_ids: Iterable[int], holder: Holder) -> None:
-        """Takes over a sequence whose KV is here (see `Scheduler.adopt`).
+        """Takes over a sequence whose KV is in this pool (see `Scheduler.adopt`).
 
-        The references of these of its blocks pass from `holder` to it; it has those of the others already.
+        References to `block_ids`, which are some of its blocks, pass from `holder` to the sequence; it has references
+        to its other blocks already. When this method raises, all references are as they were before.
         """
-        with self.lock:
-            self.pool.transfer(block_ids, holder, Holder.SEQUENCE)
-            self.scheduler.adopt(sequence)
+        block_ids = tuple(block_ids)
+        hash_prompt(sequence, self.info.block_size)
+        with self._lock:
+            self._pool.transfer(block_ids, holder, Holder.SEQUENCE)
+            try:
+                self._scheduler.adopt(sequence)
+            except BaseException:
+                self._pool.transfer(block_ids, Holder.SEQUENCE, holder)
+                raise
         self._wake.set()
 
     def abort(self, seq_id: int) -> None:
-        """Ends a sequence without an event; at the end of the step that it is in, if any. Unknown ids are ignored."""
-        with self.lock:
-            self.scheduler.abort(seq_id)
+        """Ends a sequence without an event; if a step computes it now, at the end of that step. Unknown ids are
+        ignored."""
+        with self._lock:
+            if self._arrivals.pop(seq_id, None) is None:
+                self._scheduler.abort(seq_id)
         self._wake.set()
 
-    def wake(self) -> None:
-        """To be called when blocks were freed: someone may fit now."""
+    def hash_prompt(self, sequence: Sequence) -> None:
+        """Computes the hashes of the sequence's full blocks (see `WorkerEngine.hash_prompt`)."""
+        hash_prompt(sequence, self.info.block_size)
+
+    def reserve(self, sequence: Sequence, check: Callable[[int, EngineRoom], None]) -> BlockReservation:
+        """Sets blocks aside for an import (see `WorkerEngine.reserve`)."""
+        # The last token's block is always imported: its KV is what the first step here continues from.
+        hashes = cacheable_prefix(sequence, self.info.block_size)
+        with self._lock:
+            pool, scheduler = self._pool, self._scheduler
+            prefix = pool.match_prefix(hashes)
+            pool.acquire(prefix, Holder.SEQUENCE)
+            num_fresh = num_blocks_for(len(sequence.token_ids), pool.block_size) - len(prefix)
+            room = EngineRoom(
+                num_available=pool.num_available,
+                num_blocks=pool.num_blocks,
+                num_sequences=scheduler.num_running + scheduler.num_waiting + len(self._arrivals),
+                max_num_seqs=scheduler.config.max_num_seqs,
+                num_preempted=scheduler.num_preempted,
+            )
+            try:
+                check(num_fresh, room)
+                return BlockReservation(prefix, pool.allocate(num_fresh, Holder.IMPORT))
+            except BaseException:
+                pool.release(prefix, Holder.SEQUENCE)
+                raise
+
+    def release(self, block_ids: Iterable[int], holder: Holder) -> None:
+        """Drops references and wakes the step thread: a sequence that waits for blocks may fit now."""
+        with self._lock:
+            self._pool.release(list(block_ids), holder)
         self._wake.set()
+
+    def close(self) -> None:
+        """Gives the pool's memory back, after `stop`."""
+        self.cache.close()
+
+    def device_memory(self) -> dict[str, int]:
+        """Returns bytes of accelerator memory by kind; empty on a CPU."""
+        return self._runner.device_memory()
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless no sequence is left, nothing holds a block, and all counts agree."""
+        with self._lock:
+            assert not self._arrivals, f"sequences left: {sorted(self._arrivals)}"
+            self._scheduler.check_idle()
+            assert self._pool.ledger().idle, self._pool.ledger()
 
     def stop(self) -> None:
-        """Waits for the step in flight; sequences are dropped without events. Again is harmless."""
+        """Waits for the running step, then drops all sequences without events. Further calls change nothing."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
-        with self.lock:
-            for seq_id in list(self.scheduler.sequences):
-                self.scheduler.abort(seq_id)
-            self.scheduler.take_events()
+        with self._lock:
+            self._arrivals.clear()
+            for seq_id in list(self._scheduler.sequences):
+                self._scheduler.abort(seq_id)
+            self._scheduler.take_events()
 
     def join(self) -> None:
-        """Returns when the step thread has ended: after `stop`, or by a defect. Blocks; not for the event loop."""
+        """Blocks until the step thread has ended, after `stop` or because of a defect. Do not call it on the event
+        loop."""
         assert self._thread is not None, "join follows start"
         self._thread.join()
 
     @property
     def alive(self) -> bool:
-        """The step thread runs. False after a defect of the engine itself, which the log tells."""
+        """Returns whether the step thread runs: not before `start`, nor after `stop`, nor after a defect of the engine
+        itself, which is logged."""
         return self._thread is not None and self._thread.is_alive()
 
     def stats(self) -> EngineStats:
+        """Returns the engine's numbers as of now."""
         started_s, now = self._step_started_s, self._clock.now()
-        with self.lock:
+        with self._lock:
+            arriving_tokens = sum(len(sequence.token_ids) for sequence in self._arrivals.values())
             return EngineStats(
-                num_running=self.scheduler.num_running,
-                num_waiting=self.scheduler.num_waiting,
-                queued_prefill_tokens=self.scheduler.queued_prefill_tokens,
-                ledger=self.pool.ledger(),
-                num_preemptions=self.scheduler.num_preemptions,
-                prefix_tokens_queried=self.scheduler.prefix_tokens_queried,
-                prefix_tokens_hit=self.scheduler.prefix_tokens_hit,
+                num_running=self._scheduler.num_running,
+                num_waiting=self._scheduler.num_waiting + len(self._arrivals),
+                queued_prefill_tokens=self._scheduler.queued_prefill_tokens + arriving_tokens,
+                ledger=self._pool.ledger(),
+                num_preemptions=self._scheduler.num_preemptions,
+                prefix_tokens_queried=self._scheduler.prefix_tokens_queried,
+                prefix_tokens_hit=self._scheduler.prefix_tokens_hit,
                 ms_per_prefill_token=self._costs.ms_per_prefill_token,
                 ms_per_decode_step=self._costs.ms_per_decode_step,
                 ms_per_decode_sequence=self._costs.ms_per_decode_sequence,
@@ -142,16 +211,16 @@ class Engine:
     def _loop(self, on_step: OnStep) -> None:
         try:
             while not self._stopping:
-                # Before looking for work: whatever arrives from here on is seen now or wakes the wait below.
+                # Cleared before looking for work: what arrives from here on is seen now, or ends the wait below.
                 self._wake.clear()
                 if not self._step(on_step):
                     self._wake.wait()
         except Exception:
-            # A defect of the engine or of on_step, not of a step. `alive` tells whoever watches.
+            # This is a defect of the engine or of on_step, not of a step. `alive` is false from now on.
             logger.critical("the step thread ends", exc_info=True)
 
     def _step(self, on_step: OnStep) -> bool:
-        """One turn; False if there was nothing to do."""
+        """Schedules, runs and absorbs one step; returns False if there was nothing to run or report."""
         plan, anything = self._begin(on_step)
         if not plan.sequences:
             return anything
@@ -163,21 +232,48 @@ class Engine:
         return True
 
     def _begin(self, on_step: OnStep) -> tuple[StepPlan, bool]:
-        """What to run next, and whether there was anything to tell before."""
+        """Schedules a step and reports the events of that. Returns the plan, and whether there were such events."""
         started_s = self._clock.now()
-        with self.lock:
-            plan = self.scheduler.schedule(started_s)
-            events = self.scheduler.take_events()
+        self._take_arrivals()
+        self._draft()
+        with self._lock:
+            plan = self._scheduler.schedule(started_s)
+            events = self._scheduler.take_events()
         if events:
-            # Before the step: whoever binds the other half of a handoff need not wait for the first chunk.
+            # Reported before the step runs, so that the router can place the decode leg during the first chunk.
             on_step(StepReport(tuple(events), 0, 0, 0, started_s, started_s))
         if plan.sequences:
             self._step_started_s = started_s
             self.tally.scheduled(self._clock.now() - started_s)
         return plan, bool(events)
 
+    def _take_arrivals(self) -> None:
+        """Hashes the prompts that have arrived, without the lock, and passes them to the scheduler."""
+        with self._lock:
+            arrived = list(self._arrivals.values())
+        for sequence in arrived:
+            hash_prompt(sequence, self.info.block_size)
+        with self._lock:
+            for sequence in arrived:
+                if self._arrivals.pop(sequence.seq_id, None) is not None:  # not aborted meanwhile
+                    self._scheduler.add(sequence)
+
+    def _draft(self) -> None:
+        """Proposes tokens for the sequences that decode. Only this thread changes their tokens, so it needs no lock to
+        look at them."""
+        if self._drafter is None:
+            return
+        with self._lock:
+            decoding = self._scheduler.decoding
+        if not decoding:
+            return
+        proposed = self._drafter.propose([sequence.token_ids for sequence in decoding])
+        with self._lock:
+            for sequence, token_ids in zip(decoding, proposed, strict=True):
+                self._scheduler.draft(sequence.seq_id, token_ids)
+
     def _finish(self, plan: StepPlan, result: StepResult | Exception, on_step: OnStep) -> None:
-        """The step has run, or raised."""
+        """Absorbs and reports a step that has run, or raised."""
         assert self._step_started_s is not None, "a step that ends has begun"
         started_s, ended_s = self._step_started_s, self._clock.now()
         self._step_started_s = None
@@ -195,12 +291,12 @@ class Engine:
             # The traceback's frames hold the step's tensors.
             result.__traceback__ = None
             self._runner.reclaim()
-            with self.lock:
-                return self.scheduler.fail(plan, StepFailed(f"step {plan.step_number} failed: {result}"), ended_s)
+            with self._lock:
+                return self._scheduler.fail(plan, StepFailed(f"step {plan.step_number} failed: {result}"), ended_s)
         self.consecutive_step_failures = 0
-        self._costs.observe(plan.num_tokens - plan.num_decodes, plan.num_decodes, (ended_s - started_s) * 1e3)
-        with self.lock:
-            return self.scheduler.update(plan, result, ended_s)
+        self._costs.observe(plan.num_prefill_tokens, plan.num_decodes, (ended_s - started_s) * 1e3)
+        with self._lock:
+            return self._scheduler.update(plan, result, ended_s)
 
 
 def _prepare(loader: Loader, config: EngineConfig, costs: CostModel) -> Loaded:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import Protocol
+from collections.abc import Callable
+from itertools import islice
 
 import torch
 
-from services.engine.inputs import flatten
-from services.engine.kv_cache import KVCache
-from services.engine.model import PagedModel
-from services.engine.sampler import sample
-from services.engine.sequence import StepPlan, StepResult
+from services.engine.model.inputs import flatten
+from services.engine.model.kv_cache import KVCache
+from services.engine.model.paged_model import PagedModel
+from services.engine.sampling.sampler import sample
+from services.engine.schedule.sequence import StepPlan, StepResult
+from services.engine.warm_up import WARM_DECODES
+
+logger = logging.getLogger(__name__)
 
 _FEW_TOKENS = 2
-
-
-class Runner(Protocol):
-    def run(self, plan: StepPlan) -> StepResult:
-        """Returns when the step is complete on the device, so that its KV may be announced. May raise anything."""
-        ...
-
-    def reclaim(self) -> None:
-        """After a failed step: gives back what the allocator keeps, so that a smaller step may fit."""
-        ...
 
 
 class DeviceRunner:
@@ -31,7 +26,8 @@ class DeviceRunner:
 
     def __init__(self, model: PagedModel, cache: KVCache) -> None:
         self.threads_of_few: int | None = None
-        """On CPU, for steps so small that more threads may cost more than they bring; None: as for others."""
+        """Threads for steps of at most `_FEW_TOKENS` tokens, for which more threads may be slower; None: torch's number
+        for all steps. Set on CPUs only."""
         self._model = model
         self._cache = cache
 
@@ -53,11 +49,11 @@ class DeviceRunner:
         ready = time.perf_counter()
         logits = self._model.forward(inputs, self._cache)
         forwarded = time.perf_counter()
-        sampling = [part for part in plan.sequences if part.samples]
-        tokens = sample(logits, sampling) if sampling else []
+        rows = [row for part in plan.sequences for row in part.rows]
+        tokens = iter(sample(logits, rows) if rows else [])
         if self._cache.device.type != "cpu":
             torch.accelerator.synchronize(self._cache.device)
-        sampled = {part.seq_id: token for part, token in zip(sampling, tokens, strict=True)}
+        sampled = {part.seq_id: tuple(islice(tokens, len(part.rows))) for part in plan.sequences if part.rows}
         return StepResult(
             sampled,
             inputs_s=ready - started,
@@ -66,5 +62,33 @@ class DeviceRunner:
         )
 
     def reclaim(self) -> None:
+        if self._cache.device.type != "cpu":
+            torch.accelerator.synchronize(self._cache.device)
         if self._cache.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def tune(self, decode: Callable[[], float]) -> None:
+        """Uses one thread for steps of few tokens on a CPU, if a single decode is faster so: it consists of hundreds of
+        small parts, each of which would be divided among the threads."""
+        if self._cache.device.type != "cpu" or torch.get_num_threads() == 1:
+            return
+        many_ms = min(decode() for _ in range(WARM_DECODES))
+        self.threads_of_few = 1
+        one_ms = min(decode() for _ in range(WARM_DECODES))
+        if many_ms < one_ms:
+            self.threads_of_few = None
+        logger.info("a decode takes %.0f ms on %d threads, %.0f ms on one", many_ms, torch.get_num_threads(), one_ms)
+
+    def device_memory(self) -> dict[str, int]:
+        """Returns bytes by name: `allocated` to this process's tensors, `reserved` by torch for them, `free` on the
+        device, and its `total`. Empty for the CPU, whose memory is the process's."""
+        device = self._cache.device
+        if device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(device)
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "free": free,
+            "total": total,
+        }

@@ -1,7 +1,7 @@
-"""What steps have done since the engine started, as counts that only grow. Pure.
+"""Counts what steps have done since the engine started. Pure.
 
-Owns: the counts. The step thread writes them; others read single numbers of them at any time, without the lock. Never:
-what they are called outside, or what follows from them.
+Owns: the counts. The step thread writes them; other threads may read single numbers at any time, without the lock.
+Never: their names in metrics, or what follows from them.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from services.engine.sequence import StepPlan, StepResult
+from services.engine.schedule.sequence import StepPlan, StepResult
+from services.engine.schedule.step import accepted
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Sequences in a step."""
+"""Bounds of the histogram of sequences in a step."""
 STEP_DURATIONS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Bounds of the histogram of step durations, in seconds."""
 PARTS = ("schedule", "inputs", "model", "sample", "absorb")
-"""Of a step, in order: choosing what runs; its inputs on the device; the forward pass; sampling, which on an
-accelerator waits for the forward pass too; taking in what came out."""
+"""Parts of a step, in order: choosing what runs; putting its inputs on the device; the forward pass; sampling, which on
+an accelerator waits for the forward pass too; absorbing the result."""
 
 
 class Buckets:
-    """A histogram: how many values were at most each bound, and their sum."""
+    """A histogram of values, with their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
-        """Each for itself, not cumulated; the last is of values above all bounds."""
+        """Number of values in each bucket: above the bound before, and at most this one; the last bucket has those
+        above all bounds. The numbers are not cumulative."""
         self.sum = 0.0
 
     def add(self, value: float) -> None:
@@ -34,13 +37,17 @@ class Buckets:
 
 
 class StepTally:
+    """The counts of one engine. All but `last_batch_size` only grow."""
+
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_failed = 0
         self.prefill_tokens = 0
-        """Of prompts and of what is computed again."""
+        """Tokens of prompts, and tokens computed again after a preemption or in a replay."""
         self.decode_tokens = 0
+        """Tokens that decoding sequences computed, rejected drafts included."""
         self.sampled_tokens = 0
+        """Tokens that steps produced, accepted drafts included."""
         self.last_batch_size = 0
         self.seconds = 0.0
         self.part_seconds = dict.fromkeys(PARTS, 0.0)
@@ -52,10 +59,11 @@ class StepTally:
         return self.prefill_tokens + self.decode_tokens
 
     def step(self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float) -> None:
-        """A step has run, or raised, between scheduling and absorbing."""
+        """Counts a step that has run, or raised. `started_s` is when its scheduling began, `ended_s` when it returned,
+        before it is absorbed."""
         self.num_steps += 1
-        self.decode_tokens += plan.num_decodes
-        self.prefill_tokens += plan.num_tokens - plan.num_decodes
+        self.decode_tokens += plan.num_decode_tokens
+        self.prefill_tokens += plan.num_prefill_tokens
         self.last_batch_size = len(plan.sequences)
         self.seconds += ended_s - started_s
         self.batch_sizes.add(len(plan.sequences))
@@ -63,12 +71,16 @@ class StepTally:
         if isinstance(result, Exception):
             self.num_failed += 1
             return
-        self.sampled_tokens += len(result.sampled)
+        self.sampled_tokens += sum(
+            len(accepted(part, result.sampled[part.seq_id])) for part in plan.sequences if part.rows
+        )
         for name, seconds in (("inputs", result.inputs_s), ("model", result.model_s), ("sample", result.sample_s)):
             self.part_seconds[name] += seconds
 
     def scheduled(self, seconds: float) -> None:
+        """Adds the time in which a step was scheduled."""
         self.part_seconds["schedule"] += seconds
 
     def absorbed(self, seconds: float) -> None:
+        """Adds the time in which a step's result was absorbed."""
         self.part_seconds["absorb"] += seconds

@@ -1,7 +1,7 @@
 """The lease table on the event loop: wakes the streams that follow a lease and lets its clocks run out in time.
 
-Owns: one timer, and the wake-ups of open fetch streams. Never: a rule about leases. The worker changes the table
-directly; the board hears of it through `on_change`.
+Owns: the timers of live leases and of what is remembered of ended ones, and the wake-ups of open streams. Never: a
+rule about leases. The worker changes the table directly; the board hears of it through `on_change`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from services.core.clock import Clock
-from services.kvtransfer.lease import FetchTicket, Lease
-from services.kvtransfer.lease_table import LeaseTable
+from services.core.timeouts import SOONEST_S
+from services.kv.lease import FetchTicket, Lease
+from services.kv.lease_table import LeaseTable
 
 
 def _ignore(lease: Lease) -> None:
@@ -29,6 +30,7 @@ class LeaseBoard:
         self._followers: dict[Lease, dict[asyncio.Event, None]] = {}  # in order, so that runs can be repeated
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline_s = 0.0
+        self._forgetting: asyncio.TimerHandle | None = None
         self._closed = False
         self.on_change: Callable[[Lease], None] = _ignore
         """Follows every change of a lease or its fetches."""
@@ -67,11 +69,28 @@ class LeaseBoard:
     def close(self) -> None:
         self._closed = True
         self._stop_timer()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            self._forgetting = None
 
     def _changed(self, lease: Lease) -> None:
         self.wake(lease)
         self._arm(lease.deadline_s)
+        if not lease.live:
+            self._arm_forgetting()
         self.on_change(lease)
+
+    def _arm_forgetting(self) -> None:
+        """What ended first is forgotten first, so that a timer that is set is early enough."""
+        at_s = self.table.next_forgetting()
+        if self._closed or self._forgetting is not None or at_s is None:
+            return
+        self._forgetting = self._loop.call_later(max(SOONEST_S, at_s - self._clock.now()), self._forget)
+
+    def _forget(self) -> None:
+        self._forgetting = None
+        self.table.forget(self._clock.now())
+        self._arm_forgetting()
 
     def _arm(self, deadline_s: float | None) -> None:
         """A deadline may move back after this; the timer then fires early, finds nothing due and arms again."""
@@ -81,7 +100,7 @@ class LeaseBoard:
             return
         self._stop_timer()
         self._timer_deadline_s = deadline_s
-        self._timer = self._loop.call_later(max(0.0, deadline_s - self._clock.now()), self.tick)
+        self._timer = self._loop.call_later(max(SOONEST_S, deadline_s - self._clock.now()), self.tick)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

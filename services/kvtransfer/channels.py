@@ -1,51 +1,76 @@
-"""Channels to the workers that blocks are fetched from: one per address, kept while it works."""
+"""Channels to the workers that blocks are fetched from: one per address, kept while it works and is used."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import grpc
 
 from services.core.errors import TransferFailed
 
+IDLE_S = 60.0
+"""Sources come and go, each at an address of its own; to dial one again that was not used for so long costs little."""
+
+
+@dataclass(slots=True)
+class _Cached:
+    channel: grpc.aio.Channel
+    num_users: int = 0
+    expiry: asyncio.TimerHandle | None = None
+    """Set while nobody uses it."""
+
 
 class ChannelCache:
     """Dials with `dial`: limits and keepalive, which is what notices a dead host, are set there. Event loop only."""
 
-    def __init__(self, dial: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(self, dial: Callable[[str], grpc.aio.Channel], *, idle_s: float = IDLE_S) -> None:
         self._dial = dial
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._num_users: dict[str, int] = {}
+        self._idle_s = idle_s
+        self._cached: dict[str, _Cached] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._channels)
+        return len(self._cached)
 
     @contextlib.contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """A channel to the address. If its last user fails it is given up, so that addresses which went away do not
-        pile up."""
-        channel = self._channels.get(address) or self._channels.setdefault(address, self._dial(address))
-        self._num_users[address] = self._num_users.get(address, 0) + 1
+        """A channel to the address. It is given up if its last user fails, or if there is none for `idle_s`."""
+        cached = self._cached.get(address) or self._cached.setdefault(address, _Cached(self._dial(address)))
+        cached.num_users += 1
+        if cached.expiry is not None:
+            cached.expiry.cancel()
+            cached.expiry = None
+        failed = False
         try:
-            yield channel
+            yield cached.channel
         except TransferFailed:
-            if self._num_users[address] == 1:
-                self._give_up(address)
+            failed = True
             raise
         finally:
-            self._num_users[address] -= 1
-            if self._num_users[address] == 0:
-                del self._num_users[address]
+            cached.num_users -= 1
+            if cached.num_users == 0:
+                self._unused(address, cached, failed=failed)
+
+    def _unused(self, address: str, cached: _Cached, *, failed: bool) -> None:
+        if self._cached.get(address) is not cached:  # the cache was closed
+            return
+        if failed:
+            self._give_up(address)
+        else:
+            cached.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._give_up, address)
 
     def _give_up(self, address: str) -> None:
-        closing = asyncio.ensure_future(self._channels.pop(address).close())
+        cached = self._cached.pop(address)
+        if cached.expiry is not None:
+            cached.expiry.cancel()
+        closing = asyncio.ensure_future(cached.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        for address in list(self._channels):
+        for address in list(self._cached):
             self._give_up(address)
         await asyncio.gather(*self._closing)

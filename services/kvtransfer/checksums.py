@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import xxhash
 
 from services.core.errors import CorruptBlock
-from services.kvtransfer.memory import BlockMemory, Buffer
+from services.kv.regions import BlockMemory, Buffer
 
 
 def checksum(block: Buffer) -> int:

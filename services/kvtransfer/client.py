@@ -1,7 +1,7 @@
 """The destination's side of a handoff, from the open Fetch to the valid Release.
 
-Owns: the copy threads, channels and mappings, and the order of steps: copy, acknowledge, validate, only then READY.
-Never: which blocks, or what becomes of the sequence.
+Owns: the copy threads, the channels, which of the offered transports is taken, and the order of steps: copy,
+acknowledge, validate, only then READY. Never: which blocks, or what becomes of the sequence.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
-from services.core.clock import Clock
+from services.core.clock import Clock, MonotonicClock
 from services.core.errors import Draining, LeaseInvalid, ProtocolViolation, StaleIncarnation, TransferFailed
+from services.kv.imports import Import, ImportTable
+from services.kv.layout import Layout
+from services.kv.regions import BlockMemory
 from services.kvtransfer.channels import ChannelCache
 from services.kvtransfer.checksums import verify
 from services.kvtransfer.fetch_stream import ErrorOf, FetchStream, Seal, as_transfer_error
-from services.kvtransfer.imports import Import, ImportTable
-from services.kvtransfer.layout import Layout
-from services.kvtransfer.memory import BlockMemory
-from services.kvtransfer.transports import Copier
-from services.kvtransfer.transports.grpc import GrpcCopier
-from services.kvtransfer.transports.shm_mapping import MappingCache, ShmCopier, ShmUnavailable
+from services.kvtransfer.transports import Copier, DestinationEnd, TransportUnavailable
 from services.kvtransfer.wire import layout_to_proto
 
 log = logging.getLogger(__name__)
 
 Stub: TypeAlias = "kvtransfer_pb2_grpc.KVTransferServiceStub"
-TransportChoice: TypeAlias = Literal["auto", "shm", "grpc"]
 
 # The answer to a Release may be lost with the connection; the source gives the same leg the same one again.
 _RELEASE_ATTEMPTS = 2
@@ -86,15 +83,15 @@ class FetchOrder:
     """Index in the sequence of the first block this worker lacks."""
     targets: Sequence[int]
     """Pool blocks, all of the import's, for the sequence's blocks from `first_block` to the last of the prompt."""
-    transport: TransportChoice = "auto"
     checksums: bool = False
 
 
 class BlockFetcher:
-    """Fetches leases into `memory`.
+    """Fetches leases into `memory`, each by the first of `transports` that its source offers and that works from here.
 
     `dial(address)` makes channels (rpc.channels.dial); `error_of(call error)` gives the error a failed call stands for
-    (rpc.status.from_call). `silence_s` bounds every single answer that the source owes at once; never the prefill.
+    (rpc.status.from_call). `silence_s`, in the time of `awake`, bounds every single answer that the source owes at
+    once; never the prefill.
     """
 
     def __init__(
@@ -104,31 +101,30 @@ class BlockFetcher:
         imports: ImportTable,
         clock: Clock,
         *,
+        transports: Sequence[DestinationEnd],
         dial: Callable[[str], grpc.aio.Channel],
         error_of: ErrorOf,
+        awake: Clock | None = None,
         silence_s: float = 5.0,
         copy_threads: Executor | None = None,
-        mappings: MappingCache | None = None,
     ) -> None:
         self._memory = memory
         self._layout = layout
         self._imports = imports
         self._clock = clock
         self._error_of = error_of
+        self._awake = awake or MonotonicClock()
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._channels = ChannelCache(dial)
-        self._mappings = MappingCache(memory.block_bytes) if mappings is None else mappings
+        self._transports = transports
         self._copy_threads = copy_threads or ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
-
-    @property
-    def num_mappings(self) -> int:
-        return len(self._mappings)
 
     async def close(self) -> None:
         """After the last fetch ended. Waits for copies under way; afterwards the memory may be closed."""
         await asyncio.to_thread(self._copy_threads.shutdown)
-        self._mappings.close()
+        for end in self._transports:
+            end.close()
         await self._channels.close()
 
     async def fetch(self, order: FetchOrder) -> FetchOutcome:
@@ -142,7 +138,7 @@ class BlockFetcher:
         assert set(order.targets) <= set(order.import_.block_ids), "targets must be the import's"
         try:
             self._imports.begin(order.import_, self._clock.now())
-            copier = await self._copier(order)
+            copier = await self._connect(order.source)
             copier.pin()
             try:
                 with self._channels.use(order.source.address) as channel:
@@ -152,21 +148,27 @@ class BlockFetcher:
         finally:
             self._imports.drain(order.import_, self._clock.now())  # no effect once READY
 
-    async def _copier(self, order: FetchOrder) -> Copier:
-        if order.transport != "grpc":
+    async def _connect(self, source: types_pb2.KVSource) -> Copier:
+        offers = {offer.transport: offer for offer in source.offers}
+        ends = [end for end in self._transports if end.transport in offers]
+        if not ends:
+            raise TransportUnavailable("the source offers no transport that this worker pulls by")
+        for end in ends[:-1]:
             try:
-                return ShmCopier(await self._mappings.get(order.source))
-            except ShmUnavailable as error:
-                if order.transport == "shm":
-                    raise
-                log.info("kv transfer from %s falls back to gRPC: %s", order.source.address, error)
-        return GrpcCopier(self._memory.block_bytes)
+                return await end.connect(source, offers[end.transport])
+            except TransportUnavailable as error:
+                log.info("kv transfer from %s takes another transport: %s", source.address, error)
+        return await ends[-1].connect(source, offers[ends[-1].transport])
 
     async def _run(self, order: FetchOrder, stub: Stub, copier: Copier) -> FetchOutcome:
         started_s = self._clock.now()
-        carried = copier.transport == types_pb2.TRANSPORT_GRPC
         async with FetchStream(
-            stub.Fetch(), self._clock, self._error_of, carried=carried, silence_s=self._silence_s
+            stub.Fetch(),
+            self._clock,
+            self._error_of,
+            carried=copier.carried,
+            awake=self._awake,
+            silence_s=self._silence_s,
         ) as stream:
             await stream.open(self._opening(order, copier))
             progress = _Progress(order.first_block)

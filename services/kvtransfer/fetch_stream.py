@@ -23,6 +23,7 @@ from services.core.errors import (
     ProtocolViolation,
     TransferFailed,
 )
+from services.core.timeouts import timeout_after
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, kvtransfer_pb2.FetchResponse]"
 ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
@@ -57,11 +58,15 @@ class Seal:
 class FetchStream:
     """A context: `open` first, then `next` until it returns the seal."""
 
-    def __init__(self, call: Call, clock: Clock, error_of: ErrorOf, *, carried: bool, silence_s: float) -> None:
-        """`carried`: the messages bring the blocks' bytes. `silence_s` bounds what the source owes at once."""
+    def __init__(
+        self, call: Call, clock: Clock, error_of: ErrorOf, *, carried: bool, awake: Clock, silence_s: float
+    ) -> None:
+        """`carried`: the messages bring the blocks' bytes. `silence_s`, in the time of `awake`, bounds what the source
+        owes at once."""
         self._call = call
         self._clock = clock
         self._error_of = error_of
+        self._awake = awake
         self._silence_s = silence_s
         self._inbox: asyncio.Queue[kvtransfer_pb2.FetchBlocks | Seal | Exception]
         self._inbox = asyncio.Queue(_CARRIED_AHEAD if carried else 0)
@@ -80,7 +85,7 @@ class FetchStream:
         """Returns when the source has accepted the fetch (or refused: `next` raises what it said). How long the prompt
         then takes is not for this stream to judge."""
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with timeout_after(self._silence_s, self._awake):
                 await self._call.write(kvtransfer_pb2.FetchRequest(open=opened))
                 await self._call.initial_metadata()
         except TimeoutError:
@@ -101,7 +106,7 @@ class FetchStream:
     async def ack(self, copied: int) -> None:
         """Tells the source that all blocks before index `copied` are here."""
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with timeout_after(self._silence_s, self._awake):
                 await self._call.write(kvtransfer_pb2.FetchRequest(ack=kvtransfer_pb2.FetchAck(copied_blocks=copied)))
         except TimeoutError:
             raise TransferFailed("the source does not take acknowledgements") from None

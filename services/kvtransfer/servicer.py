@@ -8,14 +8,13 @@ Raises BatonErrors; the host's interceptor turns them into statuses. Never: open
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
-from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
-from services.core.clock import Clock
+from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc
+from services.core.clock import Clock, MonotonicClock
 from services.core.errors import (
     DeadlineExceeded,
     Draining,
@@ -26,14 +25,11 @@ from services.core.errors import (
     StaleIncarnation,
     TransferFailed,
 )
+from services.core.timeouts import timeout_after
+from services.kv.layout import Layout
+from services.kv.lease import FetchEnd, FetchTicket, LeaseState
 from services.kvtransfer.board import LeaseBoard
-from services.kvtransfer.layout import Layout
-from services.kvtransfer.lease import FetchEnd, FetchTicket, LeaseState
-from services.kvtransfer.memory import BlockMemory
-from services.kvtransfer.transports import Announcer
-from services.kvtransfer.transports.grpc import GrpcAnnouncer
-from services.kvtransfer.transports.shm import ShmAnnouncer
-from services.kvtransfer.transports.staging import Staging
+from services.kvtransfer.transports import Announcer, SourceEnd
 from services.kvtransfer.wire import layout_from_proto
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -43,45 +39,37 @@ _LEASE_ID_BYTES = 16
 
 
 class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
-    """`shared`: whether a ShmServer hands out this pool, or with `staging` its slots. `silence_s` bounds the wait for a
-    client's first message, and for one that does not read what it is sent. `close` when the server has stopped."""
+    """`transports`: those that this worker offers. `silence_s` bounds the wait for a client's first message, and for
+    one that does not read what it is sent. `clock` is the board's; `awake` the one that these waits are measured by."""
 
     def __init__(
         self,
         board: LeaseBoard,
-        memory: BlockMemory,
         layout: Layout,
         incarnation: int,
         clock: Clock,
         *,
-        shared: bool,
-        staging: Staging | None = None,
+        transports: Sequence[SourceEnd],
+        awake: Clock | None = None,
         silence_s: float = 5.0,
-        reader: Executor | None = None,
     ) -> None:
         self._board = board
-        self._memory = memory
         self._layout = layout
         self._incarnation = incarnation
         self._clock = clock
-        self._offered = {types_pb2.TRANSPORT_GRPC, types_pb2.TRANSPORT_SHM} if shared else {types_pb2.TRANSPORT_GRPC}
-        self._staging = staging
+        self._ends = {end.transport: end for end in transports}
+        self._awake = awake or MonotonicClock()
         self._silence_s = silence_s
-        self._reader = reader or ThreadPoolExecutor(1, thread_name_prefix="kv-read")
         self._leaving = False
 
     def leave(self) -> None:
         """This worker is to leave: leases that are aborted from now on are so for that, and nobody is to blame."""
         self._leaving = True
 
-    def close(self) -> None:
-        """Waits for a read under way; afterwards the memory may be closed."""
-        self._reader.shutdown()
-
     async def Fetch(self, requests: Requests, context: Context) -> None:
         opened = await self._read_open(requests)
         ticket = self._board.table.open_fetch(opened.lease_id, opened.leg, opened.first_block, self._clock.now())
-        announcer = self._announcer(opened, ticket)
+        announcer = self._ends[opened.transport].announcer(ticket, checksums=opened.checksums)
         with self._board.follow(ticket) as changed:
             acks = asyncio.create_task(self._take_acks(ticket, requests), name="kv-acks")
             acks.add_done_callback(lambda _: changed.set())
@@ -108,7 +96,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
 
     async def _read_open(self, requests: Requests) -> kvtransfer_pb2.FetchOpen:
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with timeout_after(self._silence_s, self._awake):
                 first = await anext(requests, None)
         except TimeoutError:
             raise DeadlineExceeded("a fetch must open with its first message") from None
@@ -121,16 +109,9 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         mismatch = self._layout.mismatch(layout_from_proto(opened.layout))
         if mismatch is not None:
             raise LayoutMismatch(mismatch)
-        if opened.transport not in self._offered:
-            raise InvalidRequest("open.transport", "GRPC, or SHM where the source offers it")
+        if opened.transport not in self._ends:
+            raise InvalidRequest("open.transport", "is none that this source offers")
         return opened
-
-    def _announcer(self, opened: kvtransfer_pb2.FetchOpen, ticket: FetchTicket) -> Announcer:
-        if opened.transport == types_pb2.TRANSPORT_GRPC:
-            return GrpcAnnouncer(self._memory, self._reader, checksums=opened.checksums)
-        if self._staging is not None:
-            return self._staging.announcer(ticket, self._reader, checksums=opened.checksums)
-        return ShmAnnouncer(self._memory, self._reader, checksums=opened.checksums)
 
     async def _take_acks(self, ticket: FetchTicket, requests: Requests) -> None:
         async for request in requests:
@@ -163,7 +144,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
 
     async def _bounded(self, sending: Any) -> None:
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with timeout_after(self._silence_s, self._awake):
                 await sending
         except TimeoutError:
             raise TransferFailed("the destination does not read what it is sent") from None

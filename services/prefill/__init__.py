@@ -1,4 +1,4 @@
-"""The prefill phase of a worker: runs a prompt, holds its KV under a lease, samples one token.
+"""Has the prefill phase of a worker: it runs a prompt, holds its KV under a lease, and samples one token.
 
-`leg` is one command from arrival to the end of its lease; `servicer` is the session with a router.
+`leg` follows each command from its arrival to the end of its lease.
 """

@@ -1,4 +1,4 @@
-"""One PrefillCommand, from its arrival until its lease has ended and nothing of it is left.
+"""Carries out PrefillCommands, each from its arrival until its lease has ended and nothing of it is left.
 
 Owns: the sequence in the engine, then the lease. The engine takes the LEASE references at admission; the lease's end,
 whatever its reason, drops them exactly once. Never: the session stream or the lease's clocks.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from baton.v1 import prefill_pb2, types_pb2
-from services.core.errors import BatonError, DeadlineExceeded
+from baton.v1 import worker_pb2
+from services.core.errors import BatonError, DeadlineExceeded, unforeseen
 from services.core.ids import new_lease_id
-from services.engine.block_pool import Holder
 from services.engine.config import StepReport
-from services.engine.sequence import Admitted, Failed, Mode, Progress, SequenceEvent, Token
-from services.kvtransfer.lease import Lease, LeaseState
+from services.engine.schedule.sequence import Admitted, Failed, Mode, Progress, SequenceEvent, Token
+from services.kv.lease import Lease, LeaseState
+from services.kv.pool import Holder
 from services.rpc.logging import ids
 from services.rpc.names import Attr, Event, Span
 from services.rpc.status import to_status
@@ -27,16 +27,24 @@ from services.worker.session import RouterSession
 log = logging.getLogger(__name__)
 
 _END_REASONS = {
-    LeaseState.RELEASED: prefill_pb2.LEASE_END_REASON_RELEASED,
-    LeaseState.EXPIRED: prefill_pb2.LEASE_END_REASON_EXPIRED,
-    LeaseState.ABORTED: prefill_pb2.LEASE_END_REASON_ABORTED,
+    LeaseState.RELEASED: worker_pb2.LEASE_END_REASON_RELEASED,
+    LeaseState.EXPIRED: worker_pb2.LEASE_END_REASON_EXPIRED,
+    LeaseState.ABORTED: worker_pb2.LEASE_END_REASON_ABORTED,
 }
 
 
-class PrefillLeg:
-    """Registered in `session.legs` and in the hub from `start` until `_close`."""
+class PrefillPhase:
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
 
-    def __init__(self, host: WorkerHost, session: RouterSession, command: prefill_pb2.PrefillCommand) -> None:
+    def begin(self, session: RouterSession, command: worker_pb2.PrefillCommand) -> None:
+        PrefillLeg(self._host, session, command).start()
+
+
+class PrefillLeg:
+    """A prefill leg, registered in `session.legs` and in the hub from `start` until `_close`."""
+
+    def __init__(self, host: WorkerHost, session: RouterSession, command: worker_pb2.PrefillCommand) -> None:
         self._host = host
         self._session = session
         self._command = command
@@ -59,16 +67,16 @@ class PrefillLeg:
         self._host.engine.add(self._sequence)
 
     def cancel(self) -> None:
-        """Compute ends with the step in flight; the lease at once."""
+        """Gives the leg up: its compute ends with the step in flight, its lease at once."""
         if self._given_up:
             return
         self._given_up = True
         self._host.engine.abort(self._sequence.seq_id)
         if self._lease is not None:
-            self._host.leases.abort(self._lease.lease_id, self._host.clock.now())
+            self._host.leases.abort(self._lease.lease_id, self._host.awake.now())
         elif self._sequence.admitted_s is None:
             self._close()
-        # Otherwise the engine has taken the lease's references, and the Admitted event that says so is on its way.
+        # Otherwise the engine has taken the lease's references, and the Admitted event that reports it is on its way.
 
     # -- what the engine reports ---------------------------------------------------------------------------------------
 
@@ -78,11 +86,21 @@ class PrefillLeg:
                 self._admitted(event)
             case Progress() if self._lease is not None:
                 self._chunks.append((Event.CHUNK, event.now, {Attr.NUM_TOKENS: event.num_computed}))
-                self._host.leases.publish(self._lease.lease_id, event.num_computed, event.now)
+                self._host.leases.publish(self._lease.lease_id, event.num_computed, self._host.awake.now())
             case Token() if self._lease is not None:
                 self._sampled(event)
             case Failed():
                 self._fail(event.error)
+
+    def on_defect(self, event: SequenceEvent, error: Exception) -> None:
+        if isinstance(event, Admitted) and self._lease is None:  # no lease has taken the references over
+            self._host.release_blocks(event.block_ids, Holder.LEASE)
+        self._given_up = False  # the leg may have been about to end in order
+        try:
+            self._fail(unforeseen(error))
+        finally:
+            self.cancel()  # even where the router could not be told
+            self._close()
 
     def _admitted(self, event: Admitted) -> None:
         if self._given_up:
@@ -94,43 +112,44 @@ class PrefillLeg:
             owner=self._session,
             block_ids=event.block_ids,
             num_tokens=len(self._command.token_ids),
-            now=self._host.clock.now(),
-            note=self,
+            now=self._host.awake.now(),
+            listener=self,
         )
-        started = prefill_pb2.PrefillStarted(
+        started = worker_pb2.PrefillStarted(
             leg=self.number,
             lease_id=self._lease.lease_id,
             source=self._host.source(),
             cached_tokens=event.num_cached,
         )
-        self._session.emit(prefill_pb2.PrefillEvent(started=started))
+        self._session.emit(worker_pb2.LegEvent(started=started))
         self._log(logging.INFO, "prefill admitted")
 
     def _sampled(self, event: Token) -> None:
-        """The prompt is computed: the lease is sealed, or over if the first token ends the sequence."""
+        """Seals the lease, since the prompt is computed, or ends it if the first token ends the sequence."""
         assert self._lease is not None
         tokens = tokens_of(self.number, event)
         admitted_s = self._sequence.admitted_s or event.now
         tokens.timings.prefill_wait_ms = (admitted_s - self._arrival_s) * 1000
         tokens.timings.prefill_compute_ms = (event.now - admitted_s) * 1000
         self._trace(admitted_s, event.now)
-        # The token first: the router streams it without waiting for the transfer.
-        self._session.emit(prefill_pb2.PrefillEvent(tokens=tokens))
+        # The token is sent first: the router streams it without waiting for the transfer.
+        self._session.emit(worker_pb2.LegEvent(tokens=tokens))
         finished = event.finish is not None
         self._given_up = finished
-        self._host.leases.seal(self._lease.lease_id, tokens, self._host.clock.now(), finished=finished)
+        self._host.leases.seal(self._lease.lease_id, tokens, self._host.awake.now(), finished=finished)
 
     # -- how it ends ---------------------------------------------------------------------------------------------------
 
     def lease_ended(self, lease: Lease) -> None:
-        """The lease has left OPEN or SEALED, for whatever reason."""
+        """Frees what the leg held, after the lease has left OPEN or SEALED for any reason."""
         if not lease.adopted:
             self._host.release_blocks(lease.block_ids, Holder.LEASE)
         self._host.engine.abort(self._sequence.seq_id)
         if not self._given_up:
-            ended = prefill_pb2.LeaseEnded(leg=self.number, lease_id=lease.lease_id, reason=_END_REASONS[lease.state])
-            self._session.emit(prefill_pb2.PrefillEvent(lease_ended=ended))
+            ended = worker_pb2.LeaseEnded(leg=self.number, lease_id=lease.lease_id, reason=_END_REASONS[lease.state])
+            self._session.emit(worker_pb2.LegEvent(lease_ended=ended))
             self._session.flush()
+        self._lease = None  # the lease refers to this leg; a cycle of the two would wait for the garbage collector
         self._close()
 
     def _deadline_passed(self) -> None:
@@ -139,8 +158,8 @@ class PrefillLeg:
 
     def _fail(self, error: Exception) -> None:
         if not self._given_up:
-            failed = types_pb2.LegFailed(leg=self.number, status=to_status(error))
-            self._session.emit(prefill_pb2.PrefillEvent(failed=failed))
+            failed = worker_pb2.LegFailed(leg=self.number, status=to_status(error))
+            self._session.emit(worker_pb2.LegEvent(failed=failed))
             reason = error.reason if isinstance(error, BatonError) else repr(error)
             self._log(logging.WARNING, f"failed: {reason}")
         self.cancel()

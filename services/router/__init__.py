@@ -1,1 +1,4 @@
-"""The router: takes requests, places both phases, streams the answers. It holds no tensor and imports no torch."""
+"""Has the router, which takes requests, places both phases and streams the answers.
+
+It holds no tensor and imports no torch.
+"""

@@ -1,12 +1,14 @@
-"""One request's answer on its way to the client: what the coordinator emits goes in, what the RPC sends comes out.
+"""Holds one request's answer on its way to the client: the coordinator adds to it, and the RPC sends from it.
 
-Owns: the text made of the tokens, and a buffer that coalesces what a slow client has not taken; it is bounded by
-max_tokens, so no one ever waits for a client. Never: gRPC, or what happens to the request.
+Owns: the text made from the tokens, and a buffer that merges what a slow client has not read; it is bounded by
+max_tokens, so nothing ever waits for a client. The buffer is emptied in chunks of bounded size: gRPC clients accept no
+message above 4 MiB unless configured to. Never: gRPC, or what happens to the request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,20 +24,51 @@ from services.router.wire import FINISH_REASONS
 Event = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
 
 
+MAX_CHUNK_TOKENS = 256
+"""The most tokens in one chunk.
+
+With 20 log-probabilities each they take 80 KB in a message, and as JSON less than 1 MB.
+"""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Some tokens, few enough for a chunk, and the text that became certain with them."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[Any] = ()
+
+
 @dataclass(slots=True)
 class _Pending:
-    """What the client has not taken yet."""
+    """The pieces that the client has not taken yet, in order."""
 
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    pieces: collections.deque[_Piece] = field(default_factory=collections.deque)
 
-    def chunk(self) -> inference_pb2.Chunk:
-        return inference_pb2.Chunk(text="".join(self.text), token_ids=self.token_ids, logprobs=self.logprobs)
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.token_ids) for piece in self.pieces)
+
+    def take(self) -> inference_pb2.Chunk | None:
+        """Removes and returns the first pieces, as many as fit into a chunk; None if there are none."""
+        if not self.pieces:
+            return None
+        chunk, text = inference_pb2.Chunk(), []
+        while self.pieces and len(chunk.token_ids) + len(self.pieces[0].token_ids) <= MAX_CHUNK_TOKENS:
+            piece = self.pieces.popleft()
+            text.append(piece.text)
+            chunk.token_ids.extend(piece.token_ids)
+            chunk.logprobs.extend(piece.logprobs)
+        chunk.text = "".join(text)
+        return chunk
 
 
 class Answer:
-    """Iterate over it once: PromptInfo, Chunks, Completion; or it raises the error that ended the request."""
+    """The answer to one request. Iterate over it once.
+
+    It yields PromptInfo, Chunks and Completion, or raises the error that ended the request.
+    """
 
     def __init__(
         self,
@@ -46,7 +79,7 @@ class Answer:
         tokenizer: Tokenizer,
         tokenize_ms: float | None,
     ) -> None:
-        """`request` has its id; `token_ids` is the prompt as it runs."""
+        """`request` has its id; `token_ids` is the prompt that the workers compute."""
         self._request = request
         self._tokenize_ms = tokenize_ms
         self._text = TextStream(
@@ -69,7 +102,7 @@ class Answer:
         self._changed = asyncio.Event()
         self._over = asyncio.Event()
         self.num_output_tokens = 0
-        """Those that belong to the output; a stop string may cut off some that were received."""
+        """Tokens that belong to the output; a stop string may cut off some that were received."""
         self.stop_string: str | None = None
 
     @property
@@ -85,14 +118,16 @@ class Answer:
         self._changed.set()
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
-        """True if they complete a stop string. What comes after that is ignored."""
-        if self.stop_string is not None:
-            return False
-        piece = self._text.push(token_ids)
-        self._pending.token_ids.extend(token_ids[: piece.num_tokens])
-        self._pending.logprobs.extend(logprobs[: piece.num_tokens])
-        self.num_output_tokens += piece.num_tokens
-        return self._take(piece)
+        """Adds output tokens. Returns True if they complete a stop string; tokens after it are ignored."""
+        for start in range(0, len(token_ids), MAX_CHUNK_TOKENS):
+            if self.stop_string is not None:
+                break
+            part = token_ids[start : start + MAX_CHUNK_TOKENS]
+            piece = self._text.push(part)
+            self._take(piece, part[: piece.num_tokens], logprobs[start : start + piece.num_tokens])
+            if piece.stop is not None:
+                return True
+        return False
 
     def finished(self, action: EmitFinished) -> None:
         if self.stop_string is None:
@@ -123,7 +158,10 @@ class Answer:
     # What the RPC sends
 
     async def settled(self) -> None:
-        """Waits until the request is over, however much of its answer was taken. Raises the error that ended it."""
+        """Waits until the request is over, even if the client has not taken all of the answer.
+
+        Raises the error that ended it.
+        """
         await self._over.wait()
         if self._error is not None:
             raise self._error
@@ -135,27 +173,26 @@ class Answer:
             if self._announced:
                 self._announced = False
                 yield self._info
-            pending, self._pending = self._pending, _Pending()
-            if pending.token_ids or pending.text:
-                yield pending.chunk()
+            while (chunk := self._pending.take()) is not None:
+                yield chunk
             if self._changed.is_set():
-                continue  # more came while the client took that
+                continue  # more arrived while the client took the chunks
             if self._error is not None:
                 raise self._error
             if self._completion is not None:
                 yield self._completion
                 return
 
-    def _take(self, piece: Piece) -> bool:
-        if piece.text:
-            self._pending.text.append(piece.text)
+    def _take(self, piece: Piece, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = ()) -> None:
+        if piece.text or token_ids:
+            self._pending.pieces.append(_Piece(piece.text, token_ids, logprobs))
+        self.num_output_tokens += len(token_ids)
         self.stop_string = piece.stop
         self._changed.set()
-        return piece.stop is not None
 
 
 def timings_of(summary: Summary, tokenize_ms: float | None = None) -> types_pb2.PhaseTimings:
-    """The router's own figures; what workers measured themselves replaces what it saw of them."""
+    """Returns the time of each phase as the router measured it, or as a worker did, where one measured it."""
     timings = types_pb2.PhaseTimings(
         tokenize_ms=tokenize_ms,
         queue_ms=summary.queue_s * 1000,
@@ -165,7 +202,6 @@ def timings_of(summary: Summary, tokenize_ms: float | None = None) -> types_pb2.
         total_ms=summary.total_s * 1000,
     )
     for measured in summary.worker_timings:
-        assert isinstance(measured, types_pb2.PhaseTimings)
         timings.MergeFrom(measured)
     return timings
 

@@ -1,6 +1,6 @@
-"""Chat templates, rendered as Hugging Face tokenizers do it: jinja2 in a sandbox, with the same helpers and trimming.
+"""Renders chat templates as Hugging Face tokenizers do: jinja2 in a sandbox, with the same helpers and trimming.
 
-Templates come with models, that is from strangers: immutable sandbox, no file access.
+Templates come with models, so they are not trusted: the sandbox is immutable and there is no file access.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.core.errors import InvalidRequest
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: bos_token, eos_token, ... as the template names them."""
+        """`special_tokens` are bos_token, eos_token, ... by the names that the template uses."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -28,10 +28,13 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt up to where the assistant speaks. Raises InvalidRequest if the template refuses the messages."""
+        """Returns the prompt up to the assistant's answer.
+
+        Raises InvalidRequest if the template refuses the messages.
+        """
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
-        except Exception as error:  # whatever a stranger's template does with these messages
+        except Exception as error:  # an untrusted template may raise anything
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
 
 

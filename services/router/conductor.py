@@ -1,39 +1,46 @@
-"""The coordinator in the real world: its actions become messages, answers and spans; what workers say is its input.
+"""Connects the coordinator with workers and clients: performs its actions, and gives it what workers and clients send.
 
-Owns: the coordinator, the links to workers, the open answers and traces, the tick. Never: rules. Everything here runs
-on the event loop, and no input waits for anything.
+Owns: the coordinator, the links to workers, the open answers and traces, the tick, and that what waits is placed once
+per turn of the event loop, after all of the turn's inputs. Never: rules. Everything here runs on the event loop, and no
+input waits for anything.
+
+One request never harms another. Whatever raises on a request's behalf (an action, an event, its part of the tick) is
+logged with its traceback and counted, and ends that request with INTERNAL; the rest of the batch goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from baton.v1 import decode_pb2, prefill_pb2
+from baton.v1 import worker_pb2
 from services.core.clock import Clock
-from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest
+from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, unforeseen
 from services.core.ids import new_incarnation
+from services.core.timeouts import AwakeClock
 from services.router import wire
 from services.router.answer import Answer, timings_of
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
     Action,
-    CancelDecode,
-    CancelPrefill,
+    CancelLeg,
+    Defect,
     EmitFailed,
     EmitFinished,
     EmitStarted,
     EmitTokens,
+    GroupsChanged,
     HealthChanged,
     SendDecode,
     SendPrefill,
     Stage,
     StageEnded,
 )
-from services.router.coordinator.events import FinishReason, WorkerInfo
+from services.router.coordinator.events import FinishReason, LegEvent, WorkerInfo
 from services.router.coordinator.requests import RequestSpec
 from services.router.drains import Drains
 from services.router.health import Health
@@ -41,19 +48,19 @@ from services.router.metrics import RouterMetrics
 from services.router.request_metrics import RequestRecord
 from services.router.sessions import Dial, SessionTimes, WorkerLink
 from services.router.tracing import RequestTrace
-from services.rpc.channels import dial
 from services.rpc.logging import ids
 from services.rpc.telemetry import UNTRACED
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-_CLIENTS_DOING = (InvalidRequest, Cancelled, DeadlineExceeded)
+_MAX_UNREACHED = 1024
+_CLIENT_ERRORS = (InvalidRequest, Cancelled, DeadlineExceeded)
 
 
 @dataclass(slots=True)
 class _Live:
-    """What a live request has outside of the coordinator."""
+    """What a live request has outside the coordinator."""
 
     answer: Answer
     trace: RequestTrace
@@ -68,33 +75,46 @@ class Conductor:
         clock: Clock,
         metrics: RouterMetrics,
         times: SessionTimes,
-        dial: Dial = dial,
+        dial: Dial,
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
+        """`call_soon`: calls a function in the next turn of the event loop; by default the running loop's."""
         self.coordinator = coordinator
         self.incarnation = new_incarnation()
         self.links: dict[str, WorkerLink] = {}
         self._clock = clock
+        self._awake = AwakeClock(clock)
         self._metrics = metrics
         self._times = times
         self._dial = dial
         self._live: dict[str, _Live] = {}
         self._session_numbers = itertools.count(1)
+        self._unreached: dict[str, str] = {}
+        """Workers that registered but could not be dialled, with the reason, so that it is logged once."""
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._call_soon = call_soon
+        self._turn_is_ordered = False
         self._drains = Drains(coordinator, clock, self.act)
 
     # Clients
 
     def submit(self, spec: RequestSpec, answer: Answer, trace: RequestTrace, record: RequestRecord) -> None:
-        """Raises what `Coordinator.submit` does; trace and record are then the caller's to end."""
+        """Submits a request to the coordinator.
+
+        Raises what `Coordinator.submit` does; the caller then ends trace and record.
+
+        Anything that fails after that is reported in the answer.
+        """
         self.coordinator.submit(spec, self._clock.now())
         self._live[spec.request_id] = _Live(answer, trace, record)
-        record.accepted(len(spec.token_ids))
-        log.info("request queued: %d tokens", len(spec.token_ids), extra=ids(spec.request_id, trace.traceparent))
+        with self._isolated("action", spec.request_id):
+            record.accepted(len(spec.token_ids))
+            log.info("request queued: %d tokens", len(spec.token_ids), extra=ids(spec.request_id, trace.traceparent))
         self.act()
 
     def cancel(self, request_id: str, answer: Answer) -> None:
-        """The client is gone. Without effect once the answer is over."""
+        """Cancels a request whose client is gone. Has no effect once the answer is over."""
         if not answer.over:
             self.coordinator.cancel(request_id, self._clock.now())
             self.act()
@@ -102,11 +122,14 @@ class Conductor:
     # Workers
 
     def register(self, info: WorkerInfo) -> None:
-        """A worker says that it is there; it is dialled back if that is news."""
+        """Takes a worker's registration, and dials the worker unless this process of it is known already."""
         if not self.coordinator.worker_joined(info, self._clock.now()):
             return
-        self._close_link(info.worker_id, "")  # another process has its name, so it is gone
-        link = WorkerLink(info, self, self.incarnation, next(self._session_numbers), self._times, self._dial)
+        # Its process has ended, or the coordinator has forgotten it to make room.
+        for worker_id in (info.worker_id, *(self.links.keys() - self.coordinator.worker_ids())):
+            self._close_link(worker_id, "")
+        number = next(self._session_numbers)
+        link = WorkerLink(info, self, self.incarnation, number, self._times, self._awake, self._dial)
         self.links[info.worker_id] = link
         link.start()
         self.act()
@@ -115,10 +138,12 @@ class Conductor:
         if self._is_current(link):
             self.coordinator.session_opened(link.info.worker_id, link.info.incarnation, self._clock.now())
             self._drains.link_opened(link)
+            self._unreached.pop(link.info.worker_id, None)
             self.act()
 
     def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
         if self._is_current(link):
+            self._log_unreached(link, reason)
             del self.links[link.info.worker_id]
             self.coordinator.worker_lost(
                 link.info.worker_id, link.info.incarnation, self._clock.now(), crashed=crashed, reason=reason
@@ -126,33 +151,61 @@ class Conductor:
             self._drains.link_lost(link, reason if crashed else "")
             self.act()
 
-    def prefill_message(self, link: WorkerLink, message: prefill_pb2.PrefillServiceSessionResponse) -> None:
-        if self._is_current(link):
-            load = wire.load(message.load) if message.HasField("load") else None
-            events = wire.prefill_events(message)
-            self.coordinator.prefill_events(link.info.worker_id, link.info.incarnation, events, load, self._clock.now())
-            self.act()
+    def _log_unreached(self, link: WorkerLink, reason: str) -> None:
+        worker_id = link.info.worker_id
+        if link.was_open or self._unreached.get(worker_id) == reason:
+            return
+        if len(self._unreached) >= _MAX_UNREACHED:
+            self._unreached.clear()
+        self._unreached[worker_id] = reason
+        log.warning("worker %s cannot be reached at %s: %s", worker_id, link.description.address, reason)
 
-    def decode_message(self, link: WorkerLink, message: decode_pb2.DecodeServiceSessionResponse) -> None:
+    def worker_message(self, link: WorkerLink, message: worker_pb2.SessionResponse) -> None:
         if self._is_current(link):
-            load = wire.load(message.load) if message.HasField("load") else None
-            events = wire.decode_events(message)
-            self.coordinator.decode_events(link.info.worker_id, link.info.incarnation, events, load, self._clock.now())
+            with self._isolated("event"):
+                load = wire.load(message.load) if message.HasField("load") else None
+                info, now = link.info, self._clock.now()
+                self.coordinator.worker_events(info.worker_id, info.incarnation, self._read(message.events), load, now)
+                if message.HasField("live_legs"):
+                    listed = message.live_legs
+                    legs = frozenset(listed.legs)
+                    self.coordinator.live_legs(info.worker_id, info.incarnation, listed.newest_leg, legs, now)
             self.act()
 
     def held_leases(self, link: WorkerLink) -> list[bytes]:
-        return self.coordinator.held_leases(link.info.worker_id) if self._is_current(link) else []
+        """Returns the leases that the link's next heartbeat lists.
+
+        A defect here must not end the session: the list is then empty.
+        """
+        with self._isolated("event"):
+            return self.coordinator.held_leases(link.info.worker_id) if self._is_current(link) else []
+        return []
+
+    def _read(self, events: Iterable[worker_pb2.LegEvent]) -> list[LegEvent]:
+        """Reads a worker's events. An event that cannot be read ends its own request only."""
+        found = []
+        for event in events:
+            if (kind := event.WhichOneof("event")) is None:
+                continue  # an event of a newer worker's protocol
+            try:
+                found.append(wire.leg_event(event))
+            except Exception as error:
+                leg = getattr(event, kind).leg
+                self.coordinator.spoil_leg(leg, "event", error, self._clock.now())
+        return found
 
     # Operators
 
     async def drain_worker(self, worker_id: str, deadline_s: float) -> tuple[int, int]:
-        """Places nothing there, waits until it has left, and at the deadline moves what it still has. Returns requests
-        (finished, moved). Raises what `Drains.run` does."""
+        """Places nothing more on the worker, waits until it has left, and at the deadline moves its requests.
+
+        Returns the numbers of requests (finished, moved). Raises what `Drains.run` does.
+        """
         log.info("draining worker %s", worker_id)
         return await self._drains.run(self.links.get(worker_id), worker_id, deadline_s)
 
     async def drain(self, deadline_s: float) -> None:
-        """Admits nothing more and waits for the requests under way, at most so long."""
+        """Admits no more requests, and waits for those under way, at most `deadline_s` seconds."""
         self.coordinator.stop_admission()
         try:
             async with asyncio.timeout(deadline_s):
@@ -163,12 +216,19 @@ class Conductor:
     async def tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """Does the coordinator's timed work and everything that follows from it. Called every TICK_S."""
+        self._awake.now()  # unless read regularly, the awake clock takes a quiet time for a suspension
+        with self._isolated("tick"):
             self.coordinator.tick(self._clock.now())
-            self.act()
+        self.act()
+        with self._isolated("tick"):
             self._metrics.observe(self.coordinator)
 
     async def close(self) -> None:
-        """Fails what still lives and ends every session. Leaves no task."""
+        """Fails the requests that still live and ends every session. Leaves no task."""
         for request_id in list(self._live):
             self.coordinator.cancel(request_id, self._clock.now(), Draining("the router has stopped"))
         self.act()
@@ -179,21 +239,40 @@ class Conductor:
     # Actions
 
     def act(self) -> None:
-        """Does what the coordinator wants done. A stop string found on the way is one more input."""
+        """Performs the actions that the coordinator asks for, until there are none.
+
+        A stop string that an action finds is one more input, and so is a failure of an action, which ends its request.
+        """
         while actions := self.coordinator.take_actions():
             for action in actions:
-                self._do(action)
+                with self._isolated("action", _request_of(action)):
+                    self._do(action)
         self._changed.set()
         self._drains.changed()
+        if self.coordinator.placement_is_due and not self._turn_is_ordered:
+            self._turn_is_ordered = True
+            (self._call_soon or asyncio.get_running_loop().call_soon)(self._place)
+
+    def _place(self) -> None:
+        """Once per turn of the event loop, for all of its inputs together."""
+        self._turn_is_ordered = False
+        with self._isolated("placement"):
+            self.coordinator.place(self._clock.now())
+        self.act()
 
     def _do(self, action: Action) -> None:
+        """Performs one action, except where its request has ended meanwhile because an earlier action of it failed."""
         match action:
             case SendPrefill() | SendDecode():
-                self._send(action)
-            case CancelPrefill() | CancelDecode():
+                try:
+                    self._send(action)
+                except Exception as error:  # reported by leg, since a canary has no request id here
+                    self.coordinator.spoil_leg(action.leg, "action", error, self._clock.now())
+            case CancelLeg():
                 self._send_cancel(action)
             case EmitStarted():
-                self._live[action.request_id].answer.started(action)
+                if live := self._live.get(action.request_id):
+                    live.answer.started(action)
             case EmitTokens():
                 self._tokens(action)
             case EmitFinished():
@@ -201,15 +280,45 @@ class Conductor:
             case EmitFailed():
                 self._failed(action.request_id, action.error)
             case StageEnded():
-                self._live[action.request_id].trace.stage_ended(action)
                 if action.stage is Stage.QUEUE:
                     self._metrics.requests.queued(action)
+                if live := self._live.get(action.request_id):
+                    live.trace.stage_ended(action)
             case HealthChanged():
                 _log_health(action)
+            case GroupsChanged():
+                _log_groups(action)
+            case Defect():
+                self._defect(action.where, action.request_id, action.error)
+
+    @contextlib.contextmanager
+    def _isolated(self, where: str, request_id: str = "") -> Iterator[None]:
+        """Counts what the block raises as a defect, and ends the request with it; without `request_id` it ends none."""
+        try:
+            yield
+        except Exception as error:
+            self._defect(where, request_id, error)
+            if request_id:
+                self._give_up(request_id, error)
+
+    def _give_up(self, request_id: str, error: Exception) -> None:
+        internal = unforeseen(error)
+        with self._isolated("action"):
+            self.coordinator.cancel(request_id, self._clock.now(), internal)
+        # Done at once: the client has missed a part of its answer and must not receive the rest of this batch.
+        self._failed(request_id, internal)
+
+    def _defect(self, where: str, request_id: str, error: Exception) -> None:
+        live = self._live.get(request_id)
+        traceparent = live.trace.traceparent if live is not None else UNTRACED
+        log.error("internal error (%s)", where, exc_info=error, extra=ids(request_id, traceparent))
+        self._metrics.internal_error(where)
 
     def _send(self, command: SendPrefill | SendDecode) -> None:
         live = self._live.get(command.spec.request_id)
-        # Canaries are the coordinator's own: no client, no trace.
+        if live is None and command.spec.payload is not None:
+            return
+        # Canaries are the coordinator's own requests: they have no client, no payload and no trace.
         traceparent = live.trace.leg_sent(command, self._clock.now()) if live is not None else UNTRACED
         kind = "prefill" if isinstance(command, SendPrefill) else "decode"
         log.log(
@@ -222,24 +331,18 @@ class Conductor:
         )
         link = self._link(command.worker_id, command.incarnation)
         if link is None:
-            return  # lost in this very moment; the coordinator hears of it next
-        if isinstance(command, SendPrefill):
-            link.send_prefill(wire.prefill_request(command, traceparent))
-        else:
-            link.send_decode(wire.decode_request(command, traceparent))
+            return  # the link was lost just now; the coordinator is informed next
+        link.send(wire.request_of(command, traceparent))
 
-    def _send_cancel(self, action: CancelPrefill | CancelDecode) -> None:
+    def _send_cancel(self, action: CancelLeg) -> None:
         link = self._link(action.worker_id, action.incarnation)
-        if link is None:
-            return
-        if isinstance(action, CancelPrefill):
-            cancel = prefill_pb2.CancelPrefill(leg=action.leg)
-            link.send_prefill(prefill_pb2.PrefillServiceSessionRequest(cancel=cancel))
-        else:
-            link.send_decode(decode_pb2.DecodeServiceSessionRequest(cancel=decode_pb2.CancelDecode(leg=action.leg)))
+        if link is not None:
+            link.send(worker_pb2.SessionRequest(cancel=worker_pb2.CancelLeg(leg=action.leg)))
 
     def _tokens(self, action: EmitTokens) -> None:
-        live, now = self._live[action.request_id], self._clock.now()
+        live, now = self._live.get(action.request_id), self._clock.now()
+        if live is None:
+            return
         if action.position == 0:
             live.trace.first_token(now)
         num_before = live.answer.num_output_tokens
@@ -249,7 +352,9 @@ class Conductor:
             self.coordinator.finish_stopped(action.request_id, now)
 
     def _finished(self, action: EmitFinished) -> None:
-        live, now = self._live.pop(action.request_id), self._clock.now()
+        live, now = self._live.get(action.request_id), self._clock.now()
+        if live is None:
+            return
         live.answer.finished(action)
         num_output_tokens = live.answer.num_output_tokens
         reason = action.reason if live.answer.stop_string is None else FinishReason.STOP
@@ -261,13 +366,21 @@ class Conductor:
             reason.value,
             extra=ids(action.request_id, live.trace.traceparent),
         )
+        del self._live[action.request_id]
 
     def _failed(self, request_id: str, error: BatonError) -> None:
-        live, now = self._live.pop(request_id), self._clock.now()
-        live.answer.failed(error)
-        live.record.failed(error, now)
-        live.trace.failed(error, now)
-        level = logging.INFO if isinstance(error, _CLIENTS_DOING) else logging.WARNING
+        """Ends a request: its answer, its metrics and its trace each learn of the error, even if one of them raises."""
+        live, now = self._live.pop(request_id, None), self._clock.now()
+        if live is None:
+            return
+        with self._isolated("action"):
+            if not live.answer.over:  # if it is over, the client has all of it, and only what came after that failed
+                live.answer.failed(error)
+        with self._isolated("action"):
+            live.record.failed(error, now)
+        with self._isolated("action"):
+            live.trace.failed(error, now)
+        level = logging.INFO if isinstance(error, _CLIENT_ERRORS) else logging.WARNING
         log.log(level, "request failed: %s: %s", error.reason, error, extra=ids(request_id, live.trace.traceparent))
 
     def _link(self, worker_id: str, incarnation: int) -> WorkerLink | None:
@@ -291,7 +404,26 @@ class Conductor:
             await self._changed.wait()
 
 
+def _request_of(action: Action) -> str:
+    """Returns the request that a failure of the action would end; empty if it would end none by this way."""
+    match action:
+        case SendPrefill() | SendDecode() | CancelLeg():
+            return ""  # a leg's, which `_do` handles
+        case HealthChanged() | GroupsChanged() | Defect():
+            return ""
+        case _:
+            return action.request_id
+
+
 def _log_health(change: HealthChanged) -> None:
     what = f"transfers from {change.source_id} to {change.worker_id}" if change.source_id else change.worker_id
     level = logging.WARNING if change.state in (Health.SUSPECT, Health.DOWN) else logging.INFO
     log.log(level, "health of %s: %s%s", what, change.state.value, f" ({change.reason})" if change.reason else "")
+
+
+def _log_groups(change: GroupsChanged) -> None:
+    if len(change.groups) < 2:
+        log.info("all ready workers compute alike again, and pair")
+        return
+    named = " | ".join(f"{', '.join(worker_ids)} ({kv[:8]})" for kv, worker_ids in change.groups)
+    log.warning("workers of the same model compute differently and do not pair, by fingerprint: %s", named)

@@ -1,17 +1,19 @@
-"""ControlService: what operators see and may do."""
+"""Serves ControlService: what operators see and may do."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
+from baton.v1 import control_pb2, control_pb2_grpc
 from services.core.clock import Clock
+from services.core.config import DAY_S
 from services.core.errors import InvalidRequest
 from services.router.conductor import Conductor
 from services.router.coordinator.pairs import Pair
 from services.router.coordinator.requests import Phase
 from services.router.coordinator.workers import Worker, WorkerState
+from services.router.description import check_worker_id
 from services.router.health import Health, HealthRecord
 
 FULL_NAME = "baton.v1.ControlService"
@@ -28,7 +30,7 @@ _UNHEALTHY = {
     Health.DOWN: control_pb2.WORKER_STATE_SUSPECT,
     Health.PROBING: control_pb2.WORKER_STATE_SUSPECT,
 }
-"""What a worker with an open session is called instead of ready."""
+"""The state that is shown for a worker with an open session instead of READY, if its health is one of these."""
 _PAIRS = {
     Health.UP: control_pb2.PAIR_STATE_PROVEN,
     Health.RISING: control_pb2.PAIR_STATE_PROVEN,
@@ -43,7 +45,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._model_id = model_id
         self._clock = clock
         self.http_port = 0
-        """Of the router's HTTP; 0 without."""
+        """The router's HTTP port; 0 if it serves no HTTP."""
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> control_pb2.GetStatusResponse:
         coordinator = self._conductor.coordinator
@@ -59,6 +61,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             num_decoding=phases[Phase.BINDING] + phases[Phase.DECODING],
             model_id=self._model_id,
             http_port=self.http_port,
+            kv_groups=[control_pb2.KVGroup(kv=kv, worker_ids=ids) for kv, ids in coordinator.kv_groups()],
             pairs=[
                 _pair(worker, pair)
                 for worker in coordinator.workers()
@@ -72,12 +75,14 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else DEFAULT_DRAIN_MS
         if deadline_ms < 0:
             raise InvalidRequest("deadline_ms", f"is {deadline_ms}; it must not be negative")
-        num_finished, num_migrated = await self._conductor.drain_worker(request.worker_id, deadline_ms / 1000)
+        deadline_s = min(deadline_ms / 1000, DAY_S)
+        check_worker_id("worker_id", request.worker_id)
+        num_finished, num_migrated = await self._conductor.drain_worker(request.worker_id, deadline_s)
         return control_pb2.DrainResponse(num_finished=num_finished, num_migrated=num_migrated)
 
     def _worker(self, worker: Worker) -> control_pb2.WorkerStatus:
         description = worker.info.description
-        assert isinstance(description, control_pb2.WorkerDescription)
+        assert description is not None, "every worker has described itself"
         state = _STATES[worker.state]
         if worker.state is WorkerState.READY:
             state = _UNHEALTHY.get(worker.health.state, state)
@@ -89,7 +94,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         )
         link = self._conductor.links.get(worker.info.worker_id)
         if link is not None:
-            status.num_sessions = link.num_sessions
+            status.has_session = link.is_open
             if link.load is not None and worker.load_s is not None:
                 status.load.CopyFrom(link.load)
                 status.load_age_ms = round((self._clock.now() - worker.load_s) * 1000)
@@ -103,13 +108,13 @@ def _pair(worker: Worker, pair: Pair) -> control_pb2.PairStatus:
         state=_PAIRS.get(pair.health.state, control_pb2.PAIR_STATE_UNPROVEN),
         reason=_reason(pair.health),
     )
-    if isinstance(pair.timings, types_pb2.PhaseTimings) and pair.timings.HasField("transport"):
+    if pair.timings is not None and pair.timings.HasField("transport"):
         status.transport = pair.timings.transport
     return status
 
 
 def _reason(health: HealthRecord) -> str:
-    """Why it is not trusted, for people."""
+    """Returns, for people, why the worker or pair is not fully trusted; empty if it is."""
     match health.state:
         case Health.UP:
             return ""

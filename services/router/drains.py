@@ -1,7 +1,9 @@
-"""Workers that operators take out of service: told to leave, waited for, relieved of what they do not finish in time.
+"""Takes workers out of service for operators: a worker is told to leave, is waited for, and loses what it does not
+finish in time to others.
 
-Owns: the drains under way. Never: who is placed where or what a failure counts for (`coordinator`), nor how a worker
-leaves. A worker may have other routers' requests to finish, so it is gone only when its session here has ended.
+Owns: the drains under way. Never: which worker a request is placed on or what a failure counts for (`coordinator`), nor
+how a worker leaves. A worker may have other routers' requests to finish, so it is gone only when its session with this
+router has ended.
 """
 
 from __future__ import annotations
@@ -14,33 +16,36 @@ from services.core.errors import NoWorker, WorkerFailed
 from services.router.coordinator import Coordinator
 from services.router.sessions import WorkerLink
 
-_ROUTER_FIRST_S = 2.0
-"""A worker gets so much longer than its deadline: what is left is moved before, and known to be moved."""
-_LEAVES_WITHIN_S = 15.0
-"""Longest wait for a worker to end its session when its time is up."""
-_FORGOTTEN_S = 30.0
-"""For a worker that is back, as the same process, from a broken session in which it was told to leave."""
+_ROUTER_LEAD_S = 2.0
+"""Seconds by which a worker's deadline is later than the router's, so that the router moves the rest first.
+"""
+_LEAVE_TIMEOUT_S = 15.0
+"""Longest wait, in seconds, for a worker to end its session after its deadline."""
+_REPEATED_LEAVE_S = 30.0
+"""Seconds that a worker process gets if it is back after a broken session in which it was told to leave."""
 
 
 class Drains:
     def __init__(self, coordinator: Coordinator, clock: Clock, act: Callable[[], None]) -> None:
-        """`act` does what the coordinator wants done."""
+        """`act` performs the actions that the coordinator asks for."""
         self._coordinator = coordinator
         self._clock = clock
         self._act = act
         self._gone: dict[int, asyncio.Future[str]] = {}
-        """By incarnation; why it was lost, or empty if it left in order."""
+        """By incarnation: why the worker was lost, or an empty text if it left in order."""
         self._changed = asyncio.Event()
 
     async def run(self, link: WorkerLink | None, worker_id: str, deadline_s: float) -> tuple[int, int]:
-        """Returns when the worker has left: requests that finished there, and that were moved. Raises UnknownWorker,
-        NoWorker if it has no session now, WorkerFailed if it was lost or does not leave."""
+        """Drains a worker. Returns the numbers of requests (finished there, moved) when the worker has left.
+
+        Raises UnknownWorker, NoWorker if the worker has no session now, WorkerFailed if it was lost or does not leave.
+        """
         worker = self._coordinator.worker(worker_id)
         if link is None or not worker.has_session:
             raise NoWorker(f"worker {worker_id!r} has no session: {worker.reason}", retry_after_s=1.0)
         gone = self._gone.setdefault(worker.info.incarnation, asyncio.get_running_loop().create_future())
         self._coordinator.drain(worker_id, self._clock.now())
-        link.send_leave(deadline_s + _ROUTER_FIRST_S)
+        link.send_leave(deadline_s + _ROUTER_LEAD_S)
         num_requests, num_moved = len(set(worker.legs.values())), 0
         try:
             async with asyncio.timeout(deadline_s):
@@ -55,28 +60,28 @@ class Drains:
         return num_requests - num_moved, num_moved
 
     async def _await_gone(self, worker_id: str, gone: asyncio.Future[str], deadline_s: float) -> None:
-        """Other routers' requests have the same deadline."""
+        """Waits until the worker has left. Other routers' requests there have the same deadline."""
         try:
-            async with asyncio.timeout(deadline_s + _ROUTER_FIRST_S + _LEAVES_WITHIN_S):
+            async with asyncio.timeout(deadline_s + _ROUTER_LEAD_S + _LEAVE_TIMEOUT_S):
                 reason = await asyncio.shield(gone)
         except TimeoutError:
             raise WorkerFailed(f"worker {worker_id!r} has nothing of this router, but does not leave") from None
         if reason:
             raise WorkerFailed(f"worker {worker_id!r} was lost while it drained: {reason}")
 
-    # What the conductor tells
+    # What the conductor reports
 
     def changed(self) -> None:
-        """Legs may have ended."""
+        """Notes that legs may have ended."""
         self._changed.set()
 
     def link_opened(self, link: WorkerLink) -> None:
-        """The process that was told to leave is back after a broken session, and may not have heard it."""
+        """Asks a draining worker to leave again, if it is back from a broken session that may have lost the request."""
         if any(worker.info is link.info and worker.draining for worker in self._coordinator.workers()):
-            link.send_leave(_FORGOTTEN_S)
+            link.send_leave(_REPEATED_LEAVE_S)
 
     def link_lost(self, link: WorkerLink, reason: str) -> None:
-        """`reason`: empty if it left in order."""
+        """Notes that a worker's session has ended. `reason` is empty if the worker left in order."""
         gone = self._gone.pop(link.info.incarnation, None)
         if gone is not None and not gone.done():
             gone.set_result(reason)

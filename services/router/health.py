@@ -1,10 +1,10 @@
-"""How far a worker, or a pair of workers, is trusted: one state machine for both. Pure.
+"""Decides how far a worker, or a pair of workers, is trusted: one state machine for both. Pure.
 
 Owns: states, transitions, and when a probe is due. Never: what counts as a failure or a success (`coordinator`), probes
-themselves (`coordinator/canaries.py`), placement (`policy`). Whether a session is open is another matter: a worker is
-placed on only if its session is open *and* its health allows.
+themselves (`coordinator/canaries.py`), placement (`policy`). Open sessions are another matter: a worker is placed on
+only if its session is open *and* its health allows.
 
-                        2 successes                  1 success, with deep checks
+                        2 successes                  1 success, with deep checks; its share grows at first
     SUSPECT  ----------------------------->  UP  <-------------------------------  NEW
        |  <---------------------------------  |                                     |
        |             1 failure                |  a device step is stuck             | 3 failures
@@ -24,15 +24,15 @@ from dataclasses import dataclass
 
 class Health(enum.Enum):
     NEW = "new"
-    """A deep check decides."""
+    """A deep check decides whether it becomes UP or DOWN."""
     UP = "up"
     SUSPECT = "suspect"
-    """It failed lately: used, but others are preferred."""
+    """It failed lately: it is used, but others are preferred."""
     DOWN = "down"
     PROBING = "probing"
-    """Half-open: probes only; without deep checks one request at a time is the probe."""
+    """Half-open: it gets probes only; without deep checks, one request at a time serves as the probe."""
     RISING = "rising"
-    """Slow start: its share grows."""
+    """Slow start: its share of the requests grows."""
 
 
 TRANSITIONS: dict[Health, frozenset[Health]] = {
@@ -48,25 +48,29 @@ TRANSITIONS: dict[Health, frozenset[Health]] = {
 @dataclass(frozen=True)
 class HealthConfig:
     deep_checks: bool = False
-    """Someone sends probes: what is new is probed before it is used, and what is half-open is used for nothing else."""
+    """Whether probes are sent: what is NEW is probed before it is used, and what is PROBING gets nothing else."""
     failures_down: int = 3
     successes_up: int = 2
     one_fault_s: float = 0.1
-    """Failures that follow each other so closely are one: a step that raises fails all its sequences."""
+    """Failures this many seconds after a counted one do not count: a step that raises fails all its sequences."""
     pause_s: float = 1.0
-    """Between going down and the first probe; doubles each time it goes down again before it is up."""
+    """Seconds between going down and the first probe; doubles each time it goes down again before it is up."""
     max_pause_s: float = 8.0
     slow_start_s: float = 10.0
     forgive_s: float = 30.0
-    """A suspect that neither fails nor succeeds for so long is trusted again."""
+    """A SUSPECT that neither fails nor succeeds for so many seconds is UP again."""
     probe_s: float = 0.25
-    """Between probes; doubles with each that decided nothing."""
+    """Seconds between probes; doubles with each probe that decided nothing."""
     max_probe_s: float = 5.0
+    recheck_s: float = 0.0
+    """Average seconds between two probes of what is UP; 0 for never."""
+    starts_slowly: bool = False
+    """Whether the share of what is new or restarted grows over `slow_start_s`, as after it was down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Trust that grows from 0 at `since_s` to 1 in `over_s`."""
+    """Trust that grows from 0 at `since_s` to 1 in `over_s` seconds."""
 
     since_s: float
     over_s: float
@@ -76,15 +80,15 @@ class Ramp:
 
 
 class HealthRecord:
-    """Of one worker, over its restarts, or of one pair."""
+    """The health of one worker, across its restarts, or of one pair."""
 
     def __init__(self, config: HealthConfig, now: float) -> None:
         self.state = Health.NEW if config.deep_checks else Health.UP
         self.since_s = now
         self.reason = ""
-        """Of the last failure, until it is up again."""
+        """The reason of the last failure, until the state is UP again."""
         self.num_failures = 0
-        """Since it was last up."""
+        """Failures since the state was last UP."""
         self.last_success_s = -math.inf
         self._config = config
         self._last_failure_s = -math.inf
@@ -92,35 +96,54 @@ class HealthRecord:
         self._num_downs = 0
         self._probe_at_s = now
         self._num_probes = 0
+        self._starts_at_s: float | None = now if config.starts_slowly else None
+        """The time at which it became UP, new or restarted, if its share still grows from there; else None."""
+        self._plan_probe(now)
 
     @property
     def usable(self) -> bool:
-        """As far as health goes, requests may be placed there."""
+        """Returns whether requests may be placed there, as far as health decides."""
         return self.state in (Health.UP, Health.SUSPECT, Health.RISING)
 
     @property
     def trusted(self) -> bool:
-        """Nothing speaks against it."""
+        """Returns whether it has no failure that still counts against it: UP, or RISING after a recovery."""
         return self.state in (Health.UP, Health.RISING)
 
     @property
     def takes_one(self) -> bool:
-        """A single request may be its probe."""
+        """Returns whether a single request may serve as its probe."""
         return self.state is Health.PROBING and not self._config.deep_checks
 
     @property
     def ramp(self) -> Ramp | None:
-        """None: fully trusted."""
+        """Returns how its trust grows again, or None if it is fully trusted."""
         if self.state is Health.RISING:
             return Ramp(self.since_s, self._config.slow_start_s)
         if self.state is Health.SUSPECT:
             return Ramp(self._last_failure_s, self._config.forgive_s)
+        if self.state is Health.UP and self._starts_at_s is not None:
+            return Ramp(self._starts_at_s, self._config.slow_start_s)
         return None
 
-    # What happens to it
+    @property
+    def ages(self) -> bool:
+        """Whether time alone will change it."""
+        return self.state is Health.DOWN or self.ramp is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is up, and neither time nor a probe will change that."""
+        return self.state is Health.UP and self._starts_at_s is None and self._probe_at_s == math.inf
+
+    # Inputs
 
     def failed(self, reason: str, now: float, *, at_once: bool = False) -> None:
-        """`at_once`: beyond doubt, so that it is down without a second failure; again and again while that lasts."""
+        """Counts a failure, and goes to SUSPECT or DOWN if that is due.
+
+        `at_once` is for a failure beyond doubt, such as a stuck step: it goes DOWN without a second failure. Report it
+        for as long as it lasts: each time, the pause before the first probe begins again.
+        """
         if self.state is Health.DOWN:
             if at_once:
                 self._probe_at_s = now + self._pause_s()
@@ -139,13 +162,14 @@ class HealthRecord:
             self._advance(Health.SUSPECT, now)
 
     def succeeded(self, now: float) -> None:
-        """It did what was asked of it."""
+        """Counts a success, and goes towards UP if that is due."""
         self.last_success_s = now
         if self.state in (Health.UP, Health.RISING, Health.DOWN):
             return
         self._num_successes += 1
         if self.state is Health.NEW:
             self._up(now)
+            self._starts_at_s = now if self._config.starts_slowly else None
         elif self._num_successes >= self._config.successes_up:
             if self.state is Health.PROBING:
                 self._advance(Health.RISING, now)
@@ -154,30 +178,61 @@ class HealthRecord:
                 self._up(now)
 
     def restarted(self, now: float) -> None:
-        """A new process: what it has shown so far says little. A pause it has to sit out stays."""
+        """Notes a new process of the worker, about which earlier successes say little.
+
+        A pause after failures is not shortened.
+        """
         if self._config.deep_checks and self.usable:
             self._advance(Health.NEW, now)
+        elif self.state is Health.UP and self._config.starts_slowly:
+            self._starts_at_s = now
 
     def tick(self, now: float) -> bool:
-        """True if time alone has changed something."""
+        """Makes the transitions that time alone causes. Returns True if the state has changed."""
         before = self.state
         if self.state is Health.DOWN and now >= self._probe_at_s:
             self._advance(Health.PROBING, now)
         elif (ramp := self.ramp) is not None and ramp.at(now) >= 1.0:
-            self._up(now)
+            if self.state is Health.UP:
+                self._starts_at_s = None
+            else:
+                self._up(now)
         return self.state is not before
 
     # Probes
 
-    def wants_probe(self, now: float) -> bool:
-        unsure = self.state in (Health.NEW, Health.SUSPECT, Health.PROBING)
-        return self._config.deep_checks and unsure and now >= self._probe_at_s
+    def wants_probe(self, now: float, *, busy: bool = False) -> bool:
+        """Returns whether a probe is due.
+
+        If `busy`, what is trusted is being used enough: its probe waits for a quieter moment, but at most `recheck_s`
+        seconds.
+        """
+        if not self._config.deep_checks or self.state is Health.DOWN:
+            return False
+        return now >= self._probe_at_s + (self._config.recheck_s if busy and self.trusted else 0.0)
 
     def probed(self, now: float) -> None:
-        """A probe is on its way; no other before its time."""
+        """Notes that a probe was sent, and plans the next."""
+        if self.trusted:
+            self._plan_probe(now)
+            return
         pause_s = min(self._config.max_probe_s, self._config.probe_s * 2.0 ** min(self._num_probes, 16))
         self._num_probes += 1
         self._probe_at_s = now + pause_s
+
+    def wants_one_now(self, now: float) -> None:
+        """Makes a probe of what is trusted due now, before its time."""
+        if self.trusted:
+            self._probe_at_s = now
+
+    def _plan_probe(self, now: float) -> None:
+        """Plans the next probe: at once if it is not trusted, else at a time that differs between workers."""
+        if not self.trusted:
+            self._probe_at_s = now
+        elif self._config.recheck_s:
+            self._probe_at_s = now + self._config.recheck_s * (0.75 + 0.5 * (now * 0.618034 % 1.0))
+        else:
+            self._probe_at_s = math.inf
 
     def _pause_s(self) -> float:
         return min(self._config.max_pause_s, self._config.pause_s * 2.0 ** min(self._num_downs - 1, 16))
@@ -191,4 +246,5 @@ class HealthRecord:
         assert to in TRANSITIONS[self.state], f"{self.state} -> {to}"
         self.state, self.since_s = to, now
         self._num_successes = self._num_probes = 0
-        self._probe_at_s = now
+        self._starts_at_s = None
+        self._plan_probe(now)

@@ -1,4 +1,4 @@
-"""Requests on their way in, whatever protocol brought them: validate, tokenise, submit.
+"""Takes requests in, whatever protocol brought them: validates, tokenises, submits.
 
 Owns: what happens between a GenerateRequest and its Answer. There is one such way, so that admission, traces and
 metrics are the same for all. Never: gRPC or HTTP, or what becomes of a request once it is submitted.
@@ -8,30 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
-from services.core.errors import InvalidRequest
+from services.core.config import DAY_S
+from services.core.errors import DeadlineExceeded, InvalidRequest
 from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
 from services.router.conductor import Conductor
-from services.router.coordinator.requests import RequestSpec
+from services.router.coordinator.requests import ExpectedRequest, RequestSpec
+from services.router.incoming import Incoming
 from services.router.request_metrics import RequestMetrics, RequestRecord
-from services.router.tokenisation import ModelText
+from services.router.tokenisation import ModelText, too_long
+from services.router.tokeniser_line import TokeniserLine
 from services.router.tracing import RequestTrace
-from services.router.validation import ModelFacts, validate
+from services.router.validation import (
+    ModelFacts,
+    check_fits_one_message,
+    check_token_ids,
+    utf8_bytes,
+    validate,
+)
 from services.rpc.logging import ids
 from services.rpc.telemetry import Tracer
 
 log = logging.getLogger(__name__)
 
-# Shorter prompts cost less to tokenise than to send to another thread.
+# Tokenising a prompt of at most this many characters costs less than sending it to another thread.
 _INLINE_CHARS = 512
+
+
+# Bounds for a prompt that is written to the log.
+MAX_LOGGED_CHARS = 2048
+MAX_LOGGED_IDS = 512
+_MESSAGE_CHARS = 32  # for a message's role and the brackets
 
 
 @dataclass(frozen=True)
@@ -49,64 +64,72 @@ class Intake:
         clock: Clock,
         tracer: Tracer,
         metrics: RequestMetrics,
-        executor: Executor,
+        line: TokeniserLine,
         log_prompts: bool = False,
     ) -> None:
-        """`executor` tokenises."""
         self.model = model
         self._conductor = conductor
         self._clock = clock
         self._tracer = tracer
         self._metrics = metrics
-        self._executor = executor
+        self._line = line
         self._log_prompts = log_prompts
 
     @contextlib.asynccontextmanager
     async def answer(
-        self, request: inference_pb2.GenerateRequest, *, traceparent: str, timeout_s: float | None, stream: bool
+        self,
+        incoming: Incoming,
+        *,
+        traceparent: str,
+        timeout_s: float | None,
+        stream: bool,
+        in_one_message: bool = False,
     ) -> AsyncIterator[Answer]:
-        """The request's answer while it lives; leaving early, as a client that goes away does, cancels it.
+        """Yields the request's answer. Leaving the block early, as for a client that goes away, cancels the request.
 
-        Fills in what the request leaves to the router. `traceparent`: the caller's, or empty. `timeout_s`: from now.
+        Fills in what the request leaves to the router. `traceparent` is the caller's, or empty. `timeout_s` counts from
+        now; more than a day counts as a day, since some clients write "no deadline" as a very long one. With
+        `in_one_message` the client gets the whole answer as one message, whose size its runtime limits.
         """
         arrived_s = self._clock.now()
-        record = self._metrics.begin(request, arrived_s)
+        record = self._metrics.begin(incoming.request, arrived_s)
         with self.refusals(record=record):
-            validate(request, self.model.facts)
-        if not request.HasField("request_id"):
-            request.request_id = new_request_id()
-        if not request.sampling.HasField("seed"):
-            request.sampling.seed = new_seed()
+            validate(incoming.request, self.model.facts)
+            if in_one_message:
+                check_fits_one_message(incoming.request, self._conductor.coordinator.context_tokens())
+        _complete(incoming.request)
         trace = RequestTrace(
             self._tracer,
-            request,
+            incoming.request,
             model_id=self.model.facts.model_id,
             parent=traceparent,
             stream=stream,
             arrived_s=arrived_s,
         )
         if self._log_prompts:
-            about = ids(request.request_id, trace.traceparent)
-            log.info("prompt: %s", _prompt(request), extra=about)
+            about = ids(incoming.request.request_id, trace.traceparent)
+            log.info("prompt: %s", _prompt(incoming.request), extra=about)
         with self.refusals(trace, record):
-            deadline_s = None if timeout_s is None else arrived_s + timeout_s
-            answer = await self._submit(request, trace, record, deadline_s)
+            deadline_s = None if timeout_s is None else arrived_s + min(timeout_s, DAY_S)
+            answer = await self._submit(incoming, trace, record, deadline_s)
         try:
             yield answer
         finally:
-            self._conductor.cancel(request.request_id, answer)
+            self._conductor.cancel(incoming.request.request_id, answer)
 
     async def _submit(
         self,
-        request: inference_pb2.GenerateRequest,
+        incoming: Incoming,
         trace: RequestTrace,
         record: RequestRecord,
         deadline_s: float | None,
     ) -> Answer:
         started_s = self._clock.now()
-        token_ids = self._truncated(request, await self._tokenise(request))
+        token_ids = await self._tokenise(incoming.request, deadline_s)
         if not token_ids:
             raise InvalidRequest("prompt", "has no tokens")
+        incoming.tokenised(len(token_ids))
+        request = incoming.request
         ended_s = self._clock.now()
         trace.tokenized(started_s, ended_s, len(token_ids))
         answer = Answer(
@@ -129,57 +152,133 @@ class Intake:
         self._conductor.submit(spec, answer, trace, record)
         return answer
 
-    async def _tokenise(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Off the event loop unless it is short. A prompt of messages always renders a template: off the loop."""
+    async def _tokenise(self, request: inference_pb2.GenerateRequest, deadline_s: float | None) -> list[int]:
+        """Returns the prompt's token ids.
+
+        A short text is tokenised on the event loop; longer texts, and messages, which always render a template, on a
+        thread.
+        """
         text = self.model.text
-        loop = asyncio.get_running_loop()
+        context_tokens = self._conductor.coordinator.context_tokens()
+        most_tokens = None if request.truncate_prompt else context_tokens
         match request.WhichOneof("prompt"):
             case "token_ids":
-                return list(request.token_ids.ids)
-            case "text" if len(request.text) <= _INLINE_CHARS:
-                return text.encode_text(request.text)
+                return self._given_ids(request, context_tokens)
             case "text":
-                return await loop.run_in_executor(self._executor, text.encode_text, request.text)
+                text.check_length("text", request.text, most_tokens)
+                if len(request.text) <= _INLINE_CHARS:
+                    token_ids = text.encode_text(request.text, most_tokens)
+                else:
+                    work = functools.partial(text.encode_text, request.text, most_tokens)
+                    fewest_tokens = text.bound.fewest_tokens(request.text) if text.bound is not None else 1
+                    token_ids = await self._in_line(
+                        request, utf8_bytes([request.text]), work, deadline_s, fewest_tokens=fewest_tokens
+                    )
             case _:
                 messages = [{"role": entry.role, "content": entry.content} for entry in request.messages.messages]
-                return await loop.run_in_executor(self._executor, text.encode_messages, messages)
+                num_bytes = utf8_bytes(entry["content"] for entry in messages)
+                work = functools.partial(text.encode_messages, messages, most_tokens)
+                token_ids = await self._in_line(request, num_bytes, work, deadline_s)
+        return token_ids[-self._room(request) :] if request.truncate_prompt else token_ids
 
-    def _truncated(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> list[int]:
-        """If asked for: the prompt's end that leaves room for max_tokens, or for one token."""
-        if not request.truncate_prompt:
-            return token_ids
+    def _given_ids(self, request: inference_pb2.GenerateRequest, context_tokens: int) -> list[int]:
+        """Returns the given ids. Checks their number first: a list that cannot fit is not walked through."""
+        ids = request.token_ids.ids
+        if len(ids) > context_tokens and not request.truncate_prompt:
+            raise too_long(len(ids), context_tokens)
+        kept = list(ids[-self._room(request) :] if request.truncate_prompt else ids)
+        check_token_ids(kept, self.model.facts)
+        return kept
+
+    def _room(self, request: inference_pb2.GenerateRequest) -> int:
+        """Returns how many tokens to keep of a prompt to be truncated: max_tokens, or one token, must still fit.
+
+        It is at least 1, so that a max_tokens that cannot fit is refused with the same message as for any other
+        request.
+        """
         wanted = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else 1
-        room = self._conductor.coordinator.context_tokens() - wanted
-        return token_ids[-room:] if room > 0 else token_ids
+        return max(1, self._conductor.coordinator.context_tokens() - wanted)
+
+    async def _in_line(
+        self,
+        request: inference_pb2.GenerateRequest,
+        num_bytes: int,
+        work: Callable[[], list[int]],
+        deadline_s: float | None,
+        *,
+        fewest_tokens: int = 1,
+    ) -> list[int]:
+        """Waits for the tokenizer, at most until the request's deadline.
+
+        Meanwhile the request has a place in the queue.
+        """
+        coordinator, now = self._conductor.coordinator, self._clock.now()
+        stopping = request.stopping
+        coordinator.expect(
+            ExpectedRequest(
+                fewest_tokens=min(fewest_tokens, coordinator.context_tokens() - 1),
+                tokenise_s=self._line.wait_s(num_bytes),
+                max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+                priority=request.priority,
+                deadline_s=deadline_s,
+                min_tokens=_fewest_tokens(stopping),
+            ),
+            now,
+        )
+        try:
+            async with asyncio.timeout(None if deadline_s is None else deadline_s - now):
+                return await self._line.run(num_bytes, work)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the deadline passed before the prompt was tokenised") from error
+        finally:
+            coordinator.arrived()
 
     @contextlib.contextmanager
     def refusals(self, trace: RequestTrace | None = None, record: RequestRecord | None = None) -> Iterator[None]:
-        """Requests that never reach the coordinator are counted too, and their traces ended."""
+        """Counts requests that fail before the coordinator has them, and ends their traces."""
         try:
             yield
         except BaseException as error:
             if record is not None:
                 record.failed(error, self._clock.now())
-            else:  # it could not even be read
+            else:  # the request could not even be read
                 self._metrics.failed(error)
             if trace is not None:
                 trace.failed(error, self._clock.now())
             raise
 
 
+def _complete(request: inference_pb2.GenerateRequest) -> None:
+    """Fills in what the request leaves to the router: its id and its seed."""
+    if not request.HasField("request_id"):
+        request.request_id = new_request_id()
+    if not request.sampling.HasField("seed"):
+        request.sampling.seed = new_seed()
+
+
 def _prompt(request: inference_pb2.GenerateRequest) -> str:
-    """On one line."""
+    """Returns the prompt as one line for the log. Beyond the bounds it shows only how much is left out."""
     match request.WhichOneof("prompt"):
         case "text":
-            return json.dumps(request.text, ensure_ascii=False)
+            shown, num_left = json.dumps(request.text[:MAX_LOGGED_CHARS], ensure_ascii=False), len(request.text)
         case "token_ids":
-            return str(list(request.token_ids.ids))
+            ids_ = request.token_ids.ids
+            return f"{list(ids_[:MAX_LOGGED_IDS])}{_rest(len(ids_) - MAX_LOGGED_IDS, 'ids')}"
         case _:
-            messages = [{"role": entry.role, "content": entry.content} for entry in request.messages.messages]
-            return json.dumps(messages, ensure_ascii=False)
+            room, messages = MAX_LOGGED_CHARS, []
+            for entry in request.messages.messages:
+                if room > 0:
+                    messages.append({"role": entry.role, "content": entry.content[:room]})
+                room -= len(entry.content) + _MESSAGE_CHARS
+            shown, num_left = json.dumps(messages, ensure_ascii=False), MAX_LOGGED_CHARS - room
+    return shown + _rest(num_left - MAX_LOGGED_CHARS, "characters")
+
+
+def _rest(count: int, of: str) -> str:
+    return f" and {count} {of} more" if count > 0 else ""
 
 
 def _fewest_tokens(stopping: types_pb2.StoppingParams) -> int:
-    """Without anything that could end it earlier, all of max_tokens."""
+    """Returns the fewest tokens that the output can have: max_tokens if nothing can end it earlier, else min_tokens."""
     endless = stopping.ignore_eos and not stopping.stop and not stopping.stop_token_ids
     return stopping.max_tokens if endless else stopping.min_tokens

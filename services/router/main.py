@@ -1,28 +1,39 @@
-"""Runs a router: configure, bind, load the model's text side, serve, drain, stop."""
+"""Runs a router: configure, bind, load the tokenizer and template, serve, drain, stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import os
+from functools import partial
+
+from starlette.types import ASGIApp
 
 from baton.v1 import control_pb2_grpc, inference_pb2_grpc
 from services.core.clock import MonotonicClock
+from services.core.cluster_token import cluster_token
 from services.core.ids import new_request_id
 from services.core.lifecycle import Lifecycle
 from services.router import control, registry, servicer
+from services.router.activity import activity_log
+from services.router.byte_budget import ByteBudget
 from services.router.conductor import TICK_S, Conductor
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.health import HealthConfig
-from services.router.http.app import make_app
+from services.router.http.app import guarded, make_app
+from services.router.http.body import BodyLimits
 from services.router.http.server import HttpServer
 from services.router.intake import Intake, ServedModel
+from services.router.malloc import Trimmer, separate_large_blocks
 from services.router.metrics import RouterMetrics
+from services.router.reading import ReadInterceptor
 from services.router.sessions import SessionTimes
-from services.router.tokenisation import load_model_text
+from services.router.tokenisation import ModelText, load_model_text
+from services.router.tokeniser_line import TokeniserLine
 from services.router.validation import ModelFacts
+from services.rpc.channels import dial
 from services.rpc.logging import configure_logging
 from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import Tracer, configure_tracing
@@ -31,18 +42,25 @@ __all__ = ["Router", "RouterConfig", "serve"]
 
 log = logging.getLogger(__name__)
 
-_TOKENISER_THREADS = 2
+_MAX_CONTROL_BYTES = 64 << 10
+"""The largest message on the control port, in bytes: far more than a worker's description needs."""
 
 
 async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
-    """Runs until told to stop."""
+    """Runs a router until it is told to stop."""
     configure_logging("baton-router", "router", level=config.log_level, form=config.log_format)
+    separate_large_blocks()
     tracer = configure_tracing("baton-router", "router", config.trace_file or None)
     try:
-        router = Router(config, tracer)
+        router = Router(config, tracer, cluster_token(config.cluster_token_file))
         try:
             await router.start()
-            lifecycle.report_ready(port=router.port, metrics_port=router.metrics_port, http_port=router.http_port)
+            lifecycle.report_ready(
+                port=router.port,
+                metrics_port=router.metrics_port,
+                http_port=router.http_port,
+                control_port=router.control_port,
+            )
             await router.serve_until(lifecycle.stopping)
             await router.drain(lifecycle.drain_s)
         finally:
@@ -52,44 +70,50 @@ async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
 
 
 class Router:
-    """A whole router in this process. Made on the event loop; `start`, then perhaps `drain`, then `stop`."""
+    """A whole router in this process. Make it on the event loop; call `start`, perhaps `drain`, then `stop`."""
 
-    def __init__(self, config: RouterConfig, tracer: Tracer) -> None:
-        """Loads the tokenizer. Raises ConfigError."""
+    def __init__(self, config: RouterConfig, tracer: Tracer, token: str) -> None:
+        """Loads the tokenizer. `token` is the cluster token. Raises ConfigError."""
         model_id = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
         clock = MonotonicClock()
-        model = _served(config.model, model_id)
-        self.coordinator = Coordinator(
-            CoordinatorConfig(
-                model_context_tokens=model.text.context_tokens,
-                vocab_size=model.text.vocab_size,
-                max_queue=config.max_queue,
-                queue_timeout_s=config.queue_timeout_s,
-                no_worker_timeout_s=config.no_worker_timeout_s,
-                step_timeout_s=config.step_timeout_s,
-                canary_salt=f"canary-{new_request_id()}",
-                health=HealthConfig(deep_checks=config.canaries),
-            )
-        )
+        model = _served(config, model_id)
+        self.coordinator = Coordinator(_coordinator_config(config, model.text))
         self._metrics = RouterMetrics(config, model_id, instance="router")
         times = SessionTimes(config.heartbeat_s, config.silence_s)
-        self.conductor = Conductor(self.coordinator, clock=clock, metrics=self._metrics, times=times)
-        self._executor = ThreadPoolExecutor(_TOKENISER_THREADS, thread_name_prefix="tokenise")
-        self._server = GrpcServer(config.host, config.port, max_request_bytes=config.max_message_bytes)
+        self.conductor = Conductor(
+            self.coordinator, clock=clock, metrics=self._metrics, times=times, dial=partial(dial, token=token)
+        )
+        self._line = TokeniserLine(_tokenizer_threads(config), most_bytes=config.max_text_bytes)
+        self._trimmer = Trimmer()
+        budget = ByteBudget(config.max_pending_bytes, freed=self._trimmer.soon)
+        self._server = GrpcServer(
+            config.host,
+            config.port,
+            reflects=True,
+            max_request_bytes=config.max_message_bytes,
+            interceptors=[ReadInterceptor(budget, servicer.FULL_NAME, servicer.RAW_METHODS, config.max_text_bytes)],
+            max_concurrent_rpcs=config.max_concurrent_rpcs,
+        )
+        self._control_server = GrpcServer(
+            config.control_host, config.control_port, token=token, max_request_bytes=_MAX_CONTROL_BYTES
+        )
         intake = Intake(
             self.conductor,
             model,
             clock=clock,
             tracer=tracer,
             metrics=self._metrics.requests,
-            executor=self._executor,
+            line=self._line,
             log_prompts=config.log_prompts,
         )
         self._inference = servicer.InferenceServicer(intake, self.coordinator)
-        app = make_app(intake, self.coordinator, self._metrics.registry, max_body_bytes=config.max_message_bytes)
+        limits = BodyLimits(config.max_message_bytes, config.max_text_bytes)
+        app: ASGIApp = make_app(intake, self.coordinator, self._metrics.registry, budget, limits)
+        app = guarded(app, config.host, hosts=config.http_allowed_host, origins=config.http_cors_origin)
         self._http = HttpServer(app, config.host, config.http_port) if config.http_port >= 0 else None
         self._control = control.ControlServicer(self.conductor, model_id=model_id, clock=clock)
         self._registry = registry.RegistryServicer(self.conductor, model_id=model_id, interval_s=config.register_s)
+        self._clock, self._log_interval_s = clock, config.log_interval_s
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -101,33 +125,48 @@ class Router:
         return self._server.address
 
     @property
+    def control_port(self) -> int:
+        return self._control_server.port
+
+    @property
+    def control_address(self) -> str:
+        return self._control_server.address
+
+    @property
     def metrics_port(self) -> int:
-        """0 without an endpoint."""
+        """Returns the Prometheus port; 0 without an endpoint."""
         return self._metrics.port
 
     @property
     def http_port(self) -> int:
-        """0 without HTTP."""
+        """Returns the HTTP port; 0 without HTTP."""
         return self._http.port if self._http is not None else 0
 
     async def start(self) -> None:
-        add = self._server.add
-        add(servicer.FULL_NAME, inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._inference)
+        self._server.add(servicer.FULL_NAME, inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._inference)
+        add = self._control_server.add
         add(control.FULL_NAME, control_pb2_grpc.add_ControlServiceServicer_to_server, self._control)
         add(registry.FULL_NAME, control_pb2_grpc.add_RegistryServiceServicer_to_server, self._registry)
         await self._server.start()
+        await self._control_server.start()
         if self._http is not None:
             await self._http.start()
             self._control.http_port = self._http.port
-        await self._server.set_ready(True, control.FULL_NAME, registry.FULL_NAME)
+        await self._control_server.set_ready(True)
         self._tasks = [
             asyncio.create_task(self.conductor.tick_forever(), name="tick"),
             asyncio.create_task(self._keep_health(), name="health"),
         ]
-        log.info("listening on %s", self.address)
+        if self._log_interval_s:
+            activity = activity_log(self.coordinator, self._metrics.requests, self._clock, self._log_interval_s)
+            self._tasks.append(asyncio.create_task(activity.run(), name="activity log"))
+        log.info("listening on %s, for workers and operators on %s", self.address, self.control_address)
 
     async def serve_until(self, stopping: asyncio.Event) -> None:
-        """Raises if one of the router's own tasks fails: a router that cannot tick must not look alive."""
+        """Returns when `stopping` is set.
+
+        Raises if one of the router's own tasks fails: a router that cannot tick must not look alive.
+        """
         waiter = asyncio.create_task(stopping.wait(), name="stopping")
         try:
             tasks = {waiter, *self._tasks, *([self._http.serving] if self._http is not None else [])}
@@ -138,8 +177,9 @@ class Router:
             waiter.cancel()
 
     async def drain(self, deadline_s: float) -> None:
-        """NOT_SERVING, nothing new; what runs may end in its time."""
+        """Reports NOT_SERVING and takes no more requests; those that run may end within `deadline_s` seconds."""
         await self._server.set_ready(False)
+        await self._control_server.set_ready(False)
         await self.conductor.drain(deadline_s)
 
     async def stop(self) -> None:
@@ -150,12 +190,13 @@ class Router:
         await self.conductor.close()
         if self._http is not None:
             await self._http.stop()
-        await self._server.stop(grace_s=1.0)
-        self._executor.shutdown()
+        await asyncio.gather(self._server.stop(grace_s=1.0), self._control_server.stop(grace_s=1.0))
+        self._line.close()
+        self._trimmer.close()
         self._metrics.close()
 
     async def _keep_health(self) -> None:
-        """InferenceService serves while a request would find a worker."""
+        """Keeps InferenceService SERVING while a request would find a worker, and NOT_SERVING otherwise."""
         healthy = False
         while True:
             if self.coordinator.ready != healthy:
@@ -164,8 +205,29 @@ class Router:
             await asyncio.sleep(TICK_S)
 
 
-def _served(directory: str, model_id: str) -> ServedModel:
-    text = load_model_text(directory)
-    longest_token_chars = max(map(len, text.tokenizer.get_vocab()), default=1)
-    facts = ModelFacts(model_id, text.vocab_size, text.context_tokens, longest_token_chars)
-    return ServedModel(text, facts)
+def _served(config: RouterConfig, model_id: str) -> ServedModel:
+    # Several texts are tokenised at once by the router's threads; the library's own pool would use every core for each.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    text = load_model_text(config.model)
+    return ServedModel(text, ModelFacts(model_id, text.vocab_size, config.max_text_bytes))
+
+
+def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorConfig:
+    return CoordinatorConfig(
+        model_context_tokens=text.context_tokens,
+        vocab_size=text.vocab_size,
+        max_workers=config.max_workers,
+        max_queue=config.max_queue,
+        queue_timeout_s=config.queue_timeout_s,
+        no_worker_timeout_s=config.no_worker_timeout_s,
+        step_timeout_s=config.step_timeout_s,
+        canary_salt=f"canary-{new_request_id()}",
+        health=HealthConfig(deep_checks=config.canaries, recheck_s=config.canary_period_s, starts_slowly=True),
+    )
+
+
+def _tokenizer_threads(config: RouterConfig) -> int:
+    """Returns the number of threads for long texts: by default half of the cores, since the event loop needs one of
+    them and workers may be on the same machine.
+    """
+    return config.tokenizer_threads or max(1, len(os.sched_getaffinity(0)) // 2)

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics: its registry, its endpoint, and the newest copy of what is going on."""
+"""Exposes the router's Prometheus metrics: its registry, its endpoint, and the newest copy of the cluster's state."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from prometheus_client import Counter
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +20,8 @@ from services.router.request_metrics import RequestMetrics
 from services.rpc import names
 from services.rpc.metrics import Aliases, MetricsServer, new_registry
 
+_WHERE = ("action", "event", "placement", "tick")
+
 
 class RouterMetrics:
     """The registry of one router, and its endpoint unless the port is -1."""
@@ -30,22 +33,34 @@ class RouterMetrics:
         )
         self._cluster = _ClusterCollector(config.max_queue, model_id)
         registry.register(self._cluster)
+        self._internal_errors = Counter(
+            names.Metric.INTERNAL_ERRORS,
+            names.INTERNAL_ERRORS_TEXT,
+            ["where"],
+            registry=registry,
+        )
+        for where in _WHERE:
+            self._internal_errors.labels(where)
         Aliases(registry, names.VLLM_ALIASES, {"model_name": model_id})
         self._server = MetricsServer(registry, config.host, config.metrics_port) if config.metrics_port >= 0 else None
 
     @property
     def port(self) -> int:
-        """As bound; 0 without an endpoint."""
+        """Returns the port that was bound; 0 without an endpoint."""
         return self._server.port if self._server is not None else 0
 
+    def internal_error(self, where: str) -> None:
+        """Counts an internal error. `where` is one of `_WHERE`."""
+        self._internal_errors.labels(where).inc()
+
     def observe(self, coordinator: Coordinator) -> None:
-        """Takes a copy of what is going on now; a few times a second, on the event loop."""
+        """Copies the cluster's state for the next scrape. Called several times a second, on the event loop."""
         workers = coordinator.workers()
         self._cluster.now = _Cluster(
             ready=coordinator.ready,
             phases=coordinator.phases(),
-            states=Tally((worker.info.role, worker.state) for worker in workers),
-            healths=Tally((worker.info.role, worker.health.state) for worker in workers),
+            states=Tally((worker.info.roles, worker.state) for worker in workers),
+            healths=Tally((worker.info.roles, worker.health.state) for worker in workers),
             kv_usage=_kv_usage(workers),
         )
 
@@ -56,18 +71,21 @@ class RouterMetrics:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """At one moment."""
+    """The cluster's state at one moment."""
 
     ready: bool = False
     phases: Tally[Phase] = field(default_factory=Tally)
     states: Tally[tuple[Role, WorkerState]] = field(default_factory=Tally)
     healths: Tally[tuple[Role, Health]] = field(default_factory=Tally)
     kv_usage: float = 0.0
-    """Of all pools together."""
+    """Share of the blocks of all pools together that cannot be evicted."""
 
 
 class _ClusterCollector(Collector):
-    """Scrapes come on another thread: they see whole copies, never the coordinator."""
+    """Exposes the newest copy of the cluster's state.
+
+    Scrapes run on another thread: they read whole copies, never the coordinator.
+    """
 
     def __init__(self, max_queue: int, model_id: str) -> None:
         self.now = _Cluster()
@@ -85,16 +103,16 @@ class _ClusterCollector(Collector):
         yield GaugeMetricFamily(name.READY, "1 if a request would find a worker, else 0", value=float(now.ready))
         states = GaugeMetricFamily(name.WORKERS, "Workers by role and state", labels=["role", "state"])
         healths = GaugeMetricFamily(name.WORKERS_HEALTH, "Workers by role and health", labels=["role", "health"])
-        for role in Role:
+        for role in (Role.PREFILL, Role.DECODE, Role.MIXED):
             for state in WorkerState:
-                states.add_metric([role.value, state.value], now.states[role, state])
+                states.add_metric([role.label, state.value], now.states[role, state])
             for health in Health:
-                healths.add_metric([role.value, health.value], now.healths[role, health])
+                healths.add_metric([role.label, health.value], now.healths[role, health])
         yield from (states, healths)
         yield from self._for_pickers(now)
 
     def _for_pickers(self, now: _Cluster) -> Iterator[Metric]:
-        """The cluster as if it were one vLLM: a picker that chooses among routers knows no more of it."""
+        """Yields the cluster's figures as if it were one vLLM server, for a picker that chooses among routers."""
         waiting = now.phases[Phase.QUEUED]
         figures = (
             (names.VllmMetric.WAITING, "Requests that wait for a worker", waiting),

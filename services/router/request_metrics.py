@@ -1,10 +1,12 @@
-"""Metrics of requests: each has a record, told what happens to it as it happens.
+"""Measures requests: each has a record, which is informed as things happen to it.
 
-Owns: the instruments, and what a request has seen of time so far. Never: what is going on at large (`metrics`), or the
-rule of the objectives (`slo`).
+Owns: the instruments, and the times of a request so far. Never: the cluster's state (`metrics`), or the rule of the
+objectives (`slo`).
 """
 
 from __future__ import annotations
+
+import asyncio
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -28,7 +30,7 @@ _OUTCOMES = [
 
 
 def operation(request: inference_pb2.GenerateRequest) -> str:
-    """As the GenAI conventions name it."""
+    """Returns the request's operation by its name in the GenAI conventions."""
     return _OPERATIONS[0] if request.HasField("messages") else _OPERATIONS[1]
 
 
@@ -36,6 +38,8 @@ class RequestMetrics:
     def __init__(self, registry: CollectorRegistry, model_id: str, *, slo_ttft_s: float, slo_e2e_s: float) -> None:
         self._model = ("baton", model_id)
         self.targets_s = {"ttft": slo_ttft_s, "e2e": slo_e2e_s}
+        self.num_accepted = self.num_ended = self.num_output_tokens = 0
+        """Totals for the activity line; the counters of the library cannot be read back."""
         self._declare(registry, model_id)
         self._declare_counts(registry)
         self._show_zeros()
@@ -95,7 +99,7 @@ class RequestMetrics:
             targets.labels(slo).set(target_s)
 
     def _show_zeros(self) -> None:
-        """A series that begins with its first event hides that event from `rate`."""
+        """Creates every series with 0, since a series that begins with its first event hides that event from `rate`."""
         for outcome in _OUTCOMES:
             self._requests.labels(outcome)
         for slo in self.targets_s:
@@ -110,17 +114,19 @@ class RequestMetrics:
             self._ttft.labels(each, *self._model)
             self._per_token.labels(each, *self._model)
 
-    # What records say
+    # What records report
 
     def finished(self, reason: FinishReason) -> None:
+        self.num_ended += 1
         self._requests.labels(reason.value).inc()
         self._success.labels(self._model_id, reason.value).inc()
 
     def failed(self, error: BaseException) -> None:
+        self.num_ended += 1
         self._requests.labels(error_outcome(error)).inc()
 
     def queued(self, stage: StageEnded) -> None:
-        """A wait is over: the request has a worker, or has ended."""
+        """Notes that a wait in the queue is over: the request has a worker, or has ended."""
         self._queue.observe(stage.ended_s - stage.started_s)
         if stage.attempt > 1:
             self._retries.inc()
@@ -144,7 +150,7 @@ class RequestMetrics:
 
 
 class RequestRecord:
-    """One request, from its arrival; `finished` or `failed` ends it, once."""
+    """The times of one request, from its arrival. Exactly one of `finished` and `failed` is called, once."""
 
     def __init__(self, metrics: RequestMetrics, operation: str, arrived_s: float) -> None:
         self._metrics = metrics
@@ -155,12 +161,14 @@ class RequestRecord:
         self._num_tokens = 0
 
     def accepted(self, num_prompt_tokens: int) -> None:
+        self._metrics.num_accepted += 1
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
 
     def tokens(self, num_tokens: int, now: float) -> None:
-        """They came together: no time lies between them."""
+        """Notes output tokens that arrived together; the time between them counts as 0."""
         if num_tokens < 1:
             return
+        self._metrics.num_output_tokens += num_tokens
         self._metrics.output_tokens.inc(num_tokens)
         self._num_tokens += num_tokens
         if self._first_token_s is None:
@@ -186,6 +194,8 @@ class RequestRecord:
 
     def failed(self, error: BaseException, now: float) -> None:
         elapsed_s, metrics = now - self._arrived_s, self._metrics
+        if isinstance(error, asyncio.CancelledError):  # the task was: its client has left
+            error = errors.Cancelled("the client has left")
         metrics.failed(error)
         metrics.duration(self._operation, elapsed_s, error_outcome(error))
         metrics.graded("e2e", grade_failed(error, elapsed_s, metrics.targets_s["e2e"]))

@@ -1,4 +1,4 @@
-"""InferenceService: a request's answer as messages of the public API."""
+"""Serves InferenceService: it sends a request's answer as messages of the public API."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.router.answer import Answer
 from services.router.coordinator import Coordinator
+from services.router.incoming import Incoming
 from services.router.intake import Intake
 
 FULL_NAME = "baton.v1.InferenceService"
+RAW_METHODS = ("Generate", "GenerateStream")
+"""Methods whose requests arrive as `Incoming` (services/router/reading.py)."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -20,9 +23,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._coordinator = coordinator
 
     async def GenerateStream(
-        self, request: inference_pb2.GenerateRequest, context: Any
+        self, incoming: Incoming, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
-        async with self._answer(request, context, stream=True) as answer:
+        async with self._answer(incoming, context, stream=True) as answer:
             async for event in answer:
                 match event:
                     case inference_pb2.PromptInfo():
@@ -32,9 +35,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     case inference_pb2.Completion():
                         yield inference_pb2.GenerateStreamResponse(completion=event)
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.GenerateResponse:
+    async def Generate(self, incoming: Incoming, context: Any) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
-        async with self._answer(request, context, stream=False) as answer:
+        async with self._answer(incoming, context, stream=False) as answer:
             async for event in answer:
                 match event:
                     case inference_pb2.PromptInfo():
@@ -59,11 +62,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         return inference_pb2.ListModelsResponse(models=[model])
 
-    def _answer(
-        self, request: inference_pb2.GenerateRequest, context: Any, *, stream: bool
-    ) -> AbstractAsyncContextManager[Answer]:
+    def _answer(self, incoming: Incoming, context: Any, *, stream: bool) -> AbstractAsyncContextManager[Answer]:
         return self._intake.answer(
-            request, traceparent=_traceparent(context), timeout_s=context.time_remaining(), stream=stream
+            incoming,
+            traceparent=_traceparent(context),
+            timeout_s=context.time_remaining(),
+            stream=stream,
+            in_one_message=not stream,
         )
 
 

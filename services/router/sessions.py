@@ -1,13 +1,13 @@
-"""The router's side of its sessions with one worker: one stream per phase, a writer and a reader each.
+"""Runs the router's end of its session with one worker: a stream with a writer and a reader.
 
-Owns: the channel, heartbeats out, silence in. If one stream breaks the whole link is over: the worker's legs are lost
-together. Never: what a message means. A reader never waits for anyone but its worker.
+Owns: the channel, the heartbeats to the worker, the watch for its silence. When the stream ends, all of the worker's
+legs are lost together. Never: what a message means. The reader waits only for its worker, and what a worker does not
+read is kept only for as long as its silence would be allowed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
@@ -16,83 +16,57 @@ from typing import Any, Protocol
 
 import grpc
 
-from baton.v1 import control_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from services.core.clock import Clock
+from services.router import wire
 from services.router.coordinator.events import WorkerInfo
-from services.rpc.channels import dial
+from services.rpc.silence import PeerWatch
 
 log = logging.getLogger(__name__)
 
 Dial = Callable[[str], grpc.aio.Channel]
 
-_NAPS = 4
 _WRITE_FAILED = "Internal error from Core"
-"""How grpc.aio tells it, with INTERNAL and not with the status that the call had."""
-_MOST_MS = (1 << 63) - 1
+"""The details of the error that grpc.aio raises if a write fails, with INTERNAL in place of the call's own status."""
 
 
 @dataclass(frozen=True)
 class SessionTimes:
     heartbeat_s: float
     silence_s: float
-    """A worker that says nothing for so long is lost."""
+    """Seconds after which a worker that sends nothing, or reads nothing, is lost."""
 
 
 class LinkOwner(Protocol):
-    """Who hears what the worker says. All calls come from the event loop."""
+    """Receives what the worker sends. All methods are called on the event loop."""
 
     def link_opened(self, link: WorkerLink) -> None:
-        """All sessions are open."""
+        """Is called when the session is open."""
 
     def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
-        """Once, at the end; not after `close`. `crashed` is False if the worker ended the session in order."""
+        """Is called once, at the link's end, but not after `close`.
 
-    def prefill_message(self, link: WorkerLink, message: prefill_pb2.PrefillServiceSessionResponse) -> None: ...
+        `crashed` is False if the worker ended the session in order.
+        """
 
-    def decode_message(self, link: WorkerLink, message: decode_pb2.DecodeServiceSessionResponse) -> None: ...
+    def worker_message(self, link: WorkerLink, message: worker_pb2.SessionResponse) -> None: ...
 
     def held_leases(self, link: WorkerLink) -> list[bytes]: ...
 
 
 class _Ended(Exception):
-    """The worker closed a session with status OK."""
+    """Raised when the worker closed the session with status OK."""
 
 
-class _Stream:
-    """One session: what goes out is queued, what comes in is handed over."""
-
-    def __init__(self, hello: Any, heartbeat: Callable[[], Any], heartbeat_s: float) -> None:
-        self.is_open = False
-        self.over = asyncio.Event()
-        """It has ended, with status OK."""
-        self.heard = False
-        """The worker said something since `heard` was last cleared."""
-        self._hello = hello
-        self._heartbeat = heartbeat
-        self._heartbeat_s = heartbeat_s
-        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
-
-    def send(self, request: Any) -> None:
-        self._outgoing.put_nowait(request)
-
-    async def requests(self) -> AsyncIterator[Any]:
-        """Hello, then commands as they come, with a heartbeat at each interval."""
-        yield self._hello
-        loop = asyncio.get_running_loop()
-        due_s = loop.time()
-        while True:
-            if loop.time() >= due_s:
-                yield self._heartbeat()
-                due_s = loop.time() + self._heartbeat_s
-            try:
-                async with asyncio.timeout_at(due_s):
-                    request = await self._outgoing.get()
-            except TimeoutError:
-                continue
-            yield request
+class _Silent(Exception):
+    """Raised when the worker sends nothing or reads nothing any more. The message says which."""
 
 
 class WorkerLink:
-    """From dialling to the loss of one incarnation of a worker. `start` once; `close` ends it without a report."""
+    """The link to one incarnation of a worker, from dialling to its loss.
+
+    Call `start` once; `close` ends it without a report to the owner.
+    """
 
     def __init__(
         self,
@@ -101,27 +75,28 @@ class WorkerLink:
         router_incarnation: int,
         session_number: int,
         times: SessionTimes,
-        dial: Dial = dial,
+        clock: Clock,
+        dial: Dial,
     ) -> None:
-        assert isinstance(info.description, control_pb2.WorkerDescription)
+        """`clock` is of awake time, since it judges the worker."""
+        assert info.description is not None, "whoever is dialled has described itself"
         self.info = info
         self.description = info.description
         self.load: types_pb2.LoadSnapshot | None = None
-        """The newest, for operators."""
+        """The newest snapshot, for operators; None before the first."""
+        self.was_open = False
+        """Whether its session has been open."""
+        self.is_open = False
         self._owner = owner
         self._times = times
         self._dial = dial
-        self._hello = types_pb2.SessionHello(
+        self._hello = worker_pb2.SessionHello(
             router_incarnation=router_incarnation, session_number=session_number, worker_incarnation=info.incarnation
         )
-        self._prefill = self._prefill_stream() if info.role.can_prefill else None
-        self._decode = self._decode_stream() if info.role.can_decode else None
+        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self._watch = PeerWatch(clock, times.silence_s)
         self._task: asyncio.Task[None] | None = None
         self._leave_by_s = math.inf
-
-    @property
-    def num_sessions(self) -> int:
-        return sum(stream is not None and stream.is_open for stream in (self._prefill, self._decode))
 
     @property
     def _is_leaving(self) -> bool:
@@ -129,133 +104,105 @@ class WorkerLink:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link {self.info.worker_id}")
-        self._task.add_done_callback(_tell_failure)
+        self._task.add_done_callback(_log_failure)
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def send_prefill(self, request: prefill_pb2.PrefillServiceSessionRequest) -> None:
-        assert self._prefill is not None
-        self._prefill.send(request)
-
-    def send_decode(self, request: decode_pb2.DecodeServiceSessionRequest) -> None:
-        assert self._decode is not None
-        self._decode.send(request)
+    def send(self, request: worker_pb2.SessionRequest) -> None:
+        """Queues a request. Requests are written in the order in which they are sent."""
+        self._outgoing.put_nowait(request)
 
     def send_leave(self, within_s: float) -> None:
-        """The worker finishes what it has, also for others, and leaves the cluster. Once is enough, in any session.
+        """Asks the worker to finish its requests, also those of other routers, and leave within `within_s` seconds.
 
-        Said again only to hurry it: a write that meets the end of its session would make an orderly end a failure.
+        It is repeated only with an earlier deadline: a write that meets the end of its session would make an orderly
+        end look like a failure.
         """
         leave_by_s = asyncio.get_running_loop().time() + within_s
         if leave_by_s >= self._leave_by_s:
             return
         self._leave_by_s = leave_by_s
-        leave = types_pb2.LeaveCommand(remaining_ms=min(round(within_s * 1000), _MOST_MS))
-        if self._prefill is not None:
-            self._prefill.send(prefill_pb2.PrefillServiceSessionRequest(leave=leave))
-        elif self._decode is not None:
-            self._decode.send(decode_pb2.DecodeServiceSessionRequest(leave=leave))
+        leave = worker_pb2.LeaveCommand(remaining_ms=wire.milliseconds(within_s))
+        self.send(worker_pb2.SessionRequest(leave=leave))
 
     async def _run(self) -> None:
         reason, crashed = "session ended", True
         channel = self._dial(self.description.address)
         try:
             async with asyncio.TaskGroup() as group:
-                if self._prefill is not None:
-                    call = prefill_pb2_grpc.PrefillServiceStub(channel).Session(self._prefill.requests())
-                    group.create_task(self._read(call, self._prefill, self._owner.prefill_message))
-                    group.create_task(self._await_silence(self._prefill))
-                if self._decode is not None:
-                    call = decode_pb2_grpc.DecodeServiceStub(channel).Session(self._decode.requests())
-                    group.create_task(self._read(call, self._decode, self._owner.decode_message))
-                    group.create_task(self._await_silence(self._decode))
+                group.create_task(self._read(worker_pb2_grpc.WorkerServiceStub(channel).Session(self._requests())))
+                group.create_task(self._raise_when_silent())
         except* _Ended:
             crashed = False
-        except* TimeoutError:
-            reason = f"silent for {self._times.silence_s:g} s"
+        except* _Silent as silence:
+            reason = str(silence.exceptions[0])
         except* grpc.aio.AioRpcError as group_error:
             error = group_error.exceptions[0]
             assert isinstance(error, grpc.aio.AioRpcError)
             reason = f"{error.code().name}: {error.details()}"
             if error.details() == _WRITE_FAILED and self._is_leaving:
-                crashed = False  # a write of ours met the orderly end of the call
+                crashed = False  # a write of this router met the orderly end of the call
         except* Exception:
             log.exception("worker %s: its messages could not be handled", self.info.worker_id)
             reason = "internal error"
         finally:
             await channel.close()
-        if crashed:
+        if crashed and self.was_open:
             log.warning("worker %s lost: %s", self.info.worker_id, reason)
-        else:
+        elif not crashed:
             log.info("worker %s left", self.info.worker_id)
         self._owner.link_lost(self, reason, crashed=crashed)
 
-    async def _read(self, call: Any, stream: _Stream, take: Callable[[WorkerLink, Any], None]) -> None:
+    async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
+        """Yields hello, then requests as they are sent, with a heartbeat at each interval."""
+        with self._watch.writing():
+            yield worker_pb2.SessionRequest(hello=self._hello)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            if loop.time() >= due_s:
+                held = worker_pb2.RouterHeartbeat(held_leases=self._owner.held_leases(self))
+                with self._watch.writing():
+                    yield worker_pb2.SessionRequest(heartbeat=held)
+                due_s = loop.time() + self._times.heartbeat_s
+            try:
+                async with asyncio.timeout_at(due_s):
+                    request = await self._outgoing.get()
+            except TimeoutError:
+                continue
+            with self._watch.writing():
+                yield request
+
+    async def _read(self, call: Any) -> None:
         try:
             async for message in call:
-                stream.heard = True
+                self._watch.heard()
                 if message.HasField("load"):
                     self._note(message.load)
-                if not stream.is_open:
-                    stream.is_open = True
+                if not self.is_open:
                     self._opened()
-                take(self, message)
+                self._owner.worker_message(self, message)
         finally:
-            stream.is_open = False
+            self.is_open = False
             call.cancel()
-        stream.over.set()
-        await self._last_words()
         raise _Ended
 
-    async def _last_words(self) -> None:
-        """One session ended in order. If the worker leaves, the other does so too, and what it has still to say are
-        the last tokens of its requests."""
-        others = [stream.over.wait() for stream in (self._prefill, self._decode) if stream is not None]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._times.heartbeat_s):
-                await asyncio.gather(*others)
-
-    async def _await_silence(self, stream: _Stream) -> None:
-        """Raises TimeoutError when the worker has said nothing for `silence_s`.
-
-        Counted in naps: a router that was itself stopped for a while finds what the workers said meanwhile before it
-        has counted to the end, and does not take its own silence for theirs.
-        """
-        num_silent = 0
-        while num_silent < _NAPS:
-            stream.heard = False
-            await asyncio.sleep(self._times.silence_s / _NAPS)
-            num_silent = 0 if stream.heard else num_silent + 1
-        raise TimeoutError
+    async def _raise_when_silent(self) -> None:
+        raise _Silent(await self._watch.verdict())
 
     def _opened(self) -> None:
-        if all(stream is None or stream.is_open for stream in (self._prefill, self._decode)):
-            log.info("worker %s (%s) joined", self.info.worker_id, self.info.role.value)
-            self._owner.link_opened(self)
+        self.is_open = self.was_open = True
+        log.info("worker %s (%s) joined", self.info.worker_id, self.info.roles.label)
+        self._owner.link_opened(self)
 
     def _note(self, load: types_pb2.LoadSnapshot) -> None:
         if self.load is None or load.sequence_number > self.load.sequence_number:
             self.load = load
 
-    def _prefill_stream(self) -> _Stream:
-        def heartbeat() -> prefill_pb2.PrefillServiceSessionRequest:
-            held = types_pb2.RouterHeartbeat(held_leases=self._owner.held_leases(self))
-            return prefill_pb2.PrefillServiceSessionRequest(heartbeat=held)
 
-        hello = prefill_pb2.PrefillServiceSessionRequest(hello=self._hello)
-        return _Stream(hello, heartbeat, self._times.heartbeat_s)
-
-    def _decode_stream(self) -> _Stream:
-        def heartbeat() -> decode_pb2.DecodeServiceSessionRequest:
-            return decode_pb2.DecodeServiceSessionRequest(heartbeat=types_pb2.RouterHeartbeat())
-
-        hello = decode_pb2.DecodeServiceSessionRequest(hello=self._hello)
-        return _Stream(hello, heartbeat, self._times.heartbeat_s)
-
-
-def _tell_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("%s failed", task.get_name(), exc_info=error)

@@ -1,15 +1,14 @@
-"""Which requests count for a latency objective, and as what. Pure.
+"""Decides which requests count for a latency objective, and with what grade. Pure.
 
 Owns: the rule. Never: counts, clocks, or what an alert makes of them.
 
-A request that the router or its workers let down is a miss, however soon it was. One that its client ended is a miss if
-the time was up by then, and else counts for nothing: nobody knows how long it would have taken. Of a request that was
-never fit to be served nothing is promised.
+A request that fails because of the router or its workers is a miss, however soon it failed. One that its client ended
+is a miss if its time was up by then; otherwise it does not count, as it is unknown how long it would have taken. A
+request that could never be served does not count either.
 """
 
 from __future__ import annotations
 
-import asyncio
 import enum
 
 from services.core.errors import (
@@ -24,9 +23,9 @@ from services.core.errors import (
 )
 
 UNFIT = (InvalidRequest, ContextLengthExceeded, MalformedMessage, MessageTooLarge, UnknownModel, DuplicateRequest)
-ENDED_BY_CLIENT = (Cancelled, DeadlineExceeded, asyncio.CancelledError)
+ENDED_BY_CLIENT = (Cancelled, DeadlineExceeded)
 NEAR = 0.8
-"""Share of the time at which alerts warn."""
+"""Share of the objective's time from which on a request is NEAR, the level at which alerts warn."""
 
 
 class Grade(enum.Enum):
@@ -37,14 +36,14 @@ class Grade(enum.Enum):
 
 
 def grade(elapsed_s: float, target_s: float) -> Grade:
-    """Of what has happened."""
+    """Returns the grade of an event that happened after `elapsed_s`."""
     if elapsed_s > target_s:
         return Grade.MISSED
     return Grade.NEAR if elapsed_s > NEAR * target_s else Grade.MET
 
 
 def grade_failed(error: BaseException, elapsed_s: float, target_s: float) -> Grade | None:
-    """Of what will never happen, since the request has failed after `elapsed_s`."""
+    """Returns the grade of an event that will never happen, since the request failed; None if it does not count."""
     if isinstance(error, UNFIT):
         return None
     if isinstance(error, ENDED_BY_CLIENT) and elapsed_s <= target_s:

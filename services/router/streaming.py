@@ -1,7 +1,7 @@
-"""Tokens to text as they come: whole characters only, and nothing that may be the beginning of a stop string.
+"""Turns tokens into text as they arrive: whole characters only, and nothing that may be the beginning of a stop string.
 
-Owns: detokenisation and stop strings of one request. Never: the request itself; who drives it ends it. Whatever way the
-tokens are cut into calls, the text is the same.
+Owns: detokenisation and stop strings of one request. Never: the request itself; the caller ends it. The text does not
+depend on how the tokens are divided into calls.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# Tokens may end within characters many times in a row, but what is still broken after so many stays broken.
+# Tokens may end within characters many times in a row; a character still incomplete after so many stays broken.
 _MAX_HELD_TOKENS = 32
 
 
 class Detokeniser:
-    """Decodes against a few tokens of context, since a token's text depends on its neighbours."""
+    """Decodes tokens together with a few before them, since a token's text depends on its neighbours."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._context: list[int] = []
-        """Tokens whose text was given last."""
+        """The tokens whose text was returned last."""
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Text that is now certain; empty while a character is incomplete."""
+        """Returns the text that is now certain; empty while a character is incomplete."""
         self._held.append(token_id)
         text = self._held_text()
         incomplete = not text or text.endswith(_REPLACEMENT)
@@ -37,7 +37,7 @@ class Detokeniser:
         return text
 
     def flush(self) -> str:
-        """The rest, an incomplete character as U+FFFD."""
+        """Returns the rest of the text, with an incomplete character as U+FFFD."""
         text = self._held_text()
         self._context, self._held = self._held, []
         return text
@@ -51,14 +51,17 @@ class Detokeniser:
 
 
 class StopFinder:
-    """Holds back the longest end of the text that may begin a stop string; text ends before the match."""
+    """Holds back the longest end of the text that may begin a stop string; the text ends before the match."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is certain, the stop string that ended it). The first to be complete wins, then the longest."""
+        """Returns (text that is certain, the stop string that ended it or None).
+
+        The stop string that is complete first wins; of several, the longest.
+        """
         if not self._stops:
             return text, None
         text = self._held + text
@@ -72,13 +75,13 @@ class StopFinder:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Returns the text that was held back, when no more text comes."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without completing it."""
+    """Returns the length of the longest end of `text` that begins `stop` without completing it."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
@@ -92,14 +95,14 @@ class Piece:
 
 
 class TextStream:
-    """Detokenisation and stop strings together."""
+    """Detokenises and finds stop strings in one stream of tokens."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, stops: Sequence[str] = ()) -> None:
         self._detokeniser = Detokeniser(tokenizer, skip_special_tokens=skip_special_tokens)
         self._finder = StopFinder(stops)
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Not after a stop string was found."""
+        """Returns the text that became certain with these tokens. Do not call it after a stop string was found."""
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             more, stop = self._finder.push(self._detokeniser.push(token_id))
@@ -109,6 +112,6 @@ class TextStream:
         return Piece(text, len(token_ids))
 
     def flush(self) -> Piece:
-        """The end of the output: what was held back, in which a stop string may still become complete."""
+        """Returns the end of the output: the text held back, in which a stop string may still be completed."""
         text, stop = self._finder.push(self._detokeniser.flush())
         return Piece(text, 0, stop) if stop is not None else Piece(text + self._finder.flush(), 0)

@@ -1,7 +1,7 @@
-"""The model's text side: tokenizer, chat template, and the facts of its configuration that requests are held against.
+"""Has the model's text side: tokenizer, chat template, and the facts of its configuration that requests must meet.
 
-Owns: reading a model directory without loading the model. Never: weights, torch, requests. Thread safe once made;
-long texts belong off the event loop.
+Owns: reading a model directory without loading the model. Never: weights, torch, requests. Any thread may use it once
+it is made; tokenise long texts off the event loop.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.core.errors import ConfigError, InvalidRequest
+from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.router.chat_template import ChatTemplate
+from services.router.token_bounds import TextBound, text_bound
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -26,26 +27,55 @@ class ModelText:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     vocab_size: int
-    """Of the logits: token ids are below it."""
+    """Number of the logits: token ids are below it."""
     context_tokens: int
-    """Longest sequence the model was made for."""
+    """Tokens of the longest sequence that the model was made for."""
+    bound: TextBound | None
+    """How many characters one token may stand for at most; None if any number."""
 
-    def encode_text(self, text: str) -> list[int]:
-        """With the model's special tokens, as completion prompts have them."""
-        return self._encode(text, special=True)
+    def encode_text(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """Returns the text's tokens with the model's special tokens, as for completion prompts.
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The rendered template brings its own special tokens. Raises InvalidRequest without a template."""
+        Raises ContextLengthExceeded if there are more than `most_tokens`.
+        """
+        return self._encode(text, most_tokens, special=True)
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
+        """Returns the tokens of the messages rendered by the chat template, which adds the special tokens itself.
+
+        Raises InvalidRequest if the model has no template, and ContextLengthExceeded.
+        """
         if self.template is None:
             raise InvalidRequest("messages", "this model has no chat template")
-        return self._encode(self.template.render(messages), special=False)
+        rendered = self.template.render(messages)
+        # Checked after rendering, since a template may leave out parts of the messages.
+        self.check_length("messages", rendered, most_tokens)
+        return self._encode(rendered, most_tokens, special=False)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+    def check_length(self, field: str, text: str, most_tokens: int | None) -> None:
+        """Raises ContextLengthExceeded if the text's length shows that it has more than `most_tokens` tokens."""
+        if self.bound is None or most_tokens is None:
+            return
+        fewest_tokens = self.bound.fewest_tokens(text)
+        if fewest_tokens > most_tokens:
+            asked = f"the prompt's {len(text)} characters are at least {fewest_tokens}"
+            raise ContextLengthExceeded.of(field, most_tokens, asked)
+
+    def _encode(self, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
+        # Encoded as a batch, since only that releases the interpreter lock meanwhile.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if most_tokens is not None and len(encoding) > most_tokens:
+            raise too_long(len(encoding), most_tokens)
+        return list(encoding.ids)
+
+
+def too_long(num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
+    asked = f"the prompt has {num_tokens}, and at most {context_tokens - 1} leave room for an output"
+    return ContextLengthExceeded.of("prompt", context_tokens, asked)
 
 
 def load_model_text(directory: str | pathlib.Path) -> ModelText:
-    """Reads tokenizer.json, config.json and what goes with them. Raises ConfigError naming what is missing."""
+    """Reads tokenizer.json, config.json and related files. Raises a ConfigError that names what is missing."""
     folder = pathlib.Path(directory)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -65,6 +95,7 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
         template=_template(folder),
         vocab_size=int(config.get("vocab_size") or tokenizer.get_vocab_size()),
         context_tokens=int(context_tokens),
+        bound=text_bound(json.loads(tokenizer.to_str())),
     )
 
 
@@ -72,7 +103,7 @@ def _template(folder: pathlib.Path) -> ChatTemplate | None:
     config = _read_json(folder / "tokenizer_config.json")
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several templates, by name
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     if not source:
         return None
@@ -81,7 +112,7 @@ def _template(folder: pathlib.Path) -> ChatTemplate | None:
 
 
 def _token_text(token: Any) -> str:
-    """Special tokens are written as text, or as a record with its properties."""
+    """Returns the text of a special token, which is written as text, or as a record with its properties."""
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 

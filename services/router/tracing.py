@@ -1,4 +1,4 @@
-"""The router's spans of one request: the root, and below it tokenize, queue, place, prefill, decode.
+"""Makes the router's spans of one request: the root, and below it tokenize, queue, place, prefill, decode.
 
 Owns: open spans. Never: when a stage begins or ends; the coordinator's actions say so.
 """
@@ -15,7 +15,7 @@ from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Attributes, OpenSpan, Tracer
 
 _NAMES = {Stage.QUEUE: Span.QUEUE, Stage.PLACE: Span.PLACE, Stage.PREFILL: Span.PREFILL, Stage.DECODE: Span.DECODE}
-# An attempt that never ran is told by PLACE's number of refusals.
+# Such a leg has no span of its own: it counts in PLACE's number of refusals.
 _NEVER_RAN = "refused"
 
 
@@ -30,7 +30,7 @@ class RequestTrace:
         stream: bool,
         arrived_s: float,
     ) -> None:
-        """Begins the root. `parent`: the caller's traceparent, or empty."""
+        """Begins the root. `parent` is the caller's traceparent, or empty."""
         self._tracer = tracer
         self._request_id = request.request_id
         self._arrived_s = arrived_s
@@ -53,7 +53,7 @@ class RequestTrace:
         self._child(Span.TOKENIZE, start_s, end_s, {Attr.NUM_TOKENS: num_tokens})
 
     def leg_sent(self, command: SendPrefill | SendDecode, now: float) -> str:
-        """Opens the leg's span; its traceparent is the parent of the worker's."""
+        """Opens the leg's span. Returns its traceparent, the parent of the worker's spans."""
         stage = Span.PREFILL if isinstance(command, SendPrefill) else Span.DECODE
         attributes: Attributes = {
             Attr.LEG: command.leg,
@@ -102,6 +102,10 @@ class RequestTrace:
         self._root.end(now)
 
     def failed(self, error: BaseException, now: float) -> None:
+        for span in self._legs.values():  # nothing else will report how they ended
+            span.set({Attr.OUTCOME: error_outcome(error)})
+            span.end(now)
+        self._legs.clear()
         self._root.fail(error)
         self._root.end(now)
 
@@ -136,7 +140,7 @@ def _asked_for(request: inference_pb2.GenerateRequest, model_id: str, *, stream:
 
 
 def error_outcome(error: BaseException) -> str:
-    """For metrics: the error's reason in lower case."""
+    """Returns the outcome that metrics show: the error's reason in lower case."""
     if isinstance(error, asyncio.CancelledError):
         return Cancelled.reason.lower()
     return error.reason.lower() if isinstance(error, BatonError) else "internal"

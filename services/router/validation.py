@@ -1,36 +1,44 @@
 """Checks a GenerateRequest against the ranges its proto states. Pure: never tokenises, queues or places.
 
-Every error is an InvalidRequest naming the field.
+Every error is an InvalidRequest that names the field, or UnknownModel.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
-from services.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from services.core.errors import InvalidRequest, UnknownModel
 from services.rpc.parameters import MAX_LOGPROBS, check_sampling, check_stopping, within
 
 MAX_LABEL_CHARS = 128
 MAX_MESSAGES = 1024
+MAX_PROMPT_TOKENS = 1 << 20
+"""The most token ids in a prompt, even in one that is to be truncated."""
 MAX_PRIORITY = 100
+MOST_LOGPROB_BYTES = 3 << 20
+"""Of an answer in one message: gRPC's clients take no more than 4 MiB unless told to, and the text is in it too."""
+_TOKEN_BYTES, _TOP_BYTES = 8, 13
+"""A position's log-probability, and each of the likeliest tokens', encoded: with the longest ids and no more."""
 CHAT_ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What requests are checked against."""
+    """The facts of the served model that requests are checked against."""
 
     model_id: str
     vocab_size: int
-    context_tokens: int
-    longest_token_chars: int
-    """So that a text may be too long for any context, whatever its tokens."""
+    max_text_bytes: int
+    """The most bytes, in UTF-8, of a prompt's text or of all messages together, even of one that is to be truncated."""
 
 
 def validate(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
-    """Raises InvalidRequest, or UnknownModel. Lengths in tokens are checked after tokenisation."""
+    """Raises InvalidRequest or UnknownModel.
+
+    Lengths in tokens, and token ids, are checked later, when the prompt is known to be no longer than its context.
+    """
     if request.HasField("model") and request.model != facts.model_id:
         raise UnknownModel(f"model {request.model!r} is not served; {facts.model_id!r} is")
     if request.HasField("request_id"):
@@ -49,18 +57,36 @@ def validate(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
         within("response.logprobs", request.response.logprobs, 0, MAX_LOGPROBS)
 
 
+def check_fits_one_message(request: inference_pb2.GenerateRequest, context_tokens: int) -> None:
+    """Raises InvalidRequest if a whole answer's log-probabilities could be more than a client takes in one message:
+    it would learn of that when all is computed."""
+    if not request.response.HasField("logprobs"):
+        return
+    most_tokens = context_tokens - 1
+    if request.stopping.HasField("max_tokens"):
+        most_tokens = min(most_tokens, request.stopping.max_tokens)
+    num_logprobs = request.response.logprobs
+    room = MOST_LOGPROB_BYTES // (_TOKEN_BYTES + num_logprobs * _TOP_BYTES)
+    if most_tokens > room:
+        raise InvalidRequest(
+            "response.logprobs",
+            f"is {num_logprobs}, and the answer may have {most_tokens} tokens: more than gRPC's clients take in one "
+            f"message. Use GenerateStream, or stopping.max_tokens of at most {room}",
+        )
+
+
 def _prompt(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
     match request.WhichOneof("prompt"):
         case "text":
             if not request.text:
                 raise InvalidRequest("text", "is empty")
-            _prompt_chars("text", len(request.text), facts)
+            _text_bytes("text", [request.text], facts)
         case "token_ids":
-            ids = request.token_ids.ids
-            if not ids:
+            num_ids = len(request.token_ids.ids)
+            if not num_ids:
                 raise InvalidRequest("token_ids", "is empty")
-            if min(ids) < 0 or max(ids) >= facts.vocab_size:
-                raise InvalidRequest("token_ids", f"has ids outside [0, {facts.vocab_size})")
+            if num_ids > MAX_PROMPT_TOKENS:
+                raise InvalidRequest("token_ids", f"has {num_ids} entries; at most {MAX_PROMPT_TOKENS} are allowed")
         case "messages":
             _messages(request.messages, facts)
         case _:
@@ -73,14 +99,26 @@ def _messages(chat: inference_pb2.ChatMessages, facts: ModelFacts) -> None:
     for index, message in enumerate(chat.messages):
         if message.role not in CHAT_ROLES:
             raise InvalidRequest(f"messages[{index}].role", f"is {message.role!r}, not one of {', '.join(CHAT_ROLES)}")
-    _prompt_chars("messages", sum(len(message.content) for message in chat.messages), facts)
+    _text_bytes("messages", [message.content for message in chat.messages], facts)
 
 
-def _prompt_chars(field: str, num_chars: int, facts: ModelFacts) -> None:
-    fewest_tokens = math.ceil(num_chars / facts.longest_token_chars)
-    if fewest_tokens > facts.context_tokens:
-        asked = f"the prompt's {num_chars} characters are at least {fewest_tokens}"
-        raise ContextLengthExceeded.of(field, facts.context_tokens, asked)
+def check_token_ids(token_ids: Sequence[int], facts: ModelFacts) -> None:
+    """Raises InvalidRequest if an id is out of range.
+
+    It walks through all ids: call it only if they are known to be few.
+    """
+    if min(token_ids) < 0 or max(token_ids) >= facts.vocab_size:
+        raise InvalidRequest("token_ids", f"has ids outside [0, {facts.vocab_size})")
+
+
+def utf8_bytes(texts: Iterable[str]) -> int:
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+
+
+def _text_bytes(field: str, texts: Sequence[str], facts: ModelFacts) -> None:
+    num_bytes = utf8_bytes(texts)
+    if num_bytes > facts.max_text_bytes:
+        raise InvalidRequest(field, f"has {num_bytes} bytes of text; at most {facts.max_text_bytes} are allowed")
 
 
 def _label(field: str, text: str) -> None:

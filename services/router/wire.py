@@ -1,70 +1,75 @@
-"""Between the session protos and the coordinator's plain data. Decides nothing."""
+"""Translates between the session protos and the coordinator's plain data. Decides nothing.
+
+Numbers from a worker are bounded here, where they enter. Its load and its timings are advice: an impossible figure is
+read as one that was not measured, since a NaN among costs or a negative count of blocks would spread through every
+forecast, score and histogram. What it reports of a request's output is not advice, and fails the leg.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
+from collections.abc import Iterable
 from typing import Any
 
-from baton.v1 import control_pb2, decode_pb2, inference_pb2, prefill_pb2, types_pb2
-from services.core.errors import InvalidRequest
+from baton.v1 import control_pb2, inference_pb2, types_pb2, worker_pb2
+from services.core.config import DAY_S
+from services.core.errors import InvalidRequest, ProtocolViolation
 from services.router.coordinator.actions import SendDecode, SendPrefill
 from services.router.coordinator.events import (
     DecodeAdmitted,
-    DecodeEvent,
     DecodeRefused,
-    Finish,
     FinishReason,
     ImportFailed,
     ImportReady,
     LeaseEnd,
     LeaseEnded,
+    LegEvent,
     LegFailed,
-    PrefillEvent,
     PrefillStarted,
+    SequenceEnd,
     Tokens,
     WorkerInfo,
 )
-from services.router.policy import Load, Role
+from services.router.coordinator.known_answers import NUM_LIKELIEST
+from services.router.description import check_source
+from services.router.policy import Fingerprint, Load, Role
 from services.rpc.status import from_status
 
 ROLES = {
     types_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
     types_pb2.WORKER_ROLE_DECODE: Role.DECODE,
-    types_pb2.WORKER_ROLE_MIXED: Role.MIXED,
 }
-# Anything else a newer worker might say still ends the sequence.
+# Any other reason, of a newer worker, still ends the sequence.
 _FINISHES = {types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 FINISH_REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
 }
 _LEASE_ENDS = {
-    prefill_pb2.LEASE_END_REASON_RELEASED: LeaseEnd.RELEASED,
-    prefill_pb2.LEASE_END_REASON_EXPIRED: LeaseEnd.EXPIRED,
+    worker_pb2.LEASE_END_REASON_RELEASED: LeaseEnd.RELEASED,
+    worker_pb2.LEASE_END_REASON_EXPIRED: LeaseEnd.EXPIRED,
 }
-# What the coordinator asks of itself has no client's options: greedy, and never over before its length.
+# A canary has none of a client's options: it is greedy, never ends before its length, and can be compared.
 _CANARY = inference_pb2.GenerateRequest(
-    sampling=types_pb2.SamplingParams(temperature=0.0), stopping=types_pb2.StoppingParams(ignore_eos=True)
+    sampling=types_pb2.SamplingParams(temperature=0.0),
+    stopping=types_pb2.StoppingParams(ignore_eos=True),
+    response=inference_pb2.ResponseOptions(logprobs=NUM_LIKELIEST),
 )
 _LOAD_FIELDS = tuple(Load.__dataclass_fields__)
+_MOST_MS = DAY_S * 1000
+_MOST_BYTES = 1 << 50
+_LEASE_ID_BYTES = 16
 
 
 def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
-    """Raises InvalidRequest naming the field."""
-    for name in ("worker_id", "role", "address", "incarnation"):
-        if not getattr(worker, name):
-            raise InvalidRequest(f"worker.{name}", "is missing")
-    for name in ("num_blocks", "max_model_len", "max_num_seqs"):
-        if getattr(worker, name) < 1:
-            raise InvalidRequest(f"worker.{name}", "must be positive")
-    if worker.role not in ROLES:
-        raise InvalidRequest("worker.role", "is unknown")
-    if worker.layout.block_size < 1:
-        raise InvalidRequest("worker.layout.block_size", "must be positive")
+    """Returns what the coordinator needs of a description that `description.py` has checked."""
     return WorkerInfo(
         worker_id=worker.worker_id,
-        role=ROLES[worker.role],
+        roles=functools.reduce(operator.or_, (ROLES[role] for role in worker.roles)),
         incarnation=worker.incarnation,
-        layout=worker.layout.SerializeToString(deterministic=True),
+        fingerprint=Fingerprint(worker.fingerprint.kv, worker.fingerprint.numerics),
         block_size=worker.layout.block_size,
         num_blocks=worker.num_blocks,
         max_model_len=worker.max_model_len,
@@ -74,39 +79,57 @@ def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
     )
 
 
+def milliseconds(seconds: float) -> int:
+    """Returns a duration as it travels: whole milliseconds, never negative, and at most a day.
+
+    The fields hold 64 bits, and a deadline further away than a day is as good as none.
+    """
+    return max(0, round(seconds * 1000)) if seconds < DAY_S else round(DAY_S * 1000)
+
+
 def load(snapshot: types_pb2.LoadSnapshot) -> Load:
-    return Load(**{name: getattr(snapshot, name) for name in _LOAD_FIELDS})
+    figures = {name: _figure(getattr(snapshot, name)) for name in _LOAD_FIELDS}
+    figures["prefix_tokens_hit"] = min(figures["prefix_tokens_hit"], figures["prefix_tokens_queried"])
+    return Load(**figures)
 
 
-def prefill_events(response: prefill_pb2.PrefillServiceSessionResponse) -> list[PrefillEvent]:
-    return [_prefill_event(event) for event in response.events if event.WhichOneof("event")]
+def timings(message: types_pb2.PhaseTimings) -> types_pb2.PhaseTimings:
+    """Returns the timings without those that are impossible."""
+    measured = types_pb2.PhaseTimings()
+    for field, value in message.ListFields():
+        most = _MOST_MS if field.name.endswith("_ms") else _MOST_BYTES
+        if 0 <= value <= most:
+            setattr(measured, field.name, value)
+    return measured
 
 
-def decode_events(response: decode_pb2.DecodeServiceSessionResponse) -> list[DecodeEvent]:
-    return [_decode_event(event) for event in response.events if event.WhichOneof("event")]
+def _figure(value: Any) -> Any:
+    """Returns a count or milliseconds, with 0, the proto's "not known", in place of an impossible value."""
+    if isinstance(value, float):
+        return value if 0 <= value <= _MOST_MS else 0.0
+    return max(value, 0)
 
 
-def prefill_request(command: SendPrefill, traceparent: str) -> prefill_pb2.PrefillServiceSessionRequest:
-    message = prefill_pb2.PrefillCommand()
+def request_of(command: SendPrefill | SendDecode, traceparent: str) -> worker_pb2.SessionRequest:
+    if isinstance(command, SendDecode):
+        return worker_pb2.SessionRequest(decode=_decode_command(command, traceparent))
+    message = worker_pb2.PrefillCommand()
     _fill(message, command, traceparent)
-    return prefill_pb2.PrefillServiceSessionRequest(prefill=message)
+    return worker_pb2.SessionRequest(prefill=message)
 
 
-def decode_request(command: SendDecode, traceparent: str) -> decode_pb2.DecodeServiceSessionRequest:
-    message = decode_pb2.DecodeCommand(age_ms=round(command.age_s * 1000))
+def _decode_command(command: SendDecode, traceparent: str) -> worker_pb2.DecodeCommand:
+    message = worker_pb2.DecodeCommand(age_ms=milliseconds(command.age_s))
     _fill(message, command, traceparent)
     if command.handoff is not None:
         message.handoff.lease_id = command.handoff.lease_id
-        source = command.handoff.source
-        assert isinstance(source, types_pb2.KVSource)
-        message.handoff.source.CopyFrom(source)
-    return decode_pb2.DecodeServiceSessionRequest(decode=message)
+        message.handoff.source.CopyFrom(command.handoff.source)
+    return message
 
 
 def _fill(message: Any, command: SendPrefill | SendDecode, traceparent: str) -> None:
-    """The fields that both commands have."""
+    """Fills in the fields that both commands have."""
     request = _CANARY if command.spec.payload is None else command.spec.payload
-    assert isinstance(request, inference_pb2.GenerateRequest)
     message.leg = command.leg
     message.request_id = command.spec.request_id
     message.token_ids.extend(command.token_ids)
@@ -121,29 +144,21 @@ def _fill(message: Any, command: SendPrefill | SendDecode, traceparent: str) -> 
     message.cache_salt = command.spec.cache_salt
     message.traceparent = traceparent
     if command.remaining_s is not None:
-        message.remaining_ms = round(command.remaining_s * 1000)
+        message.remaining_ms = milliseconds(command.remaining_s)
 
 
-def _prefill_event(event: prefill_pb2.PrefillEvent) -> PrefillEvent:
+def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
+    """Returns the event. It has one of the kinds that this router knows."""
     match event.WhichOneof("event"):
-        case "started":
-            started = event.started
-            return PrefillStarted(started.leg, started.lease_id, started.source, started.cached_tokens)
         case "tokens":
             return _tokens(event.tokens)
-        case "failed":
-            return LegFailed(event.failed.leg, from_status(event.failed.status))
-        case _:
+        case "started":
+            return _started(event.started)
+        case "lease_ended":
             ended = event.lease_ended
             return LeaseEnded(ended.leg, ended.lease_id, _LEASE_ENDS.get(ended.reason, LeaseEnd.ABORTED))
-
-
-def _decode_event(event: decode_pb2.DecodeEvent) -> DecodeEvent:
-    match event.WhichOneof("event"):
-        case "tokens":
-            return _tokens(event.tokens)
         case "admitted":
-            return DecodeAdmitted(event.admitted.leg, event.admitted.cached_tokens)
+            return DecodeAdmitted(event.admitted.leg, max(0, event.admitted.cached_tokens))
         case "refused":
             return DecodeRefused(event.refused.leg, event.refused.needed_blocks, event.refused.missing_blocks)
         case "ready":
@@ -155,14 +170,26 @@ def _decode_event(event: decode_pb2.DecodeEvent) -> DecodeEvent:
             return LegFailed(event.failed.leg, from_status(event.failed.status))
 
 
-def _tokens(message: types_pb2.SequenceTokens) -> Tokens:
+def _started(message: worker_pb2.PrefillStarted) -> PrefillStarted | LegFailed:
+    if len(message.lease_id) > _LEASE_ID_BYTES:
+        return LegFailed(message.leg, ProtocolViolation(f"a lease's name of {len(message.lease_id)} bytes"))
+    try:
+        check_source(message.source)
+    except InvalidRequest as error:
+        return LegFailed(message.leg, ProtocolViolation(str(error)))
+    return PrefillStarted(message.leg, message.lease_id, message.source, max(0, message.cached_tokens))
+
+
+def _tokens(message: types_pb2.SequenceTokens) -> Tokens | LegFailed:
+    if not _are_logprobs(message.logprobs):
+        return LegFailed(message.leg, ProtocolViolation("log-probabilities that are none"))
     finish = None
     if message.HasField("finish"):
         ending = message.finish
-        finish = Finish(
+        finish = SequenceEnd(
             _FINISHES.get(ending.reason, FinishReason.STOP),
             ending.stop_token_id if ending.HasField("stop_token_id") else None,
-            ending.timings if ending.HasField("timings") else None,
+            timings(ending.timings) if ending.HasField("timings") else None,
         )
     return Tokens(
         message.leg,
@@ -170,5 +197,13 @@ def _tokens(message: types_pb2.SequenceTokens) -> Tokens:
         tuple(message.token_ids),
         tuple(message.logprobs),
         finish,
-        message.timings if message.HasField("timings") else None,
+        timings(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def _are_logprobs(entries: Iterable[types_pb2.TokenLogprobs]) -> bool:
+    """Returns whether no log-probability is NaN or infinity, which JSON lacks. Minus infinity is a masked token's."""
+    return all(
+        entry.logprob < math.inf and all(top.token_id >= 0 and top.logprob < math.inf for top in entry.top)
+        for entry in entries
     )

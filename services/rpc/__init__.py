@@ -1,1 +1,1 @@
-"""gRPC as every process uses it (serving, channels, errors on the wire), traces, metrics and logs. No torch."""
+"""Has what every process uses for gRPC: serving, channels, errors on the wire, traces, metrics and logs. No torch."""

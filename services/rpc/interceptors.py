@@ -1,8 +1,7 @@
-"""What stands between the runtime and every servicer: exceptions become statuses, malformed bytes become
-INVALID_ARGUMENT.
+"""Turns exceptions into statuses and malformed bytes into INVALID_ARGUMENT, between the runtime and every servicer.
 
-Owns: the translation at the edge, for all four kinds of RPC. Never: authentication, logging of calls, or the meaning
-of an error (`status.py` has it). A cancelled RPC stays a cancelled task.
+Owns: the translation at the edge, for all four kinds of RPC. Never: authentication, logging of calls, or the meaning of
+an error (`status.py` has it). A cancelled RPC stays a cancelled task.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from services.core import errors
 from services.core.errors import MalformedMessage
 from services.rpc import status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in its stubs
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in grpc's type stubs
 Behavior = Callable[[Any, Context], Any]
 
 # Stands in for a request whose bytes did not parse. An exception in the deserialiser would reach the client as UNKNOWN.
@@ -26,10 +26,11 @@ _MALFORMED = object()
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Servicers raise BatonError (also from inside a TaskGroup); clients get its status. Anything else is INTERNAL.
+    """Ends an RPC with the status of the BatonError that its servicer raises (also from inside a TaskGroup).
 
-    Handlers of request streams must read the iterator they are given, not `context.read()`. Async-generator handlers
-    are driven here, so that their `finally` blocks run inside the RPC's task when the client goes away.
+    Any other exception becomes INTERNAL. Handlers of request streams must read the iterator they are given, not
+    `context.read()`. Async-generator handlers are driven here, so that their `finally` blocks run inside the RPC's task
+    when the client goes away.
     """
 
     async def intercept_service(
@@ -38,7 +39,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None:  # unknown method: the runtime answers UNIMPLEMENTED
+        if handler is None:  # the method is unknown: the runtime answers UNIMPLEMENTED
             return None
         return _guarded(handler, handler_call_details.method)
 
@@ -68,7 +69,7 @@ def _streaming(behavior: Behavior) -> Behavior:
     async def respond(request: Any, context: Context) -> None:
         async with _translated(context):
             outcome = behavior(request, context)
-            if inspect.isawaitable(outcome):  # writes through the context by itself
+            if inspect.isawaitable(outcome):  # the handler writes through the context itself
                 await outcome
                 return
             async with contextlib.aclosing(outcome) as responses:
@@ -80,19 +81,21 @@ def _streaming(behavior: Behavior) -> Behavior:
 
 @contextlib.asynccontextmanager
 async def _translated(context: Context) -> AsyncIterator[None]:
+    """Sets the RPC's status if the block raises, and suppresses the exception, so that the handler returns."""
     try:
         yield
     except grpc.aio.BaseError:  # an abort already under way, or a batch that failed because the client is gone
         raise
-    except Exception as error:  # not CancelledError: that is the RPC being cancelled
+    except Exception as error:  # not CancelledError: it means that the RPC is being cancelled
         cause = _cause(error)
         if isinstance(cause, grpc.aio.BaseError):
             raise cause from None
-        await status.abort(context, cause)
+        status.end(context, cause)
+        errors.forget_frames(error)
 
 
 def _cause(error: Exception) -> Exception:
-    """The error itself, or the only one inside a TaskGroup's ExceptionGroup."""
+    """Returns the error itself, or the only one inside a TaskGroup's ExceptionGroup."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
@@ -105,7 +108,7 @@ def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], A
     def deserialize(data: bytes) -> Any:
         try:
             return deserializer(data)
-        except Exception:  # whatever the parser says: the fault lies in the client's bytes, and the handler reports it
+        except Exception:  # whatever the parser raises, the client's bytes are at fault, and the handler reports it
             return _MALFORMED
 
     return deserialize
@@ -118,14 +121,18 @@ def _checked(request: Any, method: str) -> Any:
 
 
 class _Requests:
-    """The runtime's request stream; raises MalformedMessage where a message did not parse."""
+    """The runtime's request stream. Its iteration raises MalformedMessage where a message did not parse."""
 
     def __init__(self, requests: AsyncIterator[Any], method: str) -> None:
-        self._requests = aiter(requests)
+        self._requests = requests
         self._method = method
+        self._iterator: AsyncIterator[Any] | None = None
 
     def __aiter__(self) -> _Requests:
         return self
 
     async def __anext__(self) -> Any:
-        return _checked(await anext(self._requests), self._method)
+        if self._iterator is None:
+            # Not earlier: a refused call reads no requests, and Python warns of an async iterator that is never used.
+            self._iterator = aiter(self._requests)
+        return _checked(await anext(self._iterator), self._method)

@@ -1,6 +1,7 @@
-"""Logs: one line per event, for people (console) or machines (JSON), with request and trace ids where they are known.
+"""Formats logs: one line per event, for people (console) or machines (JSON), with request and trace ids where known.
 
-Owns: the root logger's one handler and the ids that a context carries. Never: what is logged.
+Owns: the root logger's one handler, the ids that a context carries, and that an event cannot break out of its line:
+logs may hold text from clients and peers, and a terminal obeys control characters. Never: what is logged.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from services.core.errors import ConfigError
+from services.core.printable import printable
 from services.rpc.telemetry import trace_id_of
 
 _ids: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("log_ids", default={})  # noqa: B039 never mutated
@@ -23,7 +25,10 @@ _ids: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("log_ids",
 def configure_logging(
     service: str, instance_id: str, *, level: str = "INFO", form: str = "console", stream: TextIO | None = None
 ) -> None:
-    """Routes all logs of the process to `stream` (stderr). `form`: "console" or "json". Call once, first in `main`."""
+    """Routes all logs of the process to `stream` (default: stderr). Call it once, first in `main`.
+
+    `form` is "console" or "json". Raises ConfigError for an unknown level or form.
+    """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ConfigError(f"--log-level: {level!r} is not one of debug, info, warning, error")
@@ -37,13 +42,13 @@ def configure_logging(
 
 
 def ids(request_id: str, traceparent: str = "") -> dict[str, str]:
-    """For one record: `logger.info("...", extra=ids(request_id, traceparent))`."""
+    """Returns the `extra` of one record: `logger.info("...", extra=ids(request_id, traceparent))`."""
     return {"request_id": request_id, "trace_id": trace_id_of(traceparent)}
 
 
 @contextlib.contextmanager
 def log_ids(request_id: str, traceparent: str = "") -> Iterator[None]:
-    """For all records of this task (and of tasks started in it) until the block ends."""
+    """Adds the ids to all records of this task, and of tasks started in it, until the block ends."""
     token = _ids.set(ids(request_id, traceparent))
     try:
         yield
@@ -62,7 +67,10 @@ def _moment(record: logging.LogRecord) -> datetime.datetime:
 
 
 class ConsoleFormatter(logging.Formatter):
-    """`12:34:56.789 INFO  prefill-0 services.worker.hub: session open [request_id=req-1 trace_id=...]`"""
+    """Writes lines for people.
+
+    Example: `12:34:56.789 INFO  prefill-0 services.worker.hub: session open [request_id=req-1 trace_id=...]`
+    """
 
     def __init__(self, service: str, instance_id: str) -> None:
         super().__init__()
@@ -72,19 +80,22 @@ class ConsoleFormatter(logging.Formatter):
         clock = _moment(record).astimezone().strftime("%H:%M:%S.%f")[:-3]
         known = " ".join(f"{name}={value}" for name, value in _ids_of(record).items())
         line = f"{clock} {record.levelname:<5} {self._who} {record.name}: {record.getMessage()}"
-        line += f" [{known}]" if known else ""
-        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+        lines = [line + (f" [{known}]" if known else "")]
+        if record.exc_info:
+            # Indented, because an error may quote lines that look like another record.
+            lines += ["  " + line for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(map(printable, lines))
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Writes one JSON object per line."""
 
     def __init__(self, service: str, instance_id: str) -> None:
         super().__init__()
         self._who = {"service": service, "instance": instance_id}
 
     def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
+        entry: dict[str, str] = {
             "time": _moment(record).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
@@ -94,4 +105,5 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        # JSON escapes line ends itself.
+        return json.dumps({name: printable(value, keep="\n") for name, value in entry.items()}, ensure_ascii=False)

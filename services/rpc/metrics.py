@@ -1,4 +1,4 @@
-"""Prometheus metrics of a process: its registry and the endpoint that serves it.
+"""Serves the Prometheus metrics of a process: it makes the registry and the endpoint.
 
 Owns: the registry's common parts (process figures, `vllm:*` aliases) and the HTTP thread. Never: the metrics
 themselves; services declare those on the registry, under names from `names.py`.
@@ -6,24 +6,38 @@ themselves; services declare those on the registry, under names from `names.py`.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import socket
+import socketserver
+import threading
+import time
+import wsgiref.simple_server
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.core.errors import ConfigError
 
-# Bucket boundaries, seconds, as the OpenTelemetry GenAI conventions give them.
+log = logging.getLogger(__name__)
+
+_MAX_SCRAPES = 16
+_SCRAPE_WITHIN_S = 15.0
+"""Longest life of a connection, in seconds. A connection carries one scrape."""
+
+# Bucket boundaries in seconds, from the OpenTelemetry GenAI conventions.
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-# Of ours, where decode steps are fast.
+# Baton's own boundaries, in seconds, fine where decode steps are fast.
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
 
 
 def new_registry(service: str, instance_id: str) -> CollectorRegistry:
-    """A registry of one's own (never the library's global one), with `process_*` and `baton_info` in it."""
+    """Returns a registry separate from the library's global one, with `process_*` and `baton_info` in it."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     Info("baton", "What this process is", registry=registry).info({"service": service, "instance": instance_id})
@@ -31,8 +45,10 @@ def new_registry(service: str, instance_id: str) -> CollectorRegistry:
 
 
 class Aliases(Collector):
-    """The same figures under further names: for each metric of `registry` named in `aliases`, a copy with that name
-    and the extra labels. Register it on the registry that is served; it looks only at the metrics it copies.
+    """Serves the same figures under further names.
+
+    For each metric of `registry` named in `aliases` it makes a copy with the alias's name and the extra labels.
+    Register it on the registry that is served; it reads only the metrics it copies.
     """
 
     def __init__(
@@ -44,7 +60,7 @@ class Aliases(Collector):
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: names are not checked for duplicates, and collecting here would recurse while registering."""
+        """Returns nothing: names are not checked for duplicates, and collecting here would recurse on registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -65,18 +81,83 @@ class Aliases(Collector):
 
 
 class MetricsServer:
-    """`/metrics` over HTTP, from a daemon thread. `port` is the one bound."""
+    """Serves `/metrics` over HTTP, from one daemon thread and one more for each connection.
+
+    Connections are limited to a few: a new one takes the place of the oldest. `port` is the port that was bound.
+    """
 
     def __init__(self, registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listens at once. ConfigError if the port is taken."""
+        """Starts listening. Raises ConfigError if the port cannot be bound."""
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            self._server = _Listener(host, port, family, registry)
         except OSError as error:
             raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and joins the thread. A scrape under way is not waited for."""
+        """Stops listening and joins the thread. It does not wait for a scrape under way."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
+    """The listening socket. Its thread accepts connections and ends those that are too old."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, family: int, registry: CollectorRegistry) -> None:
+        self.address_family = family
+        self._open: dict[socket.socket, float] = {}
+        """Open connections, oldest first, each with the monotonic second at which it must end."""
+        self._lock = threading.Lock()
+        super().__init__((host, port), _Scrape)
+        self.set_app(make_wsgi_app(registry))
+
+    def server_bind(self) -> None:
+        """Binds without the name server lookup of its own host name that the library's version makes."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            while len(self._open) >= _MAX_SCRAPES:
+                self._hang_up(next(iter(self._open)))
+            self._open[request] = time.monotonic() + _SCRAPE_WITHIN_S
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Ends connections that are too old. The library calls this twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [request for request, until_s in self._open.items() if until_s < now]:
+                self._hang_up(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Logs at debug level only: the peer went away, or its connection was ended here."""
+        log.debug("a scrape failed", exc_info=True)
+
+    def _hang_up(self, request: socket.socket) -> None:
+        """Shuts the connection down, which wakes the thread that waits in it; that thread closes it. Hold the lock."""
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+
+class _Scrape(wsgiref.simple_server.WSGIRequestHandler):
+    timeout = 5.0
+    """Limit for each read and each write, in seconds."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing; the library's own handler does the same."""

@@ -1,48 +1,51 @@
-"""Every span, attribute, event and metric name, in one place, so that processes, dashboards and `baton trace` agree.
+"""Names every span, attribute, event and metric in one place, so that processes, dashboards and `baton trace` agree.
 
-Owns names and nothing else. `gen_ai.*` follow the OpenTelemetry GenAI semantic conventions; `baton.*` are ours.
-Units stand in our names; durations of the GenAI metrics are seconds.
+Owns: names. Never: anything else. `gen_ai.*` follow the OpenTelemetry GenAI semantic conventions; `baton.*` are Baton's
+own. Baton's names contain their units; durations of the GenAI metrics are in seconds.
 """
 
 from __future__ import annotations
 
 
 class Span:
-    """Span names (DESIGN §9). The router's: the first five and DECODE. A dot says: child of the part before it."""
+    """Span names (docs/tracing.md).
+
+    The first five and DECODE are spans of the router. A name with a dot is a child of the part before the dot.
+    """
 
     REQUEST = "baton.request"
     TOKENIZE = "tokenize"
     QUEUE = "queue"
     PLACE = "place"
     PREFILL = "prefill"
-    # Prefill worker: from the command's arrival to admission, and from there to the sampled token.
+    # Prefill worker: from the command's arrival to admission, and from admission to the sampled token.
     PREFILL_WAIT = "prefill.wait"
     PREFILL_COMPUTE = "prefill.compute"
-    # Decode worker: from the first block announced to a valid Release.
+    # Decode worker: from the first block announced to a valid release.
     KV_TRANSFER = "kv.transfer"
     DECODE = "decode"
-    # Decode worker: from the import READY to the first step that has the sequence, and from there to its end.
+    # Decode worker: from the import's READY to the first step that has the sequence, and from there to its end.
     DECODE_WAIT = "decode.wait"
     DECODE_RUN = "decode.run"
 
 
 class Event:
-    # On the root, when the first token leaves the router.
+    # On the root span, when the first token leaves the router.
     FIRST_TOKEN = "first_token"
-    # On the root: a leg was given up and the request placed again.
+    # On the root span, when a leg was given up and the request placed again.
     RETRY = "retry"
-    # On prefill.compute, one per chunk.
+    # On prefill.compute, one for each chunk.
     CHUNK = "chunk"
-    # On kv.transfer: SEALED received; what follows is exposed.
+    # On kv.transfer, when SEALED was received; the rest of the transfer is exposed.
     SEALED = "sealed"
-    # On decode.run: the worker took the sequence's blocks for others.
+    # On decode.run, when the worker took the sequence's blocks for other sequences.
     PREEMPTED = "preempted"
 
 
 class Attr:
-    # Resource and RPC.
+    # On resources and RPCs.
     ERROR_TYPE = "error.type"
-    # GenAI: on the root.
+    # GenAI attributes, on the root span.
     OPERATION = "gen_ai.operation.name"
     PROVIDER = "gen_ai.provider.name"
     REQUEST_MODEL = "gen_ai.request.model"
@@ -55,7 +58,7 @@ class Attr:
     RESPONSE_ID = "gen_ai.response.id"
     RESPONSE_MODEL = "gen_ai.response.model"
     FINISH_REASONS = "gen_ai.response.finish_reasons"
-    # Seconds.
+    # In seconds.
     TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
     INPUT_TOKENS = "gen_ai.usage.input_tokens"
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
@@ -63,7 +66,7 @@ class Attr:
     CONVERSATION_ID = "gen_ai.conversation.id"
     # On every span.
     REQUEST_ID = "baton.request_id"
-    # On what belongs to one leg, and on the workers' spans.
+    # On spans that belong to one leg, and on the workers' spans.
     LEG = "baton.leg"
     ATTEMPT = "baton.attempt"
     # How the router's stage ended: "done", "lost", "cancelled", ...
@@ -71,11 +74,11 @@ class Attr:
     WORKER = "baton.worker"
     PREFILL_WORKER = "baton.prefill.worker"
     DECODE_WORKER = "baton.decode.worker"
-    # On the root.
+    # On the root span.
     TTFT_MS = "baton.ttft_ms"
     RETRIES = "baton.retries"
     PRIORITY = "baton.priority"
-    # On place: decode workers that said no.
+    # On place: the number of decode workers that refused the leg.
     NUM_REFUSALS = "baton.place.num_refusals"
     # On prefill.compute, and on its chunk events.
     NUM_TOKENS = "baton.num_tokens"
@@ -100,13 +103,13 @@ class Attr:
 
 
 class Metric:
-    """Prometheus names. Counters get `_total` from the client library."""
+    """Prometheus names. The client library appends `_total` to counters."""
 
-    # OpenTelemetry GenAI server metrics, in the Prometheus spelling; histograms, seconds.
+    # OpenTelemetry GenAI server metrics, in the Prometheus spelling: histograms in seconds.
     REQUEST_DURATION = "gen_ai_server_request_duration_seconds"
     TIME_TO_FIRST_TOKEN = "gen_ai_server_time_to_first_token_seconds"
     TIME_PER_OUTPUT_TOKEN = "gen_ai_server_time_per_output_token_seconds"
-    # Router.
+    # Metrics of the router.
     REQUESTS = "baton_requests"
     REQUESTS_LIVE = "baton_requests_live"
     PROMPT_TOKENS = "baton_prompt_tokens"
@@ -119,9 +122,10 @@ class Metric:
     SLO_REQUESTS = "baton_slo_requests"
     SLO_TARGET_SECONDS = "baton_slo_target_seconds"
     READY = "baton_ready"
+    INTERNAL_ERRORS = "baton_internal_errors"
     WORKERS = "baton_workers"
     WORKERS_HEALTH = "baton_workers_health"
-    # Workers.
+    # Metrics of workers.
     BLOCKS = "baton_blocks"
     KV_USAGE = "baton_kv_usage_ratio"
     SEQUENCES_RUNNING = "baton_sequences_running"
@@ -154,13 +158,18 @@ class Metric:
     COST = "baton_cost"
 
 
+INTERNAL_ERRORS_TEXT = (
+    "Exceptions that nobody expected, by what was being done; each is in the log and ended one request at most"
+)
+
+
 class VllmMetric:
-    """What endpoint pickers (the gateway API's inference extension) and vLLM's dashboards scrape, by vLLM's names."""
+    """vLLM's names for metrics that endpoint pickers (the gateway API's inference extension) and dashboards scrape."""
 
     RUNNING = "vllm:num_requests_running"
     WAITING = "vllm:num_requests_waiting"
     KV_USAGE = "vllm:kv_cache_usage_perc"
-    # Its older name.
+    # The older name of KV_USAGE.
     KV_USAGE_OLD = "vllm:gpu_cache_usage_perc"
     CACHE_CONFIG = "vllm:cache_config"
     REQUEST_SUCCESS = "vllm:request_success"
@@ -170,7 +179,7 @@ VLLM_ALIASES: dict[str, tuple[str, ...]] = {
     Metric.REQUEST_DURATION: ("vllm:e2e_request_latency_seconds",),
     Metric.TIME_TO_FIRST_TOKEN: ("vllm:time_to_first_token_seconds",),
     Metric.TIME_PER_OUTPUT_TOKEN: ("vllm:request_time_per_output_token_seconds",),
-    # The second is the older name of the first, in spite of what it says.
+    # The second name is the older name of the first, although it says something else.
     Metric.INTER_TOKEN_SECONDS: ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
     Metric.QUEUE_SECONDS: ("vllm:request_queue_time_seconds",),
     Metric.PROMPT_TOKENS: ("vllm:prompt_tokens",),
@@ -182,4 +191,4 @@ VLLM_ALIASES: dict[str, tuple[str, ...]] = {
     Metric.PREFIX_TOKENS_QUERIED: ("vllm:prefix_cache_queries",),
     Metric.PREFIX_TOKENS_HIT: ("vllm:prefix_cache_hits",),
 }
-"""Ours to the names that endpoint pickers and dashboards scrape (vLLM v1)."""
+"""For each metric of Baton, the names under which endpoint pickers and vLLM's dashboards scrape it (vLLM v1)."""

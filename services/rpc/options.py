@@ -1,34 +1,52 @@
-"""gRPC options of both ends, side by side because they must agree: a client that pings faster than its server allows
-is thrown out. Owns the numbers; opens nothing.
+"""Sets the gRPC options of both ends, which must agree: a server disconnects a client that pings faster than it allows.
+
+Owns: the numbers. Never: opens anything.
 """
 
 from __future__ import annotations
 
+from services.core.descriptors import share_of_descriptors
+
 Options = list[tuple[str, int]]
 
 MIB = 1 << 20
-# A prompt of a million tokens fits in 5 MiB; what is larger is a mistake and the runtime refuses it.
+# A prompt of a million tokens fits in 5 MiB. The runtime refuses larger messages, which can only be mistakes.
 MAX_REQUEST_BYTES = 16 * MIB
-# KV blocks travel in responses when shared memory is not at hand.
+# KV blocks travel in responses where shared memory cannot be used.
 MAX_RESPONSE_BYTES = 64 * MIB
 
-# Towards clients, which may be slow, and towards Baton's own processes: a fetch whose source has become unreachable
-# fails, and is tried elsewhere, after their sum.
+# The first applies to clients, which may be slow; the second to Baton's own processes. A fetch whose source has become
+# unreachable fails after KEEPALIVE_TIME_MS and KEEPALIVE_TIMEOUT_MS together, and is tried elsewhere.
 CLIENT_KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIME_MS = 4_000
 KEEPALIVE_TIMEOUT_MS = 4_000
 MIN_PING_INTERVAL_MS = 2_000
 MAX_RECONNECT_BACKOFF_MS = 2_000
 
+# Bounds what idle peers may cost. A process may have two gRPC servers, and HTTP beside them: together they stay below
+# its limit of file descriptors. A server that is full closes a new connection at once, and the peer tries again.
+SHARE_OF_DESCRIPTORS = 0.25
+MAX_CONNECTIONS = 4096
+# For the preface and the first settings. The runtime's own limit is two minutes.
+HANDSHAKE_TIMEOUT_MS = 10_000
+# For a connection without a call under way. A client that comes back reconnects by itself.
+MAX_CONNECTION_IDLE_MS = 60_000
+# On one connection. The runtime makes a client that wants more wait.
+MAX_CONCURRENT_STREAMS = 2048
+
 
 def server_options(max_request_bytes: int = MAX_REQUEST_BYTES) -> Options:
     return [
-        # Without this a second server on the port would silently share it.
+        # Without this, a second server on the port would silently share it.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
-        # The key that is read; the one with "recv" in its name, as the C constant has it, is ignored.
+        # The runtime reads this key; it ignores the one with "recv" in its name, which the C constant has.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.max_allowed_incoming_connections", share_of_descriptors(SHARE_OF_DESCRIPTORS, MAX_CONNECTIONS)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_MS),
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
         *_keepalive(CLIENT_KEEPALIVE_TIME_MS),
     ]
 
@@ -38,13 +56,13 @@ def channel_options() -> Options:
         ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
         *_keepalive(KEEPALIVE_TIME_MS),
-        # A restarted worker is found again within seconds, not after the default two minutes.
+        # A restarted worker is reached again within seconds, instead of after the default two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # How long one attempt may take, in spite of its name: a busy machine answers late, a lost SYN is sent again
-        # after a second.
+        # Despite its name, this is how long one attempt may take: a busy machine answers late, and a lost SYN is sent
+        # again after a second.
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
-        # A connection per channel: bulk KV messages must not queue ahead of a session's tokens on one they share.
+        # One connection per channel: on a shared one, bulk KV messages would delay a session's tokens.
         ("grpc.use_local_subchannel_pool", 1),
         # Cluster addresses are direct; an http_proxy variable is meant for other traffic.
         ("grpc.enable_http_proxy", 0),
@@ -55,7 +73,7 @@ def _keepalive(time_ms: int) -> Options:
     return [
         ("grpc.keepalive_time_ms", time_ms),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # Without this the unanswered ping is waited for a whole minute, whatever the line above says.
+        # Without this, the runtime waits a whole minute for the unanswered ping, despite the option above.
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),

@@ -1,7 +1,7 @@
-"""The ranges that the protos state for sampling and stopping, checked on the wire messages.
+"""Checks sampling and stopping parameters of wire messages against the ranges that the protos state.
 
 Routers check what clients send, and workers what routers send: one bad number in a step would fail all its sequences.
-Every error is an InvalidRequest naming the field. Pure. Never: what depends on the prompt's length.
+Every error is an InvalidRequest that names the field. Pure. Never: checks what depends on the prompt's length.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_stopping(stopping: types_pb2.StoppingParams, vocab_size: int) -> None:
 
 
 def within(field: str, value: float, low: float, high: float) -> None:
-    """Refuses NaN too: it is in no range."""
+    """Raises InvalidRequest unless `low <= value <= high`. NaN is refused too."""
     if not low <= value <= high:
         raise InvalidRequest(field, f"is {_number(value)}; it must be in [{low}, {high}]")
 

@@ -1,47 +1,74 @@
-"""A gRPC server as every process of Baton runs it: options, errors, health, reflection, graceful stop.
+"""Runs the gRPC server of a process: options, errors, health, reflection, graceful stop.
 
 Owns: the listening port and the health states. Never: servicers' work, signals, or when a service is ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.core.addresses import join
 from services.core.errors import ConfigError
+from services.rpc.authentication import TokenInterceptor
+from services.rpc.call_limits import CallInterceptor, most_arriving
 from services.rpc.interceptors import ErrorInterceptor
 from services.rpc.options import MAX_REQUEST_BYTES, server_options
 
+MAX_CALLS = 1024
+"""The most calls without the token that may be open at once."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """`add` services, `bind` (or let `start` do it), `start`, `set_ready`, `stop`.
+    """The gRPC server of a process: `add` services, `bind` (or let `start` do it), `start`, `set_ready`, `stop`.
 
-    Health: "" is SERVING as soon as the server has started (the process is alive); each service is NOT_SERVING until
-    `set_ready` says otherwise. Must be made on the event loop that it will serve on.
+    The health of "" is SERVING as soon as the server has started (the process is alive); each service is NOT_SERVING
+    until `set_ready` changes it. Make it on the event loop that it will serve on.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, max_request_bytes: int = MAX_REQUEST_BYTES) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        token: str | None = None,
+        reflects: bool = False,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        max_concurrent_rpcs: int = MAX_CALLS,
+    ) -> None:
+        """`token` is the cluster token; without it only open services can be called (`authentication.py`).
+
+        With `reflects`, the server describes its services and their messages to anyone who asks. `interceptors` run
+        closer to the servicers than the interceptor that translates errors.
+        """
         self.host = host
         self._port = port
         self._bound = False
+        self._reflects = reflects
         self._services: list[str] = []
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(max_request_bytes))
+        # The runtime's own limit counts calls whose clients never read their answers, and cannot end them.
+        limits = CallInterceptor(max_concurrent_rpcs, most_arriving(max_request_bytes))
+        self._server = grpc.aio.server(
+            # The outermost interceptor translates all errors.
+            interceptors=[ErrorInterceptor(), TokenInterceptor(token), limits, *interceptors],
+            options=server_options(max_request_bytes),
+        )
 
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a servicer under its full name: `add("baton.v1.X", x_pb2_grpc.add_XServicer_to_server, servicer)`."""
-        register(servicer, _AnyTime(self._server))
+        register(servicer, _LateRegistration(self._server))
         self.promise(service)
 
     def promise(self, *services: str) -> None:
-        """Names services before `start` that are added after it: health and reflection know them, calls do not yet."""
+        """Names, before `start`, services that are added after it: health reports them, but calls fail until then."""
         self._services += [service for service in services if service not in self._services]
 
     @property
@@ -51,13 +78,16 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """`host:port` as bound. The host may be a wildcard; what to advertise is the service's decision."""
-        return _join(self.host, self.port)
+        """Returns `host:port` as bound. The host may be a wildcard; the service decides what to advertise."""
+        return join(self.host, self.port)
 
     def bind(self) -> int:
-        """Takes the port (0: a free one) and returns it. ConfigError if it is taken or the host is not ours."""
+        """Binds the port (0: a free one) and returns it.
+
+        Raises ConfigError if it is taken or the host is not this machine's.
+        """
         if not self._bound:
-            address = _join(self.host, self._port)
+            address = join(self.host, self._port)
             try:
                 bound = self._server.add_insecure_port(address)
             except RuntimeError as error:
@@ -69,18 +99,18 @@ class GrpcServer:
         self.bind()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self.set_ready(False)
-        reflection.enable_server_reflection(
-            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
+        if self._reflects:
+            names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self._server)
         await self._server.start()
 
     async def set_ready(self, ready: bool, *services: str) -> None:
-        """Sets the health of the named services, or of all. No effect once `stop` has begun."""
+        """Sets the health of the named services, or of all. Has no effect once `stop` has begun."""
         for service in services or self._services:
             await self._health.set(service, _SERVING if ready else _NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """NOT_SERVING at once, new RPCs refused, RPCs under way cancelled after the grace, port given back."""
+        """Stops the server and frees its port: NOT_SERVING at once, RPCs under way cancelled after `grace_s`."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -89,16 +119,15 @@ class GrpcServer:
         await self._server.wait_for_termination()
 
 
-class _AnyTime:
-    """A server to generated registration code. Its second call is a shortcut of the synchronous server, which the aio
-    server ignores, but with a warning when it has started."""
+class _LateRegistration:
+    """Passes generated registration code a server that accepts services after its start too.
+
+    That code's second call is a shortcut of the synchronous server. The aio server ignores it, but logs a warning once
+    it has started; here it does nothing.
+    """
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
         pass
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -1,8 +1,7 @@
-"""Errors on the wire: the one table from `core/errors.py` leaves to gRPC codes, with google.rpc details.
+"""Translates errors to and from the wire: one table from `core/errors.py` to gRPC codes, with google.rpc details.
 
 Owns: both directions (error to `google.rpc.Status`, status or failed call back to the error) and what a client may
-learn of an unforeseen exception, which is nothing but an id that stands in the log. Never: retries, or what a service
-does about an error.
+learn of an unforeseen exception: only an id that is in the log. Never: retries, or what a service does about an error.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -31,9 +30,11 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: _Code.INVALID_ARGUMENT,
     errors.ContextLengthExceeded: _Code.INVALID_ARGUMENT,
     errors.MalformedMessage: _Code.INVALID_ARGUMENT,
+    errors.Unauthenticated: _Code.UNAUTHENTICATED,
     errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     errors.UnknownModel: _Code.NOT_FOUND,
     errors.UnknownWorker: _Code.NOT_FOUND,
+    errors.WorkerIdInUse: _Code.ALREADY_EXISTS,
     errors.DuplicateRequest: _Code.ALREADY_EXISTS,
     errors.Overloaded: _Code.RESOURCE_EXHAUSTED,
     errors.NoWorker: _Code.UNAVAILABLE,
@@ -48,43 +49,47 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.CorruptBlock: _Code.DATA_LOSS,
     errors.DeadlineExceeded: _Code.DEADLINE_EXCEEDED,
     errors.Cancelled: _Code.CANCELLED,
-    # A client may try again later: the request may be innocent of the crashes it met. The router bounds each attempt.
+    # A client may try again later: the crashes need not be the request's fault. The router bounds each attempt.
     errors.WorkerFailed: _Code.UNAVAILABLE,
     errors.StepFailed: _Code.INTERNAL,
     errors.ConfigError: _Code.INTERNAL,
 }
 
-# What a status without our ErrorInfo means: the runtime made it (connection refused, message too large, deadline).
+# The meaning of a status without Baton's ErrorInfo: the runtime made it (connection refused, message too large, ...).
 _BY_CODE: dict[int, type[errors.BatonError]] = {
     _Code.RESOURCE_EXHAUSTED.value[0]: errors.Overloaded,
     _Code.UNAVAILABLE.value[0]: errors.NoWorker,
     _Code.DEADLINE_EXCEEDED.value[0]: errors.DeadlineExceeded,
     _Code.CANCELLED.value[0]: errors.Cancelled,
+    _Code.UNAUTHENTICATED.value[0]: errors.Unauthenticated,
     _Code.DATA_LOSS.value[0]: errors.CorruptBlock,
 }
 _BY_REASON = {leaf.reason: leaf for leaf in CODES}
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 _RETRYABLE = (errors.Overloaded, errors.NoWorker, errors.Draining, errors.WorkerFailed)
 
-# A status travels in HTTP/2 trailers (8 KiB by default), the message twice: percent-encoded and in the details.
+# A status travels in HTTP/2 trailers (8 KiB by default) and has the message twice: percent-encoded and in the details.
 _MAX_MESSAGE_BYTES = 768
 _MAX_FIELD_BYTES = 256
 
 
 def code_of(error: errors.BatonError) -> grpc.StatusCode:
-    """The table's entry for the error's class or the nearest class above it; INTERNAL for the bare root."""
+    """Returns the code of the class of `error` or of its nearest base in the table; INTERNAL for BatonError itself."""
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
 
 
 def retry_after_s(error: errors.BatonError) -> float | None:
-    """When to try again; None: that would not help."""
+    """Returns the seconds after which a client should try again, or None if that would not help."""
     if error.retry_after_s is None and isinstance(error, _RETRYABLE):
         return DEFAULT_RETRY_AFTER_S
-    return error.retry_after_s
+    return None if error.retry_after_s is None else _bounded_s(error.retry_after_s)
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """The google.rpc.Status of any exception. One that has no leaf of its own is logged and becomes opaque."""
+    """Returns the google.rpc.Status of any exception.
+
+    One that is no leaf of the error tree is logged and becomes opaque.
+    """
     if not isinstance(error, errors.BatonError) or type(error) is errors.BatonError:
         return _opaque(error)
     status = status_pb2.Status(code=code_of(error).value[0], message=_clip(str(error), _MAX_MESSAGE_BYTES))
@@ -94,7 +99,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> errors.BatonError:
-    """The error a status stands for: by reason, else by code, else the bare root."""
+    """Returns the error that a status stands for: by its reason, else by its code, else a plain BatonError."""
     info = _unpack(status, error_details_pb2.ErrorInfo)
     bad_request = _unpack(status, error_details_pb2.BadRequest)
     retry = _unpack(status, error_details_pb2.RetryInfo)
@@ -114,26 +119,30 @@ def from_status(status: status_pb2.Status) -> errors.BatonError:
 
 
 def status_of_call(error: grpc.RpcError) -> status_pb2.Status:
-    """The status a failed call ended with, details included where the peer sent them."""
+    """Returns the status that a failed call ended with, with its details if the peer sent them."""
     call: Any = error  # both the sync and the aio error have these methods; the stub's base class declares none
     for key, value in call.trailing_metadata() or ():
         if key == DETAILS_KEY:
-            with contextlib.suppress(DecodeError):  # a peer's mistake; the code still says what is known
+            with contextlib.suppress(DecodeError):  # the peer's mistake; the code still tells what is known
                 return status_pb2.Status.FromString(value)
     return status_pb2.Status(code=call.code().value[0], message=call.details() or "")
 
 
 def from_call(error: grpc.RpcError) -> errors.BatonError:
-    """The error a failed call stands for."""
+    """Returns the error that a failed call stands for."""
     return from_status(status_of_call(error))
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
-    """Ends the RPC with the error's status. Always raises grpc.aio.AbortError, which must reach the runtime."""
+def end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
+    """Gives the RPC the error's status. The status is sent when the handler returns, which it must do next.
+
+    `context.abort` is not used, since it ends the RPC by one more exception: its traceback and the frames in it, which
+    hold the request, would keep each other alive until the next full garbage collection.
+    """
     status = to_status(error)
-    metadata = ((DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(_BY_NUMBER[status.code], status.message, metadata)
-    raise AssertionError("abort returned")
+    context.set_code(_BY_NUMBER[status.code])
+    context.set_details(status.message)
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
 
 
 def _opaque(error: BaseException) -> status_pb2.Status:
@@ -165,21 +174,25 @@ def _details(error: errors.BatonError, message: str) -> list[Any]:
 
 
 def _unpack(status: status_pb2.Status, kind: Any) -> Any:
-    """The first detail of that kind, or None."""
+    """Returns the first detail of that kind, or None if there is none or it does not parse."""
     for packed in status.details:
         if packed.Is(kind.DESCRIPTOR):
             detail = kind()
             try:
                 packed.Unpack(detail)
-            except DecodeError:  # a peer's mistake; the code still says what is known
+            except DecodeError:  # the peer's mistake; the code still tells what is known
                 return None
             return detail
     return None
 
 
 def _seconds(delay: Any) -> float:
-    """Of a google.protobuf.Duration, whatever a peer put into it."""
-    return float(min(max(0.0, delay.seconds + delay.nanos * 1e-9), _MAX_RETRY_AFTER_S))
+    """Returns the seconds of a google.protobuf.Duration, bounded, since a peer may have put any number into it."""
+    return _bounded_s(delay.seconds + delay.nanos * 1e-9)
+
+
+def _bounded_s(delay_s: float) -> float:
+    return float(min(max(0.0, delay_s), _MAX_RETRY_AFTER_S))
 
 
 def _clip(text: str, max_bytes: int) -> str:

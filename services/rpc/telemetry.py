@@ -1,7 +1,7 @@
-"""Traces: spans with explicit times, handed on as W3C `traceparent` strings.
+"""Makes traces: spans with explicit times, whose context is passed on as W3C `traceparent` strings.
 
 Owns: the tracer of a process and where its spans go (OTLP by the standard OTEL_* variables, the trace file, both or
-nowhere). Never: ambient context, automatic instrumentation, or waiting for a collector; spans that find none are lost.
+nowhere). Never: ambient context, automatic instrumentation, or waiting for a collector; without one, spans are lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from services.rpc.trace_sampling import DecidedOnce
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, Value | None]
-"""None means: not known; the attribute is left out."""
+"""Attributes of a span. A value of None means that it is not known: the attribute is left out."""
 
 FILE_DELAY_MS = 200
 _SHUTDOWN_S = 2.0
@@ -35,23 +35,23 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class OpenSpan:
-    """A span that has begun. Set what becomes known, then `end` it; one that is never ended is never exported."""
+    """A span that has begun. Set what becomes known, then `end` it; a span that is never ended is never exported."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
         self.traceparent = _traceparent(span.get_span_context())
-        """For children, here or in another process. Empty when tracing is disabled."""
+        """The parent of child spans, here or in another process. Empty when tracing is disabled."""
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits, for logs; empty when tracing is disabled."""
+        """Returns 32 hex digits, for logs; empty when tracing is disabled."""
         return trace_id_of(self.traceparent)
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(_known(attributes))
 
     def event(self, name: str, at_s: float, attributes: Attributes | None = None) -> None:
-        """`at_s`: monotonic seconds, like all times here."""
+        """Adds an event to the span. `at_s` is in monotonic seconds, like all times here."""
         self._span.add_event(name, _known(attributes or {}), timestamp=epoch_ns(at_s))
 
     def fail(self, error: BaseException) -> None:
@@ -68,10 +68,10 @@ UNTRACED = f"00-{1:032x}-{1:016x}-00"
 
 
 class Tracer:
-    """Makes spans. Times are monotonic seconds of `core.clock.MonotonicClock`; safe from any thread."""
+    """Makes spans. Times are monotonic seconds of `core.clock.MonotonicClock`. Any thread may call it."""
 
     def __init__(self, provider: TracerProvider, exporters: Sequence[SpanExporter] = ()) -> None:
-        """The provider's processors feed `exporters`; they are listed so that `shutdown` can cut them short."""
+        """`exporters` are those that the provider's processors feed; `shutdown` needs them to cut an export short."""
         self._provider = provider
         self._exporters = exporters
         self._tracer = provider.get_tracer("baton")
@@ -86,7 +86,10 @@ class Tracer:
         attributes: Attributes | None = None,
         server: bool = False,
     ) -> OpenSpan:
-        """`parent`: a traceparent; empty or malformed begins a new trace. `server`: the root, which serves an RPC."""
+        """Begins a span under `parent`, a traceparent; an empty or malformed one begins a new trace.
+
+        `server` marks the root, which serves an RPC.
+        """
         context = _W3C.extract({"traceparent": parent}, Context()) if parent else Context()
         span = self._tracer.start_span(
             name,
@@ -109,7 +112,10 @@ class Tracer:
         events: Sequence[tuple[str, float, Attributes]] = (),
         error: BaseException | None = None,
     ) -> str:
-        """A whole span after the fact; returns its traceparent. `events`: (name, monotonic seconds, attributes)."""
+        """Makes a whole span after the fact and returns its traceparent.
+
+        `events` are (name, monotonic seconds, attributes).
+        """
         span = self.start(name, request_id=request_id, start_s=start_s, parent=parent, attributes=attributes)
         for event in events:
             span.event(*event)
@@ -119,12 +125,15 @@ class Tracer:
         return span.traceparent
 
     def flush(self) -> None:
-        """Exports what is pending. Blocks as long as the collector does: for tests and tools."""
+        """Exports pending spans. It blocks as long as the collector does, so it is for tests and tools."""
         self._provider.force_flush()
 
     def shutdown(self) -> None:
-        """Exports what is pending and closes the exporters. A silent collector delays it by about 2 s at most."""
-        # The SDK waits for a batch under way, all its retries included. Closing the exporters under it ends that.
+        """Exports pending spans and closes the exporters.
+
+        A collector that does not answer delays it by 2.5 s at most.
+        """
+        # The SDK waits for a batch under way, with all its retries. Closing the exporters meanwhile ends that wait.
         thread = threading.Thread(target=self._provider.shutdown, name="trace-shutdown", daemon=True)
         thread.start()
         thread.join(_SHUTDOWN_S)
@@ -135,9 +144,11 @@ class Tracer:
 
 
 def configure_tracing(service_name: str, instance_id: str, trace_file: str | None = None) -> Tracer:
-    """The tracer of this process. OTEL_* variables decide the rest, resource names included; call it once, in `main`.
+    """Returns the tracer of this process.
 
-    ConfigError: the trace file cannot be written, or a variable names an exporter or protocol that does not exist.
+    OTEL_* variables decide the rest, resource names included; call it once, in `main`.
+
+    Raises ConfigError if the trace file cannot be written, or if a variable names an unknown exporter or protocol.
     """
     ours: dict[str, str | int] = {
         "service.name": service_name,
@@ -150,7 +161,7 @@ def configure_tracing(service_name: str, instance_id: str, trace_file: str | Non
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return Tracer(provider)
     exporters = otlp_exporters()
-    # The file first: shutting down goes in this order, and it never has to wait.
+    # The file comes first: processors shut down in this order, and the file never has to wait.
     if trace_file:
         file_exporter = TraceFileExporter(trace_file)
         provider.add_span_processor(BatchSpanProcessor(file_exporter, schedule_delay_millis=FILE_DELAY_MS))
@@ -160,7 +171,7 @@ def configure_tracing(service_name: str, instance_id: str, trace_file: str | Non
 
 
 def trace_id_of(traceparent: str) -> str:
-    """32 hex digits of a traceparent, or nothing."""
+    """Returns the 32 hex digits of the trace id in a traceparent, or an empty string if there is none."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 else ""
 
@@ -170,7 +181,10 @@ def error_type(error: BaseException) -> str:
 
 
 def _traceparent(context: trace.SpanContext) -> str:
-    """What the W3C propagator writes, at a tenth of its price: every span needs one."""
+    """Returns the text that the W3C propagator writes, at a tenth of its cost: every span needs it.
+
+    Empty if not valid.
+    """
     if not context.is_valid:
         return ""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

@@ -1,7 +1,7 @@
-"""Where OTLP spans go, by the standard OTEL_* variables.
+"""Chooses where OTLP spans go, by the standard OTEL_* variables.
 
-Owns: the choice of exporter and a lid on its log noise. Never: endpoints, headers, TLS, timeouts and compression; the
-exporters read those variables themselves.
+Owns: the choice of exporter and a limit on what the exporters log. Never: endpoints, headers, TLS, timeouts and
+compression; the exporters read those variables themselves.
 https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/
 """
 
@@ -26,9 +26,10 @@ _NOISE_INTERVAL_S = 60.0
 
 
 def otlp_exporters() -> list[SpanExporter]:
-    """OTEL_TRACES_EXPORTER ("otlp", "console", "none", or a list); unset, "otlp" where an endpoint is set.
+    """Returns the exporters that OTEL_TRACES_EXPORTER names: "otlp", "console", "none", or a list of these.
 
-    ConfigError: an exporter or protocol of another name.
+    If it is not set, the default is "otlp" where an endpoint is set, else "none". Raises ConfigError for an unknown
+    exporter or protocol.
     """
     default = "otlp" if any(os.environ.get(name) for name in _ENDPOINTS) else "none"
     wanted = os.environ.get("OTEL_TRACES_EXPORTER") or default
@@ -49,7 +50,7 @@ def _otlp() -> SpanExporter:
         if not any(isinstance(known, _Sparse) for known in quiet.filters):
             quiet.addFilter(_Sparse())
     name, protocol = next(((name, os.environ[name]) for name in _PROTOCOLS if os.environ.get(name)), ("", "grpc"))
-    # Imported here: each of the two brings a client library that takes a while to load.
+    # Imported here, since each of the two loads a client library, which takes a while.
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
@@ -62,7 +63,7 @@ def _otlp() -> SpanExporter:
 
 
 class _Sparse(logging.Filter):
-    """One record a minute: an exporter without its collector would otherwise fill the log."""
+    """Passes one record a minute: an exporter without its collector would otherwise fill the log."""
 
     def __init__(self) -> None:
         super().__init__()

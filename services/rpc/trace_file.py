@@ -1,4 +1,4 @@
-"""Spans to a file of OTLP JSON lines, which Jaeger's UI opens as it is.
+"""Writes spans to a file of OTLP JSON lines, which Jaeger's UI opens unchanged.
 
 Owns: one append-only descriptor and the OTLP JSON mapping. Each batch is one line, an ExportTraceServiceRequest, and
 one `write` with O_APPEND, so several processes may share the file. Never: rotation, or reading (`baton trace` does).
@@ -27,7 +27,7 @@ _ID_FIELDS = ("traceId", "spanId", "parentSpanId")
 
 
 def otlp_json(request: Message) -> str:
-    """An ExportTraceServiceRequest as one line of OTLP JSON.
+    """Returns an ExportTraceServiceRequest as one line of OTLP JSON.
 
     https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding: proto3 JSON with lowerCamelCase keys and 64-bit
     integers as strings, but ids in hex and enums as integers.
@@ -45,7 +45,7 @@ def otlp_json(request: Message) -> str:
 
 class TraceFileExporter(SpanExporter):
     def __init__(self, path: str) -> None:
-        """Opens (or creates) the file; ConfigError naming --trace-file if it cannot be written."""
+        """Opens or creates the file. Raises a ConfigError that names --trace-file if it cannot be written."""
         try:
             self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:

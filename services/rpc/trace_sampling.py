@@ -1,6 +1,6 @@
-"""Whether a request is traced: one decision, by its root, which every span below it follows in every process.
+"""Decides whether a request is traced: once, at its root, for every span below it in every process.
 
-Owns: who decides. Never: how; the standard variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG say that.
+Owns: which span decides. Never: how; the standard variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG say that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from opentelemetry.util.types import Attributes
 
 
 class DecidedOnce(sampling.Sampler):
-    """A root is a span that serves an RPC, or one without a parent. `always_on` or `traceidratio` in a worker would
-    else record parts of requests that the router has left out, and its canaries."""
+    """Asks the standard sampler for root spans only; every other span follows its parent.
+
+    A root is a span that serves an RPC, or one without a parent. Without this rule, `always_on` or `traceidratio` in a
+    worker would record parts of requests that the router does not trace, and its canaries.
+    """
 
     def __init__(self, standard: sampling.Sampler) -> None:
-        """`standard`: as the variables have it."""
+        """`standard` is the sampler that the OTEL_TRACES_SAMPLER variables configure."""
         self._standard = standard
 
     def should_sample(

@@ -1,13 +1,13 @@
-"""Commands off the wire into the engine's records, and its tokens back."""
+"""Turns commands from the wire into the engine's records, and sampled tokens into messages."""
 
 from __future__ import annotations
 
-from baton.v1 import decode_pb2, prefill_pb2, types_pb2
+from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import InvalidRequest
-from services.engine.sequence import Finish, Mode, SamplingParams, Sequence, StoppingParams, Token
+from services.engine.schedule.sequence import Finish, Mode, SamplingParams, Sequence, StoppingParams, Token
 from services.rpc.parameters import MAX_LOGPROBS, check_sampling, check_stopping, within
 
-Command = prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand
+Command = worker_pb2.PrefillCommand | worker_pb2.DecodeCommand
 
 _REASONS = {Finish.STOP: types_pb2.FINISH_REASON_STOP, Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH}
 
@@ -22,7 +22,10 @@ def sequence_of(
     vocab_size: int,
     eos_token_ids: frozenset[int],
 ) -> Sequence:
-    """The engine's sequence for a command. Raises InvalidRequest: a router should have refused it before."""
+    """Returns the engine's sequence for a command.
+
+    Raises InvalidRequest if the command is invalid, which a router should have refused before.
+    """
     token_ids = list(command.token_ids)
     if not token_ids:
         raise InvalidRequest("token_ids", "is empty")
@@ -65,7 +68,7 @@ def stopping_of(params: types_pb2.StoppingParams, eos_token_ids: frozenset[int],
 
 
 def tokens_of(leg: int, event: Token) -> types_pb2.SequenceTokens:
-    """One sampled token as it travels to the router."""
+    """Returns the message that carries one sampled token to the router."""
     message = types_pb2.SequenceTokens(leg=leg, position=event.position, token_ids=[event.token.token_id])
     if event.token.logprob is not None:
         top = [types_pb2.TopLogprob(token_id=t, logprob=p) for t, p in event.token.top]

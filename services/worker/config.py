@@ -1,10 +1,25 @@
-"""A worker's configuration: the same flags for every role."""
+"""Defines a worker's configuration: the same flags for every role."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.core.config import option, port, positive
+from services.core.addresses import is_dialable
+from services.core.cluster_token import FILE_HELP
+from services.core.config import (
+    A_DURATION,
+    A_DURATION_OR_ZERO,
+    A_LOG_INTERVAL,
+    DTYPE_HELP,
+    LOG_INTERVAL_HELP,
+    duration,
+    duration_or_zero,
+    log_interval,
+    option,
+    port,
+    positive,
+)
+from services.core.ids import WORKER_ID_FORM, is_worker_id
 
 
 @dataclass(frozen=True)
@@ -13,7 +28,9 @@ class WorkerConfig:
     model: str = option("smollm2-135m-instruct", "model: default model's name, local directory, GGUF file or hub id")
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
     device: str = option("cpu", "torch device, such as cpu or cuda:0")
-    dtype: str = option("auto", "type of weights and KV cache", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
+    dtype_reason: str = ""
+    """Why `dtype` has its value, if "auto" was asked for. It is not a flag."""
     memory_utilization: float = option(
         0.0,
         "share of device memory for weights and pool; 0 takes the device's default",
@@ -27,22 +44,36 @@ class WorkerConfig:
     max_num_batched_tokens: int = option(
         512, "most tokens in one step; longer prompts run in chunks", check=positive, must="must be positive"
     )
-    threads: int = option(0, "compute threads; 0 takes one per core it may use", check=lambda v: v >= 0)
-    # Where it listens and whom it joins.
+    threads: int = option(
+        0,
+        "compute threads; 0 takes one per core it may use",
+        check=lambda v: 0 <= v <= 1024,
+        must="must be in [0, 1024]",
+    )
+    # Where the worker listens and which routers it joins.
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(0, "gRPC port; 0 picks a free one", check=port, must="must be in [0, 65535]")
     metrics_port: int = option(-1, "Prometheus port; 0 picks a free one, -1 none", check=lambda v: -1 <= v <= 65535)
     router: tuple[str, ...] = option(
-        (), "router to join, host:port; repeatable; a name with several addresses joins all"
+        (),
+        "control port of a router to join, host:port; repeatable; a name with several addresses joins all",
+        check=is_dialable,
+        must="is not HOST:PORT of a router's control port",
     )
     advertise: str = option(
         "",
         "host:port routers and other workers dial (default: what was bound; for a wildcard, this host's address on the "
         "way to a router)",
+        check=lambda v: not v or is_dialable(v),
+        must="is not HOST:PORT that others can dial",
     )
     worker_id: str = option(
-        "", "stable name in the cluster (default: role and port, with the host name between unless bound to loopback)"
+        "",
+        "stable name in the cluster (default: role and port, with the host name between unless bound to loopback)",
+        check=lambda v: not v or is_worker_id(v),
+        must=f"is no worker's name: {WORKER_ID_FORM}",
     )
+    cluster_token_file: str = option("", FILE_HELP)
     # Transfer.
     transport: str = option(
         "auto",
@@ -58,17 +89,26 @@ class WorkerConfig:
         must="must be positive",
     )
     checksums: bool = option(False, "verify every imported block with xxh3")
-    lease_ttl_s: float = option(10.0, "life of a sealed lease that no one fetches or holds, seconds", check=positive)
-    stall_s: float = option(5.0, "longest wait for a destination to copy an announced block, seconds", check=positive)
+    lease_ttl_s: float = option(
+        10.0, "life of a sealed lease that no one fetches or holds, seconds", check=duration, must=A_DURATION
+    )
+    stall_s: float = option(
+        5.0, "longest wait for a destination to copy an announced block, seconds", check=duration, must=A_DURATION
+    )
     # Sessions.
-    heartbeat_s: float = option(0.5, "interval of heartbeats to routers, seconds", check=positive)
-    silence_s: float = option(5.0, "a router silent this long has lost its session, seconds", check=positive)
+    heartbeat_s: float = option(0.5, "interval of heartbeats to routers, seconds", check=duration, must=A_DURATION)
+    silence_s: float = option(
+        5.0, "a router silent this long has lost its session, seconds", check=duration, must=A_DURATION
+    )
     max_message_bytes: int = option(64 << 20, "largest gRPC message", check=positive)
-    drain_s: float = option(30.0, "time sequences get to finish after SIGTERM, seconds", check=lambda v: v >= 0)
+    drain_s: float = option(
+        30.0, "time sequences get to finish after SIGTERM, seconds", check=duration_or_zero, must=A_DURATION_OR_ZERO
+    )
     # Observability.
     cost_per_hour: float = option(
-        0.0, "what an hour of this worker costs, in your currency, for baton_cost_total", check=lambda v: v >= 0
+        0.0, "what an hour of this worker costs, in your currency, for baton_cost_total", check=lambda v: 0 <= v <= 1e9
     )
     trace_file: str = option("", "append spans to this file as OTLP JSON lines")
+    log_interval_s: float = option(10.0, LOG_INTERVAL_HELP, check=log_interval, must=A_LOG_INTERVAL)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
     log_format: str = option("console", "log format", choices=("console", "json"))

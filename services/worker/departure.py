@@ -1,7 +1,7 @@
-"""How a worker leaves: it takes nothing new, finishes what it has, and is gone when its time is up at the latest.
+"""Lets a worker leave: it takes nothing new, finishes the legs it has, and stops at its deadline at the latest.
 
-Owns: whether it is to leave, and until when. Never: what there is to finish (WorkerHost), what makes it leave (a
-signal in `main`, a router in its session), or how the process ends (`main`).
+Owns: whether the worker is to leave, and until when. Never: what there is to finish (WorkerHost), what makes it leave
+(a signal in `main`, a router in its session), or how the process ends (`main`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from services.core.config import DAY_S
+
 
 class Departure:
-    """Made on the event loop. Asked for as often as anyone likes: the shortest time counts."""
+    """The state of a worker's departure. It may be asked for any number of times: the earliest deadline counts.
+
+    Make it on the event loop.
+    """
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -24,16 +29,19 @@ class Departure:
         return self._asked.is_set()
 
     def ask(self, within_s: float) -> None:
-        self._deadline_s = min(self._deadline_s, asyncio.get_running_loop().time() + max(0.0, within_s))
+        self._deadline_s = min(self._deadline_s, asyncio.get_running_loop().time() + min(max(0.0, within_s), DAY_S))
         self._asked.set()
         self._changed.set()
 
     def leg_over(self) -> None:
-        """There may be nothing left to finish."""
+        """Notes that a leg ended: there may be nothing left to finish."""
         self._changed.set()
 
     async def complete(self, num_legs: Callable[[], int]) -> int:
-        """Waits until it is asked for, and then until no leg is left or the time is up; how many are given up."""
+        """Waits until the departure is asked for, and then until no leg is left or the deadline.
+
+        Returns the number of legs left.
+        """
         await self._asked.wait()
         while left := num_legs():
             if asyncio.get_running_loop().time() >= self._deadline_s:
@@ -43,5 +51,5 @@ class Departure:
                 async with asyncio.timeout_at(self._deadline_s):
                     await self._changed.wait()
             except TimeoutError:
-                continue  # unless the last leg ended in that moment, the time is up
+                continue  # the deadline has passed, unless the last leg ended in that moment
         return 0

@@ -1,86 +1,90 @@
 """Puts a worker together: engine, block pool, leases, transfers, registration.
 
-Owns: the order of start, drain and stop; the handoff's tables; and what phases need of all that. Never: what a phase
-does with a command, when its process is to end (`main`), or how it finishes what it has (`departure`).
+Owns: the order of start, drain and stop; the handoff's tables; what a router's messages mean; and what phases need of
+all that. Never: what a phase does with a command, when its process is to end (`main`), or how it finishes what it has
+(`departure`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
-from baton.v1 import control_pb2, types_pb2
-from services.core.errors import BatonError
+from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from services.core.config import DAY_S
+from services.core.errors import BatonError, Draining, ProtocolViolation
 from services.core.ids import new_incarnation
-from services.engine.block_pool import Holder
-from services.engine.engine import Engine
-from services.engine.sequence import Mode, Sequence
+from services.engine.schedule.sequence import Mode, Sequence
+from services.engine.worker_engine import WorkerEngine
+from services.kv.imports import Import, ImportTable
+from services.kv.lease import Lease
+from services.kv.lease_table import LeaseTable
+from services.kv.pool import Holder
 from services.kvtransfer.board import LeaseBoard
-from services.kvtransfer.imports import Import, ImportTable
-from services.kvtransfer.lease import Lease
-from services.kvtransfer.lease_table import LeaseTable
 from services.kvtransfer.wire import layout_to_proto
+from services.rpc.logging import ids
 from services.rpc.serving import GrpcServer
+from services.rpc.status import to_status
 from services.rpc.telemetry import UNTRACED, Attributes, Tracer
 from services.worker import commands, report
 from services.worker.config import WorkerConfig
 from services.worker.departure import Departure
 from services.worker.hub import EventHub
 from services.worker.machine import Machine
-from services.worker.registration import keep_registered
-from services.worker.session import RouterSession, SessionHost
+from services.worker.phase import WorkerPhase, phase_name, role_name
+from services.worker.registration import Registrations
+from services.worker.session import WORKER_SERVICE, RouterSession, SessionHost
 from services.worker.tally import Tally
 from services.worker.tasks import OwnedTasks
 from services.worker.transfer import TRANSFER_SERVICE, Transfer
 
-__all__ = ["MAX_STEP_FAILURES", "TRANSFER_SERVICE", "Phase", "WorkerHost", "role_name"]
-
 log = logging.getLogger(__name__)
 
 MAX_STEP_FAILURES = 3
-"""Steps in a row that raise before the worker says that it does not serve."""
+"""Number of failed steps in a row after which the worker reports that it does not serve."""
+_INLINE_HASHED_TOKENS = 1024
+"""Hashing so many takes no longer than handing them to a thread and back."""
 _STOP_GRACE_S = 3.0
-"""For answers that are on their way when all is over, such as that to a Release; nobody is waited for without need."""
+"""Seconds for answers still under way at the stop, such as that to a Release.
 
-
-class Phase(Protocol):
-    """A servicer of one phase."""
-
-    def __init__(self, host: WorkerHost) -> None: ...
-
-    full_name: str
-    sessions: SessionHost[Any, Any]
-
-    def register(self, server: Any) -> None: ...
+The stop does not wait for anything else.
+"""
 
 
 class WorkerHost:
-    """Made on the event loop with a loaded engine; `start` serves and registers, `drain` and `stop` end it."""
+    """A worker: an engine with its pool, and the phases, sessions and transfers around it.
+
+    Make it on the event loop with a loaded engine; `start` serves and registers, `leave` and `stop` end it.
+    """
 
     def __init__(
         self,
         config: WorkerConfig,
-        role: types_pb2.WorkerRole,
-        engine: Engine,
+        phases: Mapping[types_pb2.WorkerRole, Callable[[WorkerHost], WorkerPhase]],
+        engine: WorkerEngine,
         server: GrpcServer,
         tracer: Tracer,
+        machine: Machine,
         incarnation: int | None = None,
-        machine: Machine | None = None,
     ) -> None:
+        """`phases` makes the worker's phases; their keys are its roles."""
         self.config = config
-        self.role = role
         self.engine = engine
         self.server = server
-        self.machine = machine or Machine()
+        self.machine = machine
         self.clock = self.machine.clock
+        self.awake = self.machine.awake
         self.incarnation = incarnation or new_incarnation()
         self.failing = False
-        """Step after step raised. Commands are still taken: a good step ends it, and only a probe may bring one."""
+        """Whether the last steps failed in a row, at least MAX_STEP_FAILURES of them.
+
+        Commands are still taken: one good step clears it, and it may be that only a probe runs one.
+        """
         self.tally = Tally()
-        self.worker_id = config.worker_id or f"{role_name(role)}-{server.port}"
-        self.hub = EventHub(asyncio.get_running_loop(), self._stepped)
+        self.worker_id = config.worker_id or f"{role_name(phases)}-{server.port}"
+        self.hub = EventHub(asyncio.get_running_loop(), self._stepped, engine.abort, self.defect)
         self.leases = LeaseTable(
             engine.info.block_size,
             on_end=self._lease_ended,
@@ -88,10 +92,19 @@ class WorkerHost:
             stall_s=config.stall_s,
         )
         self.imports = ImportTable(on_freed=self._import_freed)
-        self.board = LeaseBoard(self.leases, self.clock)
+        self.board = LeaseBoard(self.leases, self.awake)
+        self.sessions = SessionHost(
+            self.incarnation,
+            self.awake,
+            accept=self._accept,
+            load=self.load_snapshot,
+            heartbeat_s=config.heartbeat_s,
+            silence_s=config.silence_s,
+        )
         self._tracer = tracer
-        self._phases: list[Phase] = []
         self._tasks = OwnedTasks()
+        self._hashing = machine.thread("hash")
+        self._routers = Registrations(self.worker_id, self.describe, machine.dial, self._routers_changed)
         self._registrations: list[asyncio.Task[None]] = []
         self._departure = Departure()
         self._num_snapshots = 0
@@ -106,31 +119,36 @@ class WorkerHost:
         )
         self.layout = self.transfer.layout
         self.fetcher = self.transfer.fetcher
+        self.phases = {role: make(self) for role, make in phases.items()}
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    async def start(self, phases: Iterable[Phase]) -> None:
-        """Serves the phases, and joins every router until `stop`."""
-        self._phases = list(phases)
+    async def start(self) -> None:
+        """Serves routers and other workers, and joins every router until `leave` or `stop`."""
+        self.spawn(self.awake.tick_forever(), "awake clock")
         self.transfer.register(self.server)
-        for phase in self._phases:
-            self.server.add(phase.full_name, lambda servicer, server: servicer.register(server), phase)
+        self.server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, self.sessions)
         self.engine.start(self.hub.on_step)
-        await self.server.set_ready(True)
+        await self._set_health()
         for target in self.config.router:
-            joining = keep_registered(target, self.describe, self.machine.dial)
+            joining = self._routers.join(target)
             self._registrations.append(asyncio.create_task(joining, name=f"register {target}"))
         log.info(
-            "%s serves %s on %s, reached at %s; KV transport: %s",
+            "%s serves %s (fingerprint %s; %s) on %s, reached at %s; KV transport: %s",
             self.worker_id,
             self.engine.info.model_id,
+            self.layout.fingerprint[:8],
+            self.engine.info.numerics,
             self.server.address,
             self.address,
             self.transfer.summary,
         )
 
     def leave(self, within_s: float, why: str) -> None:
-        """Takes nothing new from now on. Routers see it in the snapshots; whoever waits in `left` ends the process."""
+        """Takes no new legs from now on, and gives those it has `within_s` seconds. Routers see it in the snapshots.
+
+        It does not end the process: whoever awaits `left` does.
+        """
         if not self.draining:
             log.info("%s is to leave (%s): %d legs, %g s", self.worker_id, why, self.num_legs, within_s)
         self._departure.ask(within_s)
@@ -141,44 +159,33 @@ class WorkerHost:
         self._flush_sessions()
 
     async def left(self) -> None:
-        """Returns when the worker was asked to leave and every leg is over, or its time."""
+        """Returns when the worker was asked to leave and either every leg has ended or the time is up."""
         if num_legs := await self._departure.complete(lambda: self.num_legs):
             log.warning("drain deadline: %d legs are given up", num_legs)
 
     def fail(self, error: BatonError) -> None:
-        """This worker can compute no more. Its sessions end with the error, which routers count as a crash."""
+        """Ends all sessions with the error, which routers count as a crash.
+
+        Call it when this worker can compute no more.
+        """
         log.critical("%s: %s", self.worker_id, error)
-        for phase in self._phases:
-            phase.sessions.end_all(error)
+        self.sessions.end_all(error)
 
     async def stop(self) -> None:
         """Ends every session and frees what they held. Leaves no task, thread, socket or descriptor."""
         for task in self._registrations:
             task.cancel()
         await asyncio.gather(*self._registrations, return_exceptions=True)
-        for phase in self._phases:
-            phase.sessions.end_all()
+        self.sessions.end_all()
         await self.server.stop(_STOP_GRACE_S)
         await self._tasks.close()
+        self._hashing.shutdown()
         await self.transfer.close()
         self.board.close()
         await asyncio.to_thread(self.engine.stop)
-        self.engine.cache.close()
+        self.engine.close()
 
     # -- what phases use -----------------------------------------------------------------------------------------------
-
-    def session_host(
-        self, name: str, accept: Callable[[RouterSession, Any], None], respond: Callable[[list[Any]], Any]
-    ) -> SessionHost[Any, Any]:
-        return SessionHost(
-            name,
-            self.incarnation,
-            self.clock,
-            accept=accept,
-            respond=respond,
-            heartbeat_s=self.config.heartbeat_s,
-            silence_s=self.config.silence_s,
-        )
 
     def new_sequence(self, command: commands.Command, mode: Mode) -> Sequence:
         info = self.engine.info
@@ -192,32 +199,42 @@ class WorkerHost:
             eos_token_ids=frozenset(info.eos_token_ids),
         )
 
+    async def hash_prompt(self, sequence: Sequence) -> None:
+        """Hashes the sequence's blocks: a long prompt's on another thread, since the event loop would stand still."""
+        if len(sequence.token_ids) <= _INLINE_HASHED_TOKENS:
+            self.engine.hash_prompt(sequence)
+        else:
+            await asyncio.wrap_future(self._hashing.submit(self.engine.hash_prompt, sequence))
+
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that is awaited at `stop` at the latest, and whose failure is never silent."""
+        """Starts a task that is awaited at `stop` at the latest. If it fails, the failure is logged."""
         return self._tasks.spawn(work, name)
 
+    def defect(self, error: Exception) -> None:
+        """Counts and logs an unforeseen exception; its caller ends the one leg that it happened to."""
+        self.tally.internal_errors += 1
+        log.error("internal error (leg)", exc_info=error)
+
     def leg_over(self, session: RouterSession, leg: int) -> None:
-        """Nothing of the leg is left."""
+        """Removes a leg from its session once nothing of it is left."""
         session.legs.pop(leg, None)
         self._departure.leg_over()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(max(0.0, delay_s), callback)
+        return asyncio.get_running_loop().call_later(min(max(0.0, delay_s), DAY_S), callback)
 
     def source(self) -> types_pb2.KVSource:
-        """Where this worker's leases are fetched."""
+        """Returns where destinations fetch this worker's leases."""
         return types_pb2.KVSource(
             address=self.address,
             incarnation=self.incarnation,
-            shm_socket=self.transfer.socket_name,
+            offers=self.transfer.offers,
             layout=layout_to_proto(self.layout),
         )
 
     def release_blocks(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """Drops one reference to each block; sequences that wait for room are looked at again."""
-        with self.engine.lock:
-            self.engine.pool.release(list(block_ids), holder)
-        self.engine.wake()
+        """Drops one reference to each block, and wakes the engine, which tries sequences that wait for blocks."""
+        self.engine.release(block_ids, holder)
 
     def span(
         self,
@@ -228,13 +245,13 @@ class WorkerHost:
         attributes: Attributes,
         events: Iterable[tuple[str, float, Attributes]] = (),
     ) -> None:
-        """A span of the command's request, under the router's span for this leg."""
+        """Records a span of the command's request, below the router's span for this leg."""
         self._tracer.span(
             name,
             request_id=command.request_id,
             start_s=start_s,
             end_s=end_s,
-            parent=command.traceparent or UNTRACED,  # a router without tracing has no trace for it to belong to
+            parent=command.traceparent or UNTRACED,  # without tracing at the router there is no trace for it
             attributes=attributes,
             events=list(events),
         )
@@ -243,34 +260,92 @@ class WorkerHost:
 
     @property
     def draining(self) -> bool:
-        """It is to leave, and takes nothing new."""
+        """Returns whether the worker was asked to leave and takes nothing new."""
         return self._departure.asked
 
     @property
+    def roles(self) -> frozenset[types_pb2.WorkerRole]:
+        """Returns the phases that the worker takes commands for. Each registration tells them anew."""
+        return frozenset(self.phases)
+
+    @property
     def address(self) -> str:
-        """host:port others dial."""
+        """Returns the host:port that others dial."""
         return self.config.advertise or self.server.address
 
     @property
     def num_legs(self) -> int:
-        return sum(len(session.legs) for phase in self._phases for session in phase.sessions)
+        return sum(len(session.legs) for session in self.sessions)
 
     @property
     def num_sessions(self) -> int:
-        return sum(len(phase.sessions) for phase in self._phases)
+        return len(self.sessions)
 
     def describe(self) -> control_pb2.WorkerDescription:
-        return report.describe(self)
+        return report.describe(
+            self.engine.info,
+            self.layout,
+            worker_id=self.worker_id,
+            roles=self.roles,
+            address=self.address,
+            incarnation=self.incarnation,
+            max_num_seqs=self.config.max_num_seqs,
+        )
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:
         self._num_snapshots += 1
-        return report.snapshot(self, self._num_snapshots)
+        return report.snapshot(
+            self.engine.stats(),
+            number=self._num_snapshots,
+            num_importing=len(self.imports),
+            num_leases=len(self.leases),
+            draining=self.draining,
+        )
+
+    # -- what routers say ----------------------------------------------------------------------------------------------
+
+    def _accept(self, session: RouterSession, request: worker_pb2.SessionRequest) -> None:
+        match request.WhichOneof("message"):
+            case "prefill":
+                self._begin(types_pb2.WORKER_ROLE_PREFILL, session, request.prefill)
+            case "decode":
+                self._begin(types_pb2.WORKER_ROLE_DECODE, session, request.decode)
+            case "cancel":
+                session.cancel(request.cancel.leg)
+            case "heartbeat":
+                self.leases.hold(session, request.heartbeat.held_leases, self.awake.now())
+            case "leave":
+                self.leave(request.leave.remaining_ms / 1000, "a router asks for it")
+
+    def _begin(self, role: types_pb2.WorkerRole, session: RouterSession, command: commands.Command) -> None:
+        session.newest_leg = max(session.newest_leg, command.leg)
+        if command.leg in session.legs:
+            raise ProtocolViolation(f"leg {command.leg} is in use")
+        try:
+            if self.draining:
+                raise Draining("this worker is draining")
+            if role not in self.phases:
+                raise ProtocolViolation(f"this worker takes no {phase_name(role)} commands")
+            self.phases[role].begin(session, command)
+        except Exception as error:  # whatever went wrong, the router must learn of it, and no other leg is affected
+            if not isinstance(error, BatonError):
+                self.defect(error)
+            session.cancel(command.leg)
+            about = ids(command.request_id, command.traceparent)
+            log.warning("leg %d refused: %s", command.leg, error, extra=about)
+            failed = worker_pb2.LegFailed(leg=command.leg, status=to_status(error))
+            session.emit(worker_pb2.LegEvent(failed=failed))
+            session.flush()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _lease_ended(self, lease: Lease) -> None:
         self.tally.leases_ended[lease.state.value] += 1
-        lease.note.lease_ended(lease)  # type: ignore[attr-defined]  # a PrefillLeg, which this layer does not know
+        try:
+            if lease.listener is not None:
+                lease.listener.lease_ended(lease)
+        except Exception as error:  # other leases may be ending in the same moment
+            self.defect(error)
 
     def _import_freed(self, import_: Import) -> None:
         self.tally.imports_failed += 1
@@ -281,18 +356,23 @@ class WorkerHost:
         if failing != self.failing:
             self.failing = failing
             log.log(logging.WARNING, "%s: steps %s", self.worker_id, "keep failing" if failing else "succeed again")
-            self.spawn(self._tell_health(), "health")
+            self.spawn(self._set_health(), "health")
         self._flush_sessions()
 
-    async def _tell_health(self) -> None:
-        """Of the phases only: leases can be fetched whatever the steps do."""
-        await self.server.set_ready(not (self.failing or self.draining), *(phase.full_name for phase in self._phases))
+    def _routers_changed(self) -> None:
+        if not self.draining:
+            self.spawn(self._set_health(), "health")
+
+    async def _set_health(self) -> None:
+        """Sets the health of the services.
+
+        A worker that no router has registered serves nothing. Failing steps concern commands only: leases can still be
+        fetched.
+        """
+        serving = not self.draining and (self._routers.num_joined > 0 or not self.config.router)
+        await self.server.set_ready(serving, TRANSFER_SERVICE)
+        await self.server.set_ready(serving and not self.failing, WORKER_SERVICE)
 
     def _flush_sessions(self) -> None:
-        for phase in self._phases:
-            for session in phase.sessions:
-                session.flush()
-
-
-def role_name(role: types_pb2.WorkerRole) -> str:
-    return types_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
+        for session in self.sessions:
+            session.flush()

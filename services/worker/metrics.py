@@ -1,6 +1,6 @@
-"""A worker's Prometheus metrics: figures read when they are scraped.
+"""Exposes a worker's Prometheus metrics; the figures are read when they are scraped.
 
-Never: counts anything the engine already counts.
+Never: counts anything that the engine already counts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from prometheus_client.registry import Collector
 from baton.v1 import types_pb2
 from services.core.clock import Clock
 from services.core.errors import CorruptBlock, LayoutMismatch, LeaseInvalid, ProtocolViolation, TransferFailed
-from services.engine.device_memory import device_memory
 from services.engine.step_tally import Buckets
-from services.kvtransfer.lease import LeaseState
+from services.kv.lease import LeaseState
 from services.rpc import names
 from services.rpc.metrics import Aliases, MetricsServer, new_registry
-from services.worker.host import WorkerHost, role_name
+from services.worker.host import WorkerHost
+from services.worker.phase import role_name
 
 _TRANSPORTS = [name.removeprefix("TRANSPORT_").lower() for name in types_pb2.Transport.keys()[1:]]
 _TRANSFER_ERRORS = [
@@ -37,11 +37,11 @@ class WorkerMetrics:
     """The registry of one worker, and its endpoint unless the port is -1."""
 
     def __init__(self, host: WorkerHost, clock: Clock | None = None) -> None:
-        """`clock`: what costs are counted by, the host's if None."""
-        self.registry = new_registry(f"baton-{role_name(host.role)}", host.worker_id)
+        """`clock` measures the time for the worker's cost; by default it is the host's."""
+        self.registry = new_registry(f"baton-{role_name(host.roles)}", host.worker_id)
         self.registry.register(_EngineCollector(host))
         self.registry.register(_TransferCollector(host))
-        self.registry.register(_MoneyAndDevice(host, clock or host.clock))
+        self.registry.register(_CostAndDeviceCollector(host, clock or host.clock))
         Aliases(self.registry, names.VLLM_ALIASES, {"model_name": host.engine.info.model_id})
         config = host.config
         self._server = (
@@ -62,7 +62,7 @@ class _EngineCollector(Collector):
         self._host = host
 
     def describe(self) -> Iterator[Metric]:
-        """By name, so that aliases find them."""
+        """Returns the metrics with their names, so that Aliases finds them by name."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
@@ -113,6 +113,9 @@ class _TransferCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         host, tally, name = self._host, self._host.tally, names.Metric
+        defects = CounterMetricFamily(name.INTERNAL_ERRORS, names.INTERNAL_ERRORS_TEXT, labels=["where"])
+        defects.add_metric(["leg"], tally.internal_errors)
+        yield defects
         yield _gauge(name.SESSIONS, "Open sessions with routers", host.num_sessions)
         yield _gauge(name.LEASES, "Leases open or sealed", len(host.leases))
         yield _gauge(name.IMPORTS, "Imports that are not ready", len(host.imports))
@@ -140,7 +143,7 @@ class _TransferCollector(Collector):
         yield failed
 
 
-class _MoneyAndDevice(Collector):
+class _CostAndDeviceCollector(Collector):
     def __init__(self, host: WorkerHost, clock: Clock) -> None:
         self._host = host
         self._clock = clock
@@ -152,7 +155,7 @@ class _MoneyAndDevice(Collector):
         text = "Cost of this worker since it serves, idle or not, by --cost-per-hour and in its currency"
         yield _count(name.COST, text, hours * host.config.cost_per_hour)
         memory = GaugeMetricFamily(name.DEVICE_MEMORY, "Accelerator memory, bytes; none on the CPU", labels=["kind"])
-        for kind, num_bytes in device_memory(host.engine.info.device).items():
+        for kind, num_bytes in host.engine.device_memory().items():
             memory.add_metric([kind], num_bytes)
         yield memory
 
@@ -166,7 +169,7 @@ def _count(name: str, text: str, value: float) -> Metric:
 
 
 def _histogram(name: str, text: str, buckets: Buckets) -> Metric:
-    """Prometheus buckets are cumulated."""
+    """Returns a histogram in Prometheus form, whose buckets are cumulative."""
     total, cumulated = 0, []
     for bound, count in zip((*map(str, buckets.bounds), "+Inf"), buckets.counts, strict=True):
         total += count

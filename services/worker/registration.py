@@ -1,68 +1,169 @@
-"""Workers find routers: join every address given, again and again, so that a restarted router is rejoined unasked."""
+"""Registers a worker with routers: it joins every address that it is given, again and again.
+
+So a router that was restarted, or was not up yet, is joined without being asked. Owns: which routers are joined now.
+Any failure ends one attempt and never the task: the attempt is repeated, and each change is logged once. Never: what
+being joined means for the worker (WorkerHost).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+import zlib
 from collections.abc import Callable
 
 import grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc
+from services.core.addresses import join, parse
+from services.core.printable import printable
 
 log = logging.getLogger(__name__)
 
 Dial = Callable[[str], grpc.aio.Channel]
 
-_RETRY_S = 1.0
+_RESOLVE_EVERY_S = 1.0
+_MAX_INTERVAL_S = 1.0
+_MIN_INTERVAL_S = 0.02
+"""Lower bound of the seconds between registrations, whatever interval a router asks for."""
+_FIRST_PAUSE_S = 0.25
+_MAX_PAUSE_S = 2.0
 _CALL_TIMEOUT_S = 2.0
 
 
-async def keep_registered(target: str, describe: Callable[[], control_pb2.WorkerDescription], dial: Dial) -> None:
-    """Registers with every address `target` (host:port) resolves to, until cancelled."""
-    channels: dict[str, grpc.aio.Channel] = {}
-    joined: dict[str, int] = {}
-    try:
-        while True:
-            addresses = await _resolve(target)
-            for gone in channels.keys() - addresses:
-                await channels.pop(gone).close()
-            for address in addresses - channels.keys():
-                channels[address] = dial(address)
-            answers = await asyncio.gather(
-                *(_register(address, channels[address], describe(), joined) for address in sorted(addresses))
-            )
-            await asyncio.sleep(min([_RETRY_S, *(answer for answer in answers if answer is not None)]))
-    finally:
-        for channel in channels.values():
+class Registrations:
+    """A worker's registrations.
+
+    Make it on the event loop. Each `join` runs in a task of its caller's until cancelled.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        describe: Callable[[], control_pb2.WorkerDescription],
+        dial: Dial,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called when the number of joined routers has changed."""
+        self._worker_id = worker_id
+        self._describe = describe
+        self._dial = dial
+        self._changed = changed
+        self._joined: set[_Router] = set()
+
+    @property
+    def num_joined(self) -> int:
+        """Returns the number of routers whose last answer was that this worker is registered."""
+        return len(self._joined)
+
+    async def join(self, target: str) -> None:
+        """Registers with every address that `target` (host:port) resolves to, until it is cancelled.
+
+        If the name stops resolving, the addresses it had are kept.
+        """
+        tasks: dict[str, asyncio.Task[None]] = {}
+        complaint = ""
+        try:
+            while True:
+                addresses, problem = await _resolve(target)
+                if problem != complaint:
+                    log.warning("router %s: %s", target, problem or "its name resolves again")
+                    complaint = problem
+                if not problem:
+                    for gone in tasks.keys() - addresses:
+                        await _cancel(tasks.pop(gone))
+                for new in addresses - tasks.keys():
+                    tasks[new] = asyncio.create_task(self._keep(new), name=f"register {new}")
+                await asyncio.sleep(_RESOLVE_EVERY_S)
+        finally:
+            await _cancel(*tasks.values())
+
+    async def _keep(self, address: str) -> None:
+        router = _Router(address)
+        channel = self._dial(address)
+        try:
+            while True:
+                pause_s = await self._register(router, control_pb2_grpc.RegistryServiceStub(channel))
+                await asyncio.sleep(pause_s)
+        finally:
+            self._note(router, joined=False)
             await channel.close()
 
+    async def _register(self, router: _Router, stub: control_pb2_grpc.RegistryServiceStub) -> float:
+        """Makes one attempt to register. Returns the seconds until the next."""
+        try:
+            worker = self._describe()
+            answer = await stub.Register(control_pb2.RegisterRequest(worker=worker), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            router.failed(error.code().name, printable(error.details() or ""))
+        except Exception as error:  # a defect of this process must not end the registration while the worker lives
+            log.exception("router %s: the attempt to register failed", router.address)
+            router.failed("INTERNAL", type(error).__name__)
+        else:
+            router.answered(answer.router_incarnation)
+            self._note(router, joined=True)
+            return min(max(answer.interval_ms / 1000, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
+        self._note(router, joined=False)
+        return pause_s(router.num_failures, f"{self._worker_id} {router.address}")
 
-async def _register(
-    address: str, channel: grpc.aio.Channel, worker: control_pb2.WorkerDescription, joined: dict[str, int]
-) -> float | None:
-    """Seconds until the next registration, or None when the router cannot be reached."""
-    stub = control_pb2_grpc.RegistryServiceStub(channel)
+    def _note(self, router: _Router, *, joined: bool) -> None:
+        if joined != (router in self._joined):
+            (self._joined.add if joined else self._joined.discard)(router)
+            self._changed()
+
+
+class _Router:
+    """One address, and the state of the router there. It logs each change of that state."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.num_failures = 0
+        """Failed attempts in a row."""
+        self._state: int | str | None = None
+        """Its incarnation, or the code of the last failure; None before the first answer."""
+
+    def answered(self, incarnation: int) -> None:
+        self.num_failures = 0
+        if self._state != incarnation:
+            self._state = incarnation
+            log.info("joined router %s (incarnation %x)", self.address, incarnation)
+
+    def failed(self, code: str, details: str) -> None:
+        self.num_failures += 1
+        before, self._state = self._state, code
+        if before == code:
+            return
+        if isinstance(before, int):
+            log.warning("router %s lost: %s %s", self.address, code, details)
+        elif code == "UNAVAILABLE":
+            log.warning("router %s cannot be reached: %s", self.address, details)
+        else:
+            log.warning("router %s refuses this worker: %s %s", self.address, code, details)
+
+
+def pause_s(num_failures: int, who: str) -> float:
+    """Returns the seconds to wait after so many failures in a row.
+
+    They vary by a quarter to each side, differently for each worker: workers that lost a router together do not all
+    come back at once.
+    """
+    doubled_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 10))
+    spread = zlib.crc32(f"{who} {num_failures}".encode()) / 0xFFFFFFFF
+    return doubled_s * (0.75 + spread / 2)
+
+
+async def _resolve(target: str) -> tuple[set[str], str]:
+    """Returns the addresses that `target` resolves to and an empty text, or no addresses and the reason."""
     try:
-        answer = await stub.Register(control_pb2.RegisterRequest(worker=worker), timeout=_CALL_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        if joined.pop(address, None) is not None:
-            log.warning("router %s lost: %s %s", address, error.code().name, error.details())
-        elif error.code() is not grpc.StatusCode.UNAVAILABLE:
-            log.warning("router %s refuses this worker: %s %s", address, error.code().name, error.details())
-        return None
-    if joined.get(address) != answer.router_incarnation:
-        joined[address] = answer.router_incarnation
-        log.info("joined router %s (incarnation %x)", address, answer.router_incarnation)
-    return answer.interval_ms / 1000
+        host, port = parse(target)
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # ValueError: also for names that the resolver cannot encode
+        return set(), f"its name cannot be resolved: {error}"
+    return {join(str(sockaddr[0]), port) for *_, sockaddr in infos}, ""
 
 
-async def _resolve(target: str) -> set[str]:
-    host, _, port = target.rpartition(":")
-    try:
-        infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        log.warning("cannot resolve router %s: %s", target, error)
-        return set()
-    return {f"[{sockaddr[0]}]:{port}" if ":" in str(sockaddr[0]) else f"{sockaddr[0]}:{port}" for *_, sockaddr in infos}
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

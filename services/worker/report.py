@@ -1,43 +1,51 @@
-"""What a worker says of itself: who it is, at each registration; how busy it is, in every message to a router.
+"""Reports on a worker: who it is, at each registration; how busy it is, in every message to a router.
 
-Pure reading. Never: changes anything.
+Never: changes anything.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from baton.v1 import control_pb2, types_pb2
 from services.core.ids import host_id
+from services.engine.config import EngineInfo, EngineStats
+from services.kv.layout import Layout
 from services.kvtransfer.wire import layout_to_proto
 
-if TYPE_CHECKING:
-    from services.worker.host import WorkerHost
 
-
-def describe(host: WorkerHost) -> control_pb2.WorkerDescription:
-    info = host.engine.info
+def describe(
+    info: EngineInfo,
+    layout: Layout,
+    *,
+    worker_id: str,
+    roles: Iterable[types_pb2.WorkerRole],
+    address: str,
+    incarnation: int,
+    max_num_seqs: int,
+) -> control_pb2.WorkerDescription:
     return control_pb2.WorkerDescription(
-        worker_id=host.worker_id,
-        role=host.role,
-        address=host.address,
-        incarnation=host.incarnation,
+        worker_id=worker_id,
+        roles=sorted(roles),
+        address=address,
+        incarnation=incarnation,
         pid=os.getpid(),
-        layout=layout_to_proto(host.layout),
+        layout=layout_to_proto(layout),
         num_blocks=info.num_blocks,
         max_model_len=info.max_model_len,
-        max_num_seqs=host.config.max_num_seqs,
-        shm_socket=host.transfer.socket_name,
+        max_num_seqs=max_num_seqs,
         host_id=host_id(),
         vocab_size=info.vocab_size,
         device=str(info.device),
+        fingerprint=types_pb2.Fingerprint(kv=layout.fingerprint, numerics=info.numerics),
     )
 
 
-def snapshot(host: WorkerHost, number: int) -> types_pb2.LoadSnapshot:
-    """`number` counts up: of two snapshots the higher one is newer."""
-    stats = host.engine.stats()
+def snapshot(
+    stats: EngineStats, *, number: int, num_importing: int, num_leases: int, draining: bool
+) -> types_pb2.LoadSnapshot:
+    """Returns the worker's load. `number` counts up: of two snapshots, the one with the higher number is newer."""
     return types_pb2.LoadSnapshot(
         sequence_number=number,
         blocks_importing=stats.ledger.importing,
@@ -48,8 +56,8 @@ def snapshot(host: WorkerHost, number: int) -> types_pb2.LoadSnapshot:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         queued_prefill_tokens=stats.queued_prefill_tokens,
-        num_importing=len(host.imports),
-        num_leases=len(host.leases),
+        num_importing=num_importing,
+        num_leases=num_leases,
         num_preemptions=stats.num_preemptions,
         ms_per_prefill_token=stats.ms_per_prefill_token,
         ms_per_decode_step=stats.ms_per_decode_step,
@@ -57,6 +65,6 @@ def snapshot(host: WorkerHost, number: int) -> types_pb2.LoadSnapshot:
         current_step_ms=stats.current_step_ms,
         prefix_tokens_queried=stats.prefix_tokens_queried,
         prefix_tokens_hit=stats.prefix_tokens_hit,
-        draining=host.draining,
+        draining=draining,
         consecutive_step_failures=stats.consecutive_step_failures,
     )

@@ -1,44 +1,54 @@
-"""The stream between one router and one phase of this worker.
+"""Serves WorkerService: the one stream between a router and this worker.
 
 Owns: the session's legs, its outbox, its liveness. Everything a session started ends with it, at once; a newer session
-of the same router incarnation ends the older first (DESIGN §5, "Sessions own everything").
-Never: what a leg does (services.prefill, services.decode).
+of the same router incarnation ends the older first. Reader, writer and the watch over the router are separate tasks:
+none of them waits for another. Never: what a message means (WorkerHost), or what a leg does (services.prefill,
+services.decode).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Protocol
 
-from baton.v1 import types_pb2
+from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.clock import Clock
 from services.core.errors import BatonError, DeadlineExceeded, ProtocolViolation, StaleIncarnation
+from services.core.timeouts import timeout_after
+from services.rpc.silence import PeerWatch
 
 log = logging.getLogger(__name__)
 
-Request = TypeVar("Request")
-Response = TypeVar("Response")
+WORKER_SERVICE = "baton.v1.WorkerService"
+_MOST_BYTES = 4 << 20
+"""The most bytes of events in one message. Events that have accumulated behind a slow router go in several."""
 
 
 class Leg(Protocol):
     """One command of a session, from its arrival until nothing of it is left."""
 
     def cancel(self) -> None:
-        """Gives the leg up: compute and transfer stop as soon as the rule of reuse lets them. Idempotent."""
+        """Gives the leg up: compute and transfer stop as soon as the rule of reuse allows.
+
+        Calling it again has no effect.
+        """
         ...
 
 
 class Outbox:
-    """Events not yet sent. A leg's tokens coalesce, so a slow router costs tokens, not messages."""
+    """Events not yet sent.
+
+    A leg's tokens are merged into one event, so a slow router adds tokens to it, not messages.
+    """
 
     def __init__(self) -> None:
-        self._events: list[Any] = []
+        self._events: list[worker_pb2.LegEvent] = []
         self._open_tokens: dict[int, types_pb2.SequenceTokens] = {}
 
-    def add(self, event: Any) -> None:
-        """`event`: a PrefillEvent or DecodeEvent."""
+    def add(self, event: worker_pb2.LegEvent) -> None:
         if event.WhichOneof("event") == "tokens":
             tokens = event.tokens
             earlier = self._open_tokens.get(tokens.leg)
@@ -52,36 +62,59 @@ class Outbox:
                 self._open_tokens[tokens.leg] = event.tokens
         self._events.append(event)
 
-    def take(self) -> list[Any]:
-        events, self._events = self._events, []
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def take(self, most_bytes: int = _MOST_BYTES) -> list[worker_pb2.LegEvent]:
+        """Removes and returns the oldest events, as many as fit into `most_bytes`, but at least one if there is any."""
+        num_bytes = num_taken = 0
+        for event in self._events:
+            num_bytes += event.ByteSize()
+            if num_taken and num_bytes > most_bytes:
+                break
+            num_taken += 1
+        taken, self._events = self._events[:num_taken], self._events[num_taken:]
         self._open_tokens.clear()
-        return events
+        return taken
 
 
 class RouterSession:
-    """One open session. Legs are added by the phase's servicer and remove themselves when they are over."""
+    """One open session. Legs of all phases add themselves, and remove themselves when they have ended."""
 
-    def __init__(self, hello: types_pb2.SessionHello, clock: Clock) -> None:
+    def __init__(self, hello: worker_pb2.SessionHello) -> None:
         self.router_incarnation = hello.router_incarnation
         self.number = hello.session_number
         self.legs: dict[int, Leg] = {}
         self.ended = asyncio.Event()
         self.error: BatonError | None = None
-        """What the router is told at the end; None if all is in order."""
-        self.heard_s = clock.now()
+        """The error that the router is sent at the end; None if the session ends in order."""
+        self.newest_leg = 0
+        """The highest leg number received, whether or not the leg was accepted."""
+        self._lists_legs_at_s = -math.inf
         self._outbox = Outbox()
         self._wake = asyncio.Event()
 
-    def emit(self, event: Any) -> None:
-        """Queues an event for the router. After the end there is no one to tell."""
+    def emit(self, event: worker_pb2.LegEvent) -> None:
+        """Queues an event for the router. Has no effect after the session's end."""
         if not self.ended.is_set():
             self._outbox.add(event)
 
     def flush(self) -> None:
         self._wake.set()
 
-    async def wait_events(self, timeout_s: float) -> list[Any]:
-        """Events since the last call; empty after `timeout_s` without any, or at the end."""
+    def live_legs(self, now: float, every_s: float) -> worker_pb2.LiveLegs | None:
+        """Returns the legs to send with the events just taken, or None if it is too early or events are left.
+
+        It is sent at most every `every_s` seconds, however often steps bring messages. While events are left for the
+        next message it is not sent, since a leg would be missing from the list before its last event arrives.
+        """
+        if now < self._lists_legs_at_s or len(self._outbox):
+            return None
+        self._lists_legs_at_s = now + every_s
+        return worker_pb2.LiveLegs(newest_leg=self.newest_leg, legs=self.legs)
+
+    async def wait_events(self, timeout_s: float) -> list[worker_pb2.LegEvent]:
+        """Returns the events to send next: empty after `timeout_s` without any, or at the session's end."""
         if not self._wake.is_set():
             try:
                 async with asyncio.timeout(timeout_s):
@@ -91,44 +124,54 @@ class RouterSession:
         self._wake.clear()
         return self.take_events()
 
-    def take_events(self) -> list[Any]:
-        """Events since the last call."""
-        return self._outbox.take()
+    def take_events(self) -> list[worker_pb2.LegEvent]:
+        """Removes and returns the oldest events not yet sent; those that do not fit into one message are taken next."""
+        events = self._outbox.take()
+        if len(self._outbox):
+            self._wake.set()
+        return events
 
     def end(self, error: BatonError | None = None) -> None:
-        """Cancels every leg. Idempotent."""
+        """Ends the session and cancels every leg. Calling it again has no effect."""
         if self.ended.is_set():
             return
         self.error = error
         self.ended.set()
         self._wake.set()
-        for leg in list(self.legs.values()):
-            leg.cancel()
+        for number in list(self.legs):
+            self.cancel(number)
+
+    def cancel(self, number: int) -> None:
+        """Gives a leg up, if it exists. If that raises, the leg is dropped and other legs are not affected."""
+        if (leg := self.legs.get(number)) is not None:
+            try:
+                leg.cancel()
+            except Exception:
+                log.exception("leg %d could not be given up in order", number)
+                self.legs.pop(number, None)
 
 
-class SessionHost(Generic[Request, Response]):
-    """Serves the Session RPC of one phase.
+class SessionHost(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves the Session RPC to every router: at most one session for each.
 
-    `accept(session, request)` handles commands, cancels and heartbeats; `respond(events, load)` builds a response;
-    `load()` is the worker's newest snapshot.
+    `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot.
+    `clock` is of awake time, since it judges routers.
     """
 
     def __init__(
         self,
-        name: str,
         incarnation: int,
         clock: Clock,
         *,
-        accept: Callable[[RouterSession, Request], None],
-        respond: Callable[[list[Any]], Response],
+        accept: Callable[[RouterSession, worker_pb2.SessionRequest], None],
+        load: Callable[[], types_pb2.LoadSnapshot],
         heartbeat_s: float,
         silence_s: float,
     ) -> None:
-        self._name = name
         self._incarnation = incarnation
         self._clock = clock
         self._accept = accept
-        self._respond = respond
+        self._load = load
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._sessions: dict[int, RouterSession] = {}
@@ -140,44 +183,79 @@ class SessionHost(Generic[Request, Response]):
         return len(self._sessions)
 
     def end_all(self, error: BatonError | None = None) -> None:
-        """`error`: what happened to this worker, if it does not leave in order."""
+        """Ends all sessions. `error` says what happened to this worker; None if it leaves in order."""
         for session in self:
             session.end(error)
 
-    async def serve(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
-        """The body of the RPC: one response per batch of events, or per heartbeat interval."""
+    async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any) -> None:
+        await self.serve(aiter(request_iterator), context.write)
+
+    async def serve(
+        self,
+        requests: AsyncIterator[worker_pb2.SessionRequest],
+        write: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ) -> None:
+        """Runs the body of the RPC: it writes one response per batch of events, or per heartbeat interval.
+
+        Returns when the session has ended and its last events are written, or the router does not read them. A write
+        that is given up stays with the runtime, which ends the call when the router reads again or its connection ends.
+        """
         session = self._open(await self._first(requests))
-        reader = asyncio.create_task(self._read(session, requests), name=f"{self._name}-session-reader")
+        watch = PeerWatch(self._clock, self._silence_s)
+        reader = self._task(self._read(session, requests, watch), "reader")
+        writer = self._task(self._write(session, write, watch), "writer")
+        watcher = self._task(self._end_when_silent(session, watch), "watch")
         try:
-            yield self._respond([])
-            while not session.ended.is_set():
-                yield self._respond(await session.wait_events(self._heartbeat_s))
-                if self._clock.now() - session.heard_s > self._silence_s:
-                    log.warning("%s session %d: router silent for %.1f s", self._name, session.number, self._silence_s)
-                    break
-            # What was said in the very moment of the end: of a worker that leaves these are the last tokens.
-            if events := session.take_events():
-                yield self._respond(events)
-            if reader.done():
-                reader.result()
+            await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (writer, watcher, reader):
+                if task.done():
+                    task.result()
             if session.error is not None:
                 raise session.error
         finally:
             session.end()
             if self._sessions.get(session.router_incarnation) is session:
                 del self._sessions[session.router_incarnation]
-            reader.cancel()
-            log.info("%s session %d of router %x ended", self._name, session.number, session.router_incarnation)
+            for task in (reader, writer, watcher):
+                task.cancel()
+            await asyncio.wait({reader, writer, watcher})
+            log.info("session %d of router %x ended", session.number, session.router_incarnation)
 
-    async def _first(self, requests: AsyncIterator[Request]) -> Request | None:
-        """Bounded in time: whoever opens streams and says nothing must not collect them here."""
+    def _task(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        return asyncio.create_task(work, name=f"session-{what}")
+
+    async def _write(
+        self, session: RouterSession, write: Callable[[worker_pb2.SessionResponse], Awaitable[None]], watch: PeerWatch
+    ) -> None:
+        async def send(events: list[worker_pb2.LegEvent]) -> None:
+            with watch.writing():
+                live_legs = session.live_legs(self._clock.now(), self._heartbeat_s)
+                await write(worker_pb2.SessionResponse(events=events, load=self._load(), live_legs=live_legs))
+
+        await send([])
+        while not session.ended.is_set():
+            await send(await session.wait_events(self._heartbeat_s))
+        # Events emitted as the session ended: from a worker that leaves, these are the last tokens.
+        while events := session.take_events():
+            await send(events)
+
+    async def _end_when_silent(self, session: RouterSession, watch: PeerWatch) -> None:
+        verdict = await watch.verdict()
+        log.warning("session %d: router %s", session.number, verdict)
+        session.end()
+
+    async def _first(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> worker_pb2.SessionRequest | None:
+        """Returns the first request, or None if there is none.
+
+        Raises DeadlineExceeded after `silence_s`, so that streams on which no one sends anything do not accumulate.
+        """
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with timeout_after(self._silence_s, self._clock):
                 return await anext(requests, None)
         except TimeoutError:
             raise DeadlineExceeded(f"no hello within {self._silence_s:g} s") from None
 
-    def _open(self, first: Any) -> RouterSession:
+    def _open(self, first: worker_pb2.SessionRequest | None) -> RouterSession:
         if first is None or first.WhichOneof("message") != "hello":
             raise ProtocolViolation("a session starts with hello")
         hello = first.hello
@@ -188,17 +266,19 @@ class SessionHost(Generic[Request, Response]):
             if older.number >= hello.session_number:
                 raise ProtocolViolation(f"session {hello.session_number} is not newer than {older.number}")
             older.end()
-        session = RouterSession(hello, self._clock)
+        session = RouterSession(hello)
         self._sessions[hello.router_incarnation] = session
-        log.info("%s session %d of router %x open", self._name, session.number, session.router_incarnation)
+        log.info("session %d of router %x open", session.number, session.router_incarnation)
         return session
 
-    async def _read(self, session: RouterSession, requests: AsyncIterator[Any]) -> None:
+    async def _read(
+        self, session: RouterSession, requests: AsyncIterator[worker_pb2.SessionRequest], watch: PeerWatch
+    ) -> None:
         try:
             async for request in requests:
                 if session.ended.is_set():
                     return
-                session.heard_s = self._clock.now()
+                watch.heard()
                 if request.WhichOneof("message") in (None, "hello"):
                     raise ProtocolViolation("hello comes first and only then")
                 self._accept(session, request)

@@ -1,4 +1,4 @@
-"""Counts of this process that nothing else keeps, for metrics. Never: what they mean."""
+"""Counts, for metrics, what nothing else in this process counts. Never: interprets the counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """Transports by name."""
+    """Counts since the start. Counters of transfers are keyed by the transport's name."""
 
     leases_ended: Counter[str] = field(default_factory=Counter)
     imports: Counter[str] = field(default_factory=Counter)
@@ -16,6 +16,8 @@ class Tally:
     transfer_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfers_failed: Counter[str] = field(default_factory=Counter)
-    """By the error's reason."""
+    """Failed transfers by the error's reason."""
     imports_failed: int = 0
-    """Given up for whatever reason, a client's too."""
+    """Imports given up for any reason, a client's cancellation included."""
+    internal_errors: int = 0
+    """Unforeseen exceptions; each has ended one leg at most."""

@@ -1,4 +1,4 @@
-"""Tasks that someone owns: each is kept until it is over, and its failure is never silent."""
+"""Keeps tasks that have an owner: each is referenced until it is over, and its failure is logged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnedTasks:
-    """Made on the event loop; `close` at the end."""
+    """A set of tasks with one owner. Make it on the event loop, and call `close` at the end."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -23,7 +23,7 @@ class OwnedTasks:
         return task
 
     async def close(self) -> None:
-        """Cancels what still runs, and waits for it."""
+        """Cancels the tasks that still run, and waits for them."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

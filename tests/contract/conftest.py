@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from router_harness import CONFIG, Cluster
-from scripted_worker import ScriptedWorker
 
-from tests.text_model import write_model
+from tests.support.router_harness import CONFIG, Cluster
+from tests.support.scripted_worker import ScriptedWorker
+from tests.support.text_model import write_model
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,13 @@ from services.cli import health
 from services.cli.main import COMMANDS
 from services.core.errors import ConfigError
 from services.router import control, registry, servicer
+from services.worker.session import WORKER_SERVICE
 from services.worker.transfer import TRANSFER_SERVICE
-from tests.deploy import compose
+from tests.support import compose
 
 OURS = {name: service for name, service in compose.services().items() if service["image"].startswith("baton:")}
 THEIRS = {name: service for name, service in compose.services().items() if name not in OURS}
-WORKERS = [name for name, role, _ in compose.num_workers(OURS, {"gpu"}) if role]
+WORKERS = [name for name, role, _ in compose.num_workers(OURS, {"cpu", "gpu"}) if role]
 
 # Keys of the compose specification that docker-compose 1.29 and docker compose v2 both know, as far as they are used.
 SERVICE_KEYS = {
@@ -31,6 +32,7 @@ SERVICE_KEYS = {
     "cpuset": (str, type(None)),
     "depends_on": (dict, list),
     "deploy": dict,
+    "entrypoint": list,
     "env_file": list,
     "environment": dict,
     "healthcheck": dict,
@@ -70,7 +72,8 @@ def test_compose_itself_takes_the_file(command: list[str]) -> None:
 
 
 def test_the_default_is_a_split_cluster_on_cpu() -> None:
-    assert list(compose.num_workers(OURS, set())) == [("prefill", "prefill", 1), ("decode", "decode", 1)]
+    started = list(compose.num_workers(OURS, compose.default_profiles()))
+    assert started == [("prefill", "prefill", 1), ("decode", "decode", 1)]
     assert OURS["router"].get("profiles") is None
     for name in ("prefill", "decode"):
         assert OURS[name]["environment"]["BATON_DEVICE"] == "cpu"
@@ -78,6 +81,7 @@ def test_the_default_is_a_split_cluster_on_cpu() -> None:
 
 def test_profiles() -> None:
     assert {profile for each in compose.services().values() for profile in each.get("profiles", [])} == {
+        "cpu",
         "gpu",
         "observability",
     }
@@ -86,6 +90,23 @@ def test_profiles() -> None:
         "prometheus",
         "grafana",
     }
+
+
+@pytest.mark.parametrize("given", [[], ["cpu"], ["gpu"], ["cpu", "observability"], ["gpu", "observability"]])
+def test_exactly_one_kind_of_worker_starts(given: list[str]) -> None:
+    """`--profile` replaces the profiles of .env, in both compose versions."""
+    profiles = set(given) or compose.default_profiles()
+    devices = {
+        OURS[name]["environment"]["BATON_DEVICE"] for name, _, number in compose.num_workers(OURS, profiles) if number
+    }
+    assert devices == ({"cuda"} if "gpu" in given else {"cpu"})
+
+
+def test_what_a_worker_costs_reaches_its_container() -> None:
+    services = compose.services({"CPU_COST_PER_HOUR": "0.25", "GPU_COST_PER_HOUR": "2.5"})
+    for name in WORKERS:
+        expected = 2.5 if name.startswith("gpu-") else 0.25
+        assert compose.configuration_of(services[name]).cost_per_hour == expected, name
 
 
 @pytest.mark.parametrize("name", ["router", *WORKERS])
@@ -118,7 +139,8 @@ def test_what_the_image_sets_exists() -> None:
 
 def test_settings_left_alone_are_the_services_defaults() -> None:
     """But for those that a deployment has reason to change."""
-    changed = {"host", "port", "metrics_port", "http_port", "router", "shm_dir", "transport", "memory_utilization"}
+    changed = {"host", "port", "metrics_port", "http_port", "control_host", "cluster_token_file"}
+    changed |= {"router", "shm_dir", "transport", "memory_utilization"}
     for name in ("router", "prefill"):
         config = compose.configuration_of(OURS[name])
         for field in dataclasses.fields(config):
@@ -137,15 +159,15 @@ def test_health_checks_ask_for_a_service_that_exists(name: str) -> None:
     flags = dict(zip(check["test"][3::2], check["test"][4::2], strict=True))
     assert set(flags) == {"--target", "--service"}
     assert flags["--target"] == f"127.0.0.1:{compose.image_environment()['BATON_PORT']}"
-    services = {servicer.FULL_NAME, control.FULL_NAME, registry.FULL_NAME, TRANSFER_SERVICE}
-    assert flags["--service"] in services | {"baton.v1.PrefillService", "baton.v1.DecodeService"}
+    services = {servicer.FULL_NAME, control.FULL_NAME, registry.FULL_NAME, TRANSFER_SERVICE, WORKER_SERVICE}
+    assert flags["--service"] in services
     assert health.main.__module__ == COMMANDS["health"][0]
 
 
 def test_workers_share_the_sockets_and_only_read_the_models() -> None:
     for name in WORKERS:
         volumes = dict(volume.split(":", 1) for volume in OURS[name]["volumes"])
-        assert volumes == {"models": "/var/lib/baton:ro", "sockets": "/run/baton"}
+        assert volumes == {"models": "/var/lib/baton:ro", "sockets": "/run/baton", "cluster": "/run/cluster"}
         assert compose.configuration_of(OURS[name]).shm_dir == "/run/baton"
         assert "ipc" not in OURS[name]
         assert "pid" not in OURS[name]
@@ -166,7 +188,7 @@ def test_replicas_can_be_told_apart(name: str) -> None:
     config = compose.configuration_of(OURS[name])
     assert not config.advertise
     assert not config.worker_id
-    assert config.router == ("router:50051",)
+    assert config.router == ("router:50052",)
 
 
 def test_workers_may_finish_before_they_are_killed() -> None:
@@ -189,6 +211,28 @@ def test_published_ports_are_those_the_router_listens_on() -> None:
     config = compose.configuration_of(OURS["router"])
     inside = {int(port.rpartition(":")[2]) for port in OURS["router"]["ports"]}
     assert inside == {config.port, config.http_port, config.metrics_port}
+
+
+def test_the_control_port_is_for_the_stack_alone() -> None:
+    """Workers reach it over the network between the containers; it is not published."""
+    config = compose.configuration_of(OURS["router"])
+    assert config.control_host == "0.0.0.0"
+    assert {compose.configuration_of(OURS[name]).router for name in WORKERS} == {(f"router:{config.control_port}",)}
+    published = [port.rpartition(":")[2] for service in OURS.values() for port in service.get("ports", [])]
+    assert str(config.control_port) not in published
+
+
+def test_router_and_workers_share_a_token_that_the_first_of_them_makes() -> None:
+    """In a volume that only Baton's user can open, in memory; no step of the operator's, nothing in the file."""
+    for name in ("router", *WORKERS):
+        assert compose.configuration_of(OURS[name]).cluster_token_file == "/run/cluster/token"
+        assert "cluster:/run/cluster" in OURS[name]["volumes"], "to be written to: whoever is first makes it"
+        assert "BATON_CLUSTER_TOKEN" not in OURS[name]["environment"]
+    options = compose.load()["volumes"]["cluster"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    assert "mode=0700,uid=10001,gid=10001" in options["o"]
+    strangers = {name for name, service in THEIRS.items() if "cluster:" in str(service.get("volumes"))}
+    assert not strangers
 
 
 @pytest.mark.parametrize("name", sorted(compose.services()))
@@ -215,3 +259,25 @@ def test_every_gpu_worker_has_one_device() -> None:
             assert device["capabilities"] == ["gpu"]
             devices += device["device_ids"]
     assert devices == [str(number) for number in range(8)]
+
+
+def test_grafana_has_no_password_that_everybody_knows() -> None:
+    """Its own default is admin; without one of the operator's it gets a random one, and anonymous viewers."""
+    grafana = compose.services()["grafana"]
+    assert grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == ""
+    told = compose.services({"GRAFANA_PASSWORD": "secret"})["grafana"]["environment"]
+    assert told["GF_SECURITY_ADMIN_PASSWORD"] == "secret"
+    assert grafana["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    shell, flag, script = grafana["entrypoint"]
+    # What compose leaves of it, run with another program in Grafana's place.
+    script = script.replace("$$", "$").replace("exec /run.sh", "printenv GF_SECURITY_ADMIN_PASSWORD")
+    runs = [
+        subprocess.run(
+            [shell, flag, script], env={**os.environ, "GF_SECURITY_ADMIN_PASSWORD": given}, capture_output=True
+        )
+        for given in ("", "", "secret")
+    ]
+    first, second, given = (run.stdout.decode().strip() for run in runs)
+    assert min(len(first), len(second)) >= 32
+    assert first != second
+    assert given == "secret"

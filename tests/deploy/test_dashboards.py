@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from scripts import check_dashboards
-from tests.deploy.compose import DEPLOY
-from tests.models import tiny_model
-from tests.processes import Up
+from tests.support.compose import DEPLOY
+from tests.support.models import tiny_model
+from tests.support.processes import Up
 
 WITHIN_S = 150.0
 CONFIG = """

@@ -6,7 +6,7 @@ import re
 import subprocess
 import tomllib
 
-from tests.deploy.compose import DEPLOY
+from tests.support.compose import DEPLOY
 
 ROOT = DEPLOY.parent
 TEXT = (DEPLOY / "Dockerfile").read_text()
@@ -15,24 +15,54 @@ INSTRUCTIONS = [
     for line in re.split(r"\n(?=[A-Z]+ )", re.sub(r"^#.*\n", "", TEXT, flags=re.M))
     if line.strip()
 ]
-STAGES = [number for number, line in enumerate(INSTRUCTIONS) if line.startswith("FROM ")]
-BUILDER, FINAL = INSTRUCTIONS[STAGES[0] : STAGES[1]], INSTRUCTIONS[STAGES[1] :]
+STARTS = [number for number, line in enumerate(INSTRUCTIONS) if line.startswith("FROM ")]
+STAGES = {
+    INSTRUCTIONS[start].partition(" AS ")[2].strip() or "worker": INSTRUCTIONS[start:end]
+    for start, end in zip(STARTS, [*STARTS[1:], None], strict=True)
+}
+"""The last one has no name: it is what is built when none is asked for."""
+BUILDERS = ["dependencies", "distributions", "router-builder", "worker-builder"]
+FINAL = [*STAGES["runtime"], *STAGES["router"], *STAGES["worker"]]
 
 
-def test_both_stages_stand_on_the_base_image() -> None:
+def test_the_stages_and_what_each_stands_on() -> None:
     assert INSTRUCTIONS[0].strip() == "ARG BASE_IMAGE=python:3.11-slim"
-    assert [INSTRUCTIONS[number].split()[1] for number in STAGES] == ["${BASE_IMAGE}", "${BASE_IMAGE}"]
+    assert {name: lines[0].split()[1] for name, lines in STAGES.items()} == {
+        "dependencies": "${BASE_IMAGE}",
+        "distributions": "dependencies",
+        "router-builder": "dependencies",
+        "worker-builder": "dependencies",
+        "runtime": "${BASE_IMAGE}",
+        "router": "runtime",
+        "worker": "runtime",
+    }
+    assert list(STAGES)[-1] == "worker"
 
 
-def test_no_compiler_in_the_final_stage() -> None:
-    assert any("gcc" in line for line in BUILDER)
+def test_no_compiler_in_the_images() -> None:
+    assert any("gcc" in line for line in STAGES["worker-builder"])
     for line in FINAL:
         assert not re.search(r"\b(apt-get|apt|gcc|g\+\+|clang|make|build-essential)\b", line), line
-    copies = [line for line in FINAL if line.startswith("COPY")]
-    assert [line.split() for line in copies] == [["COPY", "--from=builder", "/opt/baton", "/opt/baton"]]
+    for name in ("router", "worker"):
+        (copied,) = [line.split() for line in STAGES[name] if line.startswith("COPY")]
+        assert copied == ["COPY", f"--from={name}-builder", "/opt/baton", "/opt/baton"]
+    assert not any(line.startswith("COPY") for line in STAGES["runtime"])
 
 
-def test_it_does_not_run_as_root() -> None:
+def test_the_routers_image_has_nothing_of_the_extra() -> None:
+    """What its venv is made of never names the worker's requirements, nor a compiler."""
+    for name in ("dependencies", "router-builder"):
+        installs = [line for line in STAGES[name] if "pip install" in line]
+        assert installs
+        for line in installs:
+            assert re.search(
+                r"pip install (--requirement runtime\.txt|--no-deps --no-index /build/dist/\*\.whl)$", line.strip()
+            )
+    assert any("--requirement worker.txt ${TORCH_INDEX}" in line for line in STAGES["worker-builder"])
+    assert not any("gcc" in line for name in ("dependencies", "router-builder") for line in STAGES[name])
+
+
+def test_they_do_not_run_as_root() -> None:
     users = [line.split()[1] for line in FINAL if line.startswith("USER ")]
     assert users == ["baton"]
     after = FINAL[FINAL.index("USER baton") :]
@@ -62,22 +92,27 @@ def test_what_is_installed_is_pinned() -> None:
         for line in (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    needed: list[str] = []
+    for path in ("pyproject.toml", "client/pyproject.toml"):
+        file = tomllib.loads((ROOT / path).read_text())
+        needed += [*file["project"]["dependencies"], *file["build-system"]["requires"]]
+        needed += file["project"].get("optional-dependencies", {}).get("worker", [])
     names = {re.split(r"[\[<>=~ ]", line)[0].lower().replace("_", "-") for line in needed}
-    assert names <= pinned, names - pinned
+    assert names - pinned == {"baton-client"}
 
 
 def test_variants_are_checked() -> None:
-    assert "ARG VARIANT=cpu" in BUILDER
-    assert any("cpu | cuda)" in line for line in BUILDER)
-    assert 'ARG TORCH_INDEX=""' in BUILDER
+    builder = STAGES["worker-builder"]
+    assert "ARG VARIANT=cpu" in builder
+    assert any("cpu | cuda)" in line for line in builder)
+    assert 'ARG TORCH_INDEX=""' in builder
 
 
 def test_the_context_holds_what_is_copied_and_little_else() -> None:
     admitted = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    sources = {part for line in BUILDER if line.startswith("COPY ") for part in line.split()[1:-1]}
-    assert sources <= admitted
+    lines = [line for name in BUILDERS for line in STAGES[name]]
+    sources = {part for line in lines if line.startswith("COPY ") for part in line.split()[1:-1]}
+    assert sources - admitted == {"client/pyproject.toml"}
     assert admitted - sources == {"deploy/wheels"}
     for source in sources:
         assert (ROOT / source).exists(), source

@@ -15,10 +15,10 @@ import pytest
 
 from baton.v1 import control_pb2, inference_pb2, inference_pb2_grpc, types_pb2
 from services.rpc.channels import dial
-from tests.cluster import receive
-from tests.deploy.compose import DEPLOY
-from tests.deploy.stack import IMAGE, Operator, Stack, build, docker, has_compose, missing_engine, ready
-from tests.processes import baton
+from tests.support.cluster import receive
+from tests.support.compose import DEPLOY
+from tests.support.processes import baton
+from tests.support.stack import IMAGE, ROUTER_IMAGE, Operator, Stack, build, docker, has_compose, missing_engine, ready
 
 MISSING = missing_engine()
 pytestmark = [
@@ -32,7 +32,7 @@ NUM_CLIENTS, MAX_TOKENS = 6, 48
 def image() -> Iterator[str]:
     build()
     yield IMAGE
-    docker("rmi", IMAGE)
+    docker("rmi", IMAGE, ROUTER_IMAGE)
 
 
 @pytest.fixture(scope="module", params=[["docker", "compose"], ["docker-compose"]], ids=" ".join)
@@ -49,14 +49,15 @@ def stack(request: pytest.FixtureRequest, image: str) -> Iterator[Stack]:
     assert stack.remains() == []
 
 
-def test_the_image_holds_what_is_pinned_and_no_compiler(image: str) -> None:
-    shell = ["run", "--rm", "--network", "none", "--entrypoint", "sh", image, "-c"]
+@pytest.mark.parametrize("name", [IMAGE, ROUTER_IMAGE])
+def test_an_image_holds_what_is_pinned_and_no_compiler(image: str, name: str) -> None:
+    shell = ["run", "--rm", "--network", "none", "--entrypoint", "sh", name, "-c"]
     assert docker(*shell, "id -u").strip() == "10001"
     assert docker(*shell, "for c in gcc cc g++ c++ clang tcc make ld as; do command -v $c; done; true").strip() == ""
     pinned = {_name(line) for line in (DEPLOY.parent / "requirements" / "constraints.txt").read_text().splitlines()}
     installed = {_name(line) for line in docker(*shell, "pip freeze 2>/dev/null").splitlines()}
-    assert "torch" in installed
-    assert installed - pinned == {"baton-serving"}
+    assert ("torch" in installed) is ("transformers" in installed) is (name == IMAGE)
+    assert installed - pinned == {"baton-serving", "baton-client"}
 
 
 def test_generate_from_the_host(stack: Stack, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_shared_memory_crosses_the_containers(stack: Stack) -> None:
 
 async def test_replicas_come_and_requests_survive_their_end(stack: Stack) -> None:
     """Three decode workers; under load one is stopped (it drains) and one is killed (the engine starts it again)."""
-    operator = Operator(stack.target)
+    operator = Operator(*stack.control())
     await asyncio.to_thread(stack.compose, "up", "--detach", "--scale", "decode=3")
     workers = await operator.until(lambda status: len(found := ready(status, "decode")) == 3 and found, "3 decodes")
     assert len({each.worker.address for each in workers}) == 3

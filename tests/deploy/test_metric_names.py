@@ -16,10 +16,10 @@ from scripts import metrics_table
 from services.router.config import RouterConfig
 from services.router.metrics import RouterMetrics
 from services.worker.metrics import WorkerMetrics
-from tests.deploy.compose import DEPLOY, load
-from tests.deploy.promql import metrics_of, of_dashboard, of_rules
-from tests.models import tiny_model
-from tests.workers import MIXED, running_worker, worker_config
+from tests.support.compose import DEPLOY, load
+from tests.support.models import tiny_model
+from tests.support.promql import metrics_of, of_dashboard, of_rules
+from tests.support.workers import MIXED, running_worker, worker_config
 
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 RULES = sorted((DEPLOY / "prometheus").glob("rules*.yml"))

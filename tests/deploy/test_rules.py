@@ -13,7 +13,7 @@ import yaml
 from scripts import slo_rules
 from services.router.config import RouterConfig
 from services.rpc.status import CODES
-from tests.deploy.compose import DEPLOY, env_file, services
+from tests.support.compose import DEPLOY, env_file, services
 
 RULES = DEPLOY / "prometheus" / "rules-slo.yml"
 TESTS = Path(__file__).with_name("rules_test.yml")

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine import attention
-from services.engine.attention_varlen import VarlenAttention
-from services.engine.kv_cache import KVCache, KVShape
-from tests.engine_driver import drive
-from tests.equality import GreedyReference
-from tests.models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, tiny_model
+from services.cli import machine
+from services.cli.plan import spread_devices
+from services.engine.attention import choice, paged
+from services.engine.attention.varlen import VarlenAttention
+from services.engine.model.kv_cache import KVCache, KVShape
+from tests.support.engine_driver import drive
+from tests.support.equality import GreedyReference
+from tests.support.models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, tiny_model
 
 CUDA = "cuda:0"
 LENGTHS = (1, 15, 16, 17, SLIDING_WINDOW + 1, 90, 300)
@@ -39,20 +41,20 @@ def test_greedy_output_is_transformers_own(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 8, 128)])
 def test_varlen_attention_over_gathered_keys(heads: int, kv_heads: int, head_dim: int) -> None:
     backend = VarlenAttention(over_tables=False)
-    attention.verify(backend, torch.device(CUDA), torch.bfloat16, heads, kv_heads, head_dim, 16)
+    paged.verify(backend, torch.device(CUDA), torch.bfloat16, heads, kv_heads, head_dim, 16)
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_varlen_attention_over_block_tables_is_exact_or_refuses(block_size: int) -> None:
     """Which block sizes it takes depends on the flash attention that is installed."""
     try:
-        attention.verify(VarlenAttention(True), torch.device(CUDA), torch.bfloat16, 9, 3, 64, block_size)
+        paged.verify(VarlenAttention(True), torch.device(CUDA), torch.bfloat16, 9, 3, 64, block_size)
     except RuntimeError as error:
         pytest.skip(f"no block tables of {block_size} here: {error}")
 
 
 def test_bfloat16_attends_by_flash_attention() -> None:
-    backend = attention.select(torch.device(CUDA), torch.bfloat16, 9, 3, 64, 16)
+    backend = choice.select(torch.device(CUDA), torch.bfloat16, 9, 3, 64, 16)
     assert isinstance(backend, VarlenAttention)
 
 
@@ -62,6 +64,31 @@ def test_bfloat16_generates(tmp_path: Path) -> None:
     with drive(tiny_model("llama", tmp_path), device=CUDA, dtype="bfloat16") as driver:
         together = driver.generate(prompts, 16)
     assert [len(output) for output in together] == [16] * len(prompts)
+
+
+def test_blocks_are_read_beside_a_step_that_runs() -> None:
+    """And not after it: the step's stream is kept busy until the block has been read."""
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
+    cache = KVCache(shape, 5, torch.device(CUDA))
+    data = random.Random(1).randbytes(cache.block_bytes)
+    cache.write_block(1, data)
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # cycles of the device: about a second
+    done.record()
+    assert bytes(cache.read_block(1)) == data
+    assert not done.query()
+    torch.cuda.synchronize()
+    cache.close()
+
+
+def test_a_failed_step_is_over_before_it_is_reclaimed(tmp_path: Path) -> None:
+    with drive(tiny_model("llama", tmp_path), device=CUDA) as driver:
+        done = torch.cuda.Event()
+        torch.cuda._sleep(1_000_000_000)
+        done.record()
+        driver.engine._runner.reclaim()
+        assert done.query()
 
 
 def test_blocks_come_and_go() -> None:
@@ -77,3 +104,9 @@ def test_blocks_come_and_go() -> None:
     cache.clear([3])
     assert not any(cache.read_block(3))
     cache.close()
+
+
+def test_baton_up_finds_and_divides_the_gpus_that_are_there() -> None:
+    assert machine.num_gpus() == torch.cuda.device_count() > 0
+    placed = spread_devices("cuda", 2, machine.num_gpus())
+    assert {torch.device(device).index for device, _ in placed} <= set(range(torch.cuda.device_count()))

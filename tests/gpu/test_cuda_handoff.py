@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from baton.v1 import types_pb2
-from services.engine import pinning
+from services.engine.cpu import pinning
 from services.kvtransfer.transports.staging import StagingArea
-from tests.cluster import running_cluster
-from tests.equality import GreedyReference
-from tests.models import VOCAB_SIZE, tiny_model
-from tests.workers import DECODE, MIXED, PREFILL
+from tests.support.cluster import running_cluster
+from tests.support.equality import GreedyReference
+from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.workers import DECODE, MIXED, PREFILL
 
 TRANSPORTS = {"shm": types_pb2.TRANSPORT_SHM, "grpc": types_pb2.TRANSPORT_GRPC}
 

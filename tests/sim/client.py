@@ -1,6 +1,6 @@
 """A client's request: what is asked, what must come, and the check of every token that does.
 
-Stands for the router's `Answer`.
+Stands for the router's `Answer`, with the real search for stop strings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from services.core.errors import BatonError
 from services.router.coordinator.actions import EmitFinished, EmitStarted
 from services.router.coordinator.events import FinishReason
 from services.router.coordinator.requests import RequestSpec
-from tests.sim.model import Expected
+from services.router.streaming import TextStream
+from tests.sim.model import Expected, Tokens
 from tests.sim.world import World
 
 
@@ -22,7 +23,7 @@ class SimRequest:
         self,
         world: World,
         message: inference_pb2.GenerateRequest,
-        expected: Expected,
+        answers: dict[str, Expected],
         *,
         arrival_s: float,
         router: str,
@@ -30,9 +31,11 @@ class SimRequest:
         cancel_after_s: float | None = None,
         cancel_at_token: int | None = None,
     ) -> None:
-        """`cancel_at_token`: the client leaves when it has so many tokens."""
+        """`answers`: what each of the weights that are there answers; one of these must come, the whole of it.
+        `cancel_at_token`: the client leaves when it has so many tokens."""
         self.message = message
-        self.expected = expected
+        self.answers = dict(answers)
+        """Those that what was received may be the beginning of."""
         self.arrival_s = arrival_s
         self.router = router
         self.deadline_s = deadline_s
@@ -43,7 +46,11 @@ class SimRequest:
         """How it ended: "stop", "length", an error's reason, or "router lost"."""
         self.ended_s: float | None = None
         self.cancelled = False
+        self.queue_was_full = False
+        """When it was refused or crowded out, or at any other time that it lived."""
         self.stop_string: str | None = None
+        tokenizer: Any = Tokens()
+        self._text = TextStream(tokenizer, stops=message.stopping.stop)
         self.on_tokens: Any = lambda request: None
         self._world = world
 
@@ -82,21 +89,30 @@ class SimRequest:
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
         self._require(not self.over, "gets tokens after its end")
-        at = len(self.received)
-        self._require(
-            tuple(token_ids) == self.expected.token_ids[at : at + len(token_ids)],
-            f"got {list(token_ids)} at {at} instead of {self.expected.token_ids[at : at + len(token_ids)]}",
-        )
-        self.received += token_ids
+        if self.stop_string is not None:
+            return False
+        piece = self._text.push(token_ids)
+        own, at = tuple(token_ids[: piece.num_tokens]), len(self.received)
+        wanted = {name: answer.token_ids[at : at + len(own)] for name, answer in self.answers.items()}
+        self.answers = {name: answer for name, answer in self.answers.items() if wanted[name] == own}
+        self._require(self.answers, f"got {list(own)} at {at} instead of {wanted}")
+        self.received += own
+        self.stop_string = piece.stop
         self.on_tokens(self)
-        return False
+        return piece.stop is not None
 
     def finished(self, action: EmitFinished) -> None:
         self._require(not self.over, "ends twice")
-        self._require(tuple(self.received) == self.expected.token_ids, f"ends early: {len(self.received)} tokens")
-        stops = self.expected.stop_token_id is not None
+        whole = [answer for answer in self.answers.values() if answer.token_ids == tuple(self.received)]
+        self._require(whole, f"ends early: {len(self.received)} tokens")
+        expected = whole[0]
+        self._require(self.stop_string == expected.stop_string, f"ends with {self.stop_string!r}")
+        if self.stop_string is not None:
+            self._end("stop")
+            return
+        stops = expected.stop_token_id is not None
         self._require(action.reason is (FinishReason.STOP if stops else FinishReason.LENGTH), f"ends: {action.reason}")
-        self._require(action.stop_token_id == self.expected.stop_token_id, "ends with another stop token")
+        self._require(action.stop_token_id == expected.stop_token_id, "ends with another stop token")
         self._end(action.reason.value)
 
     def failed(self, error: BatonError) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from services.core.errors import BatonError, NoWorker, WorkerFailed
+from services.kv.lease import Lease
 from services.router.coordinator.config import CoordinatorConfig
 from services.worker.host import WorkerHost
 from tests.sim.client import SimRequest
 from tests.sim.model import Truth
 from tests.sim.network import Network
+from tests.sim.node import Node
+from tests.sim.record import Record
 from tests.sim.router import SimRouter
 from tests.sim.shared_memory import SharedMemory
 from tests.sim.worker import SimWorker, WorkerPlan
@@ -42,7 +45,11 @@ class Cluster:
         self.requests: list[SimRequest] = []
         self.released_by: dict[bytes, int] = {}
         """Leases that were handed over, and to which leg."""
+        self.gone: set[str] = set()
+        """Nodes that are dead or frozen for ever."""
+        self.record = Record()
         self.on_moment: Callable[[str, str], None] = lambda moment, node: None
+        self.on_lease_end: Callable[[SimWorker, Lease], None] = lambda worker, lease: None
 
     # What runs.
 
@@ -59,7 +66,7 @@ class Cluster:
 
     def _arrive(self, request: SimRequest) -> None:
         router = self.routers[request.router]
-        if not router.node.alive:
+        if not router.node.alive or request.router in self.gone:
             request.router_lost()
             return
         router.node.loop.call_soon(self._ask, router, request)
@@ -71,6 +78,9 @@ class Cluster:
         if request.over:
             return
         self.world.note("request", request.request_id, len(request.message.token_ids.ids))
+        if router.queue_is_full:  # now whoever waits may be refused, or crowded out
+            for other in self.requests:
+                other.queue_was_full |= other.router == request.router and not other.over
         try:
             router.submit(request)
         except BatonError as error:
@@ -91,17 +101,48 @@ class Cluster:
 
     def crash(self, name: str, silent_s: float = 0.0) -> None:
         """`silent_s`: until its peers' kernels notice."""
-        node = (self.workers.get(name) or self.routers[name]).node
-        if not node.alive:
+        node = self.node(name)
+        if not node.alive or name in self.gone:
             return
         self.world.note("crash", name)
         self.network.drop_node(node, silent_s)
         node.kill()
+        self._clients_leave(name)
+
+    def _clients_leave(self, router: str) -> None:
         for request in self.requests:
-            if request.router == name and request.arrival_s <= self.world.now_s:
+            if request.router == router and request.arrival_s <= self.world.now_s:
                 request.router_lost()
 
+    def lose(self, name: str, *, silent: bool) -> None:
+        """A crash for ever. `silent`: its host is gone too, and nobody is told."""
+        node = self.node(name)
+        if name in self.gone or not node.alive:
+            return
+        if silent:
+            self.world.note("lost", name)
+            self.network.starve_node(node)
+            node.kill()
+            self._clients_leave(name)
+        else:
+            self.crash(name)
+        self.gone.add(name)
+
+    def stop_for_ever(self, name: str) -> None:
+        """Frozen, with nobody to wake it: its kernel keeps its connections, and takes new ones."""
+        if name in self.gone or not self.node(name).alive:
+            return
+        self.freeze(name)
+        self.gone.add(name)
+        self.network.starve_node(self.node(name))
+        self._clients_leave(name)
+
+    def node(self, name: str) -> Node:
+        return (self.workers.get(name) or self.routers[name]).node
+
     def restart(self, name: str) -> None:
+        if name in self.gone:
+            return
         self.crash(name)
         self.world.note("restart", name)
         if name in self.workers:
@@ -112,16 +153,17 @@ class Cluster:
 
     def freeze(self, name: str) -> None:
         self.world.note("freeze", name)
-        (self.workers.get(name) or self.routers[name]).node.freeze()
+        self.node(name).freeze()
 
     def thaw(self, name: str) -> None:
-        self.world.note("thaw", name)
-        (self.workers.get(name) or self.routers[name]).node.thaw()
+        if name not in self.gone:
+            self.world.note("thaw", name)
+            self.node(name).thaw()
 
     def terminate(self, name: str, deadline_s: float) -> None:
         """SIGTERM."""
         worker = self.workers[name]
-        if worker.node.alive and not worker.host.draining:
+        if worker.node.alive and name not in self.gone and not worker.host.draining:
             self.world.note("terminate", name)
             worker.node.loop.enter(lambda: worker.host.leave(deadline_s, "SIGTERM"))
 
@@ -134,8 +176,32 @@ class Cluster:
         self.world.after(_LINGERS_S + _BACK_AFTER_S, lambda: self._start_again(worker))
 
     def _start_again(self, gone: SimWorker) -> None:
-        if self.workers[gone.plan.name] is gone:
+        if self.workers[gone.plan.name] is gone and gone.plan.name not in self.gone:
             self.start_worker(gone.plan)
+
+    def stop_router(self, name: str, deadline_s: float) -> None:
+        """SIGTERM, as the router's main does it: nothing new, what runs may end in its time, then every session ends.
+        Its supervisor starts another."""
+        router = self.routers[name]
+        if not router.node.running or router.stopping:
+            return
+        router.stopping = True
+        self.world.note("stop router", name)
+
+        async def stop() -> None:
+            await router.conductor.drain(deadline_s)
+            await router.close()
+            self.world.require(not router.coordinator.num_live, f"{name} leaves requests behind")
+            self.world.after(_LINGERS_S, lambda: self.crash(name) if router.node.alive else None)
+            self.world.after(_LINGERS_S + _BACK_AFTER_S, lambda: self._start_router_again(router))
+
+        loop = router.node.loop
+        loop.enter(lambda: loop.create_task(stop(), name="stop"))
+
+    def _start_router_again(self, gone: SimRouter) -> None:
+        name = gone.node.name
+        if self.routers[name] is gone and name not in self.gone:
+            self.start_router(name, gone.node.address, gone.config)
 
     def drain(self, router_name: str, worker_name: str, deadline_s: float) -> None:
         """`ControlService.Drain`."""
@@ -155,6 +221,21 @@ class Cluster:
         """The end: every coroutine is closed, where nobody sees it."""
         for part in [*self.workers.values(), *self.routers.values()]:
             part.node.kill()
+
+    # What is left of it.
+
+    @property
+    def present(self) -> list[SimWorker]:
+        return [worker for name, worker in self.workers.items() if name not in self.gone]
+
+    @property
+    def present_routers(self) -> list[SimRouter]:
+        return [router for name, router in self.routers.items() if name not in self.gone]
+
+    def within_reach(self, router: SimRouter) -> list[SimWorker]:
+        """Workers that this router can still talk to."""
+        severed = self.network.cut_for_ever
+        return [worker for worker in self.present if frozenset((worker.plan.name, router.node.name)) not in severed]
 
     # What is watched.
 

@@ -6,37 +6,37 @@ Owns: when steps begin and end. Never: scheduling, the pool, the reports; `servi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as TokenLists
 from typing import Any
 
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cost_model import CostModel
-from services.engine.engine import Engine, OnStep
-from services.engine.loading import Loaded
-from services.engine.sequence import SampledToken, ScheduledSequence, StepPlan, StepResult
+from services.engine.engine import Engine
+from services.engine.schedule.sequence import SampledToken, SampleRow, ScheduledSequence, StepPlan, StepResult
+from services.engine.warm_up import Loaded
+from services.engine.worker_engine import OnStep
 from tests.sim.memory import SimMemory
-from tests.sim.model import EOS, VOCAB_SIZE, History, digest_after, next_token, root_digest, slot
+from tests.sim.model import EOS, VOCAB_SIZE, History, choice_of, digest_after, next_token, root_digest, slot
 from tests.sim.node import Node
 from tests.sim.world import Actor
+from tests.support.fake_runner import FakeRunner
 
 
 class StepFault(Exception):
     """What a device raises when the seed says so."""
 
 
-class _NoModel:
-    def run(self, plan: StepPlan) -> StepResult:
-        return StepResult({})  # only ever asked to warm up
-
-    def reclaim(self) -> None:
-        pass
-
-
 class SimEngine(Engine):
-    def __init__(self, node: Node, config: EngineConfig, memory: SimMemory, step_s: float) -> None:
+    def __init__(
+        self, node: Node, config: EngineConfig, memory: SimMemory, step_s: float, weights: str, *, drafts: bool = False
+    ) -> None:
         """`step_s`: what a step takes, with a tenth of it for each token; give or take a half."""
         self._node = node
         self._memory = memory
-        super().__init__(config, clock=node, loader=lambda _: Loaded(_info(config), _any(memory), _NoModel()))
+        self._weights = weights
+        runner = FakeRunner()  # only ever asked to warm up
+        drafter = SimDrafter(node, weights) if drafts else None
+        super().__init__(config, lambda _: Loaded(_info(config, weights), _any(memory), runner, drafter), clock=node)
         self._costs = CostModel()  # warming up measured real time
         self._step_s = step_s
         self._plan: StepPlan | None = None
@@ -46,9 +46,9 @@ class SimEngine(Engine):
         self.stuck_until_s = 0.0
         """The device does not answer before; the world's clock."""
         self._step_thread = node.new_thread()
-        self.lock = _any(_Lock(node, self._step_thread))
+        self._lock = _any(_Lock(node, self._step_thread))
         self._wake = _any(_Wake(self._step_thread, self._turn))
-        memory.watch(self.pool)
+        memory.watch(self._pool)
 
     def start(self, on_step: OnStep) -> None:
         self._on_step = on_step
@@ -100,16 +100,17 @@ class SimEngine(Engine):
 
     def _compute(self, plan: StepPlan) -> StepResult:
         fails = self.num_steps_to_fail > 0
-        sampled: dict[int, SampledToken] = {}
+        sampled: dict[int, tuple[SampledToken, ...]] = {}
         for part in plan.sequences:
             digest = self._read(part)
-            kv = bytearray()
+            digests, kv = [], bytearray()
             for position, token_id in enumerate(part.token_ids, part.start):
                 digest = digest_after(digest, token_id)
+                digests.append(digest)
                 kv += slot(digest, position)
             self._memory.write_slots(part.block_ids, part.start, bytes(len(kv)) if fails else bytes(kv))
-            if part.samples:
-                sampled[part.seq_id] = SampledToken(next_token(digest, part.masked_token_ids))
+            if part.rows:
+                sampled[part.seq_id] = tuple(map(_sample, digests[-len(part.rows) :], part.rows))
         if fails:
             self.num_steps_to_fail -= 1
             raise StepFault("injected")
@@ -117,22 +118,48 @@ class SimEngine(Engine):
 
     def _read(self, part: ScheduledSequence) -> int:
         """The digest before the part, from memory; all KV before it must be that of the sequence's tokens."""
-        sequence, world = self.scheduler.sequences.get(part.seq_id), self._node.world
+        sequence, world = self._scheduler.sequences.get(part.seq_id), self._node.world
         world.require(sequence is not None, f"{self._node.name}: sequence {part.seq_id} left under its step")
         assert sequence is not None
         history = self._histories.get(part.seq_id)
         if history is None:
-            history = self._histories[part.seq_id] = History(sequence.cache_salt)
-        end = part.start + part.num_tokens
+            history = self._histories[part.seq_id] = History(sequence.cache_salt, self._weights)
+        end = part.start + part.num_tokens - part.num_drafts
         history.extend(sequence.token_ids[history.num_tokens : end])
         if not part.start:
-            return root_digest(sequence.cache_salt)
+            return root_digest(sequence.cache_salt, self._weights)
         held = self._memory.read_slots(part.block_ids, part.start)
         world.require(
             held == history.kv[: len(held)],
             f"{self._node.name}: sequence {part.seq_id} reads KV that is not its own in {part.block_ids}",
         )
         return self._memory.digest_at(part.block_ids, part.start - 1)
+
+
+def _sample(digest: int, row: SampleRow) -> SampledToken:
+    choice = choice_of(row.sampling, row.position, row.prompt_token_ids, row.output_token_ids)
+    return SampledToken(next_token(digest, row.masked_token_ids, choice))
+
+
+class SimDrafter:
+    """Knows the model, but not how tokens are chosen: it is right about greedy tokens, and wrong about most others."""
+
+    def __init__(self, node: Node, weights: str) -> None:
+        self._node = node
+        self._weights = weights
+
+    def propose(self, sequences: TokenLists[TokenLists[int]]) -> list[list[int]]:
+        return [self._after(token_ids) for token_ids in sequences]
+
+    def _after(self, token_ids: TokenLists[int]) -> list[int]:
+        digest = root_digest("", self._weights)
+        for token_id in token_ids:
+            digest = digest_after(digest, token_id)
+        drafts: list[int] = []
+        for _ in range(self._node.world.random.randrange(4)):
+            drafts.append(next_token(digest))
+            digest = digest_after(digest, drafts[-1])
+        return drafts
 
 
 class _Wake:
@@ -179,12 +206,14 @@ class _Lock:
         pass
 
 
-def _info(config: EngineConfig) -> EngineInfo:
+def _info(config: EngineConfig, weights: str) -> EngineInfo:
     assert config.num_blocks is not None
     assert config.max_model_len is not None
     return EngineInfo(
         model_id="sim",
-        weights_digest="sim",
+        weights_digest=weights,
+        config_digest="sim",
+        numerics="sim",
         dtype="float32",
         num_layers=1,
         num_kv_heads=1,

@@ -11,7 +11,9 @@ The bias. Faults at random times hit a handoff's short windows once in a thousan
 - A third of the crashes takes the host along: nobody is told, and only timeouts help.
 - `scenario` does the rest: requests in bursts, pools that hold one or two of them, steps and copies slow enough to
   overlap, lease clocks near the length of the faults, and sequences that outgrow their pool together.
-Every fault ends by itself.
+- A quarter of the seeds has one fault that never ends: a node that stays dead or frozen, a link that stays cut, a
+  stream that stays stalled. `recovery_s` says when the rest of the cluster must have got over it.
+Every other fault ends by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.sim.cluster import Cluster
+from tests.sim.network import FOR_EVER_S
+from tests.sim.recovery import recovery_s
 from tests.sim.scenario import BUSY_S
 from tests.sim.world import World
 
@@ -50,7 +54,20 @@ _BLOWS = {
     "_crash_router": 0,
     "_hang_router": 0,
     "_cancel": 0,
+    "_pause_host": 0,
+    "_stutter": 0,
+    "_lose_commands": 2,
+    "_flip_bits": 2,
+    "_stop_router": 0,
+    "_sever": 3,  # what is tried over it again and again fails
+    "_stall_for_ever": 3,
+    "_lose": 2,
+    "_stop_for_ever": 2,
 }
+# What says itself whom it disturbs; and what may go on at any later time.
+_ELSEWHERE = {"_partition", "_crash_router", "_hang_router", "_pause_host", "_stop_router", "_cancel", "_sever"}
+_ELSEWHERE |= {"_stutter", "_lose", "_stop_for_ever", "_exile", "_delay"}
+_AGAIN = {"_lose_commands", "_fail_steps", "_flip_bits", "_stall_for_ever"}
 LONGEST_S = 7.0
 """No fault strikes so long after the last request came."""
 
@@ -60,6 +77,9 @@ class Faults:
         self._world = world
         self._cluster = cluster
         self._armed: list[tuple[str, Callable[[str], None]]] = []
+        self._over = False
+        self.only_pauses = False
+        """All that happens is that everything stops for a while, for less than twice the time that silence may last."""
         self.num_faults = 0
         self.num_blows = 0
         """Of these, counted so often as they may look like the crash of a worker to one request."""
@@ -89,15 +109,35 @@ class Faults:
             self._crash_router,
             self._hang_router,
             self._cancel,
+            self._pause_host,
+            self._flip_bits,
+            self._stop_router,
+            self._stutter,
+            self._lose_commands,
+        ]
+        self._lasting: list[Callable[[str], float]] = [
+            self._lose,
+            self._lose,
+            self._stop_for_ever,
+            self._stop_for_ever,
+            self._sever,
+            self._sever,
+            self._stall_for_ever,
         ]
         cluster.on_moment = self._moment
 
     def plan(self) -> None:
         choose = self._world.random
+        if self._world.seed % 16 == 9:
+            self.only_pauses = True
+            self._world.at(choose.uniform(0.5, BUSY_S), self._pause_all)
+            return
         num_faults = choose.choice((0, 1, 2, 2, 3, 4, 5, 7))
         only = choose.choice(self._kinds) if choose.random() < 0.25 else None
-        for _ in range(num_faults):
-            strike = only or choose.choice(self._kinds)
+        strikes = [only or choose.choice(self._kinds) for _ in range(num_faults)]
+        if choose.random() < 0.25:
+            strikes.append(choose.choice(self._lasting))
+        for strike in strikes:
             if strike.__name__ in _WHEN or choose.random() < 0.67:
                 self._arm(strike)
             else:
@@ -105,9 +145,12 @@ class Faults:
 
     def disarm(self) -> None:
         """Nothing more goes wrong."""
+        self._over = True
         self._armed.clear()
         for worker in self._cluster.workers.values():
             worker.engine.num_steps_to_fail = 0
+            worker.memory.num_bits_to_flip = 0
+            worker.node.num_commands_to_lose = 0
 
     # When.
 
@@ -134,10 +177,19 @@ class Faults:
                 reached(name)
 
     def _strike(self, strike: Callable[[str], float], name: str) -> None:
+        if self._over:
+            return
         self.num_faults += 1
         self.num_blows += _BLOWS.get(strike.__name__, 1)
         lasts_s = strike(name)
-        self.quiet_s = max(self.quiet_s, self._world.now_s + lasts_s)
+        now_s = self._world.now_s
+        self.quiet_s = max(self.quiet_s, now_s + lasts_s)
+        if strike.__name__ not in _ELSEWHERE:
+            self._disturb(FOR_EVER_S if strike.__name__ in _AGAIN else lasts_s, name)
+
+    def _disturb(self, lasts_s: float, *names: str) -> None:
+        now_s = self._world.now_s
+        self._cluster.record.disturb(now_s, now_s + lasts_s, *names)
 
     # What. Each takes the name of a worker, and answers how long it lasts.
 
@@ -162,6 +214,7 @@ class Faults:
     def _part(self, name: str, other: str, lasts_s: float, *, reset: bool) -> None:
         self._world.note("cut", name, other)
         self._cluster.network.cut(name, other)
+        self._disturb(lasts_s, name, other)
 
         def heal() -> None:
             self._world.note("heal", name, other)
@@ -173,6 +226,7 @@ class Faults:
         """Whoever imports from this worker is given up by its routers and does not know it, while the source takes its
         time: so two legs come to fetch one lease."""
         world, lasts_s = self._world, self._world.random.uniform(2.5, 4.5)
+        self._disturb(lasts_s, name)
         self._cluster.workers[name].engine.stuck_until_s = world.now_s + lasts_s
 
         def banish() -> None:
@@ -207,6 +261,7 @@ class Faults:
 
     def _delay(self, name: str) -> float:
         other, lasts_s = self._peer(name), self._duration()
+        self._disturb(lasts_s, name, other)
         self._cluster.network.delay(name, other, self._world.random.choice((0.03, 0.3)))
         self._world.after(lasts_s, lambda: self._cluster.network.delay(name, other, 0.0))
         return lasts_s
@@ -249,10 +304,106 @@ class Faults:
         return 5.0
 
     def _crash_router(self, _: str) -> float:
-        return self._crash(self._world.random.choice(list(self._cluster.routers)))
+        return self._at_router(self._crash)
 
     def _hang_router(self, _: str) -> float:
-        return self._hang(self._world.random.choice(list(self._cluster.routers)))
+        return self._at_router(self._hang)
+
+    def _at_router(self, strike: Callable[[str], float]) -> float:
+        router = self._world.random.choice(list(self._cluster.routers))
+        lasts_s = strike(router)
+        self._disturb(lasts_s, router)
+        return lasts_s
+
+    def _stop_router(self, _: str) -> float:
+        """SIGTERM; its supervisor starts another."""
+        router, deadline_s = (
+            self._world.random.choice(list(self._cluster.routers)),
+            self._world.random.choice((0.0, 1.0)),
+        )
+        self._cluster.stop_router(router, deadline_s)
+        self._disturb(deadline_s + 4.0, router)
+        return deadline_s + 4.0
+
+    def _pause_host(self, name: str) -> float:
+        """Several nodes stop together, and go on together: all there are, or those of one host."""
+        choose, lasts_s = self._world.random, self._duration()
+        names = self._names()
+        paused = (
+            names if choose.random() < 0.5 else [other for other in names if other == name or choose.random() < 0.5]
+        )
+        for each in paused:
+            self._cluster.freeze(each)
+            self._disturb(lasts_s, each)
+            self._world.after(lasts_s, lambda each=each: self._cluster.thaw(each))
+        return lasts_s
+
+    def _stutter(self, name: str) -> float:
+        """Callbacks of its event loop take long now and then: somebody holds the interpreter's lock."""
+        loop, lasts_s = self._cluster.node(self._perhaps_a_router(name)).loop, self._duration()
+        self._disturb(lasts_s, loop.actor.machine.name)
+        loop.stutter = 0.03
+
+        def recover() -> None:
+            loop.stutter = 0.0
+
+        self._world.after(lasts_s, recover)
+        return lasts_s
+
+    def _lose_commands(self, name: str) -> float:
+        """A defect of the worker: what a router wants of it is read and forgotten."""
+        self._world.note("forgets", name)
+        self._cluster.workers[name].node.num_commands_to_lose += self._world.random.randint(1, 2)
+        return 0.0
+
+    def _pause_all(self) -> None:
+        lasts_s = self._world.random.choice((0.7, 1.5, 3.0, 3.8))
+        for name in self._names():
+            self._cluster.freeze(name)
+            self._disturb(lasts_s, name)
+            self._world.after(lasts_s, lambda name=name: self._cluster.thaw(name))  # type: ignore[misc]
+        self.quiet_s = self._world.now_s + lasts_s
+
+    def _flip_bits(self, name: str) -> float:
+        """In blocks that are copied to a worker that checks what it copies."""
+        worker = self._cluster.workers[name]
+        if worker.plan.config.checksums:
+            worker.memory.num_bits_to_flip += self._world.random.randint(1, 3)
+        return 0.0
+
+    # For ever.
+
+    def _lose(self, name: str) -> float:
+        name = self._perhaps_a_router(name)
+        self._cluster.lose(name, silent=self._world.chance(0.5))
+        self._disturb(FOR_EVER_S, name)
+        return recovery_s(self._cluster)
+
+    def _stop_for_ever(self, name: str) -> float:
+        name = self._perhaps_a_router(name)
+        self._cluster.stop_for_ever(name)
+        self._disturb(FOR_EVER_S, name)
+        return recovery_s(self._cluster)
+
+    def _sever(self, name: str) -> float:
+        other = self._peer(name)
+        self._world.note("severed", name, other)
+        self._cluster.network.sever(name, other)
+        self._disturb(FOR_EVER_S, name, other)
+        return recovery_s(self._cluster)
+
+    def _stall_for_ever(self, name: str) -> float:
+        """One direction of a session or a fetch, while all else goes on."""
+        wires = self._cluster.network.wires_between(name, self._peer(name))
+        wires = [wire for wire in wires if wire.method.endswith(("/Session", "/Fetch"))]
+        if wires:
+            wire = self._world.random.choice(wires)
+            self._world.note("stalled", name)
+            (wire.up if self._world.chance(0.5) else wire.down).stall(FOR_EVER_S)
+        return recovery_s(self._cluster)
+
+    def _perhaps_a_router(self, name: str) -> str:
+        return self._world.random.choice(list(self._cluster.routers)) if self._world.chance(0.3) else name
 
     def _cancel(self, _: str) -> float:
         live = [request for request in self._cluster.requests if not request.over]

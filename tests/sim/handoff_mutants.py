@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from baton.v1 import decode_pb2, kvtransfer_pb2, types_pb2
+from baton.v1 import kvtransfer_pb2, types_pb2, worker_pb2
 from services.core.errors import LeaseInvalid
 from services.core.hashing import block_hashes, num_blocks_for
-from services.decode.intake import Intake, Reservation
-from services.engine.block_pool import Holder
-from services.engine.sequence import Admitted
+from services.decode.intake import Held, ImportIntake
+from services.engine.schedule.sequence import Admitted, Sequence
+from services.kv.imports import Import, ImportState, ImportTable
+from services.kv.lease import FetchEnd, FetchTicket, Lease, LeaseState
+from services.kv.lease_table import LeaseTable, ReleaseAnswer
+from services.kv.pool import Holder
+from services.kv.slots import _Staged
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.client import BlockFetcher, FetchOrder
-from services.kvtransfer.imports import Import, ImportState, ImportTable
-from services.kvtransfer.lease import FetchEnd, FetchTicket, Lease, LeaseState
-from services.kvtransfer.lease_table import LeaseTable, ReleaseAnswer
-from services.kvtransfer.slots import _Staged
 from services.kvtransfer.transports.shm_mapping import Mapping, MappingCache
 from services.prefill.leg import PrefillLeg
 from services.worker.host import WorkerHost
@@ -147,28 +147,31 @@ def frees_an_import_twice() -> Bug:
 
 
 def indexes_an_import_before_it_is_valid() -> Bug:
-    reserve = Intake.reserve
+    reserve = ImportIntake.reserve
 
-    def reserve_and_index(self: Intake, command: decode_pb2.DecodeCommand, owner: object) -> Reservation:
-        reservation = reserve(self, command, owner)
-        pool = self._host.engine.pool
-        hashes = block_hashes(command.token_ids, pool.block_size, command.cache_salt)[len(reservation.prefix) :]
-        for block_id, hash in zip(reservation.import_.block_ids, hashes, strict=False):
+    def reserve_and_index(
+        self: ImportIntake, command: worker_pb2.DecodeCommand, sequence: Sequence, owner: Any
+    ) -> Held:
+        held = reserve(self, command, sequence, owner)
+        engine: Any = self._host.engine
+        pool = engine._pool
+        hashes = block_hashes(command.token_ids, pool.block_size, command.cache_salt)[len(held.prefix) :]
+        for block_id, hash in zip(held.block_ids, hashes, strict=False):
             pool.acquire([block_id], Holder.SEQUENCE)
             pool.index(block_id, hash)
             pool.release([block_id], Holder.SEQUENCE)
-        return reservation
+        return held
 
-    return replaced(Intake, "reserve", reserve_and_index)
+    return replaced(ImportIntake, "reserve", reserve_and_index)
 
 
 def keeps_a_mapping_over_a_restart() -> Bug:
     get = MappingCache.get
 
-    async def get_by_address(self: MappingCache, source: types_pb2.KVSource) -> Mapping:
+    async def get_by_address(self: MappingCache, source: types_pb2.KVSource, name: str) -> Mapping:
         kept: dict[str, Mapping] = self.__dict__.setdefault("kept", {})
         if source.address not in kept:
-            kept[source.address] = await get(self, source)
+            kept[source.address] = await get(self, source, name)
         return kept[source.address]
 
     return both(

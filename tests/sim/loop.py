@@ -22,7 +22,8 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self._origin_s = origin_s
         self.actor = Actor(world, machine)
         self.tasks: dict[asyncio.Task[Any], None] = {}
-        self._readers: dict[Any, Callable[[], None]] = {}
+        self.stutter = 0.0
+        """Share of callbacks that take long, for whatever reason."""
 
     # What asyncio asks of a loop.
 
@@ -110,6 +111,8 @@ class NodeLoop(asyncio.AbstractEventLoop):
             handle._run()
         finally:
             asyncio._set_running_loop(None)
+        if self.stutter and self._world.chance(self.stutter):
+            self.actor.keep_busy(self._world.random.choice((0.02, 0.1, 0.4)))
 
     def enter(self, act: Callable[[], Any]) -> Any:
         """Does something as if a callback of this loop did it."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.core.hashing import BlockHash
-from services.engine.block_pool import BlockPool, Holder
-from services.kvtransfer.transports.staging import StagingArea
+from services.kv.pool import BlockPool, Holder
+from services.kvtransfer.transports.shm_source import ShmSource
+from services.kvtransfer.transports.staging import Staging, StagingArea
+from services.worker.host import WorkerHost
 from tests.sim.model import SLOT_BYTES, Truth, digest_in
 from tests.sim.node import Node
 
@@ -20,8 +22,12 @@ class SimStagingArea(StagingArea):
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         self.num_blocks = num_slots
         self.block_bytes = block_bytes
-        self.fd = 0
         self.store = bytearray(num_slots * block_bytes)
+
+    @property
+    def fd(self) -> int | None:
+        """0 is "can be mapped"."""
+        return 0
 
     @property
     def bytes(self) -> memoryview:
@@ -31,10 +37,17 @@ class SimStagingArea(StagingArea):
         pass
 
 
+def staging_of(host: WorkerHost) -> Staging | None:
+    """Of a pool that cannot be mapped."""
+    return next((end.staging for end in host.transfer.sources if isinstance(end, ShmSource)), None)
+
+
 class SimMemory:
     """Stands for `KVCache`; a `BlockMemory`. Its bytes outlive the process, as a mapped memfd does."""
 
-    def __init__(self, node: Node, num_blocks: int, block_size: int, truth: Truth, *, mappable: bool = True) -> None:
+    def __init__(
+        self, node: Node, num_blocks: int, block_size: int, truth: Truth, weights: str, *, mappable: bool = True
+    ) -> None:
         self.fd: int | None = 0 if mappable else None
         """0 is "can be mapped": `SimMachine.share` does the rest."""
         self.num_blocks = num_blocks
@@ -42,8 +55,10 @@ class SimMemory:
         self.bytes = bytearray(num_blocks * self.block_bytes)
         self._block_size = block_size
         self._node = node
-        self._truth = truth
+        self._kv_of = truth.kv_of[weights]
         self._pool: BlockPool
+        self.num_bits_to_flip = 0
+        """In so many copies, on their way into this memory."""
 
     def watch(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -63,6 +78,10 @@ class SimMemory:
     def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
         self._require_writable(block_id, Holder.IMPORT)
         self._view(block_id)[:] = data
+        if self.num_bits_to_flip:
+            self.num_bits_to_flip -= 1
+            self._node.world.note("bit flipped", self._node.name, block_id)
+            self._view(block_id)[self._node.world.random.randrange(self.block_bytes)] ^= 1
 
     # As the model sees it: steps.
 
@@ -101,7 +120,7 @@ class SimMemory:
         )
 
     def _indexed(self, hash: BlockHash, block_id: int) -> None:
-        right = self._truth.kv_of.get(hash) == self._view(block_id)
+        right = self._kv_of.get(hash) == self._view(block_id)
         self._node.world.require(right or not self._node.alive, f"{self._node.name}: block {block_id} indexed wrongly")
 
     def _view(self, block_id: int) -> memoryview:

@@ -1,15 +1,19 @@
-"""A model without numbers: the KV of a token is a digest of all tokens up to it, the next token a function of that.
+"""A model without numbers: the KV of a token is a digest of all tokens up to it, the next token a function of that and
+of how it is to be chosen (`choice`: parameters, noise key, what penalties count).
 
-So a sequence's output depends on its whole history and on nothing else, and a KV slot is right only if its whole prefix
-was. `Truth` knows in advance what every request must get, and what every block that may ever be indexed must hold.
+So a sequence's output depends on its whole history and its request and on nothing else, and a KV slot is right only if
+its whole prefix was. `Truth` knows in advance what every request must get, and what every block that may ever be
+indexed must hold.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from services.core.hashing import BlockHash, block_hashes
 
@@ -19,8 +23,14 @@ _SLOT = struct.Struct("<II")
 SLOT_BYTES = _SLOT.size
 
 
-def root_digest(cache_salt: str) -> int:
-    return zlib.crc32(cache_salt.encode()) or 1
+CANARY_SALT = "canary"
+"""Begins the salts of canaries. They only keep blocks apart: what is asked, and the answer, is always the same."""
+
+
+def root_digest(cache_salt: str, weights: str) -> int:
+    if cache_salt.startswith(CANARY_SALT):
+        cache_salt = CANARY_SALT
+    return zlib.crc32(f"{weights}/{cache_salt}".encode()) or 1
 
 
 def digest_after(digest: int, token_id: int) -> int:
@@ -36,17 +46,48 @@ def digest_in(slot_bytes: bytes | memoryview) -> int:
     return int(_SLOT.unpack(slot_bytes)[0])
 
 
-def next_token(digest: int, masked: Sequence[int] = ()) -> int:
+def next_token(digest: int, masked: Sequence[int] = (), choice: int = 0) -> int:
+    """`choice`: of a sampled token, or one with penalties. 0 is the likeliest token."""
     allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked] if masked else range(VOCAB_SIZE)
-    return allowed[zlib.crc32(digest.to_bytes(4, "little")) % len(allowed)]
+    return allowed[zlib.crc32(digest.to_bytes(4, "little"), choice) % len(allowed)]
+
+
+def choice_of(params: Any, position: int, prompt: Sequence[int], output: Sequence[int]) -> int:
+    """What else decides a token, in one number. `params`: temperature, seed, penalties as the engine or the wire has
+    them; `position`: of the token in the output."""
+    choice = 0
+    if params.temperature > 0:
+        drawn = (params.temperature, params.top_p, params.top_k, params.seed, position)
+        choice = zlib.crc32(repr(drawn).encode())
+    if has_penalties(params):
+        seen = sorted({*prompt, *output}) if params.repetition_penalty != 1.0 else ()
+        amounts = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        choice = zlib.crc32(repr((amounts, seen, sorted(Counter(output).items()))).encode(), choice)
+    return choice
+
+
+def has_penalties(params: Any) -> bool:
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+
+class Tokens:
+    """Stands for a tokenizer, as far as answers need one: every token is one or two letters, so that stop strings begin
+    and end within tokens."""
+
+    @staticmethod
+    def decode(token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(_LETTERS[token_id] for token_id in token_ids)
+
+
+_LETTERS = [""] + ["ab"[number % 2] + "cde"[number % 3] * (number % 5 > 1) for number in range(1, VOCAB_SIZE)]
 
 
 class History:
     """Tokens, and the KV they must have."""
 
-    def __init__(self, cache_salt: str) -> None:
+    def __init__(self, cache_salt: str, weights: str) -> None:
         self.kv = bytearray()
-        self.digest = root_digest(cache_salt)
+        self.digest = root_digest(cache_salt, weights)
         self.num_tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -62,13 +103,16 @@ class Expected:
 
     token_ids: tuple[int, ...]
     stop_token_id: int | None
-    """None: it ends for length."""
+    """None: it ends for length, or by a stop string."""
+    stop_string: str | None = None
 
 
 class Truth:
-    def __init__(self, block_size: int) -> None:
+    """`weights`: each computes something else."""
+
+    def __init__(self, block_size: int, weights: Sequence[str]) -> None:
         self.block_size = block_size
-        self.kv_of: dict[BlockHash, bytes] = {}
+        self.kv_of: dict[str, dict[BlockHash, bytes]] = {name: {} for name in weights}
 
     def add(
         self,
@@ -78,22 +122,45 @@ class Truth:
         min_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         cache_salt: str = "",
+        sampling: Any = None,
+        stops: Sequence[str] = (),
+    ) -> dict[str, Expected]:
+        """What each of the weights answers. `sampling`: a `types_pb2.SamplingParams`; None is greedy. Nobody stops
+        computing at a stop string at once, so what follows it in the same run is remembered too."""
+        stopping = max_tokens, min_tokens, stop_token_ids
+        return {name: self._run(name, prompt, stopping, cache_salt, sampling, stops) for name in self.kv_of}
+
+    def _run(
+        self,
+        weights: str,
+        prompt: Sequence[int],
+        stopping: tuple[int, int, frozenset[int]],
+        cache_salt: str,
+        sampling: Any,
+        stops: Sequence[str],
     ) -> Expected:
-        history = History(cache_salt)
+        max_tokens, min_tokens, stop_token_ids = stopping
+        history = History(cache_salt, weights)
         history.extend(prompt)
         output: list[int] = []
         stop_token_id = None
         while len(output) < max_tokens and stop_token_id is None:
             masked = sorted(stop_token_ids) if len(output) < min_tokens else ()
-            token_id = next_token(history.digest, masked)
+            choice = 0 if sampling is None else choice_of(sampling, len(output), prompt, output)
+            token_id = next_token(history.digest, masked, choice)
             if token_id in stop_token_ids:
                 stop_token_id = token_id
             output.append(token_id)
             history.extend([token_id])
-        self._remember([*prompt, *output], history, cache_salt)
+        self._remember(weights, [*prompt, *output], history, cache_salt)
+        for count in range(1, len(output) + 1) if stops else ():
+            text = Tokens.decode(output[:count])
+            if found := [stop for stop in stops if stop in text]:
+                ended = min(found, key=lambda stop: (text.find(stop) + len(stop), text.find(stop)))
+                return Expected(tuple(output[:count]), None, ended)
         return Expected(tuple(output), stop_token_id)
 
-    def _remember(self, token_ids: list[int], history: History, cache_salt: str) -> None:
+    def _remember(self, weights: str, token_ids: list[int], history: History, cache_salt: str) -> None:
         size = self.block_size * SLOT_BYTES
         for at, hash in enumerate(block_hashes(token_ids, self.block_size, cache_salt)):
-            self.kv_of[hash] = bytes(history.kv[at * size : (at + 1) * size])
+            self.kv_of[weights][hash] = bytes(history.kv[at * size : (at + 1) * size])

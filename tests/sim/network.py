@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from services.rpc import options
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from tests.sim.rpc_server import SimServer
 
 Receiver = Callable[[Any], None]
+
+FOR_EVER_S = 1e6
+CLIENT_NOTICES_S = (options.KEEPALIVE_TIME_MS + options.KEEPALIVE_TIMEOUT_MS) / 1000
+SERVER_NOTICES_S = (options.CLIENT_KEEPALIVE_TIME_MS + options.KEEPALIVE_TIMEOUT_MS) / 1000
+"""By unanswered pings."""
 
 
 class Network:
@@ -32,6 +38,9 @@ class Network:
         self.servers: dict[str, SimServer] = {}
         self.wires: dict[Wire, None] = {}
         self._cut: set[frozenset[str]] = set()
+        self.cut_for_ever: set[frozenset[str]] = set()
+        self.silent_nodes: set[Node] = set()
+        """They never say anything again."""
         self._delays_s: dict[frozenset[str], float] = {}
 
     def delay_s(self, source: Node, target: Node) -> float:
@@ -46,9 +55,19 @@ class Network:
         """Nothing arrives any more; what is sent waits, as TCP does."""
         self._cut.add(frozenset((one, other)))
 
+    def sever(self, one: str, other: str) -> None:
+        """A cut that never heals. Each end's keepalive notices in its time."""
+        link = frozenset((one, other))
+        self.cut(one, other)
+        self.cut_for_ever.add(link)
+        for wire in [wire for wire in self.wires if wire.link == link]:
+            wire.starve()
+
     def heal(self, one: str, other: str, *, reset: bool) -> None:
         """`reset`: the connections did not survive."""
         link = frozenset((one, other))
+        if link in self.cut_for_ever:
+            return
         self._cut.discard(link)
         for wire in [wire for wire in self.wires if wire.link == link]:
             if reset:
@@ -64,6 +83,12 @@ class Network:
         link = frozenset((one, other))
         return [wire for wire in self.wires if wire.link == link]
 
+    def starve_node(self, node: Node) -> None:
+        """It never says anything again. Its peers' pings go unanswered."""
+        self.silent_nodes.add(node)
+        for wire in [wire for wire in self.wires if node in (wire.client, wire.server)]:
+            wire.starve()
+
     def drop_node(self, node: Node, silent_s: float) -> None:
         """Its process is gone. The kernel says so to the others, or, when the host went with it, nobody does."""
         for wire in [wire for wire in self.wires if node in (wire.client, wire.server)]:
@@ -73,8 +98,9 @@ class Network:
 class Wire:
     """The two directions of one call, between the client's and the server's node."""
 
-    def __init__(self, network: Network, client: Node, server: Node) -> None:
+    def __init__(self, network: Network, client: Node, server: Node, method: str) -> None:
         self.network = network
+        self.method = method
         self.client = client
         self.server = server
         self.link = _link(client, server)
@@ -84,6 +110,8 @@ class Wire:
         """The client's side learns that the connection broke."""
         self.server_lost: Callable[[], None] = lambda: None
         network.wires[self] = None
+        if self.link in network.cut_for_ever or network.silent_nodes & {client, server}:
+            self.starve()
 
     def close(self) -> None:
         """Both ends know that the call is over."""
@@ -98,6 +126,14 @@ class Wire:
         self.close()
         self._notify(self.client, silent_s, lambda: self.client_lost())
         self._notify(self.server, silent_s, lambda: self.server_lost())
+
+    def starve(self) -> None:
+        """Nothing arrives any more at either end. Pings go unanswered."""
+        if self in self.network.wires:
+            self.up.stall(FOR_EVER_S)
+            self.down.stall(FOR_EVER_S)
+            self._notify(self.client, CLIENT_NOTICES_S, lambda: self.client_lost())
+            self._notify(self.server, SERVER_NOTICES_S, lambda: self.server_lost())
 
     def pump(self) -> None:
         self.up.pump()
@@ -143,12 +179,16 @@ class Pipe:
 
     async def send_message(self, packet: Any) -> None:
         """Waits while the receiver's window is full."""
-        while self._num_unread >= self._wire.network.window and not self._closed:
+        while self.is_full and not self._closed:
             future = self._source.loop.create_future()
             self._waiting.append(future)
             await future
         self._num_unread += 1
         self.send(packet)
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_unread >= self._wire.network.window
 
     def was_read(self) -> None:
         self._num_unread -= 1

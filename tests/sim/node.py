@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, Protocol
 
 from tests.sim.loop import NodeLoop
 from tests.sim.world import Actor, World
+
+
+class Session(Protocol):
+    """One end of a session between a router and a worker."""
+
+    heard_s: float
+    """When the other end last said something, in world time."""
 
 
 class Node:
@@ -26,10 +33,17 @@ class Node:
         self.slowness_s = 0.0
         """Added to every packet that leaves or reaches it."""
         self.loop = NodeLoop(world, self, origin_s=world.random.uniform(10.0, 10_000.0))
+        self.num_commands_to_lose = 0
+        self.sessions: dict[Session, None] = {}
+        """Those that are open here, at either end."""
         self.inhabitant: object = None
         """What runs here: a `SimWorker` or a `SimRouter`."""
         self.on_death: list[Callable[[], None]] = []
         self._actors = [self.loop.actor]
+
+    @property
+    def running(self) -> bool:
+        return self.alive and not self.frozen
 
     def now(self) -> float:
         """It is the node's `Clock`."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from baton.v1 import decode_pb2
+from baton.v1 import worker_pb2
 from services.core.errors import BatonError
 from services.core.hashing import num_blocks_for
 from services.decode.leg import DecodeLeg
-from services.engine import batch, prefix
-from services.engine.block_pool import Holder
 from services.engine.engine import Engine
-from services.engine.scheduler import Scheduler
-from services.engine.sequence import Admitted, StepPlan
-from services.engine.sequence import Sequence as EngineSequence
+from services.engine.schedule import batch, prefix
+from services.engine.schedule.scheduler import Scheduler
+from services.engine.schedule.sequence import Admitted, StepPlan
+from services.engine.schedule.sequence import Sequence as EngineSequence
+from services.kv.pool import Holder
 from services.prefill.leg import PrefillLeg
 from services.router.conductor import Conductor
-from services.router.coordinator import coordinator, dispatch, failures, handoff
+from services.router.coordinator import coordinator, dispatch, failures, handoff, silent_legs
+from services.router.coordinator.actions import EmitTokens
+from services.router.coordinator.book import Book
 from services.router.coordinator.requests import Request
+from services.router.policy import Job
 from services.worker.session import RouterSession
 from tests.sim.mutation import Bug, Mutant, both, replaced
 
@@ -73,10 +78,15 @@ def preempts_leased_sequences() -> Bug:
 
 def does_not_wake_who_waits_for_blocks() -> Bug:
     def abort(self: Engine, seq_id: int) -> None:
-        with self.lock:
-            self.scheduler.abort(seq_id)
+        with self._lock:
+            if self._arrivals.pop(seq_id, None) is None:
+                self._scheduler.abort(seq_id)
 
-    return both(replaced(Engine, "wake", lambda self: None), replaced(Engine, "abort", abort))
+    def release(self: Engine, block_ids: Iterable[int], holder: Holder) -> None:
+        with self._lock:
+            self._pool.release(list(block_ids), holder)
+
+    return both(replaced(Engine, "abort", abort), replaced(Engine, "release", release))
 
 
 # The worker's legs and sessions.
@@ -113,9 +123,9 @@ def does_not_stop_a_cancelled_decode() -> Bug:
 
 
 def does_not_repeat_the_first_token() -> Bug:
-    """The decode session may be quicker than the prefill session, or the only one left."""
+    """The decode worker may be quicker than the prefill worker, or the only one left."""
 
-    def emit(self: DecodeLeg, event: decode_pb2.DecodeEvent) -> None:
+    def emit(self: DecodeLeg, event: worker_pb2.LegEvent) -> None:
         if not event.HasField("tokens") or event.tokens.HasField("finish"):
             self._session.emit(event)
         self._session.flush()
@@ -130,10 +140,10 @@ def emits_repeated_tokens() -> Bug:
     def receive(book: Any, request: Any, event: Any, now: float) -> bool:
         have = len(request.output)
         request.output.extend(event.token_ids)
-        book.emit_tokens(request, have, event.token_ids, event.logprobs)
+        book.actions.append(EmitTokens(request.request_id, have, event.token_ids, event.logprobs))
         return True
 
-    return replaced(handoff, "receive", receive)
+    return replaced(handoff, "_receive", receive)
 
 
 def asks_a_worker_that_refused_never_again() -> Bug:
@@ -144,7 +154,9 @@ def asks_a_worker_that_refused_never_again() -> Bug:
 def does_not_try_again_on_heartbeats() -> Bug:
     def take_load(self: coordinator.Coordinator, worker: Any, load: Any, now: float) -> None:
         if load is not None:
+            had_news = self._book.workers.has_news
             self._book.workers.set_load(worker, load, now)
+            self._book.workers.has_news = had_news
 
     return both(
         replaced(coordinator.Coordinator, "_take_load", take_load),
@@ -164,6 +176,20 @@ def replays_without_the_received_tokens() -> Bug:
     return replaced(Request, "leg_tokens", lambda self: self.spec.token_ids)
 
 
+def replays_with_other_weights() -> Bug:
+    """A stream goes on wherever there is room."""
+    job = Request.job
+
+    def unbound(self: Request, num_tokens: int) -> Job:
+        return dataclasses.replace(job(self, num_tokens), fingerprint=None)
+
+    return both(replaced(Request, "job", unbound), replaced(Book, "_bind", lambda self, request, worker: None))
+
+
+def waits_for_ever_for_a_silent_leg() -> Bug:
+    return replaced(silent_legs, "_silent_too_long", lambda *_, **__: None)
+
+
 MUTANTS: tuple[Mutant, ...] = (
     frees_blocks_under_a_step,
     indexes_blocks_of_a_failed_step,
@@ -180,4 +206,6 @@ MUTANTS: tuple[Mutant, ...] = (
     keeps_legs_on_a_lost_worker,
     does_not_cancel_at_the_worker,
     replays_without_the_received_tokens,
+    replays_with_other_weights,
+    waits_for_ever_for_a_silent_leg,
 )

@@ -3,6 +3,8 @@ RPCs. Clients call `submit` on its event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +13,18 @@ from services.router.conductor import Conductor
 from services.router.coordinator import Coordinator
 from services.router.coordinator.canary import new_canary
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import Role, WorkerInfo
+from services.router.coordinator.events import WorkerInfo
+from services.router.policy import Fingerprint, Role
 from services.router.registry import RegistryServicer
 from services.router.sessions import SessionTimes
 from services.router.tracing import RequestTrace
 from tests.sim.client import SimRequest
-from tests.sim.model import Truth
+from tests.sim.model import CANARY_SALT, Truth
 from tests.sim.node import Node
 from tests.sim.rpc_client import SimChannel
 from tests.sim.rpc_server import SimServer
 from tests.sim.tracing import NullMetrics, NullTracer
+from tests.sim.turns import watch_placements
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
@@ -37,7 +41,7 @@ class SimRouter:
         self.node = Node(cluster.world, name, address)
         self.config = config
         if config.health.deep_checks:
-            self.config = replace(config, canary_salt=f"{name} {cluster.world.now_s}")
+            self.config = replace(config, canary_salt=f"{CANARY_SALT} {name} {cluster.world.now_s}")
             for number in range(1, _MOST_CANARIES):
                 _foretell_canary(cluster.truth, f"{self.config.canary_salt}-{number}")
         self.node.inhabitant = self
@@ -46,20 +50,38 @@ class SimRouter:
 
     def _build(self) -> None:
         node, network = self.node, self._cluster.network
-        metrics: Any = NullMetrics()
+        metrics: Any = _StrictMetrics(self._cluster)
         self.coordinator = Coordinator(self.config)
+        watch_placements(self._cluster.world, self.coordinator._book)
+        self.times = SessionTimes(heartbeat_s=0.5, silence_s=2.0)
         self.conductor = Conductor(
             self.coordinator,
             clock=node,
             metrics=metrics,
-            times=SessionTimes(heartbeat_s=0.5, silence_s=2.0),
+            times=self.times,
             dial=_any(lambda address: SimChannel(node, network, address)),
         )
         self._server = SimServer(node, network)
         registry = RegistryServicer(self.conductor, model_id="sim", interval_s=2.0)
         self._server.add("baton.v1.RegistryService", control_pb2_grpc.add_RegistryServiceServicer_to_server, registry)
         node.loop.create_task(self._server.start(), name="start")
-        node.loop.create_task(self.conductor.tick_forever(), name="tick")
+        self._ticking = node.loop.create_task(self.conductor.tick_forever(), name="tick")
+        self.stopping = False
+
+    async def close(self) -> None:
+        """As `main` does it, when the requests are over."""
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)
+        await self.conductor.close()
+        await self._server.stop(1.0)
+
+    def checks(self, worker_id: str) -> bool:
+        """A canary is under way there."""
+        return any(canary.involves(worker_id) for canary in self.coordinator._canaries._live)
+
+    @property
+    def queue_is_full(self) -> bool:
+        return len(self.coordinator._book.queue) >= self.config.max_queue
 
     def submit(self, request: SimRequest) -> None:
         """On this node's loop. Raises what the coordinator says."""
@@ -72,8 +94,20 @@ class SimRouter:
         self.conductor.cancel(request.request_id, _any(request))
 
 
+class _StrictMetrics(NullMetrics):
+    """A defect that the router survives still ends the run."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._world = cluster.world
+
+    def internal_error(self, where: str) -> None:
+        self._world.fail(sys.exception() or AssertionError(f"internal error ({where})"))
+
+
 def _foretell_canary(truth: Truth, name: str) -> None:
-    worker = WorkerInfo("", Role.MIXED, 0, "", truth.block_size, num_blocks=64, max_model_len=64, max_num_seqs=1)
+    worker = WorkerInfo(
+        "", Role.MIXED, 0, Fingerprint("sim"), truth.block_size, num_blocks=64, max_model_len=64, max_num_seqs=1
+    )
     spec = new_canary(name, worker, worker, 0.0).spec
     assert spec.max_tokens is not None
     truth.add(spec.token_ids, max_tokens=spec.max_tokens, cache_salt=spec.cache_salt)

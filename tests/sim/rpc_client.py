@@ -85,6 +85,7 @@ class SimCall:
         self._deserializer = deserializer
         self._wait_for_ready = wait_for_ready
         self._wire: Wire | None = None
+        self.heard_s = 0.0
         self._responses: deque[bytes] = deque()
         self._coming_status: tuple[grpc.StatusCode, str, Any] | None = None
         self._status: tuple[grpc.StatusCode, str, Any] | None = None
@@ -181,7 +182,10 @@ class SimCall:
             else:
                 self._network.world.after(_CONNECT_RETRY_S, lambda: self._node.loop.call_soon(self._try_connect))
             return
-        wire = self._wire = Wire(self._network, self._node, server.node)
+        wire = self._wire = Wire(self._network, self._node, server.node, self._method)
+        self.heard_s = self._network.world.now_s
+        if self._method.endswith("/Session"):
+            self._node.sessions[self] = None
         wire.down.receiver = self._received
         wire.client_lost = self._lost
         wire.up.receiver = lambda packet: server.accept(self._method, wire)
@@ -211,6 +215,7 @@ class SimCall:
     def _received(self, packet: tuple[Any, ...]) -> None:
         if self.done():
             return
+        self.heard_s = self._network.world.now_s
         match packet[0]:
             case "metadata":
                 self._has_metadata = True
@@ -234,6 +239,7 @@ class SimCall:
         if self.done():
             return
         self._status = code, details, metadata
+        self._node.sessions.pop(self, None)
         if self._wire is not None and not self._locally_cancelled:
             self._wire.close()
         if self._sender is not None:

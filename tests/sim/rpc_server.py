@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections import deque
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
@@ -76,11 +76,14 @@ class SimServer:
             call.end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
             return
         self._calls[call] = None
+        if method.endswith("/Session"):
+            self.node.sessions[call] = None
         call.task = self.node.loop.create_task(self._serve(call), name=f"serve {method}")
         call.task.add_done_callback(lambda task: self._over(call, task))
 
     def _over(self, call: Call, task: asyncio.Task[None]) -> None:
         del self._calls[call]
+        self.node.sessions.pop(call, None)
         if self.node.alive and not task.cancelled() and (error := task.exception()) is not None:
             self.node.world.fail(error)
 
@@ -95,14 +98,15 @@ class SimServer:
                 await guarded.stream_stream(call, call)
             else:
                 response = await guarded.unary_unary(await anext(call), call)
+                if call.failed:
+                    call.end_as_set()
+                    return
                 if self.node.world.chance(self._network.lossy.get(self.node.name, 0.0)):
                     self.node.world.note("reply lost", self.node.name, call.method)
                     call.wire.break_off()
                     return
                 await call.write(response)
-            call.end(grpc.StatusCode.OK, "")
-        except grpc.aio.AbortError:
-            pass  # `abort` has sent the status
+            call.end_as_set()
         except asyncio.CancelledError:
             call.end(grpc.StatusCode.CANCELLED, "cancelled by the server")
             raise
@@ -133,7 +137,12 @@ class Call:
         self._half_closed = False
         self._over = False
         self._metadata_sent = False
+        self._status: tuple[grpc.StatusCode, str, Any] = (grpc.StatusCode.OK, "", ())
         self._arrived = asyncio.Event()
+        self.held_leases: frozenset[bytes] = frozenset()
+        """What the router's newest heartbeat lists."""
+        self.router_incarnation = 0
+        self.heard_s = wire.network.world.now_s
         wire.up.receiver = self._received
         wire.server_lost = self._lost
 
@@ -148,7 +157,28 @@ class Call:
             await self._arrived.wait()
         data = self._requests.popleft()
         self.wire.up.was_read()
-        return self.deserializer(data)
+        request = self.deserializer(data)
+        if self.method.endswith("/Session"):
+            self._note(request)
+            if self._is_lost(request):
+                return await self.__anext__()
+        return request
+
+    def _is_lost(self, request: Any) -> bool:
+        node = self.wire.server
+        if not node.num_commands_to_lose or request.WhichOneof("message") not in ("prefill", "decode", "cancel"):
+            return False
+        node.num_commands_to_lose -= 1
+        node.world.note("command lost", node.name, request.WhichOneof("message"))
+        return True
+
+    def _note(self, request: Any) -> None:
+        """For whoever watches from outside."""
+        match request.WhichOneof("message"):
+            case "hello":
+                self.router_incarnation = request.hello.router_incarnation
+            case "heartbeat":
+                self.held_leases = frozenset(request.heartbeat.held_leases)
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         if not self._metadata_sent:
@@ -161,9 +191,22 @@ class Call:
         await self.send_initial_metadata(())
         await self.wire.down.send_message(("message", self.serializer(response)))
 
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
-        self.end(code, details, trailing_metadata)
-        raise grpc.aio.AbortError("aborted")
+    @property
+    def failed(self) -> bool:
+        return self._status[0] is not grpc.StatusCode.OK
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._status = (code, *self._status[1:])
+
+    def set_details(self, details: str) -> None:
+        self._status = (self._status[0], details, self._status[2])
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._status = (*self._status[:2], metadata)
+
+    def end_as_set(self) -> None:
+        """When the handler has returned."""
+        self.end(*self._status)
 
     def end(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         if not self._over:
@@ -171,6 +214,7 @@ class Call:
             self.wire.down.send(("status", code, details, tuple(trailing_metadata)))
 
     def _received(self, packet: tuple[Any, ...]) -> None:
+        self.heard_s = self.wire.network.world.now_s
         match packet[0]:
             case "message":
                 self._requests.append(packet[1])

@@ -10,6 +10,7 @@ from baton.v1 import inference_pb2
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.health import HealthConfig
 from services.worker.config import WorkerConfig
+from services.worker.phase import role_name
 from tests.sim.client import SimRequest
 from tests.sim.cluster import Cluster
 from tests.sim.model import EOS, VOCAB_SIZE, Truth
@@ -41,22 +42,27 @@ def choose_load(world: World) -> Load:
 def build(world: World, load: Load) -> Cluster:
     choose = world.random
     network = Network(world, latency_s=choose.choice((0.0002, 0.001, 0.005)), window=choose.choice((2, 16, 64)))
-    cluster = Cluster(world, network, Truth(BLOCK_SIZE))
+    # By the seed itself, so that the other draws are the same: some clusters are in the middle of a change of weights,
+    # and every other worker has the next ones.
+    weights = ("sim-0", "sim-1")[: 2 if world.seed % 7 == 3 else 1]
+    cluster = Cluster(world, network, Truth(BLOCK_SIZE, weights))
     config = CoordinatorConfig(
         model_context_tokens=64,
         queue_timeout_s=15.0,
         no_worker_timeout_s=8.0,
         answer_timeout_s=4.0,
+        max_queue=1 if world.seed % 10 == 4 else 1024,
         # By the seed itself, so that the other draws are the same with and without.
-        health=HealthConfig(deep_checks=world.seed % 3 == 0),
+        health=HealthConfig(deep_checks=world.seed % 3 == 0, recheck_s=5.0, starts_slowly=True),
     )
     num_routers = 2 if world.chance(0.2) else 1
     for at, name in enumerate(ROUTERS[:num_routers]):
         cluster.start_router(name, f"10.0.1.{at + 1}:50051", config)
     # By the seed itself, too: two out of five clusters are of GPUs, with few staging slots.
     num_slots = (0, 0, 1, 0, 3)[world.seed % 5]
-    for plan in _plans(choose, num_routers, load):
-        cluster.start_worker(dataclasses.replace(plan, num_slots=num_slots))
+    for at, plan in enumerate(_plans(choose, num_routers, load)):
+        varied = {"num_slots": num_slots, "weights": weights[at % len(weights)], "drafts": world.seed % 3 == 1}
+        cluster.start_worker(dataclasses.replace(plan, **varied))
     return cluster
 
 
@@ -83,9 +89,9 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
     copy_s = choose.choice((0.001, 0.02, 0.2))
     transports = choose.choice((("auto",), ("auto", "grpc"), ("shm",)))
     plans = []
-    for at, role in enumerate(roles):
+    for at, phases in enumerate(roles):
         config = WorkerConfig(
-            worker_id=f"{('', 'p', 'd', 'm')[role]}{at}",
+            worker_id=f"{role_name(phases)[0]}{at}",
             advertise=f"10.0.0.{at + 1}:6000",
             router=tuple(f"10.0.1.{number + 1}:50051" for number in range(num_routers)),
             kv_blocks=choose.randint(5, 10) if load.tight else choose.randint(10, 30),
@@ -99,7 +105,7 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
             stall_s=stall_s,
             silence_s=choose.choice((2.0, 5.0)),
         )
-        plans.append(WorkerPlan(config, role, step_s, copy_s))
+        plans.append(WorkerPlan(config, phases, step_s, copy_s))
     return plans
 
 
@@ -138,12 +144,15 @@ def _request(
     if choose.random() < 0.3:  # many stops: the first token may end it
         message.stopping.stop_token_ids.extend(sorted(choose.sample(range(1, VOCAB_SIZE), 15)))
     message.cache_salt = choose.choice(("", "", "salt"))
+    _choose_sampling(choose, message)
     expected = cluster.truth.add(
         prompt,
         max_tokens=message.stopping.max_tokens,
         min_tokens=message.stopping.min_tokens,
         stop_token_ids=frozenset(message.stopping.stop_token_ids) | {EOS},
         cache_salt=message.cache_salt,
+        sampling=message.sampling,
+        stops=message.stopping.stop,
     )
     leaves = choose.random()
     return SimRequest(
@@ -158,11 +167,28 @@ def _request(
     )
 
 
+def _choose_sampling(choose: random.Random, message: inference_pb2.GenerateRequest) -> None:
+    """As `Intake` leaves it: every field given, the seed too."""
+    sampling = message.sampling
+    sampling.temperature = choose.choice((0.0, 0.5, 1.0))
+    sampling.top_p = 1.0
+    sampling.repetition_penalty = 1.0
+    sampling.seed = choose.getrandbits(64)
+    if choose.random() < 0.3:
+        sampling.repetition_penalty = choose.choice((1.0, 1.25))
+        sampling.presence_penalty = choose.choice((0.0, 0.5))
+        sampling.frequency_penalty = choose.choice((0.0, -0.5))
+    if choose.random() < 0.2:
+        message.stopping.stop.extend(choose.choice((["acb"], ["bd", "bdb"], ["aa"], ["eaca"])))
+
+
 def probe(world: World, cluster: Cluster, router: str) -> SimRequest:
     """Asked when all is quiet: it must be served."""
     prompt = [1 + world.random.randrange(VOCAB_SIZE - 1) for _ in range(6)]
     message = inference_pb2.GenerateRequest(request_id=f"probe {router}")
     message.token_ids.ids.extend(prompt)
     message.stopping.max_tokens = 3
+    message.sampling.temperature = 0.0
+    message.sampling.repetition_penalty = 1.0
     expected = cluster.truth.add(prompt, max_tokens=3, stop_token_ids=frozenset({EOS}))
     return SimRequest(world, message, expected, arrival_s=world.now_s, router=router)

@@ -98,10 +98,10 @@ class SimMappingCache(MappingCache):
         super().__init__(block_bytes)
         self._shared = shared
 
-    async def _map(self, source: types_pb2.KVSource) -> Mapping:
-        server = self._shared.servers.get(source.shm_socket)
+    async def _map(self, source: types_pb2.KVSource, name: str) -> Mapping:
+        server = self._shared.servers.get(name)
         if server is None:
-            raise ShmUnavailable(f"shared memory at {source.shm_socket}: connection refused")
+            raise ShmUnavailable(f"shared memory at {name}: connection refused")
         loop = asyncio.get_running_loop()
         accepted = loop.create_future()
         # The other side's event loop accepts: a frozen one does not.
@@ -112,9 +112,9 @@ class SimMappingCache(MappingCache):
             async with asyncio.timeout(self._timeout_s):
                 await accepted
         except TimeoutError:
-            raise ShmUnavailable(f"shared memory at {source.shm_socket}: no answer") from None
-        if source.shm_socket not in self._shared.servers:
-            raise ShmUnavailable(f"shared memory at {source.shm_socket}: reset")
+            raise ShmUnavailable(f"shared memory at {name}: no answer") from None
+        if name not in self._shared.servers:
+            raise ShmUnavailable(f"shared memory at {name}: reset")
         return SimMapping(server)
 
 

@@ -14,10 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.core import ids
-from tests.sim import scenario
+from tests.sim import faults, scenario
+from tests.sim.clocks import Clocks
 from tests.sim.cluster import Cluster
 from tests.sim.faults import LONGEST_S, Faults
-from tests.sim.invariants import Watch, check_outcomes, not_idle
+from tests.sim.invariants import Watch, not_idle
+from tests.sim.outcomes import check_outcomes
+from tests.sim.worker import SimWorker
 from tests.sim.world import Violation, World
 
 ENDS_WITHIN_S = 40.0
@@ -51,25 +54,27 @@ class _Run:
         self._load = scenario.choose_load(world)
         self._cluster: Cluster = scenario.build(world, self._load)
         self._watch = Watch(world, self._cluster)
+        self._cluster.on_lease_end = Clocks(world, self._cluster).ended
         self._faults = Faults(world, self._cluster)
         world.after_turn = self._watch.after_turn
 
     def to_the_end(self) -> Result:
-        world, cluster, faults = self._world, self._cluster, self._faults
+        world, cluster, planned = self._world, self._cluster, self._faults
         try:
             for request in scenario.requests(world, cluster, self._load):
                 cluster.submit(request)
-            faults.plan()
+            planned.plan()
             self._until(scenario.BUSY_S + 0.1)
-            while world.now_s < faults.quiet_s or (self._live() and self._armed_may_strike()):
+            while world.now_s < planned.quiet_s or (self._live() and self._armed_may_strike()):
                 self._until(world.now_s + 0.25)
-            faults.disarm()
+            planned.disarm()
             self._all_end()
             self._all_rest()
             self._probe()
-            check_outcomes(world, cluster, num_faults=faults.num_faults, num_blows=faults.num_blows)
+            self._check_sessions()
+            check_outcomes(world, cluster, num_faults=planned.num_faults, num_blows=planned.num_blows)
             outcomes = tuple(str(request.outcome) for request in cluster.requests)
-            return Result(world.seed, world.digest, world.num_turns, world.now_s, faults.num_faults, outcomes)
+            return Result(world.seed, world.digest, world.num_turns, world.now_s, planned.num_faults, outcomes)
         finally:
             self._cluster.kill_all()
 
@@ -97,13 +102,31 @@ class _Run:
         self._world.require(not busy, f"no rest: {busy}")
         self._watch.check_all()
 
+    def _check_sessions(self) -> None:
+        """What stopped and went on as a whole has lost no session."""
+        for router in self._cluster.routers.values() if self._faults.only_pauses else ():
+            numbers = [link._hello.session_number for link in router.conductor.links.values()]
+            again = max(numbers) > len(self._cluster.workers)
+            self._world.require(not again, f"{router.node.name}: sessions were lost by a pause of all: {numbers}")
+
     def _probe(self) -> None:
-        probes = [scenario.probe(self._world, self._cluster, router) for router in self._cluster.routers]
+        """Whoever can still be served is, by whatever is left."""
+        cluster = self._cluster
+        served = [router for router in cluster.present_routers if any(map(_decodes, cluster.within_reach(router)))]
+        probes = [scenario.probe(self._world, cluster, router.node.name) for router in served]
         for request in probes:
-            self._cluster.submit(request)
-        self._world.run(lambda: all(request.over for request in probes), self._world.now_s + PROBE_WITHIN_S)
+            cluster.submit(request)
+        # Where imports cannot but fail, now and then or always, others have to be found first.
+        plans = [worker.plan for worker in cluster.workers.values()]
+        in_vain = cluster.network.cut_for_ever or any(plan.slowest_copy_s > plan.config.stall_s for plan in plans)
+        within_s = PROBE_WITHIN_S + (faults.recovery_s(cluster) if in_vain else 0.0)
+        self._world.run(lambda: all(request.over for request in probes), self._world.now_s + within_s)
         for request in probes:
             self._world.require(request.outcome in ("stop", "length"), f"a last request: {request.outcome}")
+
+
+def _decodes(worker: SimWorker) -> bool:
+    return worker.plan.can_decode
 
 
 @contextlib.contextmanager

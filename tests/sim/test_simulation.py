@@ -6,36 +6,24 @@ import dataclasses
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 
-from tests.sim.__main__ import replay_command
+from tests.sim import campaign
 from tests.sim.scenario import Load, build
 from tests.sim.simulation import simulate
 from tests.sim.world import World
 
-NUM_SEEDS = 2000
-_CHUNK = 100
+pytestmark = pytest.mark.alone
+MANY = pytest.param(range(200, 2000), marks=[pytest.mark.long, pytest.mark.timeout(1800)])
 
 
-def failures(start: int) -> list[str]:
-    """Of a chunk of seeds, with the commands that replay them."""
-    found = []
-    for seed in range(start, start + _CHUNK):
-        try:
-            simulate(seed)
-        except Exception as error:
-            found.append(f"seed {seed}: {error!r}; replay: {replay_command(seed)}")
-    return found
-
-
-@pytest.mark.timeout(900)
-def test_no_fault_loses_repeats_or_corrupts_a_token() -> None:
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        found = [line for lines in pool.map(failures, range(0, NUM_SEEDS, _CHUNK)) for line in lines]
-    assert not found, "\n".join(found)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", [range(200), MANY], ids=["some", "many"])
+def test_no_fault_loses_repeats_or_corrupts_a_token(seeds: range) -> None:
+    summary = campaign.run(seeds, 2, None, chunk_seeds=25)
+    assert summary.num_seeds == len(seeds)
+    assert not summary.failures, summary.failures
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:

@@ -1,39 +1,41 @@
-"""A simulated worker process: the real `WorkerHost` with its servicers, on a machine made of simulated parts."""
+"""A simulated worker process: the real `WorkerHost` with its phases, on a machine made of simulated parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.v1 import types_pb2
-from services.decode.servicer import DecodeServicer
+from services.decode.leg import DecodePhase
 from services.engine.config import EngineConfig
+from services.kv.lease import Lease
+from services.kv.regions import BlockMemory
 from services.kvtransfer.client import FetchOrder, FetchOutcome
-from services.kvtransfer.memory import BlockMemory
 from services.kvtransfer.transports.shm import ShmServer
 from services.kvtransfer.transports.shm_mapping import MappingCache
 from services.kvtransfer.transports.staging import StagingArea
-from services.prefill.servicer import PrefillServicer
+from services.prefill.leg import PrefillPhase
 from services.worker.config import WorkerConfig
 from services.worker.host import WorkerHost
 from services.worker.machine import Machine
+from services.worker.phase import WorkerPhase
 from tests.sim.engine import SimEngine
-from tests.sim.memory import SimMemory, SimStagingArea
+from tests.sim.memory import SimMemory, SimStagingArea, staging_of
 from tests.sim.node import Node, Thread
 from tests.sim.rpc_client import SimChannel
 from tests.sim.rpc_server import SimServer
 from tests.sim.shared_memory import SimMappingCache, SimShmServer
 from tests.sim.tracing import NullTracer
+from tests.sim.turns import watch_intake
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
 
-PREFILL, DECODE, MIXED = (
-    types_pb2.WORKER_ROLE_PREFILL,
-    types_pb2.WORKER_ROLE_DECODE,
-    types_pb2.WORKER_ROLE_MIXED,
-)
+PREFILL = {types_pb2.WORKER_ROLE_PREFILL: PrefillPhase}
+DECODE = {types_pb2.WORKER_ROLE_DECODE: DecodePhase}
+MIXED = {**PREFILL, **DECODE}
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,33 @@ class WorkerPlan:
     """What stays the same over restarts."""
 
     config: WorkerConfig
-    role: types_pb2.WorkerRole
+    phases: Mapping[types_pb2.WorkerRole, Callable[[WorkerHost], WorkerPhase]]
+    """Its roles, and what it does in each."""
     step_s: float
     copy_s: float
     num_slots: int = 0
     """Its pool cannot be mapped, as on a GPU, and hands over through so many staging slots. 0: it can."""
+    weights: str = "sim"
+    """Workers with different ones never pair."""
+    drafts: bool = False
+    """Its engine guesses tokens ahead, and so its steps say several."""
 
     @property
     def name(self) -> str:
         return self.config.worker_id
 
+    @property
+    def can_decode(self) -> bool:
+        return types_pb2.WORKER_ROLE_DECODE in self.phases
+
+    @property
+    def slowest_copy_s(self) -> float:
+        return self.copy_s * 4.1
+
 
 class SimMachine(Machine):
     def __init__(self, node: Node, cluster: Cluster, plan: WorkerPlan) -> None:
-        self.clock = node
+        super().__init__("", node)
         self._node = node
         self._cluster = cluster
         self._copy_s = plan.copy_s
@@ -90,25 +105,27 @@ class SimWorker:
 
     def _build(self, plan: WorkerPlan) -> None:
         config, cluster, node = plan.config, self._cluster, self.node
-        self.memory = SimMemory(node, config.kv_blocks, config.block_size, cluster.truth, mappable=not plan.num_slots)
-        self.engine = SimEngine(node, _engine_config(plan), self.memory, plan.step_s)
+        self.memory = SimMemory(
+            node, config.kv_blocks, config.block_size, cluster.truth, plan.weights, mappable=not plan.num_slots
+        )
+        self.engine = SimEngine(node, _engine_config(plan), self.memory, plan.step_s, plan.weights, drafts=plan.drafts)
         server: Any = SimServer(node, cluster.network)
         self.host = WorkerHost(
-            config, plan.role, self.engine, server, NullTracer(), machine=SimMachine(node, cluster, plan)
+            config, plan.phases, self.engine, server, NullTracer(), machine=SimMachine(node, cluster, plan)
         )
         self.host.fetcher.fetch = self._watched(self.host.fetcher.fetch)  # type: ignore[method-assign]
         cluster.watch(self.host, plan.name)
-        phases: list[Any] = []
-        if plan.role in (PREFILL, MIXED):
-            phases.append(PrefillServicer(self.host))
-        if plan.role in (DECODE, MIXED):
-            phases.append(DecodeServicer(self.host))
-        node.loop.create_task(self._live(server, phases), name="life")
+        leases: Any = self.host.leases
+        leases._on_end = self._ending(leases._on_end)
+        decode = self.host.phases.get(types_pb2.WORKER_ROLE_DECODE)
+        if isinstance(decode, DecodePhase):
+            watch_intake(node, decode._intake, self.engine._scheduler)
+        node.loop.create_task(self._live(server), name="life")
 
-    async def _live(self, server: SimServer, phases: list[Any]) -> None:
+    async def _live(self, server: SimServer) -> None:
         """As the process's main: until a signal or a router says that it is to leave."""
         await server.start()
-        await self.host.start(phases)
+        await self.host.start()
         self._cluster.world.note("up", self.plan.name, self.host.incarnation)
         await self.host.left()
         await self.host.stop()
@@ -122,13 +139,20 @@ class SimWorker:
     @property
     def idle(self) -> bool:
         """Nothing is held: no leg, lease, import, sequence, block reference or staging slot."""
-        host, scheduler = self.host, self.engine.scheduler
-        staging = host.transfer.staging
+        host, scheduler = self.host, self.engine._scheduler
+        staging = staging_of(host)
         if staging is not None and staging.slots.num_free < staging.slots.num_slots:
             return False
         return not (host.num_legs or len(host.leases) or len(host.imports) or len(host.hub) or scheduler.has_work) and (
-            self.engine.pool.ledger().idle
+            self.engine._pool.ledger().idle
         )
+
+    def _ending(self, on_end: Any) -> Any:
+        def ending(lease: Lease) -> None:
+            self._cluster.on_lease_end(self, lease)
+            on_end(lease)
+
+        return ending
 
     def _watched(self, fetch: Any) -> Any:
         async def watched(order: FetchOrder) -> FetchOutcome:
@@ -154,5 +178,5 @@ def _engine_config(plan: WorkerPlan) -> EngineConfig:
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        limit_leased_blocks=plan.role == MIXED,
+        limit_leased_blocks=len(plan.phases) > 1,
     )

@@ -27,6 +27,7 @@ class Violation(AssertionError):
 class Machine(Protocol):
     """The process an actor belongs to."""
 
+    name: str
     frozen: bool
     """Stopped as by SIGSTOP: nothing of it runs."""
     alive: bool
@@ -35,20 +36,37 @@ class Machine(Protocol):
 class Actor:
     """Something that runs work one piece at a time: a node's event loop, or one of its threads."""
 
-    __slots__ = ("_world", "enlisted", "machine", "ready")
+    __slots__ = ("_world", "busy", "enlisted", "held_up_s", "machine", "ready")
 
     def __init__(self, world: World, machine: Machine) -> None:
         self._world = world
         self.machine = machine
         self.ready: deque[Work] = deque()
         self.enlisted = False
+        self.busy = False
+        """What it does takes its time, and nothing else gets its turn."""
+        self.held_up_s = 0.0
+        """By such work, in all."""
+
+    def keep_busy(self, duration_s: float) -> None:
+        self.busy = True
+        self.held_up_s += duration_s
+        self._world.after(duration_s, self._free)
+
+    def _free(self) -> None:
+        self.busy = False
+        self.enlist()
+
+    @property
+    def can_run(self) -> bool:
+        return bool(self.ready) and not self.busy and not self.machine.frozen and self.machine.alive
 
     def post(self, work: Work) -> None:
         self.ready.append(work)
         self.enlist()
 
     def enlist(self) -> None:
-        if not self.enlisted and self.ready and not self.machine.frozen and self.machine.alive:
+        if not self.enlisted and self.can_run:
             self.enlisted = True
             self._world.runnable.append(self)
 
@@ -122,12 +140,12 @@ class World:
         at = int(self.random.random() * len(runnable)) if len(runnable) > 1 else 0
         actor = runnable[at]
         machine = actor.machine
-        if actor.ready and not machine.frozen and machine.alive:
+        if actor.can_run:
             self.num_turns += 1
             self.require(self.num_turns < _MOST_TURNS, "it goes on and on")
             actor.ready.popleft()()
             self.after_turn(machine)
-            if actor.ready and not machine.frozen and machine.alive:
+            if actor.can_run:
                 return
         actor.enlisted = False
         runnable[at] = runnable[-1]

@@ -33,9 +33,9 @@ PAIR_STATE_PROVEN: PairState
 PAIR_STATE_BROKEN: PairState
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "incarnation", "pid", "layout", "num_blocks", "max_model_len", "max_num_seqs", "shm_socket", "host_id", "vocab_size", "device")
+    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "layout", "num_blocks", "max_model_len", "max_num_seqs", "host_id", "vocab_size", "device", "fingerprint")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -43,12 +43,12 @@ class WorkerDescription(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
-    SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    role: _types_pb2.WorkerRole
+    roles: _containers.RepeatedScalarFieldContainer[_types_pb2.WorkerRole]
     address: str
     incarnation: int
     pid: int
@@ -56,11 +56,11 @@ class WorkerDescription(_message.Message):
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
-    shm_socket: str
     host_id: str
     vocab_size: int
     device: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.WorkerRole, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., shm_socket: _Optional[str] = ..., host_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    fingerprint: _types_pb2.Fingerprint
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_types_pb2.WorkerRole, str]]] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., host_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker",)
@@ -81,7 +81,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "model_id", "pairs", "http_port")
+    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "model_id", "pairs", "http_port", "kv_groups")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class GetStatusResponse(_message.Message):
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
+    KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     router_pid: int
     ready: bool
@@ -104,7 +105,16 @@ class GetStatusResponse(_message.Message):
     model_id: str
     pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
     http_port: int
-    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., model_id: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
+    kv_groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., model_id: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+
+class KVGroup(_message.Message):
+    __slots__ = ("kv", "worker_ids")
+    KV_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    kv: str
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kv: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PairStatus(_message.Message):
     __slots__ = ("prefill", "decode", "state", "reason", "transport")
@@ -121,22 +131,22 @@ class PairStatus(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., state: _Optional[_Union[PairState, str]] = ..., reason: _Optional[str] = ..., transport: _Optional[_Union[_types_pb2.Transport, str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "state", "load", "load_age_ms", "num_sessions", "reason", "num_requests")
+    __slots__ = ("worker", "state", "load", "load_age_ms", "has_session", "reason", "num_requests")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LOAD_AGE_MS_FIELD_NUMBER: _ClassVar[int]
-    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    HAS_SESSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerDescription
     state: WorkerState
     load: _types_pb2.LoadSnapshot
     load_age_ms: int
-    num_sessions: int
+    has_session: bool
     reason: str
     num_requests: int
-    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., load_age_ms: _Optional[int] = ..., num_sessions: _Optional[int] = ..., reason: _Optional[str] = ..., num_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., load_age_ms: _Optional[int] = ..., has_session: _Optional[bool] = ..., reason: _Optional[str] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "deadline_ms")

@@ -1,4 +1,3 @@
-from google.rpc import status_pb2 as _status_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -13,7 +12,6 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
-    WORKER_ROLE_MIXED: _ClassVar[WorkerRole]
 
 class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -30,7 +28,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
-WORKER_ROLE_MIXED: WorkerRole
 TRANSPORT_UNSPECIFIED: Transport
 TRANSPORT_SHM: Transport
 TRANSPORT_GRPC: Transport
@@ -100,7 +97,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class KVLayout(_message.Message):
-    __slots__ = ("model_id", "weights_digest", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "layout_version")
+    __slots__ = ("model_id", "weights_digest", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "layout_version", "config_digest")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +106,7 @@ class KVLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     weights_digest: str
     dtype: str
@@ -117,19 +115,36 @@ class KVLayout(_message.Message):
     head_dim: int
     block_size: int
     layout_version: int
-    def __init__(self, model_id: _Optional[str] = ..., weights_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ...) -> None: ...
+    config_digest: str
+    def __init__(self, model_id: _Optional[str] = ..., weights_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., config_digest: _Optional[str] = ...) -> None: ...
+
+class Fingerprint(_message.Message):
+    __slots__ = ("kv", "numerics")
+    KV_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    kv: str
+    numerics: str
+    def __init__(self, kv: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class KVSource(_message.Message):
-    __slots__ = ("address", "incarnation", "shm_socket", "layout")
+    __slots__ = ("address", "incarnation", "offers", "layout")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: int
-    shm_socket: str
+    offers: _containers.RepeatedCompositeFieldContainer[KVOffer]
     layout: KVLayout
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., shm_socket: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[KVOffer, _Mapping]]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
+
+class KVOffer(_message.Message):
+    __slots__ = ("transport", "shm_socket")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    transport: Transport
+    shm_socket: str
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., shm_socket: _Optional[str] = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
     __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining", "consecutive_step_failures", "ms_per_decode_sequence")
@@ -175,28 +190,6 @@ class LoadSnapshot(_message.Message):
     ms_per_decode_sequence: float
     def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ..., consecutive_step_failures: _Optional[int] = ..., ms_per_decode_sequence: _Optional[float] = ...) -> None: ...
 
-class SessionHello(_message.Message):
-    __slots__ = ("router_incarnation", "session_number", "worker_incarnation")
-    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    router_incarnation: int
-    session_number: int
-    worker_incarnation: int
-    def __init__(self, router_incarnation: _Optional[int] = ..., session_number: _Optional[int] = ..., worker_incarnation: _Optional[int] = ...) -> None: ...
-
-class RouterHeartbeat(_message.Message):
-    __slots__ = ("held_leases",)
-    HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
-    held_leases: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, held_leases: _Optional[_Iterable[bytes]] = ...) -> None: ...
-
-class LeaveCommand(_message.Message):
-    __slots__ = ("remaining_ms",)
-    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
-    remaining_ms: int
-    def __init__(self, remaining_ms: _Optional[int] = ...) -> None: ...
-
 class SequenceTokens(_message.Message):
     __slots__ = ("leg", "position", "token_ids", "logprobs", "finish", "timings")
     LEG_FIELD_NUMBER: _ClassVar[int]
@@ -222,14 +215,6 @@ class SequenceFinish(_message.Message):
     stop_token_id: int
     timings: PhaseTimings
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ...) -> None: ...
-
-class LegFailed(_message.Message):
-    __slots__ = ("leg", "status")
-    LEG_FIELD_NUMBER: _ClassVar[int]
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    leg: int
-    status: _status_pb2.Status
-    def __init__(self, leg: _Optional[int] = ..., status: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class PhaseTimings(_message.Message):
     __slots__ = ("tokenize_ms", "queue_ms", "prefill_wait_ms", "prefill_compute_ms", "transfer_ms", "transfer_overlapped_ms", "transfer_exposed_ms", "decode_wait_ms", "decode_run_ms", "ttft_ms", "total_ms", "transfer_bytes", "transfer_blocks", "transport")

@@ -1,4 +1,5 @@
-"""Kernels in C for CPUs, and what takes the place of torch's operators with them.
+"""Holds kernels in C for CPUs in bfloat16: their source, its build and their bindings.
 
-Optional: without a compiler at install time, or where a kernel disagrees with torch, the plain path stays.
+They are optional: without a compiler at install time, or where a kernel disagrees with torch, the plain path stays.
+`services.engine.attention.native` and `services.engine.cpu` use them.
 """

@@ -1,7 +1,7 @@
-"""The compiled kernels, as functions of tensors.
+"""Offers the compiled kernels as functions of tensors.
 
-Owns: loading the library, and turning tensors into pointers. Never: when to use a kernel. Callers see to dtypes
-(bfloat16 throughout), contiguity and limits; a kernel checks nothing.
+Owns: loading the library, and turning tensors into pointers. Never: when to use a kernel. Callers must see to dtypes
+(bfloat16 throughout), contiguity and limits: a kernel checks nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_HEADS, MAX_HEAD_DIM = 128, 256
 
 
 class DecodeArguments(ctypes.Structure):
-    """`Decode` of kernels.c."""
+    """The struct `Decode` of kernels.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "keys", "values", "output", "rows", "tables", "starts", "stops")),
@@ -36,8 +36,10 @@ class DecodeArguments(ctypes.Structure):
 
 
 class Kernels:
+    """The functions of one library. Each uses as many threads as torch does."""
+
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the library cannot be loaded here."""
+        """Loads the library at `path`. Raises OSError if that fails."""
         library = ctypes.CDLL(str(path))
         self._attention = library.baton_decode_attention
         self._attention.argtypes = [c_void_p]
@@ -62,10 +64,11 @@ class Kernels:
             function.restype = None
 
     def decode_attention(self, arguments: DecodeArguments) -> None:
+        """Computes the attention of decodes, and writes it to `arguments.output`."""
         self._attention(ctypes.byref(arguments))
 
     def rms_norm(self, inputs: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        """inputs [..., dim], weight [dim]; see kernels.c for offset."""
+        """Returns the root mean square norm of inputs [..., dim], with weight [dim]; for `offset` see kernels.c."""
         result = torch.empty_like(inputs)
         dim = inputs.shape[-1]
         self._rms_norm(
@@ -81,7 +84,7 @@ class Kernels:
         return result
 
     def add_rms_norm(self, sums: Tensor, more: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        """Adds `more` to `sums` in place, and returns the norm of that; both [..., dim]."""
+        """Adds `more` to `sums` in place, both [..., dim], and returns the root mean square norm of the result."""
         result = torch.empty_like(sums)
         dim = sums.shape[-1]
         self._add_rms_norm(
@@ -98,7 +101,7 @@ class Kernels:
         return result
 
     def silu_gate(self, gates: Tensor, inputs: Tensor) -> Tensor:
-        """silu(gates) * inputs, both [..., dim] with the same distance between rows, elements side by side."""
+        """Returns silu(gates) * inputs. Both are [..., dim], with the same stride between rows and contiguous rows."""
         dim, stride = inputs.shape[-1], inputs.stride(-2)
         result = torch.empty(inputs.shape, dtype=inputs.dtype)
         self._silu_gate(
@@ -113,7 +116,8 @@ class Kernels:
         return result
 
     def rotate(self, rows: Tensor, num_heads: int, cosines: Tensor, sines: Tensor) -> None:
-        """Rotary positions in place. rows [num_rows, width], heads first; cosines, sines [..., num_rows, head_dim]."""
+        """Applies rotary positions in place to the first `num_heads` heads of rows [num_rows, width]; cosines and sines
+        are [..., num_rows, head_dim]."""
         cosines, sines = cosines.to(rows.dtype).contiguous(), sines.to(rows.dtype).contiguous()
         self._rotate(
             rows.data_ptr(),
@@ -127,14 +131,14 @@ class Kernels:
         )
 
     def causal_softmax(self, scores: Tensor, first: int, last: int) -> Tensor:
-        """See `attention_dense.CausalSoftmax`; in place."""
+        """Computes the softmax as `attention.dense.CausalSoftmax` describes, in place."""
         self._causal_softmax(scores.data_ptr(), *scores.shape, first, last, torch.get_num_threads())
         return scores
 
 
 @cache
 def kernels() -> Kernels | None:
-    """None where they were not built, or cannot be loaded."""
+    """Returns the kernels, or None if they were not built or cannot be loaded."""
     if not LIBRARY.exists():
         logger.info("the CPU kernels were not built")
         return None

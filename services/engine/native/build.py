@@ -1,7 +1,7 @@
-"""Compiles `kernels.c` beside itself: `python -m services.engine.native.build`.
+"""Compiles `kernels.c` to `kernels.so` beside it. Run as `python -m services.engine.native.build`.
 
-Owns: which compiler, with which flags. Never: whether the result is right (each user of a kernel checks that at load).
-Baton runs without; so a missing compiler is a notice, and only a compiler that fails is an error.
+Owns: which compiler is used, with which flags. Never: whether the result is right (each user of a kernel checks that at
+load). Baton runs without the kernels, so a missing compiler is only reported; a compiler that fails is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LIBRARY = Path(__file__).with_name("kernels.so")
-# Compiled for every x86-64 CPU: what a CPU has beyond is chosen when the library is loaded.
+# Compiled for every x86-64 CPU; code for newer instruction sets is chosen when the library is loaded.
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
 
 
@@ -28,7 +28,7 @@ def main() -> int:
         compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
         for command in (
             [compiler, *_COMPILE, "-c", str(SOURCE), "-o", str(compiled)],
-            # Without -fopenmp: a runtime of its own beside torch's would be a second pool of threads.
+            # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
             [compiler, "-shared", str(compiled), "-o", str(library)],
         ):
             result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -37,7 +37,7 @@ def main() -> int:
                     f"{' '.join(command)} failed; Baton runs without its CPU kernels\n{result.stderr}", file=sys.stderr
                 )
                 return 1
-        os.replace(library, LIBRARY)  # whoever has the old one loaded keeps it
+        os.replace(library, LIBRARY)  # a process that has the old library loaded keeps it
     print(f"built {LIBRARY.name} with {compiler}")
     return 0
 

@@ -1,9 +1,10 @@
-/* CPU kernels in bfloat16 for what torch does in many small operators, or only after copying: decodes' attention over
- * paged blocks, norms, gates. Matrix products stay with oneDNN.
+/* Computes on CPUs in bfloat16 what torch does in many small operators, or only after copying: the attention of decodes
+ * over paged blocks, norms, gates. Matrix products are left to oneDNN.
  *
- * Plain C: no headers of torch, so one library serves any of its versions. OpenMP's runtime is not linked either: its
- * symbols are found in the one that torch has loaded, so that both share one pool of threads.
- * Inner loops are compiled for several instruction sets, and the loader picks (target_clones). All sums are in float32.
+ * It is plain C without headers of torch, so one library serves any version of torch. OpenMP's runtime is not linked
+ * either: its symbols are found in the one that torch has loaded, so that both share one pool of threads.
+ * Inner loops are compiled for several instruction sets, and the loader picks one (target_clones). All sums are in
+ * float32.
  */
 #include <stdint.h>
 #include <string.h>
@@ -22,7 +23,7 @@
 
 #define MAX_HEADS 128
 #define MAX_VECTORS 16 /* of 16 elements: a head dimension of 256 */
-#define MOST_KEPT 8192 /* powers of a softmax */
+#define MOST_KEPT 8192 /* exponentials that a softmax keeps between its two passes */
 
 typedef uint16_t bf16;
 
@@ -36,7 +37,7 @@ static inline bf16 narrow(float value) { /* to nearest, ties to even; not for Na
     return (bf16)((wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16);
 }
 
-static inline float exponential(float x) { /* for -87 <= x <= 87; a form that compilers vectorise */
+static inline float exponential(float x) { /* x is clamped to -87 ... 87; in a form that compilers vectorise */
     x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
     float scaled = x * 1.44269504f;
     int32_t whole = (int32_t)(scaled + (scaled < 0 ? -0.5f : 0.5f));
@@ -72,7 +73,7 @@ static inline floats widen16(const bf16 *from) {
     return result;
 }
 
-/* Lane t of the result: the sum of parts[t]. Vectors are halved and paired until each holds one part's rest a lane. */
+/* Returns the sum of parts[t] in lane t. Halves of vectors are added in pairs until one vector has one sum per lane. */
 static inline floats sums16(const floats *parts) {
     floats by8[8], by4[4], by2[2];
     for (int i = 0; i < 8; i++)
@@ -88,7 +89,7 @@ static inline floats sums16(const floats *parts) {
            SHUFFLE(by2[0], by2[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-static inline float reduce(floats parts, int largest) { /* their maximum, or their sum */
+static inline float reduce(floats parts, int largest) { /* returns the largest lane, or the sum of all lanes */
     float result = parts[0];
     for (int i = 1; i < 16; i++) result = !largest ? result + parts[i] : parts[i] > result ? parts[i] : result;
     return result;
@@ -99,15 +100,15 @@ static inline floats exponentials(floats x) {
     return x;
 }
 
-/* What a query head carries through an online softmax (Milakov and Gimelshein, arXiv 1805.02867). */
+/* The state of a query head during an online softmax (Milakov and Gimelshein, arXiv 1805.02867). */
 typedef struct {
-    floats query[MAX_VECTORS], mixed[MAX_VECTORS], total; /* total: a part in each lane */
+    floats query[MAX_VECTORS], mixed[MAX_VECTORS], total; /* total: its lanes add up to the sum */
     float largest;
 } Head;
 
-/* At most 16 tokens of one block, for `group` query heads over one key head. vectors = head_dim / 16.
- * `ahead`: from here to the same place in the next block, which is fetched meanwhile, since blocks lie anywhere and the
- * hardware cannot foresee it. Inlined with constants, so that sums stay in registers. */
+/* Attends to at most 16 tokens of one block, with `group` query heads over one key head. vectors = head_dim / 16.
+ * `ahead`: elements from here to the same place in the next block, which is prefetched meanwhile, since blocks lie
+ * anywhere and the hardware cannot predict it. Inlined with constants, so that sums stay in registers. */
 static inline __attribute__((always_inline)) void attend_group(
     const Decode *d, Head *heads, const bf16 *keys, const bf16 *values, long ahead, long count, const long group,
     const long vectors) {
@@ -167,7 +168,8 @@ static inline __attribute__((always_inline)) void attend_block(
     }
 }
 
-/* Key heads `from` ... `to` - 1 of one sequence. All of a block's heads in turn: they lie side by side. */
+/* Attends with key heads `from` ... `to` - 1 of one sequence. It takes all of a block's heads before the next block,
+ * since they lie side by side. */
 CLONES static void attend(const Decode *d, long sequence, long from, long to) {
     long group = d->heads / d->kv_heads, vectors = d->head_dim / 16;
     long row = d->rows[sequence], start = d->starts[sequence], stop = d->stops[sequence];
@@ -203,7 +205,7 @@ CLONES static void attend(const Decode *d, long sequence, long from, long to) {
 }
 
 void baton_decode_attention(const Decode *d) {
-    /* Few sequences are divided further, by key heads, so that every thread has some. */
+    /* If there are few sequences, their key heads are divided too, so that every thread has work. */
     long parts = d->batch >= 2 * d->threads ? 1 : d->kv_heads;
 #pragma omp parallel for num_threads(d->threads) schedule(dynamic)
     for (long item = 0; item < d->batch * parts; item++) {
@@ -224,7 +226,7 @@ CLONES static void normalise(const bf16 *x, const bf16 *weight, bf16 *y, long di
         for (long i = 0; i < dim; i++) y[i] = narrow(widen(x[i]) * scale * (offset + widen(weight[i])));
 }
 
-/* Root mean square norm (arXiv 1910.07467). offset 0: Llama's; 1: Gemma's, whose weights are about zero. */
+/* Computes the root mean square norm (arXiv 1910.07467). offset 0: Llama's; 1: Gemma's, whose weights are about 0. */
 void baton_rms_norm(
     const bf16 *x, const bf16 *weight, bf16 *y, long rows, long dim, float epsilon, float offset, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 65536)
@@ -235,7 +237,7 @@ CLONES static void add(bf16 *x, const bf16 *more, long count) {
     for (long i = 0; i < count; i++) x[i] = narrow(widen(x[i]) + widen(more[i]));
 }
 
-/* x += more, then y = norm(x). */
+/* Computes x += more, then y = norm(x). */
 void baton_add_rms_norm(
     bf16 *x, const bf16 *more, const bf16 *weight, bf16 *y, long rows, long dim, float epsilon, float offset,
     int threads) {
@@ -253,7 +255,7 @@ CLONES static void gate(const bf16 *gates, const bf16 *x, bf16 *y, long count) {
     }
 }
 
-/* y = silu(gates) * x, `rows` times `dim` elements; rows of gates and x lie `stride` elements apart. */
+/* Computes y = silu(gates) * x, `rows` times `dim` elements; rows of gates and x lie `stride` elements apart. */
 void baton_silu_gate(const bf16 *gates, const bf16 *x, bf16 *y, long rows, long dim, long stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 65536)
     for (long row = 0; row < rows; row++) gate(gates + row * stride, x + row * stride, y + row * dim, dim);
@@ -270,7 +272,7 @@ CLONES static void rotate(bf16 *x, const bf16 *cosines, const bf16 *sines, long 
         }
 }
 
-/* Rotary positions (arXiv 2104.09864) in place: `heads` heads side by side in rows `stride` elements apart.
+/* Applies rotary positions (arXiv 2104.09864) in place to `heads` heads, side by side in rows `stride` elements apart.
  * cosines, sines: [rows, dim]. */
 void baton_rotate(
     bf16 *x, const bf16 *cosines, const bf16 *sines, long rows, long heads, long dim, long stride, int threads) {
@@ -283,7 +285,7 @@ void baton_rotate(
 CLONES static void softmax(bf16 *x, long begin, long end, long count) {
     float powers[MOST_KEPT], highest = -1e30f, sum = 0;
     for (long i = begin; i < end; i++) highest = widen(x[i]) > highest ? widen(x[i]) : highest;
-    int keep = end - begin <= MOST_KEPT; /* else they are computed twice */
+    int keep = end - begin <= MOST_KEPT; /* otherwise they are computed twice */
     if (keep)
         for (long i = begin; i < end; i++) sum += powers[i - begin] = exponential(widen(x[i]) - highest);
     else
@@ -297,7 +299,8 @@ CLONES static void softmax(bf16 *x, long begin, long end, long count) {
     memset(x + end, 0, (size_t)(count - end) * sizeof *x);
 }
 
-/* In place over scores [tiles, queries, keys]: query q sees the keys from first + q (not before 0) to last + q. */
+/* Computes the softmax of scores [tiles, queries, keys] in place. Query q sees the keys first + q (not before 0) to
+ * last + q. */
 void baton_causal_softmax(bf16 *scores, long tiles, long queries, long keys, long first, long last, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 16)
     for (long row = 0; row < tiles * queries; row++) {

@@ -7,12 +7,48 @@ from concurrent.futures import Executor
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.errors import ProtocolViolation
+from services.kv.lease import FetchTicket
+from services.kv.regions import BlockMemory
 from services.kvtransfer.checksums import checksum
-from services.kvtransfer.memory import BlockMemory
 from services.kvtransfer.transports import on_thread
 
-# Where Python's gRPC streams fastest (DESIGN §1). A larger block travels alone.
+# Python's gRPC streams fastest with messages of about this size (measured). A larger block travels alone.
 _MESSAGE_BYTES = 1 << 20
+
+
+class GrpcSource:
+    """The `SourceEnd`. Whoever can open a fetch can have the blocks in it."""
+
+    transport = types_pb2.TRANSPORT_GRPC
+    description = "grpc"
+
+    def __init__(self, memory: BlockMemory, reader: Executor) -> None:
+        self._memory = memory
+        self._reader = reader
+
+    def offer(self) -> types_pb2.KVOffer:
+        return types_pb2.KVOffer(transport=self.transport)
+
+    def announcer(self, ticket: FetchTicket, *, checksums: bool) -> GrpcAnnouncer:
+        return GrpcAnnouncer(self._memory, self._reader, checksums=checksums)
+
+    def close(self) -> None:
+        """The server is its host's."""
+
+
+class GrpcDestination:
+    """The `DestinationEnd`."""
+
+    transport = types_pb2.TRANSPORT_GRPC
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+
+    async def connect(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> GrpcCopier:
+        return GrpcCopier(self._block_bytes)
+
+    def close(self) -> None:
+        """Channels are the fetcher's."""
 
 
 class GrpcAnnouncer:
@@ -36,6 +72,7 @@ class GrpcAnnouncer:
 
 class GrpcCopier:
     transport = types_pb2.TRANSPORT_GRPC
+    carried = True
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from baton.v1 import kvtransfer_pb2
 from services.core.errors import ConfigError
+from services.kv.regions import BlockMemory
 from services.kvtransfer.checksums import checksum
-from services.kvtransfer.memory import BlockMemory
 from services.kvtransfer.transports import on_thread
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,9 @@ MAGIC = b"baton-kv"
 MESSAGE_BYTES = 16 << 20
 _PEER_CREDENTIALS = struct.Struct("3i")
 _RETRY_ACCEPT_S = 1.0
+_SAY_REFUSED_EVERY_S = 10.0
+MAX_CONNECTIONS = 256
+"""One for each worker of this host that fetches here. Whoever comes beyond is refused, and fetches over gRPC."""
 
 
 def socket_address(name: str) -> str:
@@ -74,6 +77,8 @@ class ShmServer:
         self._loop = asyncio.get_running_loop()
         self._connections: set[socket.socket] = set()
         self._retry: asyncio.TimerHandle | None = None
+        self._num_refused = 0
+        self._say_refused_at_s = 0.0
         self._listener = _listen(self.name)
         # A descriptor opened read-only cannot be mapped writable, whoever has it.
         self._pool_fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -107,10 +112,9 @@ class ShmServer:
             self._retry = self._loop.call_later(_RETRY_ACCEPT_S, self._loop.add_reader, self._listener, self._accept)
             return
         connection.setblocking(False)
-        uid = _peer_uid(connection)
-        if uid != os.geteuid():
-            log.warning("shared memory: refused a process of user %d on %s", uid, self.name)
+        if (reason := self._objection(connection)) is not None:
             connection.close()
+            self._refused(reason)
             return
         try:
             socket.send_fds(connection, [self._greeting], [self._pool_fd])
@@ -120,6 +124,20 @@ class ShmServer:
             return
         self._connections.add(connection)
         self._loop.add_reader(connection, self._hang_up, connection)
+
+    def _objection(self, connection: socket.socket) -> str | None:
+        uid = peer_uid(connection)
+        if uid != os.geteuid():
+            return f"a process of user {uid}"
+        return f"one more than {MAX_CONNECTIONS} connections" if len(self._connections) >= MAX_CONNECTIONS else None
+
+    def _refused(self, what: str) -> None:
+        """Said at once, and then from time to time: whoever is refused may come again and again."""
+        self._num_refused += 1
+        now = self._loop.time()
+        if now >= self._say_refused_at_s:
+            self._say_refused_at_s = now + _SAY_REFUSED_EVERY_S
+            log.warning("shared memory: refused %s on %s (%d refused so far)", what, self.name, self._num_refused)
 
     def _hang_up(self, connection: socket.socket) -> None:
         """The peer closed (it never says anything), or we do."""
@@ -152,6 +170,7 @@ def _remove_stale(name: str) -> None:
                 os.unlink(name)
 
 
-def _peer_uid(connection: socket.socket) -> int:
+def peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other end: of who connected, or of who listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return int(_PEER_CREDENTIALS.unpack(credentials)[1])

@@ -1,7 +1,8 @@
 """Shared memory, the destination's end: read-only mappings of other workers' pools.
 
 Owns: the mappings, one per source incarnation, and the connection that tells when the source is gone: a mapping never
-survives its owner (but for a copy under way, whose result the owner's death makes worthless anyway). Never: writes.
+survives its owner (but for a copy under way, whose result the owner's death makes worthless anyway). What a socket
+hands out is mapped only if it is this user's and sealed. Never: writes.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import logging
 import mmap
 import os
 import socket
+from array import array
 from collections.abc import Sequence
 
 from baton.v1 import kvtransfer_pb2, types_pb2
-from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation, TransferFailed
-from services.kvtransfer.memory import BlockMemory
-from services.kvtransfer.transports.shm import GREETING, MAGIC, socket_address
+from services.core.clock import Clock, MonotonicClock
+from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation
+from services.core.sealed_memory import what_is_wrong
+from services.core.timeouts import timeout_after
+from services.kv.regions import BlockMemory
+from services.kvtransfer.transports import TransportUnavailable
+from services.kvtransfer.transports.shm import GREETING, MAGIC, peer_uid, socket_address
 
 log = logging.getLogger(__name__)
 
 
-class ShmUnavailable(TransferFailed):
-    """The source's pool cannot be mapped from here; another transport may work."""
+class ShmUnavailable(TransportUnavailable):
+    """The source's pool cannot be mapped from here."""
 
 
 class Mapping:
@@ -65,27 +71,32 @@ class Mapping:
 
 
 class MappingCache:
-    """Mappings by source incarnation. Event loop only."""
+    """Mappings by source incarnation: the `DestinationEnd`. Event loop only."""
 
-    def __init__(self, block_bytes: int, *, timeout_s: float = 2.0) -> None:
+    transport = types_pb2.TRANSPORT_SHM
+
+    def __init__(self, block_bytes: int, *, clock: Clock | None = None, timeout_s: float = 2.0) -> None:
+        """`clock`: of awake time, since it judges sources."""
         self._block_bytes = block_bytes
+        self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
         self._mappings: dict[int, Mapping] = {}
 
     def __len__(self) -> int:
         return len(self._mappings)
 
-    async def get(self, source: types_pb2.KVSource) -> Mapping:
-        """The source's mapping, made on first use. Pin it before the next await.
+    async def connect(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> ShmCopier:
+        return ShmCopier(await self.get(source, offer.shm_socket))
+
+    async def get(self, source: types_pb2.KVSource, name: str) -> Mapping:
+        """The source's mapping, made on first use from its socket `name`. Pin it before the next await.
 
         Raises ShmUnavailable, StaleIncarnation (another process answers there) and LayoutMismatch.
         """
         mapping = self._mappings.get(source.incarnation)
         if mapping is not None:
             return mapping
-        if not source.shm_socket:
-            raise ShmUnavailable("the source offers no shared memory")
-        mapping = await self._map(source)
+        mapping = await self._map(source, name)
         existing = self._mappings.get(source.incarnation)
         if existing is not None:  # two fetches came at the same time
             mapping.drop()
@@ -96,7 +107,7 @@ class MappingCache:
             "kv transfer from %s goes by shared memory: %d blocks at %s",
             source.address,
             mapping.num_blocks,
-            source.shm_socket,
+            name,
         )
         return mapping
 
@@ -110,44 +121,51 @@ class MappingCache:
         asyncio.get_running_loop().remove_reader(mapping.connection)
         mapping.drop()
 
-    async def _map(self, source: types_pb2.KVSource) -> Mapping:
+    async def _map(self, source: types_pb2.KVSource, name: str) -> Mapping:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            connection.connect(socket_address(source.shm_socket))
-            async with asyncio.timeout(self._timeout_s):
+            connection.connect(socket_address(name))
+            if (uid := peer_uid(connection)) != os.geteuid():
+                raise ShmUnavailable(f"shared memory at {name}: it is of user {uid}")
+            async with timeout_after(self._timeout_s, self._clock):
                 await _readable(connection)
-            greeting, fds, _, _ = socket.recv_fds(connection, GREETING.size, 1)
+            greeting, fds, truncated = receive_greeting(connection)
             try:
-                return self._accept(source, connection, greeting, fds)
+                if truncated:
+                    raise ProtocolViolation(f"{name} hands out more than one descriptor")
+                return self._accept(source, name, connection, greeting, fds)
             finally:
                 for fd in fds:
                     os.close(fd)
         except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that no socket can have
             connection.close()
-            raise ShmUnavailable(f"shared memory at {source.shm_socket}: {error or 'no answer'}") from error
+            raise ShmUnavailable(f"shared memory at {name}: {error or 'no answer'}") from error
         except BaseException:
             connection.close()
             raise
 
     def _accept(
-        self, source: types_pb2.KVSource, connection: socket.socket, greeting: bytes, fds: Sequence[int]
+        self, source: types_pb2.KVSource, name: str, connection: socket.socket, greeting: bytes, fds: Sequence[int]
     ) -> Mapping:
         if len(greeting) != GREETING.size or len(fds) != 1:
-            raise ShmUnavailable(f"shared memory at {source.shm_socket}: refused")
+            raise ShmUnavailable(f"shared memory at {name}: refused")
         magic, incarnation, block_bytes, num_blocks = GREETING.unpack(greeting)
         if magic != MAGIC:
-            raise ProtocolViolation(f"{source.shm_socket} is not a baton socket")
+            raise ProtocolViolation(f"{name} is not a baton socket")
         if incarnation != source.incarnation:
             raise StaleIncarnation("the source has restarted: another process hands out memory at its socket")
         if block_bytes != self._block_bytes:
             raise LayoutMismatch(f"block_bytes: {self._block_bytes} != {block_bytes}")
-        if os.fstat(fds[0]).st_size < block_bytes * num_blocks:
-            raise ProtocolViolation("the source's memory is shorter than its blocks")
+        if not num_blocks:
+            raise ProtocolViolation("the source's memory has no blocks")
+        if (wrong := what_is_wrong(fds[0], block_bytes * num_blocks)) is not None:
+            raise ShmUnavailable(f"shared memory at {name}: {wrong}")
         return Mapping(connection, fds[0], block_bytes, num_blocks)
 
 
 class ShmCopier:
     transport = types_pb2.TRANSPORT_SHM
+    carried = False
 
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = mapping
@@ -167,6 +185,19 @@ class ShmCopier:
 
     def unpin(self) -> None:
         self._mapping.unpin()
+
+
+def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int], bool]:
+    """What was said, the descriptor that came with it, and whether there were more: there is room for one, and the
+    kernel closes the others. (Python's `recv_fds` takes flags and ignores them; a child process would inherit it.)"""
+    fds = array("i")
+    greeting, ancillary, flags, _ = connection.recvmsg(
+        GREETING.size, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return greeting, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
 async def _readable(connection: socket.socket) -> None:

@@ -8,18 +8,17 @@ maps the slots as it would map a pool), the pool.
 from __future__ import annotations
 
 import asyncio
-import mmap
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 from baton.v1 import kvtransfer_pb2
 from services.core.clock import Clock
+from services.core.sealed_memory import SealedMemory
+from services.kv.lease import FetchTicket, Lease
+from services.kv.regions import BlockMemory, Buffer
+from services.kv.slots import SlotTable
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.checksums import checksum
-from services.kvtransfer.lease import FetchTicket, Lease
-from services.kvtransfer.memory import BlockMemory, Buffer
-from services.kvtransfer.slots import SlotTable
 from services.kvtransfer.transports.shm import MESSAGE_BYTES
 
 _FEWEST_SLOTS = 4
@@ -40,9 +39,13 @@ class StagingArea:
         self.num_blocks = num_slots
         self.block_bytes = block_bytes
         self.before_close: Callable[[], None] = lambda: None
-        self.fd: int | None = os.memfd_create("baton-staging")
-        os.ftruncate(self.fd, num_slots * block_bytes)
-        self._map = mmap.mmap(self.fd, num_slots * block_bytes)
+        self._memory = SealedMemory("baton-staging", num_slots * block_bytes)
+        self._map = self._memory.map
+
+    @property
+    def fd(self) -> int | None:
+        """None where it cannot be sealed, and after `close`."""
+        return self._memory.fd
 
     @property
     def bytes(self) -> memoryview:
@@ -64,21 +67,20 @@ class StagingArea:
 
     def close(self) -> None:
         """When nothing is copied any more. Peers keep what they have mapped."""
-        if self.fd is not None:
+        if not self._map.closed:
             self.before_close()
             self._map.close()
-            os.close(self.fd)
-            self.fd = None
+            self._memory.close()
 
 
 class Staging:
-    """Drives the slot table by what happens to leases, on the event loop. `area` is closed by whoever made it."""
+    """Drives the slot table by what happens to leases, on the event loop."""
 
     def __init__(self, memory: BlockMemory, area: StagingArea, board: LeaseBoard, clock: Clock) -> None:
         self.slots = SlotTable(area.num_blocks)
         self.slots_per_message = max(1, min(MESSAGE_BYTES // area.block_bytes, area.num_blocks // _MESSAGES_AT_ONCE))
         self._memory = memory
-        self._area = area
+        self.area = area
         self._board = board
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -105,9 +107,9 @@ class Staging:
     def fill(self, slots: Sequence[int], pool_blocks: Sequence[int], checksums: bool) -> list[int]:
         """The checksums of what is now in the slots, if wanted. On the reader's thread."""
         for slot, block_id in zip(slots, pool_blocks, strict=True):
-            with self._area.slot(slot) as target:
+            with self.area.slot(slot) as target:
                 self._memory.copy_block(block_id, target)
-        return [checksum(self._area.read_block(slot)) for slot in slots] if checksums else []
+        return [checksum(self.area.read_block(slot)) for slot in slots] if checksums else []
 
     def filled(self, ticket: FetchTicket, slots: Sequence[int]) -> None:
         """On the reader's thread, or wherever the copy was cancelled before it began."""

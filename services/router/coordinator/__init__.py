@@ -1,4 +1,4 @@
-"""Coordination of requests and workers, sans I/O (DESIGN §4, §5). Every module here is pure."""
+"""Coordination of requests and workers, without I/O. Pure, every module of it."""
 
 from services.router.coordinator.coordinator import Coordinator
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
 from services.router.coordinator.events import FinishReason
 from services.router.coordinator.requests import RequestSpec
 from services.router.health import Health
+
+if TYPE_CHECKING:
+    from baton.v1 import types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class HandoffRef:
     """The lease a decode worker is to take over."""
 
     lease_id: bytes
-    source: object
+    source: types_pb2.KVSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +58,7 @@ class SendDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelPrefill:
-    worker_id: str
-    incarnation: int
-    leg: int
-
-
-@dataclass(frozen=True, slots=True)
-class CancelDecode:
+class CancelLeg:
     worker_id: str
     incarnation: int
     leg: int
@@ -83,7 +80,7 @@ class EmitTokens:
     request_id: str
     position: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[object, ...]
+    logprobs: tuple[types_pb2.TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class Summary:
     """From command to lease, as the router saw it."""
     prefill_compute_s: float | None
     """From lease to the first token, as the router saw it."""
-    worker_timings: tuple[object, ...]
+    worker_timings: tuple[types_pb2.PhaseTimings, ...]
     """What the workers measured, in order of arrival."""
 
 
@@ -158,15 +155,36 @@ class HealthChanged:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class GroupsChanged:
+    """For the log: ready workers of one model that compute differently, or that no longer do."""
+
+    groups: tuple[tuple[str, tuple[str, ...]], ...]
+    """(kv fingerprint, worker ids) each; those of different groups do not pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """The coordinator met an exception that it did not expect. For the log and the metrics; the request it happened to,
+    if to one, has been ended."""
+
+    where: str
+    """"event", "tick" or "placement": what was being done."""
+    request_id: str
+    """Empty: nobody's."""
+    error: Exception
+
+
 Action = (
     SendPrefill
     | SendDecode
-    | CancelPrefill
-    | CancelDecode
+    | CancelLeg
     | EmitStarted
     | EmitTokens
     | EmitFinished
     | EmitFailed
     | StageEnded
     | HealthChanged
+    | GroupsChanged
+    | Defect
 )

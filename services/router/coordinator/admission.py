@@ -11,12 +11,10 @@ if its own is higher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
 from services.router.coordinator.book import Book
-from services.router.coordinator.dispatch import can_be_served
-from services.router.coordinator.requests import Phase, Request, RequestSpec
+from services.router.coordinator.dispatch import can_be_served, why_unserved
+from services.router.coordinator.requests import ExpectedRequest, Phase, Request, RequestSpec
 from services.router.policy import Ahead, Costs, Work
 
 
@@ -25,42 +23,57 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
 
     max_tokens: the longest output, as far as the context lets it.
     """
-    if spec.deadline_s is not None:
-        before = [other for other in book.queue if other.spec.priority >= spec.priority]
-        ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book))
-        error = _hopeless(book, _costs(book), spec, max_tokens, ahead, now)
-        if error is not None:
-            raise error
-    if len(book.queue) < book.config.max_queue:
+    _not_hopeless(book, spec, _work(book, len(spec.token_ids), spec.min_tokens, max_tokens), now)
+    if len(book.queue) + book.num_expected < book.config.max_queue:
         return
     victim = next((request for request in reversed(list(book.queue)) if not request.output), None)
     if victim is None or victim.spec.priority >= spec.priority:
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
     crowded_out = Overloaded("crowded out by a higher priority", retry_after_s=book.config.retry_after_s)
-    book.fail(victim, crowded_out, now)
+    book.fail_surely(victim, crowded_out, now)
 
 
-def overdue(book: Book, now: float) -> list[tuple[Request, BatonError]]:
-    """Live requests whose time is up, or certain to be."""
-    in_vain = dict(_wait_in_vain(book, now))
-    ended = (
-        (request, _waited_too_long(book, request, now) or in_vain.get(request_id))
-        for request_id, request in book.requests.items()
-    )
-    return [(request, error) for request, error in ended if error is not None]
+def end_overdue(book: Book, now: float) -> None:
+    """Fails live requests whose time is up, and queued ones whose time is certain to be too short."""
+    ringing = [book.requests[request_id] for request_id in book.deadlines.due(now)]
+    for request in (*ringing, *book.queue, *book.parked):
+        if request.request_id not in book.requests:
+            continue  # it has just been ended, and stands in two of the lists
+        with book.isolated("tick", request, now):
+            if (error := _waited_too_long(book, request, now)) is not None:
+                book.fail(request, error, now)
+    _end_those_in_vain(book, now)
 
 
-def _wait_in_vain(book: Book, now: float) -> Iterator[tuple[str, BatonError]]:
+def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -> None:
+    """Does what `admit` does, before the prompt is tokenised, which costs time and memory as well. Nobody is crowded
+    out yet: each queued request that could be counts as one more place. Raises Overloaded or DeadlineExceeded."""
+    work = _work(book, expected.fewest_tokens, expected.min_tokens, max_tokens)
+    _not_hopeless(book, expected, work, now, before_s=expected.tokenise_s)
+    num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
+    if num_beyond < 0:
+        return
+    if num_beyond >= sum(not request.output and request.spec.priority < expected.priority for request in book.queue):
+        raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
+
+
+def _end_those_in_vain(book: Book, now: float) -> None:
     """Queued requests that have received nothing yet: what has begun goes on to its deadline."""
-    costs = _costs(book) if len(book.queue) else None
+    if not len(book.queue):
+        return
+    costs, longest = _costs(book), book.workers.cluster.whole.longest_sequence
     ahead = Ahead(0, _num_on_their_way(book))
     for request in book.queue:
-        assert costs is not None
-        error = None if request.output else _hopeless(book, costs, request.spec, request.max_tokens, ahead, now)
-        if error is None:
-            ahead = Ahead(ahead.num_tokens + _num_tokens(request), ahead.num_sequences + 1)
-        else:
-            yield request.request_id, error
+        with book.isolated("tick", request, now):
+            spec = request.spec
+            work = _work(book, len(spec.token_ids), spec.min_tokens, request.max_tokens)
+            error = None if request.output else _hopeless(book, costs, spec, work, ahead, now)
+            if error is not None:
+                book.fail(request, error, now)
+                continue
+        if request.total_tokens > longest:
+            continue  # in nobody's way
+        ahead = Ahead(ahead.num_tokens + _num_tokens(request), ahead.num_sequences + 1)
 
 
 def passed_deadline(request: Request, now: float) -> DeadlineExceeded | None:
@@ -72,7 +85,6 @@ def _waited_too_long(book: Book, request: Request, now: float) -> BatonError | N
     if (error := passed_deadline(request, now)) is not None:
         return error
     if request.phase not in (Phase.QUEUED, Phase.PARKED):
-        request.unserved_since_s = None
         return None
     config = book.config
     if can_be_served(book, request):
@@ -80,7 +92,7 @@ def _waited_too_long(book: Book, request: Request, now: float) -> BatonError | N
     elif request.unserved_since_s is None:
         request.unserved_since_s = now
     elif now - request.unserved_since_s >= config.no_worker_timeout_s:
-        return NoWorker("no worker that could serve this is ready", retry_after_s=config.retry_after_s)
+        return NoWorker(why_unserved(book, request), retry_after_s=config.retry_after_s)
     if now - request.waiting_since_s >= config.queue_timeout_s:
         return Overloaded("no room became free in time", retry_after_s=config.retry_after_s)
     return None
@@ -96,34 +108,55 @@ def _costs(book: Book) -> Costs:
 
 def _num_on_their_way(book: Book) -> int:
     """Requests between the queue and a decode worker."""
-    return sum(request.phase in (Phase.PREFILLING, Phase.PARKED) for request in book.requests.values())
+    return book.num_in[Phase.PREFILLING] + book.num_in[Phase.PARKED]
+
+
+def _not_hopeless(
+    book: Book, spec: RequestSpec | ExpectedRequest, work: Work, now: float, *, before_s: float = 0.0
+) -> None:
+    if spec.deadline_s is None:
+        return
+    # What no ready worker could serve is in nobody's way.
+    longest = book.workers.cluster.whole.longest_sequence
+    before = [other for other in book.queue if other.spec.priority >= spec.priority and other.total_tokens <= longest]
+    ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book))
+    error = _hopeless(book, _costs(book), spec, work, ahead, now, before_s=before_s)
+    if error is not None:
+        raise error
 
 
 def _hopeless(
-    book: Book, costs: Costs, spec: RequestSpec, max_tokens: int, ahead: Ahead, now: float
+    book: Book,
+    costs: Costs,
+    spec: RequestSpec | ExpectedRequest,
+    work: Work,
+    ahead: Ahead,
+    now: float,
+    *,
+    before_s: float = 0.0,
 ) -> BatonError | None:
-    """Where there is no doubt, the bounds missing the deadline by far; and where others would pay for the attempt."""
+    """Where there is no doubt, the bounds missing the deadline by far; and where others would pay for the attempt.
+    `before_s`: until it can be queued."""
     if spec.deadline_s is None:
         return None
-    forecast = costs.forecast(_work(book, spec, max_tokens), ahead, overtakes=spec.priority > 0)
+    forecast = costs.forecast(work, ahead, overtakes=spec.priority > 0)
     remaining_s = max(0.0, spec.deadline_s - now)
     tolerable_s = remaining_s * book.config.deadline_margin
     if forecast is None:
         return None
     if forecast.run_s > tolerable_s:
         return DeadlineExceeded(f"cannot be met: {forecast.run_s:.2f} s of work, {remaining_s:.2f} s left")
-    crowded = forecast.expected_s > forecast.alone_s * book.config.crowded_factor
-    if forecast.wait_s + forecast.run_s <= tolerable_s and not (crowded and forecast.expected_s > remaining_s):
+    wait_s, expected_s = before_s + forecast.wait_s, before_s + forecast.expected_s
+    crowded = expected_s > forecast.alone_s * book.config.crowded_factor
+    if wait_s + forecast.run_s <= tolerable_s and not (crowded and expected_s > remaining_s):
         return None
-    retry_after_s = max(book.config.retry_after_s, forecast.wait_s)
-    message = (
-        f"the deadline cannot be met: {forecast.expected_s:.2f} s with what is before it, {remaining_s:.2f} s left"
-    )
+    retry_after_s = max(book.config.retry_after_s, wait_s)
+    message = f"the deadline cannot be met: {expected_s:.2f} s with what is before it, {remaining_s:.2f} s left"
     return Overloaded(message, retry_after_s=retry_after_s)
 
 
-def _work(book: Book, spec: RequestSpec, max_tokens: int) -> Work:
+def _work(book: Book, num_tokens: int, min_tokens: int, max_tokens: int) -> Work:
     """Expects an output as long as others' were, within its own bounds; before the first, the shortest."""
-    fewest = min(spec.min_tokens, max_tokens)  # more are asked for than the context holds: it ends there
+    fewest = min(min_tokens, max_tokens)  # more are asked for than the context holds: it ends there
     expected = max(float(fewest), book.typical_output_tokens or 0.0)
-    return Work(len(spec.token_ids), fewest, min(expected, float(max_tokens)))
+    return Work(num_tokens, fewest, min(expected, float(max_tokens)))

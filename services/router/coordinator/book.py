@@ -1,7 +1,11 @@
 """The book of live requests: the only code that opens and ends legs, moves phases and ends requests. Pure.
 
-Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions. Never: decides where something
-runs (`dispatch.py`) or what an event means (`handoff.py`).
+Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, and that a defect met on behalf
+of one request ends that one only (`isolated`). Never: decides where something runs (`dispatch.py`) or what an event
+means (`handoff.py`).
+
+Also counts what would else be counted again and again: requests by phase, handoffs in flight; and keeps the alarms of
+deadlines and of silent legs.
 
 Invariant: after every input a request's phase is what its legs say it is (`settle`), it is in the queue iff QUEUED and
 among the parked iff PARKED, and each current leg is listed with its worker.
@@ -9,36 +13,41 @@ among the parked iff PARKED, and each current leg is listed with its worker.
 
 from __future__ import annotations
 
-from services.core.errors import BatonError, WorkerFailed
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from services.core.errors import BatonError, WorkerFailed, unforeseen
 from services.core.hashing import num_blocks_for
 from services.router.coordinator import timeline
 from services.router.coordinator.actions import (
     Action,
-    CancelDecode,
-    CancelPrefill,
+    CancelLeg,
+    Defect,
     EmitFailed,
     EmitFinished,
     EmitStarted,
-    EmitTokens,
     HandoffRef,
     HealthChanged,
     SendDecode,
     SendPrefill,
     Stage,
 )
+from services.router.coordinator.alarms import Alarms
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import FinishReason
 from services.router.coordinator.requests import (
     TRANSITIONS,
-    DecodeLeg,
     Phase,
-    PrefillLeg,
+    PlacedDecode,
+    PlacedPrefill,
     Request,
     RequestSpec,
 )
 from services.router.coordinator.waitlist import WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.health import HealthRecord
+from services.router.policy import HandoffsInFlight, Role
 
 _WEIGHT = 0.05
 """Of the newest request in a running average."""
@@ -49,21 +58,40 @@ class Book:
         self.config = config
         self.workers = WorkerTable(config.health, self._health_changed)
         self.requests: dict[str, Request] = {}
+        self.num_expected = 0
+        """Requests whose prompts are being tokenised: each has a place in the queue."""
+        self.num_in: Counter[Phase] = Counter()
+        """Live requests by phase."""
+        self.handoffs_in_flight = HandoffsInFlight()
+        """Those that still need room on a decode worker. A mixed source can adopt its own lease."""
+        self.placement_is_due = False
+        """Something waits that may find a place now. (Or workers have news: `WorkerTable.has_news`.)"""
+        self.deadlines: Alarms[str] = Alarms(self.requests)
         self.queue = WaitList()
         self.parked = WaitList()
+        self.claims: dict[str, tuple[int, int]] = {}
+        """Workers that aged queued requests wait for, and these requests' `order`; renewed with each dispatch."""
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request."""
+        self.silent_legs: Alarms[int] = Alarms(self.legs)
+        """When it is next to be asked whether one has been silent for too long; in awake time."""
         self.newest_leg = 0
         self.typical_output_tokens: float | None = None
         """A running average over complete requests; None before the first."""
+        self.awake = self.workers.awake
+        """The time by which workers' answers are judged. What a client may wait is judged by the real clock."""
         self._num_arrivals = 0
 
     def add(self, spec: RequestSpec, max_tokens: int, now: float) -> Request:
         self._num_arrivals += 1
         request = Request(spec, max_tokens, self._num_arrivals, arrived_s=now, phase_since_s=now, waiting_since_s=now)
         self.requests[spec.request_id] = request
+        self.num_in[Phase.QUEUED] += 1
         self.queue.add(request)
+        self.placement_is_due = True
+        if spec.deadline_s is not None:
+            self.deadlines.set(spec.deadline_s, spec.request_id)
         return request
 
     # Legs
@@ -78,8 +106,15 @@ class Book:
         leg = self._open_leg(request, worker, len(token_ids), len(token_ids), now)
         request.num_prefills += 1
         request.prefill_worker = worker.info.worker_id
-        request.prefill = PrefillLeg(
-            leg, worker.info, token_ids, output_base=len(request.output), attempt=request.num_prefills, sent_s=now
+        self._bind(request, worker)
+        request.prefill = PlacedPrefill(
+            leg,
+            worker.info,
+            token_ids,
+            output_base=len(request.output),
+            attempt=request.num_prefills,
+            sent_s=now,
+            heard_s=self.awake.at(now),
         )
         self.actions.append(
             SendPrefill(
@@ -114,12 +149,15 @@ class Book:
         request.decode_worker = worker.info.worker_id
         if source is None:
             request.prefill_worker = worker.info.worker_id
-        request.decode = DecodeLeg(
+            self._bind(request, worker)
+        request.decode = PlacedDecode(
             leg,
             worker.info,
             output_base,
             attempt=request.num_decodes,
             sent_s=now,
+            heard_s=self.awake.at(now),
+            asked_s=self.awake.at(now),
             has_handoff=handoff is not None,
         )
         self.actions.append(
@@ -148,7 +186,7 @@ class Book:
         if leg.sealed_s is None:
             self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, outcome))
         if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
-            self.actions.append(CancelPrefill(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
+            self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
 
     def end_decode(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
         """Gives the leg up; the prefill leg and its lease stay. `cancel`: the worker does not know yet."""
@@ -158,7 +196,7 @@ class Book:
         self._drop_leg(leg.leg, leg.worker.worker_id)
         self.actions.append(timeline.leg_stage(request, Stage.DECODE, leg, now, outcome))
         if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
-            self.actions.append(CancelDecode(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
+            self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
 
     def seal_prefill(self, request: Request, now: float) -> None:
         """The prefill leg's token arrived: its compute is over, its lease goes on."""
@@ -166,6 +204,8 @@ class Book:
         assert leg is not None
         assert leg.lease is not None
         leg.sealed_s = now
+        if request.decode is not None:
+            request.decode.heard_s = self.awake.at(now)  # until now it had to wait
         request.prefill_wait_s = leg.lease.opened_s - leg.sent_s
         request.prefill_compute_s = now - leg.lease.opened_s
         self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, "done"))
@@ -180,6 +220,7 @@ class Book:
             self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, "done"))
         self.forget_released(request)
         request.released_leg = leg.leg
+        self._count_handoff(request)
 
     def forget_released(self, request: Request) -> None:
         if request.released_leg is not None:
@@ -192,15 +233,11 @@ class Book:
             request.announced = True
             self.actions.append(EmitStarted(request.request_id, request.prefill_worker, request.cached_tokens))
 
-    def emit_tokens(
-        self, request: Request, position: int, token_ids: tuple[int, ...], logprobs: tuple[object, ...]
-    ) -> None:
-        self.actions.append(EmitTokens(request.request_id, position, token_ids, logprobs))
-
     # Phases
 
     def settle(self, request: Request, now: float, *, refused: bool = False) -> None:
         """Makes the phase what the legs say. Call after every change of legs."""
+        self._count_handoff(request)
         if request.decode is not None:
             self._move(request, Phase.BINDING if request.decode.admitted_s is None else Phase.DECODING, now)
             return
@@ -233,9 +270,75 @@ class Book:
         self._end_request(request, now, error.reason.lower())
         self.actions.append(EmitFailed(request.request_id, error))
 
+    def _bind(self, request: Request, worker: Worker) -> None:
+        """It computes the prompt: if anything is streamed of that, only its like may go on with the stream."""
+        assert not request.output or worker.info.fingerprint == request.fingerprint, "replayed by other weights"
+        request.fingerprint = worker.info.fingerprint
+
+    # Defects
+
+    @contextlib.contextmanager
+    def isolated(self, where: str, request: Request | None, now: float) -> Iterator[None]:
+        """Whatever raises in here has happened to this request only: it is told, and ends the request. Without one, it
+        is told."""
+        try:
+            yield
+        except Exception as error:
+            self.spoil(where, request, error, now)
+
+    def spoil(self, where: str, request: Request | None, error: Exception, now: float) -> None:
+        """A defect was met on behalf of this request."""
+        self.actions.append(Defect(where, request.request_id if request is not None else "", error))
+        if request is not None:
+            self.fail_surely(request, unforeseen(error), now)
+
+    def fail_surely(self, request: Request, error: BatonError, now: float) -> None:
+        """Fails a request, whatever state it is in: nothing of it stays, here or with the workers."""
+        if self.requests.get(request.request_id) is not request:
+            return
+        try:
+            self.fail(request, error, now)
+        except Exception as defect:
+            self.actions.append(Defect("event", request.request_id, defect))
+            self._tear_out(request)
+            self.actions.append(EmitFailed(request.request_id, error))
+
+    def _tear_out(self, request: Request) -> None:
+        """Its record is not to be trusted, so all the others are looked through."""
+        for worker in self.workers.all():
+            info = worker.info
+            for leg in [leg for leg, request_id in worker.legs.items() if request_id == request.request_id]:
+                self.workers.drop_leg(info.worker_id, leg)
+                self.actions.append(CancelLeg(info.worker_id, info.incarnation, leg))
+        for leg in [leg for leg, other in self.legs.items() if other is request]:
+            del self.legs[leg]
+        self.queue.discard(request)
+        self.parked.discard(request)
+        request.prefill = request.decode = request.released_leg = None
+        request.phase = Phase.FINISHED
+        del self.requests[request.request_id]
+        self.num_in = Counter(other.phase for other in self.requests.values())
+        self._count_handoff(request)
+        self.placement_is_due = True
+
+    def _count_handoff(self, request: Request) -> None:
+        """A handoff is in flight from the prompt's placement to its admission by a decode worker."""
+        leg, before = request.prefill, request.tokens_in_flight
+        waits = request.decode is None or request.decode.admitted_s is None
+        after = len(leg.token_ids) if leg is not None and leg.worker.roles is not Role.MIXED and waits else 0
+        if after == before:
+            return
+        if before:
+            self.handoffs_in_flight.remove(before)
+            self.placement_is_due = True
+        if after:
+            self.handoffs_in_flight.add(after)
+        request.tokens_in_flight = after
+
     def _open_leg(self, request: Request, worker: Worker, num_tokens: int, queued_tokens: int, now: float) -> int:
         leg = self.new_leg()
         self.legs[leg] = request
+        self.silent_legs.set(self.awake.at(now) + self.config.soonest_silence_s, leg)
         blocks = num_blocks_for(num_tokens, worker.info.block_size)
         self.workers.add_leg(worker, leg, request.request_id, Prediction(blocks, queued_tokens, now))
         return leg
@@ -258,11 +361,17 @@ class Book:
             self.actions.append(timeline.queue_stage(request, now, outcome=phase.value))
         elif before is Phase.PARKED:
             self.parked.remove(request)
+        self.num_in[before] -= 1
+        self.num_in[phase] += 1
         request.phase, request.phase_since_s = phase, now
         if phase is Phase.QUEUED:
             self.queue.add(request)
         elif phase is Phase.PARKED:
             self.parked.add(request)
+        else:
+            request.unserved_since_s = None
+        if phase in (Phase.QUEUED, Phase.PARKED, Phase.FINISHED):
+            self.placement_is_due = True  # it waits; or somebody may have waited for what it has claimed
         self._follow_placing(request, now)
 
     def _follow_placing(self, request: Request, now: float) -> None:
@@ -281,7 +390,9 @@ class Book:
         if request.prefill is not None:
             self.end_prefill(request, now, outcome)
         self.forget_released(request)
+        self._count_handoff(request)
         self._move(request, Phase.FINISHED, now)
+        del self.num_in[Phase.FINISHED]
         del self.requests[request.request_id]
 
 

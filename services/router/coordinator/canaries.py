@@ -1,31 +1,36 @@
 """Deep checks: sends canaries, hears what workers make of them, and judges by it. Pure.
 
-Owns: which canaries are under way, and what the end of each says of whom. Never: requests, queues, metrics. A canary is
-never retried or moved and is given up after `canary_timeout_s`; a worker has at most one at a time, and a full one may
-refuse it without harm.
+Owns: which canaries are under way, and what the end of each says of whom. Never: requests, queues, metrics, or which
+answer is right (`known_answers.py`). A canary is never retried or moved and is given up after `canary_timeout_s`; a
+worker has at most one at a time, and a full one may refuse it without harm. What is up is asked again every so often.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from services.core.errors import BatonError, DeadlineExceeded, Draining
-from services.router.coordinator.actions import CancelDecode, CancelPrefill, HandoffRef
+from services.router.coordinator.actions import CancelLeg, HandoffRef
 from services.router.coordinator.book import Book
 from services.router.coordinator.canary import Canary, decode_command, new_canary, prefill_command
 from services.router.coordinator.events import (
     DecodeAdmitted,
-    DecodeEvent,
     DecodeRefused,
     ImportFailed,
     ImportReady,
+    LegEvent,
     LegFailed,
-    PrefillEvent,
     PrefillStarted,
     Tokens,
     WorkerInfo,
 )
-from services.router.coordinator.failures import FATAL, is_leaving, is_the_pairs, leaves
+from services.router.coordinator.failures import FATAL, is_leaving, is_the_pairs, leaves, migrate
+from services.router.coordinator.known_answers import KnownAnswers
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.health import Health
+
+if TYPE_CHECKING:
+    from baton.v1 import types_pb2
 
 
 class Canaries:
@@ -34,6 +39,7 @@ class Canaries:
         self._legs: dict[int, Canary] = {}
         self._live: list[Canary] = []
         self._num_sent = 0
+        self._answers = KnownAnswers()
         self.checking = False
         """Something that is there has not been checked yet."""
 
@@ -41,17 +47,19 @@ class Canaries:
 
     def run(self, now: float) -> None:
         """Gives up those that take too long, and sends those that are due. A few times a second."""
+        awake_s = self._book.awake.at(now)
         for canary in list(self._live):
-            if now - canary.started_s >= self._book.config.canary_timeout_s:
+            if awake_s - canary.asked_s >= self._book.config.canary_timeout_s:
                 self._timed_out(canary, now)
         ready = {worker.info.worker_id: worker for worker in self._book.workers.all() if _open(worker)}
         for worker in ready.values():
-            if worker.health.wants_probe(now) and self._is_free(worker.info):
+            busy = worker.load is not None and worker.load.num_waiting > 0
+            if worker.health.wants_probe(now, busy=busy) and self._is_free(worker.info):
                 worker.health.probed(now)
-                whole = worker.info.role.can_decode
+                whole = worker.info.roles.can_decode
                 self._start(None if whole else worker.info, worker.info if whole else None, now)
         for target in ready.values():
-            for pair in target.sources.all():
+            for pair in target.sources.unsettled:
                 source = ready.get(pair.source.worker_id)
                 if source is None or source.info.incarnation != pair.source.incarnation:
                     continue
@@ -60,12 +68,16 @@ class Canaries:
                 if both_work and free and pair.health.wants_probe(now):
                     pair.health.probed(now)
                     self._start(source.info, target.info, now)
-        self.checking = any(self._unchecked(worker, ready, now) for worker in ready.values())
+        usable = {worker_id for worker_id, worker in ready.items() if worker.health.usable}
+        self.checking = any(self._unchecked(worker, usable, now) for worker in ready.values())
 
-    def _unchecked(self, worker: Worker, ready: dict[str, Worker], now: float) -> bool:
+    def _unchecked(self, worker: Worker, usable: set[str], now: float) -> bool:
         """Nothing is known yet, and soon will be: of itself, or of the way to it from another that is there."""
-        sources = {worker_id for worker_id, source in ready.items() if source.health.usable}
-        pairs = [pair for pair in worker.sources.all() if worker.health.usable and pair.source.worker_id in sources]
+        pairs = (
+            [pair for pair in worker.sources.unsettled if pair.source.worker_id in usable]
+            if worker.health.usable
+            else []
+        )
         return any(
             record.state is Health.NEW and now - record.since_s < self._book.config.canary_timeout_s
             for record in (worker.health, *(pair.health for pair in pairs))
@@ -76,7 +88,8 @@ class Canaries:
 
     def _start(self, source: WorkerInfo | None, target: WorkerInfo | None, now: float) -> None:
         self._num_sent += 1
-        canary = new_canary(f"{self._book.config.canary_salt}-{self._num_sent}", source, target, now)
+        name = f"{self._book.config.canary_salt}-{self._num_sent}"
+        canary = new_canary(name, source, target, now, self._book.awake.at(now))
         self._live.append(canary)
         if source is None:
             self._send_decode(canary, None)
@@ -95,11 +108,21 @@ class Canaries:
 
     # What workers say
 
-    def prefill_event(self, worker: Worker, event: PrefillEvent, now: float) -> bool:
-        """False: the event is not about a canary."""
+    def event(self, worker: Worker, event: LegEvent, now: float) -> bool:
+        """Returns False if the event is not about a canary."""
         canary = self._legs.get(event.leg)
-        if canary is None or canary.source is None or canary.source.worker_id != worker.info.worker_id:
+        if canary is None:
             return False
+        runs_there = canary.source if event.leg == canary.prefill_leg else canary.target
+        if runs_there is None or runs_there.worker_id != worker.info.worker_id:
+            return False
+        if event.leg == canary.prefill_leg:
+            self._prefill_event(canary, worker, event, now)
+        else:
+            self._decode_event(canary, worker, event, now)
+        return True
+
+    def _prefill_event(self, canary: Canary, worker: Worker, event: LegEvent, now: float) -> None:
         match event:
             case PrefillStarted():
                 canary.begun = True
@@ -107,17 +130,13 @@ class Canaries:
                     self._send_decode(canary, HandoffRef(event.lease_id, event.source))
             case Tokens():
                 canary.sealed = True
+                canary.hear(event)
                 if canary.target is None:
                     self._passed(canary, now)
             case LegFailed():
                 self._failed(canary, worker, event.error, now)
-        return True
 
-    def decode_event(self, worker: Worker, event: DecodeEvent, now: float) -> bool:
-        """False: the event is not about a canary."""
-        canary = self._legs.get(event.leg)
-        if canary is None or canary.target is None or canary.target.worker_id != worker.info.worker_id:
-            return False
+    def _decode_event(self, canary: Canary, worker: Worker, event: LegEvent, now: float) -> None:
         match event:
             case DecodeAdmitted():
                 canary.begun = True
@@ -129,25 +148,64 @@ class Canaries:
                 self._import_failed(canary, event.error, now)
             case LegFailed():
                 self._failed(canary, worker, event.error, now)
-            case Tokens() if event.finish is not None:
-                self._passed(canary, now, event.finish.timings)
-        return True
+            case Tokens():
+                canary.hear(event)
+                if event.finish is not None:
+                    self._passed(canary, now, event.finish.timings)
 
     def worker_gone(self, worker_id: str) -> None:
         """Its canaries have said nothing: what has become of it counts by itself."""
         for canary in [canary for canary in self._live if canary.involves(worker_id)]:
             self._end(canary)
+        self._answers.gone(worker_id)
+
+    def has_leg(self, leg: int) -> bool:
+        return leg in self._legs
+
+    def give_up(self, leg: int) -> None:
+        """What was said of it could not be handled, which says nothing of the worker."""
+        if (canary := self._legs.get(leg)) is not None:
+            self._end(canary)
 
     # What it means
 
-    def _passed(self, canary: Canary, now: float, timings: object = None) -> None:
+    def _passed(self, canary: Canary, now: float, timings: types_pb2.PhaseTimings | None = None) -> None:
+        """It has an answer. Whether that is right is another matter."""
         self._end(canary, cancel=False)
-        for worker in (canary.source, canary.target):
-            if worker is not None:
-                self._book.workers.succeeded(worker.worker_id, now)
-        if canary.source is not None and canary.target is not None and canary.imported:
-            self._book.workers.transfer_succeeded(canary.source, canary.target.worker_id, now, timings)
+        first, last = canary.source or canary.target, canary.target or canary.source
+        assert first is not None
+        assert last is not None
+        if len(canary.answer) < canary.num_asked:
+            short = f"deep check: {len(canary.answer)} tokens instead of {canary.num_asked}"
+            self._book.workers.failed(last.worker_id, short, now)
+            return
+        # What a source has said is its own; what follows from its blocks may be the fault of either, or of the way.
+        num_own = len(canary.answer) if first is last else 1
+        prompt = canary.spec.token_ids
+        own, moved = canary.answer[:num_own], canary.answer[num_own:]
+        if (reason := self._answers.wrong(first, prompt, own)) is not None:
+            self._wrong(first, reason, now)
+        elif (reason := self._answers.wrong(last, (*prompt, *(each.token_id for each in own)), moved)) is not None:
+            self._book.workers.transfer_failed(first, last.worker_id, f"{reason}, after a transfer", now)
+        else:
+            for worker_id in dict.fromkeys((first.worker_id, last.worker_id)):
+                self._book.workers.succeeded(worker_id, now)
+            if first is not last and canary.imported:
+                self._book.workers.transfer_succeeded(first, last.worker_id, now, timings)
+        self._ask_outvoted(first, now)
         self.run(now)
+
+    def _wrong(self, info: WorkerInfo, reason: str, now: float) -> None:
+        """Its weights, or what computes with them, have changed: nothing that it says is to be believed."""
+        self._book.workers.failed(info.worker_id, reason, now, at_once=True)
+        migrate(self._book, self._book.workers.get(info.worker_id), now)
+
+    def _ask_outvoted(self, heard: WorkerInfo, now: float) -> None:
+        """Those that seemed right before this one was heard."""
+        for worker_id in self._answers.outvoted(heard.fingerprint) - {heard.worker_id}:
+            if worker_id in self._book.workers:
+                self._book.workers.get(worker_id).health.wants_one_now(now)
+        self._answers.forget(self._book.workers.__contains__)
 
     def _failed(self, canary: Canary, worker: Worker, error: BatonError, now: float) -> None:
         self._end(canary)
@@ -191,15 +249,12 @@ class Canaries:
 
     def _end(self, canary: Canary, *, cancel: bool = True) -> None:
         self._live.remove(canary)
-        for leg, worker, kind in (
-            (canary.prefill_leg, canary.source, CancelPrefill),
-            (canary.decode_leg, canary.target, CancelDecode),
-        ):
+        for leg, worker in ((canary.prefill_leg, canary.source), (canary.decode_leg, canary.target)):
             if leg:
                 assert worker is not None
                 del self._legs[leg]
                 if cancel and self._book.workers.current(worker.worker_id, worker.incarnation):
-                    self._book.actions.append(kind(worker.worker_id, worker.incarnation, leg))
+                    self._book.actions.append(CancelLeg(worker.worker_id, worker.incarnation, leg))
 
 
 def _open(worker: Worker) -> bool:

@@ -17,7 +17,7 @@ class CoordinatorConfig:
     max_queue: int = 1024
     """Requests that may wait for a first placement."""
     queue_timeout_s: float = 120.0
-    """Longest wait for a busy worker."""
+    """Longest wait for a busy worker, here or in the worker's own queue."""
     no_worker_timeout_s: float = 30.0
     """Longest wait while no ready worker could serve the request at all."""
     max_crashes: int = 3
@@ -34,11 +34,17 @@ class CoordinatorConfig:
     max_refusal_backoff_s: float = 0.5
     """Below the 2 s for which a worker keeps room for an aged handoff it refused."""
     answer_timeout_s: float = 10.0
-    """A handoff is admitted or refused at once; a worker that does neither for so long has failed it."""
+    """A handoff is admitted or refused at once; a worker that does neither for so long has failed it. So has one that
+    says nothing of a leg for so long while it works on nothing at all."""
+    compute_margin: float = 10.0
+    """A leg of which nothing is heard is given up after `queue_timeout_s` and so many times as long as its worker needs
+    for the prompt tokens before it and its own, by the worker's own figures."""
     orphan_timeout_s: float = 2.0
     """How long a decode leg whose source is gone may take to say whether it had everything."""
     max_failed_imports: int = 2
     """Of one lease; then the prompt is computed again."""
+    max_workers: int = 1024
+    """Known at once, lost ones too."""
     forget_worker_s: float = 300.0
     deadline_margin: float = 2.0
     """A deadline is refused in advance if the work before it would take so many times the time that is left."""
@@ -55,3 +61,8 @@ class CoordinatorConfig:
     cache would be found instead of moved, and a transfer that moves nothing shows nothing."""
     health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+    @property
+    def soonest_silence_s(self) -> float:
+        """No leg is given up for its silence sooner, as long as its source is there."""
+        return min(self.answer_timeout_s, self.queue_timeout_s)

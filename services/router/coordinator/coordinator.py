@@ -1,31 +1,37 @@
 """The router's brain without I/O: inputs are method calls with a time, outputs are actions.
 
-Owns: the order of things within one input (state, then placement). Never: gRPC, text, clocks. After every input, drain
-`take_actions`. The rules live in `handoff.py` (events), `failures.py`, `dispatch.py` (placement) and `book.py` (legs).
+Owns: that inputs change state only, and mark that placement is due; `place` is called once per turn of the event loop.
+Never: gRPC, text, clocks. After every input and every `place`, drain `take_actions`. The rules live in `handoff.py`
+(events), `failures.py`, `silent_legs.py`, `canaries.py`, `admission.py`, `dispatch.py` (placement), `book.py` (legs).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from services.core.errors import (
     BatonError,
     Cancelled,
     Draining,
     DuplicateRequest,
+    WorkerIdInUse,
 )
 from services.router import policy
-from services.router.coordinator import admission, failures, handoff, invariants
-from services.router.coordinator.actions import Action
+from services.router.coordinator import admission, failures, handoff, invariants, silent_legs
+from services.router.coordinator.actions import Action, GroupsChanged
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.dispatch import dispatch, give_up_stranded
-from services.router.coordinator.events import DecodeEvent, FinishReason, PrefillEvent, WorkerInfo
-from services.router.coordinator.requests import Phase, RequestSpec
+from services.router.coordinator.events import FinishReason, LegEvent, WorkerInfo
+from services.router.coordinator.requests import ExpectedRequest, Phase, RequestSpec
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
+
+CLIENTS_CLOCK_S = 0.1
+"""A client counts its deadline from before the request reached this process, and so gives up a little before ours: that
+is its deadline and no change of mind."""
 
 
 class Coordinator:
@@ -35,6 +41,7 @@ class Coordinator:
         self._canaries = Canaries(self._book)
         self._stopping = False
         self._ready = False
+        self._groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def take_actions(self) -> list[Action]:
         """What is to be done, in order; each action is returned once."""
@@ -50,26 +57,37 @@ class Coordinator:
             raise Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
         if spec.request_id in self._book.requests:
             raise DuplicateRequest(f"request {spec.request_id!r} is being served")
-        max_tokens = policy.resolve_max_tokens(
-            len(spec.token_ids), spec.max_tokens, self._book.workers.proven_views(), self._config.model_context_tokens
-        )
+        max_tokens = policy.resolve_max_tokens(len(spec.token_ids), spec.max_tokens, self.context_tokens())
         admission.admit(self._book, spec, max_tokens, now)
         self._book.add(spec, max_tokens, now)
-        self._dispatch(now)
+
+    def expect(self, expected: ExpectedRequest, now: float) -> None:
+        """Keeps a place in the queue while a prompt is tokenised; `arrived` gives it back. Raises what `submit` does;
+        then nothing is kept."""
+        if self._stopping:
+            raise Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
+        room = max(1, self.context_tokens() - expected.fewest_tokens)
+        max_tokens = room if expected.max_tokens is None else min(room, expected.max_tokens)
+        admission.expect(self._book, expected, max_tokens, now)
+        self._book.num_expected += 1
+
+    def arrived(self) -> None:
+        """The prompt is tokenised, or nobody wants it any more."""
+        self._book.num_expected -= 1
 
     def cancel(self, request_id: str, now: float, error: BatonError | None = None) -> None:
         """The client gave up, perhaps because its deadline passed. Unknown requests have ended already."""
         request = self._book.requests.get(request_id)
         if request is not None:
-            self._book.fail(request, error or admission.passed_deadline(request, now) or Cancelled("cancelled"), now)
-            self._dispatch(now)
+            late = admission.passed_deadline(request, now + CLIENTS_CLOCK_S)
+            self._book.fail_surely(request, error or late or Cancelled("cancelled"), now)
 
     def finish_stopped(self, request_id: str, now: float) -> None:
         """A stop string was found in the text: the request is complete, whatever its workers still produce."""
         request = self._book.requests.get(request_id)
         if request is not None:
-            self._book.finish(request, FinishReason.STOP, None, now)
-            self._dispatch(now)
+            with self._book.isolated("event", request, now):
+                self._book.finish(request, FinishReason.STOP, None, now)
 
     def stop_admission(self) -> None:
         self._stopping = True
@@ -77,16 +95,27 @@ class Coordinator:
     # Workers
 
     def worker_joined(self, info: WorkerInfo, now: float) -> bool:
-        """A registration. True if a session should be opened: the worker is new, restarted, or was lost."""
+        """A registration. True if a session should be opened: the worker is new, restarted, or was lost.
+
+        Raises WorkerIdInUse while another process of that name has a session: it lives, or its silence is not long
+        enough yet to tell. Raises Overloaded when as many as may be known at once are there.
+        """
         workers = self._book.workers
         if info.worker_id in workers:
             known = workers.get(info.worker_id)
-            if known.info.incarnation == info.incarnation and known.state is not WorkerState.LOST:
-                return False
+            if known.info.incarnation == info.incarnation:
+                if known.state is not WorkerState.LOST:
+                    return False
+            elif known.has_session:
+                raise WorkerIdInUse(f"another process is worker {info.worker_id!r}, and it lives")
             self._lose(known, now, "restarted", crashed=not known.draining)
+        else:
+            workers.make_room(self._book.config.max_workers)
         workers.join(info, now)
-        self._dispatch(now)
         return True
+
+    def worker_ids(self) -> set[str]:
+        return {worker.info.worker_id for worker in self._book.workers.all()}
 
     def session_opened(self, worker_id: str, incarnation: int, now: float) -> None:
         if worker_id not in self._book.workers:
@@ -97,7 +126,6 @@ class Coordinator:
         self._book.workers.open(worker, now)
         failures.worker_alive(self._book, worker)
         self._canaries.run(now)
-        self._dispatch(now)
 
     def worker_lost(
         self, worker_id: str, incarnation: int, now: float, *, crashed: bool, reason: str = "session lost"
@@ -109,31 +137,32 @@ class Coordinator:
         if worker.info.incarnation == incarnation:
             # However one that was leaving has gone: no request is to blame for it.
             self._lose(worker, now, reason, crashed=crashed and not worker.draining)
-            self._dispatch(now)
 
-    def prefill_events(
-        self, worker_id: str, incarnation: int, events: Iterable[PrefillEvent], load: Load | None, now: float
+    def worker_events(
+        self, worker_id: str, incarnation: int, events: Iterable[LegEvent], load: Load | None, now: float
     ) -> None:
-        """One message of a prefill session."""
+        """Takes one message of a worker's session."""
         worker = self._book.workers.current(worker_id, incarnation)
         if worker is None:
             return
         for event in events:
-            if not self._canaries.prefill_event(worker, event, now):
-                handoff.prefill_event(self._book, worker, event, now)
+            try:
+                if not self._canaries.event(worker, event, now):
+                    handoff.leg_event(self._book, worker, event, now)
+            except Exception as error:
+                self.spoil_leg(event.leg, "event", error, now)
         self._take_load(worker, load, now)
 
-    def decode_events(
-        self, worker_id: str, incarnation: int, events: Iterable[DecodeEvent], load: Load | None, now: float
-    ) -> None:
-        """One message of a decode session."""
+    def live_legs(self, worker_id: str, incarnation: int, newest_leg: int, legs: Collection[int], now: float) -> None:
+        """A worker lists what it has, after all that it said before."""
         worker = self._book.workers.current(worker_id, incarnation)
-        if worker is None:
-            return
-        for event in events:
-            if not self._canaries.decode_event(worker, event, now):
-                handoff.decode_event(self._book, worker, event, now)
-        self._take_load(worker, load, now)
+        if worker is not None:
+            silent_legs.reconcile(self._book, worker, newest_leg, legs, self._canaries.has_leg, now)
+
+    def spoil_leg(self, leg: int, where: str, error: Exception, now: float) -> None:
+        """What was said of this leg could not be handled: whatever it belongs to ends, and nothing else."""
+        self._canaries.give_up(leg)
+        self._book.spoil(where, self._book.legs.get(leg), error, now)
 
     def drain(self, worker_id: str, now: float) -> None:
         """Places nothing there any more. Raises UnknownWorker."""
@@ -141,36 +170,76 @@ class Coordinator:
 
     def migrate(self, worker_id: str, now: float) -> int:
         """Moves what still runs at a worker; returns how many requests. Raises UnknownWorker."""
-        num_moved = failures.migrate(self._book, self._book.workers.get(worker_id), now)
-        self._dispatch(now)
-        return num_moved
+        return failures.migrate(self._book, self._book.workers.get(worker_id), now)
 
     # Time
 
+    @property
+    def placement_is_due(self) -> bool:
+        """Something has changed since `place`, so that what waits may find a place, or time has passed."""
+        return self._book.placement_is_due or self._book.workers.has_news
+
+    def place(self, now: float) -> None:
+        """Places what waits, as far as there is room. To be called once in each turn of the event loop after which it
+        is due, however many inputs that turn had: it looks at everything that waits."""
+        book = self._book
+        if not self.placement_is_due:
+            return
+        book.placement_is_due = book.workers.has_news = False
+        served = bool(book.workers.cluster.whole.longest_sequence)
+        self._ready = served and (self._ready or not self._canaries.checking)
+        with book.isolated("placement", None, now):
+            dispatch(book, now)
+
     def tick(self, now: float) -> None:
-        """Ends what has waited too long and tries again to place the rest. Call a few times a second."""
-        self._book.workers.forget(now - self._config.forget_worker_s)
-        self._book.workers.tick(now)
-        self._canaries.run(now)
-        failures.expire_legs(self._book, now)
-        give_up_stranded(self._book, now)
-        self._dispatch(now)
-        for request, error in admission.overdue(self._book, now):
-            self._book.fail(request, error, now)
+        """Ends what has waited too long; the rest is to be placed again. To be called ten times a second: whatever
+        passes between two calls beyond half a second counts as time in which the router was stopped, and heard no
+        worker (`core/awake.py`).
+
+        A defect in one part, however often it is met, leaves the bounds that the other parts keep.
+        """
+        book = self._book
+        book.awake.at(now)
+        parts: tuple[Callable[[], None], ...] = (
+            lambda: book.workers.forget(now - self._config.forget_worker_s),
+            lambda: book.workers.tick(now),
+            lambda: self._canaries.run(now),
+            lambda: silent_legs.expire_legs(book, now),
+            lambda: give_up_stranded(book, now),
+            lambda: admission.end_overdue(book, now),
+            self._look_at_groups,
+        )
+        for part in parts:
+            with book.isolated("tick", None, now):
+                part()
+        book.placement_is_due = True
 
     # For shells and operators
 
     def held_leases(self, worker_id: str) -> list[bytes]:
-        """Leases at a worker that must not expire."""
+        """Returns the leases at a worker that must not expire: those that no decode worker has taken yet.
+
+        A decode worker fetches a handoff as soon as it has admitted it. From then on the source's own clocks judge the
+        handoff: a lease that is neither fetched nor released any more expires, however healthy both workers look.
+        """
         if worker_id not in self._book.workers:
             return []
-        legs = self._book.workers.get(worker_id).legs
-        sources = (self._book.legs[leg].prefill for leg in legs)
-        return [source.lease.lease_id for source in sources if source and source.lease and source.leg in legs]
+        lease_ids = []
+        for leg in self._book.workers.get(worker_id).legs:
+            request = self._book.legs.get(leg)
+            if request is None or request.prefill is None or request.prefill.leg != leg:
+                continue
+            if request.prefill.lease is not None and request.phase is not Phase.DECODING:
+                lease_ids.append(request.prefill.lease.lease_id)
+        return lease_ids
 
     def workers(self) -> list[Worker]:
         """Read only."""
         return self._book.workers.all()
+
+    def kv_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Ready workers by what they compute; see `WorkerTable.kv_groups`."""
+        return self._book.workers.kv_groups()
 
     def worker(self, worker_id: str) -> Worker:
         """Read only. Raises UnknownWorker."""
@@ -178,11 +247,16 @@ class Coordinator:
 
     def phases(self) -> Counter[Phase]:
         """Live requests by phase."""
-        return Counter(request.phase for request in self._book.requests.values())
+        return +self._book.num_in
 
     @property
     def num_live(self) -> int:
         return len(self._book.requests)
+
+    @property
+    def num_expected(self) -> int:
+        """Requests whose prompts are being tokenised."""
+        return self._book.num_expected
 
     @property
     def ready(self) -> bool:
@@ -192,8 +266,8 @@ class Coordinator:
 
     def context_tokens(self) -> int:
         """Longest sequence any known worker could hold."""
-        contexts = [view.context_tokens for view in self._book.workers.proven_views() if view.role.can_decode]
-        return max(contexts, default=self._config.model_context_tokens)
+        longest = self._book.workers.longest_proven
+        return self._config.model_context_tokens if longest is None else longest
 
     def check(self) -> None:
         invariants.check(self._book)
@@ -204,12 +278,17 @@ class Coordinator:
 
     def _take_load(self, worker: Worker, load: Load | None, now: float) -> None:
         if load is not None:
-            self._book.workers.set_load(worker, load, now)
-            if load.current_step_ms >= self._config.step_timeout_s * 1000:
-                self._stuck(worker, load.current_step_ms / 1000, now)
-            if load.draining:
-                self._book.workers.drain(worker, now)
-        self._dispatch(now)
+            with self._book.isolated("event", None, now):
+                self._heed_load(worker, load, now)
+            if len(self._book.parked):
+                self._book.placement_is_due = True  # who refused a handoff is asked again by newer numbers
+
+    def _heed_load(self, worker: Worker, load: Load, now: float) -> None:
+        self._book.workers.set_load(worker, load, now)
+        if load.current_step_ms >= self._config.step_timeout_s * 1000:
+            self._stuck(worker, load.current_step_ms / 1000, now)
+        if load.draining:
+            self._book.workers.drain(worker, now)
 
     def _lose(self, worker: Worker, now: float, reason: str, *, crashed: bool) -> None:
         if worker.state is WorkerState.LOST:
@@ -229,8 +308,7 @@ class Coordinator:
         if worker.legs:
             failures.worker_gone(self._book, worker, dict(worker.legs), now, crashed=True, stuck=True)
 
-    def _dispatch(self, now: float) -> None:
-        views = self._book.workers.views()
-        served = any(view.ready and view.role.can_decode for view in views)
-        self._ready = served and (self._ready or not self._canaries.checking)
-        dispatch(self._book, now)
+    def _look_at_groups(self) -> None:
+        before, self._groups = self._groups, self.kv_groups()
+        if self._groups != before and max(len(self._groups), len(before)) > 1:
+            self._book.actions.append(GroupsChanged(self._groups))

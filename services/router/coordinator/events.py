@@ -1,16 +1,19 @@
 """What workers tell the router, as plain data (mirrors of the session protos; `wire.py` converts).
 
-Fields typed `object` are passed through and never looked into by pure code.
+Messages of `baton.v1` are passed through and never looked into by pure code.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
-from services.router.policy import Role
+from services.router.policy import Fingerprint, Role
+
+if TYPE_CHECKING:
+    from baton.v1 import control_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +21,15 @@ class WorkerInfo:
     """Mirror of `baton.v1.WorkerDescription`, as far as the coordinator needs it."""
 
     worker_id: str
-    role: Role
+    roles: Role
     incarnation: int
-    layout: Hashable
+    fingerprint: Fingerprint
     block_size: int
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
     host_id: str = ""
-    description: object = None
+    description: control_pb2.WorkerDescription | None = None
     """The whole of it, for shells."""
 
 
@@ -36,10 +39,12 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class SequenceEnd:
+    """How a worker ended a sequence."""
+
     reason: FinishReason
     stop_token_id: int | None = None
-    timings: object = None
+    timings: types_pb2.PhaseTimings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,10 @@ class Tokens:
     leg: int
     position: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[object, ...] = ()
+    logprobs: tuple[types_pb2.TokenLogprobs, ...] = ()
     """Empty, or one per token."""
-    finish: Finish | None = None
-    timings: object = None
+    finish: SequenceEnd | None = None
+    timings: types_pb2.PhaseTimings | None = None
     """What a prefill worker measured."""
 
 
@@ -66,7 +71,7 @@ class LegFailed:
 class PrefillStarted:
     leg: int
     lease_id: bytes
-    source: object
+    source: types_pb2.KVSource
     """Where the lease is fetched; goes into the decode command."""
     cached_tokens: int = 0
 
@@ -109,5 +114,7 @@ class ImportFailed:
     error: BatonError
 
 
-PrefillEvent = PrefillStarted | Tokens | LegFailed | LeaseEnded
-DecodeEvent = DecodeAdmitted | DecodeRefused | ImportReady | ImportFailed | Tokens | LegFailed
+LegEvent = (
+    PrefillStarted | LeaseEnded | DecodeAdmitted | DecodeRefused | ImportReady | ImportFailed | Tokens | LegFailed
+)
+"""The first two are of prefill legs, the last two of legs of both phases, the others of decode legs."""

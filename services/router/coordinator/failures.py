@@ -15,13 +15,12 @@ from services.core.errors import (
     LeaseInvalid,
     MalformedMessage,
     Overloaded,
-    ProtocolViolation,
     StaleIncarnation,
     UnknownModel,
 )
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import WorkerInfo
-from services.router.coordinator.requests import Crash, DecodeLeg, PrefillLeg, Refusal, Request
+from services.router.coordinator.requests import BackOff, Crash, PlacedDecode, PlacedLeg, PlacedPrefill, Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import Role
 
@@ -30,7 +29,7 @@ FATAL = (InvalidRequest, MalformedMessage, UnknownModel, Overloaded, DeadlineExc
 
 
 def prefill_failed(
-    book: Book, request: Request, leg: PrefillLeg, error: BatonError, now: float, *, cancel: bool
+    book: Book, request: Request, leg: PlacedPrefill, error: BatonError, now: float, *, cancel: bool
 ) -> None:
     if isinstance(error, FATAL):
         book.end_prefill(request, now, "failed", cancel=cancel)
@@ -44,7 +43,9 @@ def prefill_failed(
     book.settle(request, now, refused=not counted)
 
 
-def decode_failed(book: Book, request: Request, leg: DecodeLeg, error: BatonError, now: float, *, cancel: bool) -> None:
+def decode_failed(
+    book: Book, request: Request, leg: PlacedDecode, error: BatonError, now: float, *, cancel: bool
+) -> None:
     book.end_decode(request, now, "failed", cancel=cancel)
     if isinstance(error, FATAL):
         book.fail(request, error, now)
@@ -57,10 +58,11 @@ def source_gone(book: Book, request: Request, now: float, outcome: str, *, cance
     """The prefill leg is over. A decode leg that may have fetched everything is left to say so itself, for a while."""
     book.end_prefill(request, now, outcome, cancel=cancel)
     if request.decode is not None:
-        request.decode.orphaned_s = now
+        request.decode.orphaned_s = book.awake.at(now)
+        book.silent_legs.set(request.decode.orphaned_s + book.config.orphan_timeout_s, request.decode.leg)
 
 
-def blame(book: Book, request: Request, leg: PrefillLeg | DecodeLeg, role: Role, error: BatonError, now: float) -> bool:
+def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: BatonError, now: float) -> bool:
     """Whether it counts. A worker that was told to leave while a command was on its way to it has only refused."""
     worker = leg.worker
     if isinstance(error, Draining):
@@ -86,7 +88,7 @@ def is_leaving(book: Book, worker: WorkerInfo) -> bool:
     return known.info.incarnation == worker.incarnation and known.draining
 
 
-def note_failed_import(book: Book, request: Request, leg: DecodeLeg, source: WorkerInfo, now: float) -> None:
+def note_failed_import(book: Book, request: Request, leg: PlacedDecode, source: WorkerInfo, now: float) -> None:
     """The decode role made no progress, whoever is to blame; the source is avoided."""
     crash = Crash(source.worker_id, source.incarnation, Role.DECODE, session_lost=False, failed_import=True)
     _count(book, request, leg.leg, crash, now)
@@ -109,14 +111,14 @@ def is_the_pairs(error: BatonError) -> bool:
     return not isinstance(error, (LeaseInvalid, StaleIncarnation, Draining, Cancelled, *FATAL))
 
 
-def note_refusal(book: Book, request: Request, leg: DecodeLeg, worker: Worker, now: float) -> None:
+def note_refusal(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:
     before = request.refusals.get(worker.info.worker_id)
     count = before.count + 1 if before else 1
     config = book.config
     delay_s = min(config.max_refusal_backoff_s, config.refusal_backoff_s * 2.0 ** min(count - 1, 16))
     jitter = 0.75 + 0.25 * (leg.leg * 0.618034 % 1.0)  # spreads retries, repeatably
     load_number = worker.load.sequence_number if worker.load else 0
-    request.refusals[worker.info.worker_id] = Refusal(load_number, now + delay_s * jitter, count)
+    request.refusals[worker.info.worker_id] = BackOff(load_number, now + delay_s * jitter, count)
 
 
 def worker_gone(
@@ -126,22 +128,41 @@ def worker_gone(
 
     `stuck`: the session lives, so the legs are cancelled too; a step that does not end may never see that.
     """
-    outcome = "stuck" if stuck else "lost"
     newest_legs = {request_id: leg for leg, request_id in sorted(legs.items())}
     for request_id, newest in newest_legs.items():
-        request, role = book.requests[request_id], Role.PREFILL
-        if request.decode is not None and request.decode.leg in legs:
-            role = Role.DECODE
-            book.end_decode(request, now, outcome, cancel=stuck)
-        if request.prefill is not None and request.prefill.leg in legs:
-            if request.prefill.sealed_s is None:
-                role = Role.PREFILL
-            source_gone(book, request, now, outcome, cancel=stuck)
-        if crashed:
-            crash = Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck)
-            request.crashes = [each for each in request.crashes if not each.foretold(crash)]
-            _count(book, request, newest, crash, now)
-        book.settle(request, now)
+        with book.isolated("event", request := book.requests.get(request_id), now):
+            assert request is not None, f"worker {worker.info.worker_id} has legs of no request"
+            _worker_gone_under(book, worker, legs, request, newest, now, crashed=crashed, stuck=stuck)
+    if not stuck:
+        # None is left, but for a defect that has been told; and it must not keep the worker from joining again.
+        for leg in list(worker.legs):
+            book.workers.drop_leg(worker.info.worker_id, leg)
+
+
+def _worker_gone_under(
+    book: Book,
+    worker: Worker,
+    legs: dict[int, str],
+    request: Request,
+    newest: int,
+    now: float,
+    *,
+    crashed: bool,
+    stuck: bool,
+) -> None:
+    outcome, role = "stuck" if stuck else "lost", Role.PREFILL
+    if request.decode is not None and request.decode.leg in legs:
+        role = Role.DECODE
+        book.end_decode(request, now, outcome, cancel=stuck)
+    if request.prefill is not None and request.prefill.leg in legs:
+        if request.prefill.sealed_s is None:
+            role = Role.PREFILL
+        source_gone(book, request, now, outcome, cancel=stuck)
+    if crashed:
+        crash = Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck)
+        request.crashes = [each for each in request.crashes if not each.foretold(crash)]
+        _count(book, request, newest, crash, now)
+    book.settle(request, now)
 
 
 def worker_alive(book: Book, worker: Worker) -> None:
@@ -156,23 +177,10 @@ def migrate(book: Book, worker: Worker, now: float) -> int:
     requests = {request_id: book.requests[request_id] for request_id in worker.legs.values()}
     legs = set(worker.legs)
     for request in requests.values():
-        if request.decode is not None and request.decode.leg in legs:
-            book.end_decode(request, now, "migrated")
-        if request.prefill is not None and request.prefill.leg in legs:
-            source_gone(book, request, now, "migrated", cancel=True)
-        book.settle(request, now)
-    return len(requests)
-
-
-def expire_legs(book: Book, now: float) -> None:
-    """Bounds the two waits for an answer that a worker owes at once."""
-    for request in list(book.requests.values()):
-        leg = request.decode
-        if leg is None or not leg.has_handoff:
-            continue
-        if leg.orphaned_s is not None and now - leg.orphaned_s >= book.config.orphan_timeout_s:
-            # Not counted: what became of its source was.
-            book.end_decode(request, now, "orphaned")
+        with book.isolated("event", request, now):
+            if request.decode is not None and request.decode.leg in legs:
+                book.end_decode(request, now, "migrated")
+            if request.prefill is not None and request.prefill.leg in legs:
+                source_gone(book, request, now, "migrated", cancel=True)
             book.settle(request, now)
-        elif leg.admitted_s is None and now - leg.sent_s >= book.config.answer_timeout_s:
-            decode_failed(book, request, leg, ProtocolViolation("no answer to a handoff"), now, cancel=True)
+    return len(requests)

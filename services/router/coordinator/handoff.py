@@ -1,4 +1,4 @@
-"""What an event from a worker means for its request (DESIGN §4 "Legs and positions", "Replay"; §5). Pure.
+"""What an event from a worker means for its request (docs/architecture.md, "What keeps the handoff right"). Pure.
 
 Owns: the rules. Never: where the request goes next; one left without a leg is queued or parked by `Book.settle` and
 placed by `dispatch.py`. Events of a leg that is not current change nothing; if the leg may live on at its worker, it is
@@ -7,19 +7,21 @@ cancelled there.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from services.core.errors import Draining, ProtocolViolation
-from services.router.coordinator.actions import CancelDecode, CancelPrefill
+from services.router.coordinator.actions import CancelLeg, EmitTokens
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
-    DecodeEvent,
     DecodeRefused,
+    FinishReason,
     ImportFailed,
     ImportReady,
     LeaseEnd,
     LeaseEnded,
+    LegEvent,
     LegFailed,
-    PrefillEvent,
     PrefillStarted,
     Tokens,
 )
@@ -35,22 +37,35 @@ from services.router.coordinator.failures import (
     prefill_failed,
     source_gone,
 )
-from services.router.coordinator.received import finish_if_over, fits, made_progress, note_timings, receive
-from services.router.coordinator.requests import DecodeLeg, Lease, PrefillLeg, Request
+from services.router.coordinator.requests import HeldLease, PlacedDecode, PlacedPrefill, Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import Role
 
+if TYPE_CHECKING:
+    from baton.v1 import types_pb2
 
-def prefill_event(book: Book, worker: Worker, event: PrefillEvent, now: float) -> None:
+
+def leg_event(book: Book, worker: Worker, event: LegEvent, now: float) -> None:
+    """Handles one event; its leg's number tells the request and the phase."""
     request = book.legs.get(event.leg)
     if request is not None and event.leg == request.released_leg:
         _released_leg_event(book, request, event)
         return
-    leg = None if request is None else request.prefill
-    if request is None or leg is None or leg.leg != event.leg or leg.worker.worker_id != worker.info.worker_id:
-        if isinstance(event, PrefillStarted) or (isinstance(event, Tokens) and event.finish is None):
-            book.actions.append(CancelPrefill(worker.info.worker_id, worker.info.incarnation, event.leg))
+    current = () if request is None else (request.prefill, request.decode)
+    leg = next((each for each in current if each is not None and each.leg == event.leg), None)
+    if request is None or leg is None or leg.worker.worker_id != worker.info.worker_id:
+        goes_on = isinstance(event, PrefillStarted | DecodeAdmitted | ImportReady)
+        if goes_on or (isinstance(event, Tokens) and event.finish is None):
+            book.actions.append(CancelLeg(worker.info.worker_id, worker.info.incarnation, event.leg))
         return
+    leg.heard_s = book.awake.at(now)
+    if isinstance(leg, PlacedPrefill):
+        _prefill_event(book, request, leg, event, now)
+    else:
+        _decode_event(book, request, leg, worker, event, now)
+
+
+def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegEvent, now: float) -> None:
     match event:
         case PrefillStarted():
             _prefill_started(book, request, leg, event, now)
@@ -60,15 +75,11 @@ def prefill_event(book: Book, worker: Worker, event: PrefillEvent, now: float) -
             prefill_failed(book, request, leg, event.error, now, cancel=False)
         case LeaseEnded():
             _lease_ended(book, request, leg, event, now)
+        case _:
+            prefill_failed(book, request, leg, ProtocolViolation("an event of a decode leg"), now, cancel=True)
 
 
-def decode_event(book: Book, worker: Worker, event: DecodeEvent, now: float) -> None:
-    request = book.legs.get(event.leg)
-    leg = None if request is None else request.decode
-    if request is None or leg is None or leg.leg != event.leg or leg.worker.worker_id != worker.info.worker_id:
-        if isinstance(event, DecodeAdmitted | ImportReady) or (isinstance(event, Tokens) and event.finish is None):
-            book.actions.append(CancelDecode(worker.info.worker_id, worker.info.incarnation, event.leg))
-        return
+def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worker, event: LegEvent, now: float) -> None:
     match event:
         case DecodeAdmitted():
             _decode_admitted(book, request, leg, event, now)
@@ -82,48 +93,50 @@ def decode_event(book: Book, worker: Worker, event: DecodeEvent, now: float) -> 
             _decode_tokens(book, request, leg, event, now)
         case LegFailed():
             decode_failed(book, request, leg, event.error, now, cancel=False)
+        case _:
+            decode_failed(book, request, leg, ProtocolViolation("an event of a prefill leg"), now, cancel=True)
 
 
 # Prefill legs
 
 
-def _released_leg_event(book: Book, request: Request, event: PrefillEvent) -> None:
+def _released_leg_event(book: Book, request: Request, event: LegEvent) -> None:
     """The decode leg has repeated its token, and its lease is over: only its timings are news."""
     if isinstance(event, Tokens):
-        note_timings(request, event.timings)
+        _note_timings(request, event.timings)
     elif isinstance(event, LeaseEnded):
         book.forget_released(request)
 
 
-def _prefill_started(book: Book, request: Request, leg: PrefillLeg, event: PrefillStarted, now: float) -> None:
+def _prefill_started(book: Book, request: Request, leg: PlacedPrefill, event: PrefillStarted, now: float) -> None:
     if leg.lease is not None:
         prefill_failed(book, request, leg, ProtocolViolation("a second lease"), now, cancel=True)
         return
-    leg.lease = Lease(event.lease_id, event.source, opened_s=now)
+    leg.lease = HeldLease(event.lease_id, event.source, opened_s=now)
     book.workers.answered(leg.worker.worker_id, leg.leg)
     request.refusals.clear()
     if not request.announced:
-        request.cached_tokens = event.cached_tokens
+        request.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
     book.announce(request)
     book.settle(request, now)
 
 
-def _prefill_tokens(book: Book, request: Request, leg: PrefillLeg, event: Tokens, now: float) -> None:
-    if leg.lease is None or leg.sealed_s is not None or not fits(request, event, book.config.vocab_size):
+def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tokens, now: float) -> None:
+    if leg.lease is None or leg.sealed_s is not None or not _fits(request, event, book.config.vocab_size):
         prefill_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
-    if receive(book, request, event, now):
-        made_progress(request, Role.PREFILL)
+    if _receive(book, request, event, now):
+        _made_progress(request, Role.PREFILL)
     book.workers.succeeded(leg.worker.worker_id, now)
-    note_timings(request, event.timings)
+    _note_timings(request, event.timings)
     book.seal_prefill(request, now)
     if event.finish is not None:
         # The source closes the lease at seal.
         book.end_prefill(request, now, "done", cancel=False)
-    finish_if_over(book, request, event, now)
+    _finish_if_over(book, request, event, now)
 
 
-def _lease_ended(book: Book, request: Request, leg: PrefillLeg, event: LeaseEnded, now: float) -> None:
+def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseEnded, now: float) -> None:
     if request.decode is None and event.reason is not LeaseEnd.RELEASED:
         # Nobody had it, and it was held. (Released without a decode leg: to one that was lost since, and counted then.)
         error = ProtocolViolation(f"lease {event.reason.value}")
@@ -136,23 +149,23 @@ def _lease_ended(book: Book, request: Request, leg: PrefillLeg, event: LeaseEnde
 # Decode legs
 
 
-def _decode_admitted(book: Book, request: Request, leg: DecodeLeg, event: DecodeAdmitted, now: float) -> None:
+def _decode_admitted(book: Book, request: Request, leg: PlacedDecode, event: DecodeAdmitted, now: float) -> None:
     leg.admitted_s = now
     book.workers.answered(leg.worker.worker_id, leg.leg)
     if not request.announced:
-        request.cached_tokens = event.cached_tokens
+        request.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
     book.announce(request)
     book.settle(request, now)
     request.refusals.clear()
 
 
-def _decode_refused(book: Book, request: Request, leg: DecodeLeg, worker: Worker, now: float) -> None:
+def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:
     note_refusal(book, request, leg, worker, now)
     book.end_decode(request, now, "refused", cancel=False)
     book.settle(request, now, refused=True)
 
 
-def _import_ready(book: Book, request: Request, leg: DecodeLeg, now: float) -> None:
+def _import_ready(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
     leg.orphaned_s = None
     if request.prefill is not None:
         book.workers.transfer_succeeded(request.prefill.worker, leg.worker.worker_id, now)
@@ -160,7 +173,7 @@ def _import_ready(book: Book, request: Request, leg: DecodeLeg, now: float) -> N
 
 
 def _import_failed(
-    book: Book, request: Request, leg: DecodeLeg, worker: Worker, event: ImportFailed, now: float
+    book: Book, request: Request, leg: PlacedDecode, worker: Worker, event: ImportFailed, now: float
 ) -> None:
     source = request.prefill
     if source is not None and isinstance(event.error, Draining):
@@ -184,16 +197,65 @@ def _import_failed(
     book.settle(request, now)
 
 
-def _decode_tokens(book: Book, request: Request, leg: DecodeLeg, event: Tokens, now: float) -> None:
-    if not fits(request, event, book.config.vocab_size):
+def _decode_tokens(book: Book, request: Request, leg: PlacedDecode, event: Tokens, now: float) -> None:
+    if not _fits(request, event, book.config.vocab_size):
         decode_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
     book.announce(request)
-    fresh = receive(book, request, event, now)
+    fresh = _receive(book, request, event, now)
     book.workers.succeeded(leg.worker.worker_id, now)
     if fresh and len(request.output) > leg.output_base + 1:
         # Its first token is the prefill's work: a prompt that kills decode workers must not look like progress.
-        made_progress(request, Role.DECODE)
+        _made_progress(request, Role.DECODE)
     if event.finish is not None:
         book.end_decode(request, now, "done", cancel=False)
-    finish_if_over(book, request, event, now)
+    _finish_if_over(book, request, event, now)
+
+
+# Output: merged by position, so that nothing is lost and nothing repeated
+
+
+def _fits(request: Request, event: Tokens, vocab_size: int) -> bool:
+    """Returns whether the tokens can be this request's: they are the model's, leave no gap, repeat only what was
+    received, and nothing follows a finish."""
+    end = event.position + len(event.token_ids)
+    received = request.output[event.position : end]
+    return (
+        0 <= event.position <= len(request.output)
+        and list(event.token_ids[: len(received)]) == received
+        and end <= request.max_tokens
+        and all(0 <= token_id < vocab_size for token_id in event.token_ids)
+        and (event.finish is None or end >= len(request.output))
+        and len(event.logprobs) in (0, len(event.token_ids))
+    )
+
+
+def _receive(book: Book, request: Request, event: Tokens, now: float) -> bool:
+    """Adds the new tokens to the output and sends them to the client. Returns False if there were none."""
+    have = len(request.output)
+    fresh = event.token_ids[have - event.position :]
+    if not fresh:
+        return False
+    request.output.extend(fresh)
+    if request.first_token_s is None:
+        request.first_token_s = now
+    book.actions.append(EmitTokens(request.request_id, have, fresh, event.logprobs[have - event.position :]))
+    return True
+
+
+def _finish_if_over(book: Book, request: Request, event: Tokens, now: float) -> None:
+    if event.finish is not None:
+        _note_timings(request, event.finish.timings)
+        book.finish(request, event.finish.reason, event.finish.stop_token_id, now)
+    elif len(request.output) >= request.max_tokens:
+        book.finish(request, FinishReason.LENGTH, None, now)
+
+
+def _made_progress(request: Request, role: Role) -> None:
+    """Forgets the crashes in this role."""
+    request.crashes = [crash for crash in request.crashes if crash.role is not role]
+
+
+def _note_timings(request: Request, timings: types_pb2.PhaseTimings | None) -> None:
+    if timings is not None:
+        request.worker_timings.append(timings)

@@ -7,9 +7,13 @@ against.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.router.coordinator.events import WorkerInfo
 from services.router.health import Health, HealthConfig, HealthRecord
+
+if TYPE_CHECKING:
+    from baton.v1 import types_pb2
 
 
 @dataclass(slots=True)
@@ -18,7 +22,7 @@ class Pair:
 
     source: WorkerInfo
     health: HealthRecord
-    timings: object = None
+    timings: types_pb2.PhaseTimings | None = None
     """What the target measured of the newest transfer that a canary made."""
 
 
@@ -27,39 +31,66 @@ class Pairs:
 
     def __init__(self) -> None:
         self._pairs: dict[str, Pair] = {}
+        self._known: _Known | None = None
+        """What follows from the records; None if one of them has changed."""
 
     def meet(self, source: WorkerInfo, target: WorkerInfo, config: HealthConfig, now: float) -> None:
         """Both are there. Nothing changes for a pair that is known."""
         known = self._pairs.get(source.worker_id)
-        if source.worker_id == target.worker_id or source.layout != target.layout:
+        if source.worker_id == target.worker_id or source.fingerprint.kv != target.fingerprint.kv:
             return
         if (
-            source.role.can_prefill
-            and target.role.can_decode
+            source.roles.can_prefill
+            and target.roles.can_decode
             and (known is None or known.source.incarnation != source.incarnation)
         ):
             self._pairs[source.worker_id] = Pair(source, HealthRecord(config, now))
+            self.changed()
 
-    def forget(self, source_id: str) -> None:
-        self._pairs.pop(source_id, None)
+    def forget(self, source_id: str) -> bool:
+        """Whether it was known."""
+        self.changed()
+        return self._pairs.pop(source_id, None) is not None
+
+    def changed(self) -> None:
+        """The state of a record is another."""
+        self._known = None
 
     def get(self, source: WorkerInfo) -> Pair | None:
         """None for another incarnation of it."""
         pair = self._pairs.get(source.worker_id)
         return pair if pair is not None and pair.source.incarnation == source.incarnation else None
 
+    @property
+    def unsettled(self) -> list[Pair]:
+        """Those that time or a probe will change; of a cluster at rest, none."""
+        return [pair for pair in self._look().unsettled if not pair.health.settled]
+
     def all(self) -> list[Pair]:
         return list(self._pairs.values())
 
     def barred(self) -> frozenset[str]:
         """Sources it cannot fetch from, or that are being tried again after that."""
-        return frozenset(name for name, pair in self._pairs.items() if _barred(pair.health))
+        return self._look().barred
 
     def untried(self) -> frozenset[str]:
         """Sources of which that is not known."""
-        return frozenset(
-            name for name, pair in self._pairs.items() if not pair.health.trusted and not _barred(pair.health)
-        )
+        return self._look().untried
+
+    def _look(self) -> _Known:
+        if self._known is None:
+            barred = frozenset(name for name, pair in self._pairs.items() if _barred(pair.health))
+            doubtful = (name for name, pair in self._pairs.items() if not pair.health.trusted)
+            unsettled = tuple(pair for pair in self._pairs.values() if not pair.health.settled)
+            self._known = _Known(barred, frozenset(doubtful) - barred, unsettled)
+        return self._known
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    barred: frozenset[str]
+    untried: frozenset[str]
+    unsettled: tuple[Pair, ...]
 
 
 def _barred(health: HealthRecord) -> bool:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from services.router.coordinator.events import WorkerInfo
-from services.router.policy import Job, Role
+from services.router.policy import Fingerprint, Job, Role
+
+if TYPE_CHECKING:
+    from baton.v1 import inference_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,27 @@ class RequestSpec:
     cache_salt: str = ""
     min_tokens: int = 0
     """Fewest that make it complete; for what a deadline allows."""
-    payload: object = None
+    payload: inference_pb2.GenerateRequest | None = None
     """Sampling, stopping and response options, for the commands; pure code never looks."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedRequest:
+    """A validated request whose prompt is about to be tokenised."""
+
+    fewest_tokens: int
+    """Tokens that its prompt has at least, by the text's length."""
+    tokenise_s: float
+    """How long it will wait for the tokenizer, by what was measured so far."""
+    max_tokens: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    min_tokens: int = 0
+
+
 class Phase(enum.Enum):
+    """Where a request is between its arrival and its end."""
+
     QUEUED = "queued"
     """No leg: waits for a worker."""
     PREFILLING = "prefilling"
@@ -56,37 +76,53 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 @dataclass(slots=True)
-class Lease:
+class HeldLease:
+    """A lease at the worker of a prefill leg, as far as the router knows of it."""
+
     lease_id: bytes
-    source: object
+    source: types_pb2.KVSource
     opened_s: float
     num_failed_imports: int = 0
 
 
 @dataclass(slots=True)
-class PrefillLeg:
+class PlacedPrefill:
+    """The router's record of a prefill leg."""
+
     leg: int
     worker: WorkerInfo
     token_ids: tuple[int, ...]
     output_base: int
     attempt: int
     sent_s: float
-    lease: Lease | None = None
+    heard_s: float
+    """When its worker last said something of it, or else when it was sent; in awake time."""
+    lease: HeldLease | None = None
     sealed_s: float | None = None
     """The sampled token arrived."""
 
 
 @dataclass(slots=True)
-class DecodeLeg:
+class PlacedDecode:
+    """The router's record of a decode leg."""
+
     leg: int
     worker: WorkerInfo
     output_base: int
     attempt: int
     sent_s: float
+    heard_s: float
+    """When its worker last said something of it, or its source was sealed, or else when it was sent; in awake time."""
+    asked_s: float
+    """`sent_s` in awake time: how long the worker owes an answer."""
     has_handoff: bool
     admitted_s: float | None = None
     orphaned_s: float | None = None
-    """Its source went away before it was ready; it will say whether it had everything, but not for ever."""
+    """In awake time. Its source went away before it was ready; it will say whether it had everything, but not for
+    ever."""
+
+
+PlacedLeg = PlacedPrefill | PlacedDecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +147,8 @@ class Crash:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Not the same worker again until it has newer numbers and a moment has passed."""
+class BackOff:
+    """Says when a worker that refused a handoff may be asked again: with newer numbers, and after a moment."""
 
     load_number: int
     retry_at_s: float
@@ -130,14 +166,16 @@ class Request:
     phase: Phase = Phase.QUEUED
     output: list[int] = field(default_factory=list)
     """All tokens received, from output position 0."""
-    prefill: PrefillLeg | None = None
-    decode: DecodeLeg | None = None
+    prefill: PlacedPrefill | None = None
+    decode: PlacedDecode | None = None
+    fingerprint: Fingerprint | None = None
+    """That of the worker that computes the prompt. From the first token on it stays: a replay goes only to the same."""
     released_leg: int | None = None
     """Prefill leg whose lease was taken over: what it still reports is no stale leg's doing."""
     crashes: list[Crash] = field(default_factory=list)
     newest_leg_at_crash: int = 0
     """The newest leg of all when the last crash was counted: a leg up to this one is no further crash."""
-    refusals: dict[str, Refusal] = field(default_factory=dict)
+    refusals: dict[str, BackOff] = field(default_factory=dict)
     waiting_since_s: float = 0.0
     """When it last became in need of a worker; refusals do not make it younger."""
     unserved_since_s: float | None = None
@@ -146,6 +184,8 @@ class Request:
     """It is not placed earlier: workers have just been lost under it."""
     placing_since_s: float | None = None
     """Since when the current handoff has been looking for a decode worker."""
+    tokens_in_flight: int = 0
+    """What it counts for among the handoffs in flight."""
     num_retries: int = 0
     """Times it was placed again; refusals do not count."""
     num_prefills: int = 0
@@ -158,7 +198,7 @@ class Request:
     first_token_s: float | None = None
     prefill_wait_s: float | None = None
     prefill_compute_s: float | None = None
-    worker_timings: list[object] = field(default_factory=list)
+    worker_timings: list[types_pb2.PhaseTimings] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -169,6 +209,11 @@ class Request:
         """Who is served first: higher priority, then earlier arrival."""
         return (-self.spec.priority, self.number)
 
+    @property
+    def total_tokens(self) -> int:
+        """How long the sequence may become."""
+        return len(self.spec.token_ids) + self.max_tokens
+
     def leg_tokens(self) -> tuple[int, ...]:
         """What a new leg computes: the prompt and all output received."""
         return self.spec.token_ids + tuple(self.output)
@@ -176,8 +221,9 @@ class Request:
     def job(self, num_tokens: int) -> Job:
         return Job(
             num_tokens=num_tokens,
-            total_tokens=len(self.spec.token_ids) + self.max_tokens,
+            total_tokens=self.total_tokens,
             avoid=frozenset(crash.worker_id for crash in self.crashes),
+            fingerprint=self.fingerprint if self.output else None,
         )
 
     def next_job(self) -> Job:

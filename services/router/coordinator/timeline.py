@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.router.coordinator.actions import Stage, StageEnded, Summary
-from services.router.coordinator.requests import DecodeLeg, PrefillLeg, Request
+from services.router.coordinator.requests import PlacedLeg, Request
 
 
-def leg_stage(request: Request, stage: Stage, leg: PrefillLeg | DecodeLeg, now: float, outcome: str) -> StageEnded:
+def leg_stage(request: Request, stage: Stage, leg: PlacedLeg, now: float, outcome: str) -> StageEnded:
     return StageEnded(request.request_id, stage, leg.leg, leg.worker.worker_id, leg.attempt, leg.sent_s, now, outcome)
 
 

@@ -30,6 +30,10 @@ class WaitList:
         assert self._ordered[index][1] is request
         del self._ordered[index]
 
+    def discard(self, request: Request) -> None:
+        """Wherever it is, if it is there at all."""
+        self._ordered = [entry for entry in self._ordered if entry[1] is not request]
+
 
 def _order(entry: tuple[tuple[int, int], Request]) -> tuple[int, int]:
     return entry[0]

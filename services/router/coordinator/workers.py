@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from services.core.errors import UnknownWorker
+from services.core.awake import AwakeTime
+from services.core.errors import Overloaded, UnknownWorker
 from services.router.coordinator.events import WorkerInfo
 from services.router.coordinator.pairs import Pairs
 from services.router.health import HealthConfig, HealthRecord
-from services.router.policy import Load, WorkerView
+from services.router.policy import Cluster, Load, WorkerView
+
+if TYPE_CHECKING:
+    from baton.v1 import types_pb2
 
 REPORT_LAG_S = 0.1
 """A snapshot this much younger than a command is taken to count the command's tokens."""
@@ -50,6 +55,10 @@ class Worker:
     """Whose leases it can take over."""
     load: Load | None = None
     load_s: float | None = None
+    spoke_s: float = 0.0
+    """`load_s` in awake time."""
+    at_rest_since_s: float | None = None
+    """Since when all its snapshots say that it works on nothing."""
     legs: dict[int, str] = field(default_factory=dict)
     """Current legs there, and their requests' ids."""
     predictions: dict[int, Prediction] = field(default_factory=dict)
@@ -72,10 +81,10 @@ class Worker:
         info = self.info
         return WorkerView(
             worker_id=info.worker_id,
-            role=info.role,
+            roles=info.roles,
             ready=self.takes_requests,
             host_id=info.host_id,
-            layout=info.layout,
+            fingerprint=info.fingerprint,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
@@ -97,9 +106,17 @@ class WorkerTable:
     ) -> None:
         """`on_health(worker id, source id or "", record)` hears of every change of state."""
         self._health = health
+        self._pair_health = replace(health, recheck_s=0.0, starts_slowly=False)
+        """A pair has no share that could grow, and its requests show how it is."""
         self._on_health = on_health
+        self.awake = AwakeTime()
+        self.has_news = False
+        """Since it was last unset, something has changed by which a request that waits may find a place."""
         self._workers: dict[str, Worker] = {}
-        self._views: dict[str, WorkerView] = {}
+        self._cluster = Cluster()
+        self._stale: dict[str, None] = {}
+        """Workers whose views in `_cluster` are to be made anew."""
+        self._longest_proven: int | None = None
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._workers
@@ -141,8 +158,8 @@ class WorkerTable:
         worker.proven = True
         for other in self._workers.values():
             if other.has_session:
-                worker.sources.meet(other.info, worker.info, self._health, now)
-                other.sources.meet(worker.info, other.info, self._health, now)
+                worker.sources.meet(other.info, worker.info, self._pair_health, now)
+                other.sources.meet(worker.info, other.info, self._pair_health, now)
                 self._changed(other.info.worker_id)
         self._set_state(worker, WorkerState.DRAINING if worker.draining else WorkerState.READY, now)
 
@@ -153,7 +170,7 @@ class WorkerTable:
             self._set_state(worker, WorkerState.DRAINING, now, "draining")
 
     def lose(self, worker: Worker, now: float, reason: str) -> None:
-        worker.load = worker.load_s = None
+        worker.load = worker.load_s = worker.at_rest_since_s = None
         self._set_state(worker, WorkerState.LOST, now, reason)
 
     def _set_state(self, worker: Worker, state: WorkerState, now: float, reason: str = "") -> None:
@@ -184,7 +201,9 @@ class WorkerTable:
             with self._watch(target_id, source.worker_id, pair.health):
                 pair.health.failed(reason, now)
 
-    def transfer_succeeded(self, source: WorkerInfo, target_id: str, now: float, timings: object = None) -> None:
+    def transfer_succeeded(
+        self, source: WorkerInfo, target_id: str, now: float, timings: types_pb2.PhaseTimings | None = None
+    ) -> None:
         pair = self._workers[target_id].sources.get(source)
         if pair is not None:
             pair.timings = timings or pair.timings
@@ -194,17 +213,19 @@ class WorkerTable:
     def tick(self, now: float) -> None:
         """Time alone ends pauses and slow starts."""
         for worker_id, worker in self._workers.items():
-            with self._watch(worker_id, "", worker.health):
-                worker.health.tick(now)
-            for pair in worker.sources.all():
+            if worker.health.ages:
+                with self._watch(worker_id, "", worker.health):
+                    worker.health.tick(now)
+            for pair in worker.sources.unsettled:
                 with self._watch(worker_id, pair.source.worker_id, pair.health):
                     pair.health.tick(now)
 
     @contextlib.contextmanager
     def _watch(self, worker_id: str, source_id: str, health: HealthRecord) -> Iterator[None]:
-        before, failures = health.state, health.num_failures
+        before, failures, ramp = health.state, health.num_failures, health.ramp
         yield
-        if (health.state, health.num_failures) != (before, failures):
+        if (health.state, health.num_failures, health.ramp) != (before, failures, ramp):
+            self._workers[worker_id].sources.changed()
             self._changed(worker_id)
         if health.state is not before:
             self._on_health(worker_id, source_id, health)
@@ -214,49 +235,95 @@ class WorkerTable:
     def set_load(self, worker: Worker, load: Load, now: float) -> None:
         if worker.load is not None and load.sequence_number <= worker.load.sequence_number:
             return
-        worker.load, worker.load_s = load, now
+        has_more_room = worker.load is None or load.shows_more_room_than(worker.load)
+        worker.load, worker.load_s, worker.spoke_s = load, now, self.awake.at(now)
+        if not load.at_rest:
+            worker.at_rest_since_s = None
+        elif worker.at_rest_since_s is None:
+            worker.at_rest_since_s = worker.spoke_s
         for prediction in worker.predictions.values():
-            if now - prediction.sent_s >= REPORT_LAG_S:
+            if prediction.tokens and now - prediction.sent_s >= REPORT_LAG_S:
                 prediction.tokens = 0
-        self._changed(worker.info.worker_id)
+                has_more_room = True
+        self._stale[worker.info.worker_id] = None
+        self.has_news = self.has_news or has_more_room
 
     def add_leg(self, worker: Worker, leg: int, request_id: str, prediction: Prediction) -> None:
         worker.legs[leg] = request_id
         worker.predictions[leg] = prediction
-        self._changed(worker.info.worker_id)
+        self._stale[worker.info.worker_id] = None
 
     def answered(self, worker_id: str, leg: int) -> None:
         """The worker has reserved the leg's blocks: from here on its snapshots show them."""
         self._workers[worker_id].predictions.pop(leg, None)
-        self._changed(worker_id)
+        self._has_more_room(worker_id)
 
     def drop_leg(self, worker_id: str, leg: int) -> None:
         worker = self._workers[worker_id]
         del worker.legs[leg]
         worker.predictions.pop(leg, None)
-        self._changed(worker_id)
+        self._has_more_room(worker_id)
 
     def forget(self, older_than_s: float) -> None:
         """Lost workers, and those that registered and never opened a session, since before `older_than_s`."""
         for worker in self.all():
             if not worker.has_session and worker.since_s < older_than_s:
-                del self._workers[worker.info.worker_id]
-                self._changed(worker.info.worker_id)
-                for other in self._workers.values():
-                    other.sources.forget(worker.info.worker_id)
+                self._forget(worker)
 
-    def view(self, worker: Worker) -> WorkerView:
-        worker_id = worker.info.worker_id
-        if worker_id not in self._views:
-            self._views[worker_id] = worker.view()
-        return self._views[worker_id]
+    def make_room(self, most: int) -> None:
+        """Forgets a worker if there is no room for one more. Of those without a session the oldest goes first. Raises
+        Overloaded if all have one."""
+        if len(self._workers) < most:
+            return
+        idle = [worker for worker in self._workers.values() if not worker.has_session]
+        if not idle:
+            raise Overloaded(f"{most} workers are registered, and no more may be")
+        self._forget(min(idle, key=lambda worker: (worker.proven, worker.since_s)))
+
+    def _forget(self, worker: Worker) -> None:
+        del self._workers[worker.info.worker_id]
+        self._changed(worker.info.worker_id)
+        for other in self._workers.values():
+            if other.sources.forget(worker.info.worker_id):
+                self._changed(other.info.worker_id)
+
+    @property
+    def cluster(self) -> Cluster:
+        """As policy sees it, now."""
+        for worker_id in self._stale:
+            worker = self._workers.get(worker_id)
+            if worker is None:
+                self._cluster.drop(worker_id)
+            else:
+                self._cluster.put(worker.view())
+        self._stale.clear()
+        return self._cluster
+
+    def kv_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Ready workers by the `kv` of their fingerprints: only those of one group pair. ((kv, worker ids), …)."""
+        groups: dict[str, list[str]] = {}
+        for worker_id, worker in sorted(self._workers.items()):
+            if worker.state is WorkerState.READY:
+                groups.setdefault(worker.info.fingerprint.kv, []).append(worker_id)
+        return tuple((kv, tuple(worker_ids)) for kv, worker_ids in sorted(groups.items()))
 
     def views(self) -> list[WorkerView]:
-        return [self.view(worker) for worker in self._workers.values()]
+        return list(self.cluster.views.values())
 
-    def proven_views(self) -> list[WorkerView]:
-        """Of those that have had a session, lost ones too."""
-        return [self.view(worker) for worker in self._workers.values() if worker.proven]
+    @property
+    def longest_proven(self) -> int | None:
+        """The longest sequence that one could hold that has had a session, lost ones too; None if there is none."""
+        if self._longest_proven is None:
+            views = self.cluster.views
+            proven = (views[worker_id] for worker_id, worker in self._workers.items() if worker.proven)
+            self._longest_proven = max((view.context_tokens for view in proven if view.roles.can_decode), default=None)
+        return self._longest_proven
 
     def _changed(self, worker_id: str) -> None:
-        self._views.pop(worker_id, None)
+        """In more than its load."""
+        self._longest_proven = None
+        self._has_more_room(worker_id)
+
+    def _has_more_room(self, worker_id: str) -> None:
+        self._stale[worker_id] = None
+        self.has_news = True

@@ -1,40 +1,103 @@
-"""Which path leads where, and the small endpoints: models, health, metrics.
+"""Routes paths to endpoints, serves the small ones (models, health, metrics), and limits what a web page may ask.
 
-Never: generation (generation.py), or sockets (server.py).
+A router on a laptop can be reached by every page that is open in a browser there. So bodies must be declared as JSON
+(body.py), which a page of another origin can send only after a preflight; the preflight is answered for the configured
+origins; and a router that is bound to loopback answers only to names of loopback, since a page's own name may be made
+to point there (DNS rebinding). Never: generation (generation.py), sockets (server.py), or authentication.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.core.addresses import is_loopback
 from services.core.errors import BatonError, UnknownModel
+from services.router.byte_budget import ByteBudget
 from services.router.coordinator import Coordinator
 from services.router.http import chat, completions
-from services.router.http.errors import HttpError, http_error, plain_error
+from services.router.http.answers import TokenTexts
+from services.router.http.body import BodyLimits
 from services.router.http.generation import Generation
-from services.router.http.logprobs import TokenTexts
+from services.router.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
 from services.router.intake import Intake
+
+_LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
+_EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
+
+
+def guarded(app: ASGIApp, bound: str, *, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> ASGIApp:
+    """Wraps the app with the checks of host names and origins.
+
+    `bound` is the address it listens on. `hosts` are names by which clients may ask, beside those of loopback.
+    """
+    if origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )
+    here = bare_host(bound)
+    names = {*_LOOPBACK_NAMES, here, *map(bare_host, hosts)} if hosts or is_loopback(here) else None
+    return _Guard(app, names)
+
+
+class _Guard:
+    def __init__(self, app: ASGIApp, names: set[str] | None) -> None:
+        """`names` are the hosts that are answered; None for any."""
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(Headers(scope=scope))
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await refuse(scope, send, error)
+
+    def _error(self, headers: Headers) -> HttpError | None:
+        host = headers.get("host")
+        if self._names is not None and host is not None and bare_host(host) not in self._names:
+            return plain_error(
+                403,
+                f"the router does not answer to the host {host[:256]!r}; --http-allowed-host adds one",
+                "unknown_host",
+            )
+        return None
+
+
+def bare_host(text: str) -> str:
+    """Returns the host of `HOST`, `HOST:PORT`, `[ADDRESS]:PORT` or a bare address, in the form for comparisons."""
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") < 2:
+        text = text.partition(":")[0]
+    return text.lower().removesuffix(".")
 
 
 def make_app(
-    intake: Intake, coordinator: Coordinator, registry: CollectorRegistry, *, max_body_bytes: int
+    intake: Intake, coordinator: Coordinator, registry: CollectorRegistry, budget: ByteBudget, limits: BodyLimits
 ) -> Starlette:
     texts = TokenTexts(intake.model.text.tokenizer)
     small = _Small(coordinator, registry, intake.model.facts.model_id)
-    complete = Generation(intake, texts, completions.read_call, max_body_bytes=max_body_bytes)
-    chat_complete = Generation(intake, texts, chat.read_call, max_body_bytes=max_body_bytes)
-    return Starlette(
+    complete = Generation(intake, texts, completions.read_call, budget, limits)
+    chat_complete = Generation(intake, texts, chat.read_call, budget, limits)
+    app = Starlette(
         routes=[
             Route("/v1/models", small.models),
             Route("/v1/models/{model:path}", small.model),
@@ -46,10 +109,12 @@ def make_app(
         ],
         exception_handlers={HTTPException: _no_such_endpoint, BatonError: _failed, Exception: _failed},
     )
+    app.router.redirect_slashes = False  # a redirect would contain the host as the client wrote it
+    return app
 
 
 class _Small:
-    """Endpoints that answer from what the router knows."""
+    """Endpoints that answer from the router's state."""
 
     def __init__(self, coordinator: Coordinator, registry: CollectorRegistry, model_id: str) -> None:
         self._coordinator = coordinator
@@ -67,18 +132,18 @@ class _Small:
         return JSONResponse(self._model())
 
     async def health(self, request: Request) -> Response:
-        """200 while a request would be placed: for load balancers."""
+        """Answers 200 while a request would be placed: for load balancers."""
         ready = self._coordinator.ready
         return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     async def live(self, request: Request) -> Response:
-        """200 while the process serves: for what restarts it. A router without workers must not be restarted."""
+        """Answers 200 while the process serves: for supervisors. A router without workers must not be restarted."""
         return JSONResponse({"status": "live"})
 
     async def metrics(self, request: Request) -> Response:
         encode: Callable[[CollectorRegistry], bytes]
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        # On a thread, like a scrape of the metrics port: collectors are made for that.
+        # Runs on a thread, like a scrape of the metrics port: the collectors are made for that.
         return Response(await asyncio.to_thread(encode, self._registry), headers={"content-type": content_type})
 
     def _model(self) -> dict[str, Any]:

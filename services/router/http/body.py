@@ -1,7 +1,8 @@
-"""A request's body: read within bounds, parsed as JSON, its fields taken one by one with their types checked.
+"""Reads a request's body: within bounds, counted, parsed as JSON, its fields taken one by one with their types checked.
 
-Every error names the field as the client wrote it. JSON's null is the same as leaving a field out. Lists are bounded
-before anyone walks through them, since that happens on the event loop. Never: ranges.
+A body is counted in its bytes before it is parsed, since two bytes can be an empty object, which takes about a hundred
+in memory. Every error names the field as the client wrote it. JSON's null is the same as leaving a field out. Lists are
+bounded before they are walked through, since that happens on the event loop. Never: ranges.
 """
 
 from __future__ import annotations
@@ -9,34 +10,79 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from services.core.errors import Cancelled, InvalidRequest, MalformedMessage, MessageTooLarge
+from services.router.byte_budget import Charge
+from services.router.http.reply import HttpError, plain_error
 
-# A client that has not sent its body by then is not going to.
+SMALL_BYTES = 64 << 10
+"""Bodies of at most this many bytes are not counted: they can do no harm."""
+MAX_CONTAINERS = 1 << 14
+MAX_STRINGS = 1 << 14
+"""The most strings in a body, keys included."""
+MAX_ENTRIES = (1 << 20) + (1 << 14)
+"""The most entries of all lists and objects: a prompt of token ids of the largest size, and what else there is."""
+# Matches up to the end of the string, or as far as one step may go. Possessive: nothing is kept for backtracking.
+_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,4096}+', re.DOTALL)
+_CONTAINERS = b"[{"
+_ENTRIES = b","
+# Seconds for a body to arrive; a client that takes longer is not going to send it.
 BODY_WITHIN_S = 60.0
 MAX_FIELDS = 256
+_JSON = re.compile(r"application/(json|[\w.+-]+\+json)", re.ASCII | re.IGNORECASE)
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
 
-async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> Body:
-    """Raises MessageTooLarge, MalformedMessage, InvalidRequest, or Cancelled if the client goes away meanwhile."""
+@dataclass(frozen=True)
+class BodyLimits:
+    max_bytes: int
+    max_text_bytes: int
+    """The most bytes of any one string, in UTF-8."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large body is parsed, so that only one is parsed at a time."""
+
+
+def no_json(headers: Headers) -> HttpError | None:
+    """Returns the error for a body that is not declared as JSON, else None.
+
+    `curl -d` alone declares a form, as web pages may without a preflight.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip()
+    if _JSON.fullmatch(kind):
+        return None
+    return plain_error(415, f"content-type: is {kind[:256]!r}; it must be application/json", "unsupported_media_type")
+
+
+async def read_body(receive: Receive, headers: Headers, limits: BodyLimits, charge: Charge) -> Body:
+    """Reads and parses the body.
+
+    Raises MessageTooLarge, MalformedMessage, InvalidRequest, Overloaded if `charge` has no room for its bytes, or
+    Cancelled if the client goes away meanwhile.
+    """
+    max_bytes = limits.max_bytes
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise MessageTooLarge(f"the body has {announced} bytes; at most {max_bytes} are allowed")
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
-            data = await _read(receive, max_bytes)
+            data = await _read(receive, max_bytes, charge)
     except TimeoutError as error:
         raise MalformedMessage(f"the body did not arrive within {BODY_WITHIN_S:g} s") from error
-    return Body(_parse(data))
+    if len(data) <= SMALL_BYTES:
+        return Body(_parse(data))
+    # One at a time, on a thread: many large bodies at once would delay running streams for as long as all of them take.
+    async with limits.turn:
+        return Body(await asyncio.to_thread(_counted, data, limits.max_text_bytes))
 
 
-async def _read(receive: Receive, max_bytes: int) -> bytes:
+async def _read(receive: Receive, max_bytes: int, charge: Charge) -> bytes:
     parts, num_bytes = [], 0
     while True:
         message = await receive()
@@ -46,15 +92,21 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise MessageTooLarge(f"the body has more than {max_bytes} bytes")
+        charge.grow(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
+def _counted(data: bytes, max_text_bytes: int) -> Mapping[str, Any]:
+    check_counts(data, max_text_bytes)
+    return _parse(data)
+
+
 def _parse(data: bytes) -> Mapping[str, Any]:
     try:
         fields = json.loads(data.decode(), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, absurd numbers; nested too deeply
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, absurd numbers, or nested too deeply
         raise MalformedMessage(f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise MalformedMessage("the body is not a JSON object")
@@ -67,8 +119,49 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number in JSON")
 
 
+def check_counts(data: bytes, max_text_bytes: int) -> None:
+    """Raises MalformedMessage if the body exceeds the limits. What is not JSON is left for the parser to report."""
+    if len(data) <= SMALL_BYTES:
+        return
+    containers = entries = strings = position = 0
+    while True:
+        quote = data.find(b'"', position)
+        outside = data[position : quote if quote >= 0 else len(data)]
+        containers += _count(outside, _CONTAINERS)
+        entries += _count(outside, _ENTRIES)
+        if containers > MAX_CONTAINERS or entries > MAX_ENTRIES:
+            raise MalformedMessage(
+                f"the body has more than {MAX_CONTAINERS} lists and objects, or more than {MAX_ENTRIES} entries in them"
+            )
+        if quote < 0:
+            return
+        strings += 1
+        if strings > MAX_STRINGS:
+            raise MalformedMessage(f"the body has more than {MAX_STRINGS} strings")
+        position = _string(data, quote + 1, max_text_bytes)
+
+
+def _count(part: bytes, wanted: bytes) -> int:
+    return len(part) - len(part.translate(None, wanted))
+
+
+def _string(data: bytes, begin: int, max_text_bytes: int) -> int:
+    """Returns the position after the string that begins at `begin`."""
+    end, text_bytes = begin, 0
+    while True:
+        found = _IN_STRING.match(data, end)
+        assert found is not None
+        step, end = found.start(), found.end()
+        # An escape stands for at least one byte; it takes two bytes here, or six if it begins with \\u.
+        text_bytes += end - step - data.count(b"\\", step, end) - 4 * data.count(b"\\u", step, end)
+        if text_bytes > max_text_bytes:
+            raise MalformedMessage(f"the body has a string of more than {max_text_bytes} bytes")
+        if end == step or data[end : end + 1] != b"\\":
+            return end + 1
+
+
 class Body:
-    """The fields of an object. What nobody took is unknown."""
+    """The fields of a JSON object. Fields that were never taken are unknown."""
 
     def __init__(self, fields: Mapping[str, Any], path: str = "") -> None:
         self._fields = fields
@@ -76,12 +169,12 @@ class Body:
         self._taken: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """As it is, or None."""
+        """Returns the field's value unchecked, or None if it is absent, and marks it as known."""
         self._taken.add(name)
         return self._fields.get(name)
 
     def path(self, name: str) -> str:
-        """The field's name in errors."""
+        """Returns the field's name in errors."""
         return f"{self._path}.{name}" if self._path else name
 
     def unknown(self) -> list[str]:
@@ -110,7 +203,7 @@ class Body:
         return [] if value is None else as_list(value, self.path(name), most)
 
     def record(self, name: str) -> Body:
-        """An object in this one; an empty one if it is absent."""
+        """Returns the object in this field; an empty one if it is absent."""
         value = self.take(name)
         return Body({} if value is None else as_record(value, self.path(name)), self.path(name))
 
@@ -142,7 +235,7 @@ def as_text(value: Any, param: str) -> str:
         raise InvalidRequest(param, "must be a string")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON can express half of a surrogate pair
         raise InvalidRequest(param, "has a character that is none: half of a surrogate pair") from error
     return value
 

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages are answered, by the model's chat template."""
+"""Serves /v1/chat/completions: the model answers messages, rendered by its chat template."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.http import unsupported
+from services.router.http.answers import Call, Ending, Json, Objects, Prompt, TokenTexts, chat_logprobs
 from services.router.http.body import Body, as_list, as_record, as_text, bounded
-from services.router.http.call import Call, Ending, Json, Objects, Prompt
-from services.router.http.logprobs import TokenTexts, chat_logprobs
-from services.router.http.parameters import read_shared
+from services.router.http.parameters import NOT_IN_CHAT, Neutral, read_shared, refuse_unsupported
+from services.router.incoming import Incoming
 from services.router.validation import MAX_MESSAGES
 
 MAX_PARTS = 256
-"""Of one message."""
+"""The most content parts of one message."""
 _OBJECTS = Objects("chatcmpl-", "chat.completion", "chat.completion.chunk")
-# OpenAI's newer name for the same.
+# OpenAI's newer name for the role.
 _ROLES = {"developer": "system"}
 _TOOL_ROLES = ("tool", "function")
-# Of messages; what they carry would be lost. Values that carry nothing are accepted.
-_NOT_SUPPORTED: unsupported.Neutral = {"tool_calls": ([],), "function_call": (), "audio": ()}
+# Fields of messages whose content would be lost. Values that carry nothing are accepted.
+_NOT_SUPPORTED: Neutral = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
 
 def read_call(body: Body, texts: TokenTexts) -> Call:
-    """Raises InvalidRequest."""
+    """Returns the call that the body describes. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
-    unsupported.refuse(body, unsupported.CHAT)
+    refuse_unsupported(body, NOT_IN_CHAT)
     _messages(body, request)
     options = read_shared(body, request)
     params = {"response.logprobs": "top_logprobs", "prompt": "messages"}
@@ -41,7 +40,7 @@ def read_call(body: Body, texts: TokenTexts) -> Call:
         raise InvalidRequest("top_logprobs", "is only allowed together with logprobs")
     if wanted:
         request.response.logprobs = num_top or 0
-    return Call([Prompt(request, ChatStyle(texts), params)], options, _OBJECTS)
+    return Call([Prompt(Incoming(request), ChatStyle(texts), params)], options, _OBJECTS)
 
 
 def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
@@ -55,13 +54,13 @@ def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
         role = message.text("role") or ""
         if role in _TOOL_ROLES:
             raise InvalidRequest(f"{path}.role", f"is {role!r}; tools are not supported by this server")
-        unsupported.refuse(message, _NOT_SUPPORTED)
+        refuse_unsupported(message, _NOT_SUPPORTED)
         content = _content(message.take("content"), f"{path}.content", role)
         request.messages.messages.add(role=_ROLES.get(role, role), content=content)
 
 
 def _content(content: Any, path: str, role: str) -> str:
-    """A text, or parts of type text, each on a line of its own."""
+    """Returns the content as text: a string, or the parts of type text, each on a line of its own."""
     if content is None and role == "assistant":
         return ""
     if isinstance(content, str):

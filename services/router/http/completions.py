@@ -1,30 +1,30 @@
-"""/v1/completions: texts or token ids go on, several in one call if asked for."""
+"""Serves /v1/completions: the model continues texts or token ids, several in one call if asked for."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.http import unsupported
+from services.router.http.answers import Call, Ending, Json, Objects, Prompt, TokenTexts, completion_logprobs
 from services.router.http.body import Body, as_text, as_whole, bounded
-from services.router.http.call import Call, Ending, Json, Objects, Prompt
-from services.router.http.logprobs import TokenTexts, completion_logprobs
-from services.router.http.parameters import read_shared
+from services.router.http.parameters import NOT_IN_COMPLETIONS, read_shared, refuse_unsupported
+from services.router.incoming import Incoming
+from services.router.validation import MAX_PROMPT_TOKENS
 
 MAX_PROMPTS = 64
-MAX_PROMPT_TOKENS = 1 << 20
-"""Of all prompts together, if they are token ids."""
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 _OBJECTS = Objects("cmpl-", "text_completion", "text_completion")
-# Those of a request that its prompt is to blame for.
+# Fields of a GenerateRequest whose errors are the prompt's.
 _PROMPT_FIELDS = ("text", "token_ids", "prompt")
 
 
 def read_call(body: Body, texts: TokenTexts) -> Call:
-    """Raises InvalidRequest."""
-    unsupported.refuse(body, unsupported.COMPLETIONS)
+    """Returns the call that the body describes. Raises InvalidRequest."""
+    refuse_unsupported(body, NOT_IN_COMPLETIONS)
     requests = {place: _request(prompt, place) for place, prompt in _prompts(body.take("prompt")).items()}
     shared = inference_pb2.GenerateRequest()
     options = read_shared(body, shared)
@@ -37,13 +37,13 @@ def read_call(body: Body, texts: TokenTexts) -> Call:
     prompts = []
     for index, (place, request) in enumerate(requests.items()):
         request.MergeFrom(shared)
-        style = CompletionStyle(texts, index, request if echo else None)
-        prompts.append(Prompt(request, style, dict.fromkeys(_PROMPT_FIELDS, place)))
+        style = CompletionStyle(texts, index, _prompt_of(request) if echo else None)
+        prompts.append(Prompt(Incoming(request), style, dict.fromkeys(_PROMPT_FIELDS, place)))
     return Call(prompts, options, _OBJECTS)
 
 
 def _prompts(value: Any) -> dict[str, Any]:
-    """By their places in the body. A list of one prompt is that prompt."""
+    """Returns the prompts by their places in the body. A list of one prompt is the same as that prompt."""
     if value is None:
         raise InvalidRequest("prompt", "is missing")
     if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
@@ -66,7 +66,7 @@ def _request(prompt: Any, place: str) -> inference_pb2.GenerateRequest:
     if isinstance(prompt, list):
         bounded(prompt, place, MAX_PROMPT_TOKENS)
         request.token_ids.SetInParent()
-        request.token_ids.ids.extend(as_whole(token_id, f"{place}[{index}]") for index, token_id in enumerate(prompt))
+        _extend(request.token_ids.ids, prompt, place)
     elif isinstance(prompt, str):
         request.text = as_text(prompt, place)
     else:
@@ -74,9 +74,23 @@ def _request(prompt: Any, place: str) -> inference_pb2.GenerateRequest:
     return request
 
 
+def _extend(ids: Any, prompt: list[Any], place: str) -> None:
+    """Adds all ids at once if they are valid; otherwise one by one, to name the first that is not."""
+    if all(kind is int for kind in set(map(type, prompt))):
+        with contextlib.suppress(ValueError):  # an id beyond 32 bits
+            ids.extend(prompt)
+            return
+        del ids[:]
+    ids.extend(as_whole(token_id, f"{place}[{index}]") for index, token_id in enumerate(prompt))
+
+
+def _prompt_of(request: inference_pb2.GenerateRequest) -> str | list[int]:
+    return request.text if request.HasField("text") else list(request.token_ids.ids)
+
+
 class CompletionStyle:
-    def __init__(self, texts: TokenTexts, index: int, echoed: inference_pb2.GenerateRequest | None) -> None:
-        """`index`: of its choices. `echoed`: the request whose prompt is given before the output."""
+    def __init__(self, texts: TokenTexts, index: int, echoed: str | Sequence[int] | None) -> None:
+        """`index` is that of its choices. `echoed` is the prompt, if it is to be written before the output."""
         self._texts = texts
         self._index = index
         self._echoed = echoed
@@ -97,10 +111,13 @@ class CompletionStyle:
         return {**self._choice(""), **ending.fields()}
 
     def _prompt(self) -> str:
-        """Only once the request was found valid: token ids may be anything before."""
+        """Returns the prompt to echo.
+
+        Call it only once the request was found valid: before, token ids may be anything.
+        """
         if self._echoed is None:
             return ""
-        return self._echoed.text or self._texts.join(self._echoed.token_ids.ids)
+        return self._echoed if isinstance(self._echoed, str) else self._texts.join(self._echoed)
 
     def _logprobs(self, chunk: inference_pb2.Chunk) -> Json | None:
         if not chunk.logprobs:

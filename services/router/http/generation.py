@@ -1,84 +1,196 @@
-"""One call over HTTP: a body becomes GenerateRequests, which take the router's one way in and are answered.
+"""Serves one HTTP call: its body becomes GenerateRequests, which are submitted as gRPC's are, and is answered.
 
-Never: what an endpoint's fields mean (completions.py, chat.py), or how several prompts go together (several.py).
+The prompts of a call (mostly one) run side by side: each is a request of its own, and all are answered or none is.
+Owns: their ids, and that the first failure, or a client that goes away, ends all of them on the workers at once. Never:
+another queue, another validation or another trace than gRPC's; or what an endpoint's fields mean (completions.py,
+chat.py).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-import math
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from services.core.errors import InvalidRequest
+from services.core.errors import BatonError, InvalidRequest, forget_frames
 from services.core.ids import new_request_id
-from services.router.http.body import Body, read_body
-from services.router.http.call import Call
-from services.router.http.connection import while_connected
-from services.router.http.errors import http_error
-from services.router.http.logprobs import TokenTexts
-from services.router.http.reply import REQUEST_ID, Reply
-from services.router.http.several import answer_all
-from services.router.http.writers import writer
+from services.router.answer import Answer, Event
+from services.router.byte_budget import ByteBudget
+from services.router.http.answers import Call, Prompt, TokenTexts, writer
+from services.router.http.body import Body, BodyLimits, no_json, read_body
+from services.router.http.reply import REQUEST_ID, Reply, http_error
 from services.router.intake import Intake
 from services.rpc.logging import ids
 
+Take = Callable[[int, Event], Awaitable[None]]
+"""Takes an event of the prompt with that index. Until it returns, that prompt's answer keeps the events that follow."""
+
+
+async def answer_all(
+    intake: Intake,
+    prompts: Sequence[Prompt],
+    request_id: str,
+    take: Take,
+    *,
+    traceparent: str,
+    timeout_s: float | None,
+    stream: bool,
+) -> None:
+    """Submits the prompts and passes their answers to `take`.
+
+    Raises the error of the first prompt that fails, with its field as the client wrote it.
+    """
+    # All prompts are validated and admitted before a token of any of them is written.
+    admitted = asyncio.Barrier(len(prompts))
+
+    async def answer_one(index: int, prompt: Prompt) -> None:
+        prompt.request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+        taken = intake.answer(prompt.incoming, traceparent=traceparent, timeout_s=timeout_s, stream=stream)
+        with _with_client_names(prompt.params):
+            async with taken as answer:
+                await admitted.wait()
+                if len(prompts) > 1:
+                    group.create_task(fail_with(answer, prompt), name=f"http prompt {index}, its end")
+                async for event in answer:
+                    await take(index, event)
+
+    async def fail_with(answer: Answer, prompt: Prompt) -> None:
+        """Raises the error that ends this answer, even while its own prompt waits for a client that does not read."""
+        with _with_client_names(prompt.params):
+            await answer.settled()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, prompt in enumerate(prompts):
+                group.create_task(answer_one(index, prompt), name=f"http prompt {index}")
+    except BaseExceptionGroup as failed:
+        # A defect is reported rather than errors that may have followed from it.
+        error = next((one for one in failed.exceptions if not isinstance(one, BatonError)), failed.exceptions[0])
+    else:
+        return
+    raise error
+
+
+@contextlib.contextmanager
+def _with_client_names(params: Mapping[str, str]) -> Iterator[None]:
+    """Renames the field of an InvalidRequest to its name in the body or the headers."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field = {"request_id": REQUEST_ID, **params}.get(error.field, error.field)
+        raise type(error)(field, error.description) from error
+
+
 log = logging.getLogger(__name__)
 
-# Seconds, a client's; and what Envoy tells of the time it will wait, milliseconds.
+# The client's timeout in seconds, and the time that Envoy will wait, in milliseconds.
 TIMEOUT, ENVOY_TIMEOUT_MS = "x-request-timeout", "x-envoy-expected-rq-timeout-ms"
+
+_NUMBER = re.compile(r"[0-9]{1,64}(\.[0-9]{0,64})?([eE][+-]?[0-9]{1,4})?", re.ASCII)
+"""Python's float would also accept underscores, signs, blanks and words."""
 
 ReadCall = Callable[[Body, TokenTexts], Call]
 
 
 class Generation:
-    """An endpoint (ASGI). Waits for no client but the one it serves."""
+    """One endpoint (an ASGI app). A call waits for no client but its own."""
 
-    def __init__(self, intake: Intake, texts: TokenTexts, read_call: ReadCall, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, intake: Intake, texts: TokenTexts, read_call: ReadCall, budget: ByteBudget, limits: BodyLimits
+    ) -> None:
+        """`budget` bounds all bytes of requests in the process."""
         self._intake = intake
         self._texts = texts
         self._read_call = read_call
-        self._max_body_bytes = max_body_bytes
+        self._budget = budget
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request_id = headers.get(REQUEST_ID) or new_request_id()
         reply = Reply(send, request_id)
+        if (refusal := no_json(headers)) is not None:
+            await reply.failed(refusal)
+            return
         try:
-            with self._intake.refusals():
-                timeout_s = _timeout_s(headers)
-                body = await read_body(receive, headers, self._max_body_bytes)
-                call = self._read_call(body, self._texts)
-            if unknown := body.unknown():
-                log.debug("fields ignored: %s", ", ".join(unknown)[:200], extra=ids(request_id, ""))
-            answering = answer_all(
-                self._intake,
-                call.prompts,
-                request_id,
-                writer(call, request_id, self._intake.model.facts.model_id, reply).take,
-                traceparent=headers.get("traceparent", ""),
-                timeout_s=timeout_s,
-                stream=call.options.stream,
-            )
-            await while_connected(receive, answering)
-        except Exception as error:  # the edge: whatever it is, the client gets an answer and no traceback
-            await reply.failed(http_error(error))
+            with contextlib.ExitStack() as charges:
+                with self._intake.refusals():
+                    timeout_s = _timeout_s(headers)
+                    call = await self._read(receive, headers, request_id, charges)
+                answering = answer_all(
+                    self._intake,
+                    call.prompts,
+                    request_id,
+                    writer(call, request_id, self._intake.model.facts.model_id, reply).take,
+                    traceparent=headers.get("traceparent", ""),
+                    timeout_s=timeout_s,
+                    stream=call.options.stream,
+                )
+                await _while_connected(receive, answering)
+        except Exception as error:  # the outermost handler: whatever it is, the client gets an answer and no traceback
+            answer = http_error(error)
+            forget_frames(error)
+            await reply.failed(answer)
+
+    async def _read(self, receive: Receive, headers: Headers, request_id: str, charges: contextlib.ExitStack) -> Call:
+        """Reads the body into a call.
+
+        The body is charged while it is read, then each prompt. The body itself is freed when this returns.
+        """
+        with self._budget.charge() as reading:
+            body = await read_body(receive, headers, self._limits, reading)
+            call = self._read_call(body, self._texts)
+        for prompt in call.prompts:
+            prompt.incoming.charge = charges.enter_context(self._budget.charge())
+            prompt.incoming.charge.grow(prompt.request.ByteSize())
+        if unknown := body.unknown():
+            log.debug("fields ignored: %s", ", ".join(unknown)[:200], extra=ids(request_id, ""))
+        return call
 
 
 def _timeout_s(headers: Headers) -> float | None:
-    """The shorter of what the headers say; None: as long as it takes."""
+    """Returns the shorter of the timeouts that the headers give, or None if they give none.
+
+    A header given twice is no number.
+    """
     given = [(TIMEOUT, 1.0), (ENVOY_TIMEOUT_MS, 1e-3)]
-    limits = [_positive(name, headers[name]) * unit for name, unit in given if name in headers]
+    limits = [_positive(name, ", ".join(headers.getlist(name))) * unit for name, unit in given if name in headers]
     return min(limits, default=None)
 
 
 def _positive(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise InvalidRequest(name, f"is {text!r}; it must be a positive number")
+    number = float(text) if _NUMBER.fullmatch(text) else 0.0
+    if number <= 0:
+        shown = text if len(text) <= 64 else text[:64] + "…"
+        raise InvalidRequest(name, f"is {shown!r}; it must be a positive number")
     return number
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Runs `work` to its end, or cancels it at once when the client disconnects. Returns True if it ended by itself.
+
+    Call it only for a request whose body has been read: `receive` then reports only the connection's end.
+    """
+    working = asyncio.create_task(work, name="http answer")
+    watching = asyncio.create_task(_gone(receive), name="http connection")
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if working.cancelled():
+        return False
+    working.result()
+    return True
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

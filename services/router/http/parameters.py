@@ -1,8 +1,16 @@
-"""Fields of both endpoints, into a GenerateRequest. Types are checked here, ranges by the router's validation."""
+"""Reads the fields that both endpoints share into a GenerateRequest, and refuses unsupported fields by name.
+
+Types are checked here, ranges by the router's validation. The refused fields are those of OpenAI's API, and of vLLM's
+additions, that change an answer and that Baton does not have: ignoring one would give an answer that was not asked for.
+Values that ask for nothing are accepted, since clients send them. Fields that are neither refused nor supported are
+ignored.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
@@ -17,13 +25,13 @@ _SEEDS = (-(1 << 63), (1 << 64) - 1)
 class StreamOptions:
     stream: bool
     include_usage: bool
-    """A last chunk with the usage, and null in all others."""
+    """Whether a last chunk has the usage, and all others have null."""
     continuous_usage: bool
-    """The usage so far in each chunk, as vLLM has it."""
+    """Whether each chunk has the usage so far, as with vLLM."""
 
 
 def read_shared(body: Body, request: inference_pb2.GenerateRequest) -> StreamOptions:
-    """All but the prompt, max_tokens and logprobs. Raises InvalidRequest."""
+    """Reads all fields but the prompt, max_tokens and logprobs. Raises InvalidRequest."""
     model = body.text("model")
     if model is not None:
         request.model = model
@@ -83,3 +91,60 @@ def _stream_options(body: Body) -> StreamOptions:
     include_usage = options.boolean("include_usage") or False
     continuous_usage = options.boolean("continuous_usage_stats") or False
     return StreamOptions(stream, include_usage, include_usage and continuous_usage)
+
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Maps a field to the values, beside null, that ask for nothing."""
+
+_NOT_IN_BOTH: Neutral = {
+    "n": (1,),
+    "best_of": (0, 1),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "kv_transfer_params": (),
+}
+NOT_IN_COMPLETIONS: Neutral = {**_NOT_IN_BOTH, "suffix": ("",), "prompt_embeds": (), "add_special_tokens": (True,)}
+NOT_IN_CHAT: Neutral = {
+    **_NOT_IN_BOTH,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+}
+
+
+def refuse_unsupported(body: Body, fields: Neutral) -> None:
+    """Raises an InvalidRequest that names the first field which asks for what Baton does not have."""
+    for name, neutral in fields.items():
+        value = body.take(name)
+        if value is not None and not any(_same(value, other) for other in neutral):
+            raise InvalidRequest(body.path(name), "is not supported by this server")
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Returns whether two values are equal as JSON, in which true is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

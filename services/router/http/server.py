@@ -1,64 +1,379 @@
-"""uvicorn inside a loop that is already running: its port, its limits, its end.
+"""Runs the router's HTTP server: uvicorn inside the router's event loop, and bounds on what its connections may cost.
 
-Owns: the listening socket and the connections. Never: signals, logging or the loop, which are the process's; or what
-is answered.
+Connections are bounded in number, in total and for each peer, and in how long each may keep the server waiting. A
+server that is full closes the connection that has been idle longest: one that never sent a request, else one that is
+kept alive, else one whose request is still arriving. A connection that is being answered is never closed for another.
+Health is answered from a reserve, so that a probe learns the router's state even when clients use up the rest. Owns:
+the port and its connections. Never: what is answered, or how large a request may be (body.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
+import enum
+import functools
+import http
+import ipaddress
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
+from services.core.descriptors import share_of_descriptors
 from services.core.errors import ConfigError
+from services.router.http.reply import HttpError, dump, plain_error, refuse
+
+SWEEP_S = 0.5
+_HEALTH = "/health"
+_FULL = plain_error(
+    503, "the router has all the connections it can serve", "overloaded", {"retry-after": "1", "connection": "close"}
+)
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    max_connections: int
+    max_per_peer: int
+    """The most connections of one address, or of one /64 network."""
+    reserve: int = 32
+    """Connections beyond these bounds, for health."""
+    head_s: float = 10.0
+    """Seconds from a request's first byte, or from connecting, to the end of its headers."""
+    body_grace_s: float = 10.0
+    body_bytes_per_s: float = 1024.0
+    """The lowest rate of a body after `body_grace_s`; a request whose body arrives more slowly is refused."""
+    linger_s: float = 5.0
+    """Seconds for the rest of a request that was answered before all of it arrived."""
+    write_s: float = 60.0
+    """Seconds in which a client must read enough to make room for more; otherwise its connection is closed."""
+
+
+class ConnectionStage(enum.Enum):
+    SILENT = enum.auto()
+    """No request has arrived yet."""
+    KEPT = enum.auto()
+    """One was answered and another may follow."""
+    UPLOADING = enum.auto()
+    """A request is arriving."""
+    BUSY = enum.auto()
+    """A request is being answered."""
+
+
+class _Pool:
+    """Connections by stage; within each, those that have been in it longest come first."""
+
+    def __init__(self) -> None:
+        self._members: dict[ConnectionStage, dict[BoundedConnection, None]] = {stage: {} for stage in ConnectionStage}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._members.values()))
+
+    @property
+    def num_busy(self) -> int:
+        return len(self._members[ConnectionStage.BUSY])
+
+    def put(self, connection: BoundedConnection) -> None:
+        self._members[connection.stage][connection] = None
+
+    def take(self, connection: BoundedConnection) -> None:
+        self._members[connection.stage].pop(connection, None)
+
+    def oldest_idle(self) -> BoundedConnection | None:
+        for stage in (ConnectionStage.SILENT, ConnectionStage.KEPT, ConnectionStage.UPLOADING):
+            for connection in self._members[stage]:
+                return connection
+        return None
+
+
+class Connections:
+    """All connections of one server. Use it on the server's event loop only."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._all = _Pool()
+        self._of_peers: dict[str, _Pool] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def open(self, connection: BoundedConnection) -> bool:
+        """Takes a connection in.
+
+        Returns False if there is no room and no connection that can be closed to make room.
+        """
+        for pool, most in self._pools(connection.peer):
+            while len(pool) >= most + self.limits.reserve:
+                victim = pool.oldest_idle()
+                if victim is None:
+                    return False
+                victim.evict()
+        for pool, _ in self._pools(connection.peer):
+            pool.put(connection)
+        return True
+
+    def move(self, connection: BoundedConnection, stage: ConnectionStage) -> None:
+        for pool, _ in self._pools(connection.peer):
+            pool.take(connection)
+        connection.stage = stage
+        for pool, _ in self._pools(connection.peer):
+            pool.put(connection)
+
+    def close(self, connection: BoundedConnection) -> None:
+        for pool, _ in self._pools(connection.peer):
+            pool.take(connection)
+        if not self._of_peers[connection.peer]:
+            del self._of_peers[connection.peer]
+
+    def has_room(self, connection: BoundedConnection) -> bool:
+        """Returns whether one more request may be answered, if it does not ask for health."""
+        return all(pool.num_busy <= most for pool, most in self._pools(connection.peer))
+
+    async def sweep_forever(self) -> None:
+        """Ends connections that have kept the server waiting for too long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for connection in self._each():
+                connection.check(loop.time())
+
+    def _each(self) -> list[BoundedConnection]:
+        return [connection for members in self._all._members.values() for connection in members]
+
+    def _pools(self, peer: str) -> Iterator[tuple[_Pool, int]]:
+        yield self._of_peers.setdefault(peer, _Pool()), self.limits.max_per_peer
+        yield self._all, self.limits.max_connections
+
+
+class BoundedConnection(H11Protocol):
+    """One connection. Its time limits run only while its client keeps the server waiting."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.peer = ""
+        self.stage = ConnectionStage.SILENT
+        self._answers = self.app
+        self.app = self._answer
+        self._all = connections
+        self._limits = connections.limits
+        self._is_open = False
+        self._since_s = 0.0
+        """When its current stage began, in the event loop's seconds."""
+        self._head_since_s: float | None = None
+        """When a request's headers began to arrive; None if none are arriving."""
+        self._num_bytes = 0
+        """Bytes received in the current stage."""
+        self._blocked_since_s: float | None = None
+        self._closing_since_s: float | None = None
+
+    # What the transport reports
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.peer = peer_of(self.client)
+        self._since_s = self.loop.time()
+        self._is_open = self._all.open(self)
+        if not self._is_open:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_open:
+            return
+        self._num_bytes += len(data)
+        if self._head_since_s is None and self.stage in (ConnectionStage.SILENT, ConnectionStage.KEPT):
+            self._head_since_s = self.loop.time()
+        super().data_received(data)
+        self._update()
+
+    def pause_writing(self) -> None:
+        self._blocked_since_s = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._blocked_since_s = None
+        super().resume_writing()
+
+    # What uvicorn calls
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._head_since_s is None and self.conn.trailing_data[0]:
+            self._head_since_s = self.loop.time()  # the next request has begun to arrive
+        self._update()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(plain_error(400, "this is no HTTP request", "malformed_message"))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = str(scope.get("path", ""))
+        if path == _HEALTH or path.startswith(_HEALTH + "/") or self._all.has_room(self):
+            await self._answers(scope, receive, send)
+        else:
+            await refuse(scope, send, _FULL)
+
+    # What keeps it within its limits
+
+    def evict(self) -> None:
+        """Closes the connection to make room for another."""
+        self._forget()
+        self.transport.abort()
+
+    def check(self, now: float) -> None:
+        """Ends the connection if its client has kept the server waiting for too long."""
+        limits = self._limits
+        if self.transport.is_closing():
+            self._closing_since_s = self._closing_since_s or now
+            if now - self._closing_since_s > limits.write_s:
+                self.transport.abort()
+        elif self._blocked_since_s is not None:
+            if now - self._blocked_since_s > limits.write_s:
+                self.transport.abort()
+        elif self.stage is ConnectionStage.UPLOADING:
+            elapsed_s = now - self._since_s - limits.body_grace_s
+            if elapsed_s > 0 and self._num_bytes < elapsed_s * limits.body_bytes_per_s and not self.flow.read_paused:
+                self._refuse(_too_slow("body"))
+        elif self.stage is ConnectionStage.BUSY:
+            pass  # the client waits for the server
+        elif self.conn.their_state is h11.SEND_BODY:
+            if now - self._since_s > limits.linger_s:
+                self.transport.abort()
+        elif self._head_since_s is not None:
+            if now - self._head_since_s > limits.head_s:
+                self._refuse(_too_slow("headers"))
+        elif self.stage is ConnectionStage.SILENT and now - self._since_s > limits.head_s:
+            self.transport.abort()
+        # uvicorn has a timer for a connection that is kept alive and sends nothing.
+
+    def _update(self) -> None:
+        """Sets its stage, after something has happened."""
+        if not self._is_open:
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            stage = ConnectionStage.SILENT if self.cycle is None else ConnectionStage.KEPT
+        else:
+            stage = ConnectionStage.UPLOADING if self.cycle.more_body else ConnectionStage.BUSY
+            self._head_since_s = None
+        if stage is not self.stage:
+            self._all.move(self, stage)
+            self._since_s, self._num_bytes = self.loop.time(), 0
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answers with an error a client that did not finish its request; closes, or aborts if an answer has begun."""
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        if is_answering and cycle.response_started:
+            self.transport.abort()
+            return
+        body = dump(error.body)
+        head = f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        if is_answering:
+            cycle.disconnected = True  # the handler need not wait for the rest of the request
+            cycle.message_event.set()
+        self.transport.close()
+
+    def _forget(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._all.close(self)
+
+
+def peer_of(client: tuple[str, int] | None) -> str:
+    """Returns the address that limits apply to: for IPv6 the /64 network, all addresses of which a client may use."""
+    host = client[0] if client else ""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 4:
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False).network_address)
+
+
+def _too_slow(what: str) -> HttpError:
+    return plain_error(408, f"the request's {what} did not arrive in time", "request_timeout")
+
 
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 64 << 10
-# Longer than the pools of common clients and load balancers keep a connection, so that they are the ones to close it.
+# Longer than common clients and load balancers keep a connection in their pools, so that they are the ones to close it.
 _KEEP_ALIVE_S = 75
 _GRACE_S = 1
-# Of the process's file descriptors. The rest is for gRPC, workers and files.
-_SHARE_OF_DESCRIPTORS = 0.75
+# Share of the process's file descriptors. The rest is for gRPC (services/rpc/options.py), workers and files.
+_SHARE_OF_DESCRIPTORS = 0.3
+_MOST_CONNECTIONS = 8192
+_RESERVE = 32
+# One address may be a load balancer for all clients; it may also be one client that would keep the others out.
+_SHARE_OF_A_PEER = 0.75
+
+
+def default_limits() -> ConnectionLimits:
+    """Returns the limits that the process's file descriptors allow."""
+    most = share_of_descriptors(_SHARE_OF_DESCRIPTORS, _MOST_CONNECTIONS)
+    reserve = min(_RESERVE, max(1, most // 8))
+    most = max(1, most - reserve)
+    return ConnectionLimits(max_connections=most, max_per_peer=max(1, int(most * _SHARE_OF_A_PEER)), reserve=reserve)
 
 
 class HttpServer:
-    """`start`, then `stop`; both on the event loop. `port` is the one bound."""
+    """The HTTP server: call `start`, then `stop`, both on the event loop. `port` is the port that was bound."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, limits: ConnectionLimits | None = None) -> None:
+        """`limits` are those of its connections; by default what the process's file descriptors allow."""
         self.port = port
+        self.connections = Connections(limits or default_limits())
         self._host = host
-        self._server = _Embedded(_config(app))
+        self._server = _Embedded(_config(app, self.connections))
         self._serving: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
 
     @property
     def serving(self) -> asyncio.Task[None]:
-        """Ends only with `stop`, or by a defect."""
+        """Returns the task that serves. It ends only with `stop`, or by a defect."""
         assert self._serving is not None, "not started"
         return self._serving
 
     async def start(self) -> None:
-        """Listens. ConfigError if the port is taken or the host is not ours."""
+        """Starts to listen. Raises ConfigError if the port is taken or the host is not this machine's."""
         listener = _listen(self._host, self.port)
         self.port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
+        self._sweeping = asyncio.create_task(self.connections.sweep_forever(), name="http connections")
         await self._server.listening.wait()
 
     async def stop(self) -> None:
-        """Stops listening, gives answers under way a moment to be sent, and closes what is left."""
-        if self._serving is None:
+        """Stops listening, gives answers under way a second to be sent, and closes what is left."""
+        if self._serving is None or self._sweeping is None:
             return
         self._server.should_exit = True
         await self._serving
+        self._sweeping.cancel()
+        await asyncio.gather(self._sweeping, return_exceptions=True)
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
 
 class _Embedded(uvicorn.Server):
-    """Leaves the process's signals alone and says when it listens."""
+    """A uvicorn server that leaves the process's signals alone and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -72,20 +387,19 @@ class _Embedded(uvicorn.Server):
         self.listening.set()
 
 
-def _config(app: ASGIApp) -> uvicorn.Config:
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
+    protocol: Any = functools.partial(BoundedConnection, connections)  # uvicorn calls it like a class
     return uvicorn.Config(
         app,
-        http="h11",  # bounds what a header may take
+        http=protocol,  # uses h11, which bounds the size of headers
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # clients are told of their errors in the response
         access_log=False,
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        limit_concurrency=max(1, int(descriptors * _SHARE_OF_DESCRIPTORS)),
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,

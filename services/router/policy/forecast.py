@@ -1,11 +1,12 @@
-"""How soon a request could be through, by the costs that workers measure (DESIGN §8). Pure.
+"""Forecasts how soon a request could be finished, from the costs that workers measure. Pure.
 
-At the earliest: lower bounds throughout, since whoever refuses by them must not refuse what could have been met. Work
-ahead flows like water to the workers that are free first, prompts are found in prefix caches as often as they were so
-far, and decode steps are those of the fastest worker.
+A forecast has two kinds of figures. The earliest times are lower bounds throughout, since a request that is refused by
+them must be one that could not have been met. They assume that the work ahead is divided among the workers so that each
+part begins as early as possible, that prompts are found in prefix caches as often as they were so far, and that decode
+steps take as long as those of the fastest worker.
 
-As expected: its output is as long as others' were, and it shares its decode steps with all that is under way. Without
-that a busy cluster takes on more than it can finish, and finishes everything late.
+The expected times assume that the output is as long as others' were, and that its decode steps are shared with all
+sequences under way. Without them a busy cluster would accept more than it can finish, and finish everything late.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from services.router.policy.views import WorkerView
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds."""
+    """When a request could run and end. All times are in seconds."""
 
     wait_s: float
-    """Until its prompt begins, behind what is queued."""
+    """Earliest time until its prompt begins, behind what is queued."""
     run_s: float
-    """From there to its last token, were it alone, with the shortest output."""
+    """Time from the beginning of its prompt to its last token, if it were alone and had the shortest output."""
     expected_s: float
-    """Until its last token, among the others."""
+    """Expected time until its last token, among the other sequences."""
     alone_s: float
-    """The same, were it alone."""
+    """Expected time until its last token, if it were alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +36,39 @@ class Work:
     """A request, in tokens."""
 
     num_tokens: int
-    """Its prompt."""
+    """Tokens of its prompt."""
     fewest_output_tokens: int
     output_tokens: float
-    """As many as are expected."""
+    """As many output tokens as are expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What the router has accepted before it."""
+    """What the router has accepted before the request."""
 
     num_tokens: int = 0
-    """Of prompts that are still queued in the router."""
+    """Tokens of prompts that are still queued in the router."""
     num_sequences: int = 0
-    """Of requests that no decode worker has yet."""
+    """Sequences of requests that no decode worker has yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of the cluster at one moment; made once for many requests."""
+    """What the cluster's workers cost at one moment. Make it once for many requests."""
 
     prefill: _Lane | None
-    """Dedicated and mixed prefill workers. None: there is none, or not every one has measured its cost."""
+    """The prefill and mixed workers; None if there is none, or not every one has measured its cost."""
     whole: _Lane | None
-    """Workers that decode, for prompts that no prefill worker can hold."""
+    """The workers that decode, for prompts that no prefill worker can hold; None as for `prefill`."""
     prefill_context: int
-    """Prompts must be shorter to run on prefill workers, tokens."""
+    """Prompts must have fewer tokens than this to run on prefill workers."""
     decoders: tuple[WorkerView, ...]
 
     @staticmethod
     def of(workers: Sequence[WorkerView]) -> Costs:
         ready = [worker for worker in workers if worker.ready]
-        prefillers = [worker for worker in ready if worker.role.can_prefill]
-        decoders = [worker for worker in ready if worker.role.can_decode]
+        prefillers = [worker for worker in ready if worker.roles.can_prefill]
+        decoders = [worker for worker in ready if worker.roles.can_decode]
         return Costs(
             _Lane.of(prefillers),
             _Lane.of(decoders),
@@ -76,7 +77,10 @@ class Costs:
         )
 
     def forecast(self, work: Work, ahead: Ahead, *, overtakes: bool) -> Forecast | None:
-        """None while it is not known what a prompt costs. `overtakes`: it goes before what workers have queued."""
+        """Returns the forecast of one request, or None while it is not known what a prompt costs.
+
+        `overtakes` means that it goes before what the workers have queued.
+        """
         lane = self.prefill if work.num_tokens < self.prefill_context else self.whole
         if lane is None:
             return None
@@ -91,7 +95,7 @@ class Costs:
         )
 
     def _decode_ms(self, output_tokens: float, sequences_ahead: int) -> float:
-        """On the decode worker where it is over first; those ahead are spread evenly."""
+        """Returns the milliseconds of its decode on the worker where it ends first; those ahead are spread evenly."""
         return min(
             (
                 _decode_ms(worker, output_tokens, worker.num_sequences + sequences_ahead / len(self.decoders) + 1)
@@ -102,7 +106,10 @@ class Costs:
 
 
 def _decode_ms(worker: WorkerView, output_tokens: float, num_sequences: float) -> float:
-    """Of one among so many; more than fit in a step wait until others, as long as it, have ended."""
+    """Returns the milliseconds of one sequence's decode among `num_sequences`.
+
+    Sequences that do not fit in a step wait until others, assumed to be as long, have ended.
+    """
     step_ms = worker.step_ms(num_sequences)
     turns = max(0.0, num_sequences / worker.max_num_seqs - 1)
     return (max(0.0, output_tokens - 1) + turns * output_tokens) * step_ms
@@ -110,10 +117,10 @@ def _decode_ms(worker: WorkerView, output_tokens: float, num_sequences: float) -
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """Workers that could run a prompt."""
+    """The workers that could run a prompt, with their queues."""
 
     queues: tuple[tuple[float, float], ...]
-    """Of each, the one that is free first before others: milliseconds until then, and milliseconds a token."""
+    """For each worker (milliseconds until it is free, milliseconds per token); the first to be free comes first."""
 
     @staticmethod
     def of(workers: Sequence[WorkerView]) -> _Lane | None:
@@ -128,7 +135,7 @@ class _Lane:
         return min(token_ms for _, token_ms in self.queues)
 
     def wait_ms(self, tokens: float, *, overtakes: bool) -> float:
-        """When the first worker is free, after `tokens` more went wherever they could begin first."""
+        """Returns the milliseconds until a worker is free after `tokens` more, each begun where it can be first."""
         level_ms, tokens_per_ms = 0.0 if overtakes else self.queues[0][0], 0.0
         for queue_ms, token_ms in self.queues:
             start_ms = 0.0 if overtakes else queue_ms

@@ -1,32 +1,59 @@
-"""What policy may look at: workers as the router knows them, and the job to be placed. Pure data."""
+"""Defines what policy may look at: workers as the router knows them, and the job to be placed. Pure data."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from services.core.hashing import num_blocks_for
 from services.router.health import Ramp
 
+_MOST_BLOCK_SIZES = 8
+"""For which sums are kept: a cluster has one, or a few."""
 
-class Role(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
+
+class Role(enum.Flag):
+    """A set of phases: those that a worker takes commands for. A single phase is the set of that one."""
+
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    MIXED = PREFILL | DECODE
 
     @property
     def can_prefill(self) -> bool:
-        return self is not Role.DECODE
+        return Role.PREFILL in self
 
     @property
     def can_decode(self) -> bool:
-        return self is not Role.PREFILL
+        return Role.DECODE in self
+
+    @property
+    def label(self) -> str:
+        """Returns "prefill", "decode" or "mixed", for people and metrics."""
+        assert self.name is not None, "a worker has a role"
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a worker computes (mirror of `baton.v1.Fingerprint`)."""
+
+    kv: str
+    """Workers exchange KV only if this is equal."""
+    numerics: str = ""
+    """Streams are continued, and answers compared, only if this is equal too."""
+
+    @property
+    def short(self) -> str:
+        """Returns the beginning of `kv`, for people."""
+        return self.kv[:8]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Mirror of `baton.v1.LoadSnapshot`; same units."""
+    """A worker's load (mirror of `baton.v1.LoadSnapshot`, in the same units)."""
 
     sequence_number: int = 0
     blocks_importing: int = 0
@@ -49,12 +76,26 @@ class Load:
 
     @property
     def available_blocks(self) -> int:
-        """Cached blocks count: they are evicted when needed."""
+        """Counts free and cached blocks: cached ones are evicted when needed."""
         return self.blocks_free + self.blocks_cached
+
+    @property
+    def at_rest(self) -> bool:
+        """Returns whether it computes nothing and holds nothing, so that whatever waits there could begin."""
+        return not (self.blocks_importing or self.blocks_leased or self.blocks_active or self.num_running)
 
     @property
     def idle(self) -> bool:
         return not (self.blocks_importing or self.blocks_leased or self.blocks_active or self.num_waiting)
+
+    def shows_more_room_than(self, other: Load) -> bool:
+        """Something that found no place by the other may find one by this."""
+        return (
+            self.available_blocks > other.available_blocks
+            or self.num_running + self.num_importing < other.num_running + other.num_importing
+            or self.queued_prefill_tokens < other.queued_prefill_tokens
+            or (self.idle and not other.idle)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,55 +103,52 @@ class WorkerView:
     """What policy knows of a worker: its description, its newest snapshot, and what was sent there since."""
 
     worker_id: str
-    role: Role
+    roles: Role
     ready: bool
     host_id: str
-    layout: Hashable
-    """Workers exchange KV only between equal layouts."""
+    fingerprint: Fingerprint
     block_size: int
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
     load: Load
     predicted_blocks: int = 0
-    """Blocks that commands in flight will take and the snapshot does not show."""
+    """Blocks that commands in flight will take and that the snapshot does not show yet."""
     predicted_tokens: int = 0
     predicted_sequences: int = 0
     on_trial: bool = False
-    """After failures it takes a single request; what it holds of that one may go on there."""
+    """Whether it takes only a single request, after failures. The handoff of that request may be adopted there."""
     ramp: Ramp | None = None
-    """Trust that grows again after failures; None: full trust."""
+    """Trust that grows again after failures; None for full trust."""
     barred: frozenset[str] = frozenset()
     """Workers whose leases it cannot fetch."""
     untried: frozenset[str] = frozenset()
-    """Workers whose leases it may be unable to fetch: the last resort, until a transfer has shown that it can."""
+    """Workers whose leases it may be unable to fetch: a last resort until a transfer has succeeded."""
 
-    @property
-    def context_tokens(self) -> int:
-        """Longest sequence this worker can ever hold, prompt and output together."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+    context_tokens: int = field(init=False)
+    """Tokens of the longest sequence that this worker can ever hold, prompt and output together."""
+    available_blocks: int = field(init=False)
+    idle: bool = field(init=False)
+    num_sequences: int = field(init=False)
+    """Sequences that will share its decode steps, as far as known."""
+    queued_tokens: int = field(init=False)
 
-    @property
-    def available_blocks(self) -> int:
-        return max(0, self.load.available_blocks - self.predicted_blocks)
-
-    @property
-    def idle(self) -> bool:
-        return self.load.idle and not self.predicted_sequences
+    def __post_init__(self) -> None:
+        # A view is looked at much more often than it is made.
+        load = self.load
+        for name, value in (
+            ("context_tokens", min(self.max_model_len, self.num_blocks * self.block_size)),
+            ("available_blocks", max(0, load.available_blocks - self.predicted_blocks)),
+            ("idle", load.idle and not self.predicted_sequences),
+            ("num_sequences", load.num_running + load.num_importing + self.predicted_sequences),
+            ("queued_tokens", load.queued_prefill_tokens + self.predicted_tokens),
+        ):
+            object.__setattr__(self, name, value)
 
     def step_ms(self, num_sequences: float) -> float:
-        """A decode step of so many sequences, or of all that fit in one."""
+        """Returns the milliseconds of a decode step of so many sequences, or of all that fit in one."""
         further = max(0.0, min(num_sequences, self.max_num_seqs) - 1)
         return self.load.ms_per_decode_step + further * self.load.ms_per_decode_sequence
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that will share its decode steps, as far as known."""
-        return self.load.num_running + self.load.num_importing + self.predicted_sequences
-
-    @property
-    def queued_tokens(self) -> int:
-        return self.load.queued_prefill_tokens + self.predicted_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self.block_size)
@@ -118,20 +156,62 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be placed. Lengths in tokens."""
+    """A leg that is to be placed. Lengths are in tokens."""
 
     num_tokens: int
     """Prompt and replayed output: what is computed before the next token can be sampled."""
     total_tokens: int
     """Prompt and max_tokens: how long the sequence may become."""
     avoid: frozenset[str] = frozenset()
-    """Workers it failed on lately; chosen only when there is no other."""
+    """Workers on which it failed lately; they are chosen only if there is no other."""
+    fingerprint: Fingerprint | None = None
+    """The fingerprint of the worker that began the stream: only an equal one may compute its tokens again.
+
+    None if nothing was streamed yet.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a handoff's lease lives."""
+    """The worker that holds a handoff's lease."""
 
     worker_id: str
     host_id: str
-    layout: Hashable
+    fingerprint: Fingerprint
+
+
+class HandoffsInFlight:
+    """Prompts whose handoffs still need room on a decode worker, added up as they come and go."""
+
+    def __init__(self, lengths: Iterable[int] = ()) -> None:
+        """`lengths`: tokens of each."""
+        self._lengths = Counter(lengths)
+        self._num_blocks: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._lengths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HandoffsInFlight) and self._lengths == other._lengths
+
+    def add(self, num_tokens: int) -> None:
+        self._lengths[num_tokens] += 1
+        for block_size in self._num_blocks:
+            self._num_blocks[block_size] += num_blocks_for(num_tokens, block_size) + 1
+
+    def remove(self, num_tokens: int) -> None:
+        self._lengths[num_tokens] -= 1
+        if not self._lengths[num_tokens]:
+            del self._lengths[num_tokens]
+        for block_size in self._num_blocks:
+            self._num_blocks[block_size] -= num_blocks_for(num_tokens, block_size) + 1
+
+    def num_blocks(self, block_size: int) -> int:
+        """All they will take, with a block each to grow into."""
+        if block_size not in self._num_blocks:
+            if len(self._num_blocks) >= _MOST_BLOCK_SIZES:
+                self._num_blocks.clear()
+            self._num_blocks[block_size] = sum(
+                number * (num_blocks_for(num_tokens, block_size) + 1) for num_tokens, number in self._lengths.items()
+            )
+        return self._num_blocks[block_size]

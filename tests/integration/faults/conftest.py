@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.equality import GreedyReference
-from tests.models import tiny_model
-from tests.real_cluster import RealCluster, real_cluster
+from tests.support.equality import GreedyReference
+from tests.support.models import tiny_model
+from tests.support.real_cluster import RealCluster, real_cluster
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Small chunks make prompts take many steps, small pools make requests wait; drains may take long on a busy machine.

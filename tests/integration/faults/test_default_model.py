@@ -9,12 +9,14 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from services.cli.model_cache import DEFAULT_MODEL, resolve_model
-from tests.equality import GreedyReference
+from services.cli.model_cache import DEFAULT_MODEL
+from services.cli.model_names import resolve_model
 from tests.integration.faults.conftest import ALL, WORKERS
-from tests.phases import Phase, decoding, prefilling, reach, strike
-from tests.real_cluster import RealCluster, real_cluster
-from tests.streams import Job, streams
+from tests.support import ROOT
+from tests.support.equality import GreedyReference
+from tests.support.phases import Phase, decoding, prefilling, reach, strike
+from tests.support.real_cluster import RealCluster, real_cluster
+from tests.support.streams import Job, streams
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -40,7 +42,7 @@ def reference(model: Path) -> GreedyReference:
 @pytest.fixture(scope="module")
 def prompts(model: Path) -> list[tuple[int, ...]]:
     """Real text."""
-    text = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     return [tuple(ids[7 * number : 7 * number + length]) for number, length in enumerate(LENGTHS)]
 

@@ -9,11 +9,11 @@ import re
 import pytest
 
 from baton.v1 import control_pb2
-from tests.equality import GreedyReference
-from tests.phases import Phase, decoding, prefilling, reach, strike
-from tests.processes import baton
-from tests.real_cluster import LEFT_WITHIN_S, RealCluster
-from tests.streams import keep_asking, load, mixed_jobs, streams
+from tests.support.equality import GreedyReference
+from tests.support.phases import Phase, decoding, prefilling, reach, strike
+from tests.support.processes import baton
+from tests.support.real_cluster import LEFT_WITHIN_S, RealCluster
+from tests.support.streams import keep_asking, load, mixed_jobs, streams
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 
@@ -97,7 +97,7 @@ async def test_rolling_restart_under_load(cluster: RealCluster, reference: Greed
 
 async def _drain(cluster: RealCluster, worker_id: str, deadline_s: float) -> tuple[int, int]:
     """By the command line, at the patient router: requests that finished there, and that were moved."""
-    flags = ["--target", f"127.0.0.1:{cluster[f'router-{PATIENT}'].port}", "--deadline", f"{deadline_s:g}"]
+    flags = ["--target", f"127.0.0.1:{cluster[f'router-{PATIENT}'].control_port}", "--deadline", f"{deadline_s:g}"]
     drained = await asyncio.to_thread(baton, ["drain", worker_id, *flags], cluster.temp, deadline_s + 60)
     assert drained.returncode == 0, drained.stderr
     words = re.fullmatch(rf"{worker_id} has left: (\d+) requests finished there, (\d+) moved\n", drained.stdout)

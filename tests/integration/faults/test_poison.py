@@ -11,10 +11,10 @@ import pytest
 
 from services.core.errors import WorkerFailed
 from services.rpc.status import from_call
-from tests.equality import GreedyReference
-from tests.proxy import Fault
-from tests.real_cluster import RealCluster, Status
-from tests.streams import load, mixed_jobs
+from tests.support.equality import GreedyReference
+from tests.support.proxy import Fault
+from tests.support.real_cluster import RealCluster, Status
+from tests.support.streams import load, mixed_jobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.cluster import Answer
-from tests.equality import GreedyReference
-from tests.phases import decoding, reach
-from tests.real_cluster import RealCluster
-from tests.streams import Streams, load, mixed_jobs
+from tests.support.cluster import Answer
+from tests.support.equality import GreedyReference
+from tests.support.phases import decoding, reach
+from tests.support.real_cluster import RealCluster
+from tests.support.streams import Streams, load, mixed_jobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 

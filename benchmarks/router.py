@@ -1,0 +1,219 @@
+"""What the coordinator costs its event loop: one input at a time, with the placement that it causes. No model, no I/O.
+
+The clusters are as `baton router` configures them, deep checks included (all have passed). Times are those of the
+processor, so that other processes disturb them less; a plain loop of Python, timed in the same run, says how fast the
+machine is.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+from benchmarks.figure import Figure
+from services.router.coordinator import Coordinator
+from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    FinishReason,
+    ImportReady,
+    PrefillStarted,
+    SequenceEnd,
+    Tokens,
+    WorkerInfo,
+)
+from services.router.coordinator.requests import RequestSpec
+from services.router.health import HealthConfig
+from services.router.policy import Fingerprint, Load, Role
+
+_NUM_QUEUED = 200
+_NUM_SAMPLES = 200
+_MESSAGE_S = 0.0002
+"""Between two inputs: all of a figure's samples fall into a fraction of a second, so that nobody ages meanwhile."""
+_SHORT_PROMPT, _PROMPT, _OUTPUT = 64, 256, 128
+_NUM_BLOCKS = 4096
+_HEALTH = HealthConfig(deep_checks=True, recheck_s=3600.0, starts_slowly=True)
+
+
+def measure(repeats: int) -> list[Figure]:
+    figures = [Figure("plain loop: a million additions", "ms", tuple(_plain_loop() for _ in range(max(3, repeats))))]
+    for number in (2, 8, 32):
+        samples = [sample for _ in range(repeats) for sample in _load_messages(number)]
+        name = f"empty load message, {_NUM_QUEUED} queued, {number}+{number} workers"
+        figures.append(Figure(name, "ms", tuple(samples), "p50 <= 0.05"))
+    for num_queued in (0, _NUM_QUEUED):
+        few, many = _Cluster(50, 1000, num_queued), _Cluster(50, 4000, num_queued)
+        what = f"50+50 workers, 1000 live, {num_queued} of them queued"
+        if not num_queued:
+            figures += _compared(
+                f"submit and place: {what}", "p50 <= 0.3, p99 <= 1", few.submits, many.submits, repeats
+            )
+        figures += _compared(f"tick: {what}", "<= 2", few.ticks, many.ticks, repeats)
+    return figures
+
+
+def _compared(
+    name: str, target: str, few: Callable[[], list[float]], many: Callable[[], list[float]], repeats: int
+) -> list[Figure]:
+    """With 1,000 live requests and with 4,000, in turns."""
+    pairs = [(few(), many()) for _ in range(repeats)]
+    figures = [Figure(name, "ms", tuple(sample for one, _ in pairs for sample in one), target)]
+    figures.append(Figure("  99th of 100", "ms", tuple(statistics.quantiles(one, n=100)[98] for one, _ in pairs)))
+    ratios = tuple(statistics.median(other) / statistics.median(one) for one, other in pairs)
+    figures.append(Figure("  4000 live: times as long", "x", ratios, "<= 1.5"))
+    return figures
+
+
+def _plain_loop() -> float:
+    began_s, total = time.thread_time(), 0
+    for number in range(1_000_000):
+        total += number
+    return (time.thread_time() - began_s) * 1000
+
+
+def _load_messages(number: int) -> list[float]:
+    return _Cluster(number, 0, _NUM_QUEUED).loads()
+
+
+class _Cluster:
+    """`number` prefill workers and as many decode workers, which answer at once."""
+
+    def __init__(self, number: int, num_live: int, num_queued: int) -> None:
+        config = CoordinatorConfig(model_context_tokens=8192, max_queue=8192, health=_HEALTH)
+        self._coordinator = Coordinator(config)
+        self._now = 1000.0
+        self._workers: dict[str, WorkerInfo] = {}
+        self._num_snapshots = 0
+        self._num_submitted = 0
+        self._live: deque[SendDecode] = deque()
+        self._join(number)
+        self._report(busy=False)
+        for _ in range(num_live - num_queued):
+            self._live.append(self._decode(self._submit(_PROMPT)))
+        self._report(busy=bool(num_queued))
+        if num_queued:
+            self._submit(_SHORT_PROMPT)  # with no handoff in flight, one would be let through
+            for _ in range(num_queued):
+                self._submit(_PROMPT)
+            self._coordinator.take_actions()
+        gc.collect()
+
+    # What is measured, in milliseconds
+
+    def loads(self) -> list[float]:
+        """Of decode workers in turn: heartbeats with what they said before."""
+        decoders = [info for info in self._workers.values() if info.roles is Role.DECODE]
+        samples = []
+        for number in range(_NUM_SAMPLES):
+            info = decoders[number % len(decoders)]
+            load = self._load_of(info, busy=True)
+            samples.append(self._timed(lambda info=info, load=load: self._say(info, load)))  # type: ignore[misc]
+        return samples
+
+    def submits(self) -> list[float]:
+        """Of requests that find room at once; for each that comes, one goes."""
+        samples = []
+        for _ in range(_NUM_SAMPLES):
+            sent: list[SendPrefill] = []
+            samples.append(self._timed(lambda sent=sent: sent.append(self._submit(_PROMPT))))  # type: ignore[misc]
+            self._live.append(self._decode(sent[0]))
+            self._finish(self._live.popleft())
+        return samples
+
+    def ticks(self) -> list[float]:
+        return [self._timed(self._tick) for _ in range(_NUM_SAMPLES // 4)]
+
+    def _timed(self, act: Callable[[], None]) -> float:
+        self._now += _MESSAGE_S
+        began_s = time.thread_time()
+        act()
+        return (time.thread_time() - began_s) * 1000
+
+    # What happens
+
+    def _turn(self) -> list[object]:
+        """What one turn of the event loop does after its input."""
+        self._coordinator.place(self._now)
+        return list(self._coordinator.take_actions())
+
+    def _say(self, info: WorkerInfo, load: Load) -> None:
+        self._coordinator.worker_events(info.worker_id, info.incarnation, (), load, self._now)
+        self._turn()
+
+    def _tick(self) -> None:
+        self._coordinator.tick(self._now)
+        self._turn()
+
+    def _submit(self, num_tokens: int) -> SendPrefill | None:
+        self._num_submitted += 1
+        spec = RequestSpec(f"r{self._num_submitted}", tuple(range(num_tokens)), _OUTPUT)
+        self._coordinator.submit(spec, self._now)
+        return next((action for action in self._turn() if isinstance(action, SendPrefill)), None)
+
+    def _decode(self, sent: SendPrefill | None) -> SendDecode:
+        """Hands it over, as far as its second token."""
+        assert sent is not None, "no room"
+        source, leg = self._workers[sent.worker_id], sent.leg
+        started = PrefillStarted(leg, leg.to_bytes(16, "big"), source=None)
+        self._coordinator.worker_events(source.worker_id, 1, (started, Tokens(leg, 0, (1,))), None, self._now)
+        decode = next(action for action in self._turn() if isinstance(action, SendDecode))
+        events = (DecodeAdmitted(decode.leg), ImportReady(decode.leg), Tokens(decode.leg, 0, (1, 2)))
+        self._coordinator.worker_events(decode.worker_id, 1, events, None, self._now)
+        self._turn()
+        return decode
+
+    def _finish(self, decode: SendDecode) -> None:
+        last = Tokens(decode.leg, 2, (3,), finish=SequenceEnd(FinishReason.STOP))
+        self._coordinator.worker_events(decode.worker_id, 1, (last,), None, self._now)
+        self._turn()
+
+    # Workers
+
+    def _join(self, number: int) -> None:
+        for role in (Role.PREFILL, Role.DECODE):
+            for index in range(number):
+                worker_id = f"{role.label}-{index}"
+                info = WorkerInfo(
+                    worker_id, role, 1, Fingerprint("kv", "float32"), 16, _NUM_BLOCKS, 8192, max_num_seqs=256
+                )
+                self._workers[worker_id] = info
+                self._coordinator.worker_joined(info, self._now)
+                self._coordinator.session_opened(worker_id, 1, self._now)
+        # All deep checks pass, and slow starts are over.
+        table = self._coordinator._book.workers
+        for info in self._workers.values():
+            table.succeeded(info.worker_id, self._now)
+        for source in (info for info in self._workers.values() if info.roles is Role.PREFILL):
+            for target in (info for info in self._workers.values() if info.roles is Role.DECODE):
+                table.transfer_succeeded(source, target.worker_id, self._now)
+        for canary in list(self._coordinator._canaries._live):
+            self._coordinator._canaries.worker_gone((canary.source or canary.target).worker_id)  # type: ignore[union-attr]
+        for _ in range(200):
+            self._now += 0.1
+            table.awake.at(self._now)
+        table.tick(self._now)
+        self._turn()
+
+    def _report(self, *, busy: bool) -> None:
+        for info in self._workers.values():
+            load = self._load_of(info, busy=busy and info.roles is Role.DECODE)
+            self._coordinator.worker_events(info.worker_id, 1, (), load, self._now)
+            self._turn()
+
+    def _load_of(self, info: WorkerInfo, *, busy: bool) -> Load:
+        """`busy`: full. Else with room for all that is asked here."""
+        self._num_snapshots += 1
+        free = 0 if busy else info.num_blocks - 64
+        return Load(
+            self._num_snapshots,
+            blocks_active=info.num_blocks - free,
+            blocks_free=free,
+            num_running=20,
+            ms_per_prefill_token=0.1,
+            ms_per_decode_step=10.0,
+            ms_per_decode_sequence=0.1,
+        )

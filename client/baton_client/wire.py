@@ -1,0 +1,27 @@
+"""Holds what both clients tell gRPC: the methods, the options of a channel, the type of a call's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Metadata = Sequence[tuple[str, str | bytes]]
+Options = Sequence[tuple[str, int | str]]
+
+GENERATE = "/baton.v1.InferenceService/Generate"
+GENERATE_STREAM = "/baton.v1.InferenceService/GenerateStream"
+LIST_MODELS = "/baton.v1.InferenceService/ListModels"
+
+OPTIONS: Options = (
+    # A long answer with log-probabilities is more than gRPC takes by default.
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    # A router that has gone without a word is noticed after the sum, while a call is under way.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Between two attempts the channel, too, must have tried to connect again.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)

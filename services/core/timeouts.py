@@ -1,0 +1,71 @@
+"""Keeps deadlines on an event loop by a given clock: how long a peer may take to answer.
+
+Owns: the clock of awake time, and the timeout of a block of code by a clock. Never: what counts as awake (`awake`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from services.core.awake import AwakeTime
+from services.core.clock import Clock
+
+_TICK_S = 0.1
+SOONEST_S = 0.001
+"""Shortest time, in seconds, before a deadline is checked again. Without it, a rounding error in the time that is left
+could make the check repeat without a pause."""
+
+
+class AwakeClock:
+    """A `Clock` that gives the awake time of another. `tick_forever` must run on the event loop that uses it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._time = AwakeTime()
+
+    def now(self) -> float:
+        return self._time.at(self._clock.now())
+
+    async def tick_forever(self) -> None:
+        """Reads the clock often enough that only a real stop counts as a gap. Runs until it is cancelled."""
+        while True:
+            self.now()
+            await asyncio.sleep(_TICK_S)
+
+
+@contextlib.asynccontextmanager
+async def timeout_after(seconds: float, clock: Clock) -> AsyncIterator[None]:
+    """Bounds a block as `asyncio.timeout` does, by `clock`. Raises TimeoutError if the block takes longer."""
+    async with asyncio.timeout(None) as timeout:
+        deadline_timer = _DeadlineTimer(timeout, clock, seconds)
+        try:
+            yield
+        finally:
+            deadline_timer.stop()
+
+
+class _DeadlineTimer:
+    """A timer that ends a timeout when `clock` reaches the deadline, and else sets itself again.
+
+    It is an object because a closure that sets itself again refers to itself: it would keep the task, and all that a
+    cancelled task refers to, until a garbage collection.
+    """
+
+    def __init__(self, timeout: asyncio.Timeout, clock: Clock, seconds: float) -> None:
+        self._timeout = timeout
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._deadline_s = clock.now() + seconds
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        left_s = self._deadline_s - self._clock.now()
+        if left_s > 0:
+            self._timer = self._loop.call_later(max(left_s, SOONEST_S), self._check)
+        else:
+            self._timeout.reschedule(self._loop.time())

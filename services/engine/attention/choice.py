@@ -1,0 +1,46 @@
+"""Chooses the attention backend of a worker: the fastest that agrees with the reference on its device.
+
+`dense` (any device) gathers blocks and multiplies; `varlen` (CUDA) calls flash attention;
+`native` (CPU, bfloat16) reads the blocks of decodes in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from services.engine.attention import dense, varlen
+from services.engine.attention.native import NativeAttention
+from services.engine.attention.paged import PagedAttention, reference, verify
+from services.engine.native.bindings import kernels
+
+logger = logging.getLogger(__name__)
+
+
+def select(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> PagedAttention:
+    """Returns the first backend, fastest first, that agrees with the reference on this device, else the reference."""
+    for name, backend in _candidates(device, dtype):
+        try:
+            verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            logger.info("attention backend %s is not used: %s", name, error)
+            continue
+        logger.info("attention backend %s", name)
+        return backend
+    return reference
+
+
+def _candidates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, PagedAttention]]:
+    """Yields the backends for this device and type with their names, fastest first."""
+    if device.type == "cuda":
+        varlen.activate()
+        yield "varlen over block tables", varlen.VarlenAttention(over_tables=True)
+        yield "varlen over gathered keys", varlen.VarlenAttention(over_tables=False)
+    native = kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    if native is not None:
+        yield "native", NativeAttention(native)
+    yield "dense", dense.paged_attention

@@ -1,0 +1,136 @@
+"""Defines attention over the paged pool: its signature, a plain reference, and the check that a backend agrees with it.
+
+The backends are `dense`, `varlen` and `native`; `choice` chooses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from services.core.hashing import num_blocks_for
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """A record of where a step's tokens lie: in its rows, sequences one after the other without padding, and in the
+    pool. All layers of the step share it."""
+
+    block_tables: tuple[tuple[int, ...], ...]
+    """Blocks of each sequence in the order of its tokens, from its first on: [num_sequences] tuples, each long enough
+    for its `context_lens`."""
+    query_lens: tuple[int, ...]
+    """Tokens of each sequence that the step computes, which are its newest and have a row each: [num_sequences]."""
+    context_lens: tuple[int, ...]
+    """Tokens of each sequence whose KV is in the pool, those that the step computes included: [num_sequences]."""
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def sequences(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Yields each sequence's block table, query length and context length, in the order of the rows."""
+        return zip(self.block_tables, self.query_lens, self.context_lens, strict=True)
+
+    def only(self, indices: Sequence[int]) -> StepLayout:
+        """Returns the layout of some of the sequences, whose rows lie one after the other."""
+        return StepLayout(
+            block_tables=tuple(self.block_tables[i] for i in indices),
+            query_lens=tuple(self.query_lens[i] for i in indices),
+            context_lens=tuple(self.context_lens[i] for i in indices),
+        )
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what `make` makes of this layout (index tensors, masks). The first layer that asks for `key` makes
+        it, the others share it."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A layer's rule that turns products of queries and keys into scores."""
+
+    scale: float
+    """Factor of every product."""
+    sliding_window: int | None = None
+    """Newest tokens that a token sees, itself included; None: it sees all before it."""
+    softcap: float | None = None
+    """Bound c of the scores, which become c * tanh(score / c); None: there is none."""
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
+    ) -> Tensor:
+        """Computes attention of each sequence's newest tokens over themselves and all tokens before them.
+
+        query: [num_tokens, num_heads, head_dim], the rows of `layout`.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], the new tokens already written.
+        Returns [num_tokens, num_heads, head_dim].
+        """
+        ...
+
+
+def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring) -> Tensor:
+    """Computes paged attention by its definition, in float32 and one sequence at a time. See `PagedAttention`."""
+    group = query.shape[1] // key_cache.shape[2]
+    window, softcap = scoring.sliding_window, scoring.softcap
+    outputs = []
+    start = 0
+    for table, query_len, context_len in layout.sequences():
+        blocks = torch.tensor(table, device=query.device)
+        queries = query[start : start + query_len].float()
+        keys = key_cache[blocks].flatten(0, 1)[:context_len].float().repeat_interleave(group, 1)
+        values = value_cache[blocks].flatten(0, 1)[:context_len].float().repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scoring.scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = distances(query_len, context_len, query.device)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype))
+        start += query_len
+    return torch.cat(outputs)
+
+
+def distances(query_len: int, context_len: int, device: torch.device) -> Tensor:
+    """Returns [query_len, context_len]: how many positions each key lies before each of the last query_len tokens; a
+    negative number means that it lies after."""
+    positions = torch.arange(context_len - query_len, context_len, device=device)
+    return positions[:, None] - torch.arange(context_len, device=device)
+
+
+def verify(
+    backend: PagedAttention,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> None:
+    """Raises AssertionError if the backend differs from the reference on a batch of decodes and chunks, with and
+    without a sliding window. Raises what the backend raises."""
+    query_lens, context_lens = (1, 1, 1, 2, 19, 7), (1, 40, 17, 16, 19, 50)
+    tables, next_block = [], 0
+    for context_len in context_lens:
+        count = num_blocks_for(context_len, block_size)
+        tables.append(tuple(range(next_block + count - 1, next_block - 1, -1)))
+        next_block += count
+    layout = StepLayout(tuple(tables), query_lens, context_lens)
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(next_block, 2, block_size, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    query = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(device, dtype)
+    tolerance = 2e-4 if dtype == torch.float32 else 4e-2
+    for window in (None, 11):
+        scoring = Scoring(head_dim**-0.5, sliding_window=window)
+        found, expected = (
+            attend(query, cache[:, 0], cache[:, 1], layout, scoring).float() for attend in (backend, reference)
+        )
+        error = (found - expected).abs().max().item()
+        assert error < tolerance, f"differs from the reference by {error:.2e} (window {window})"

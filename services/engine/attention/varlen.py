@@ -1,0 +1,103 @@
+"""Computes paged attention on CUDA with PyTorch's variable-length flash attention.
+
+There are two forms: over block tables, which needs a flash-attention version that accepts pages of our block size; and
+over gathered keys, which works with any version. `choice.select` tries them in that order. Flash attention
+does not take float32, and soft-capping goes to `dense`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+
+from services.engine.attention import dense
+from services.engine.attention.paged import Scoring, StepLayout
+
+
+def activate() -> None:
+    """Makes torch use flash attention 3 if its package is installed: that version takes block tables with any block
+    size."""
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        activate_flash_attention_impl("FA3")
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """A step's lengths and blocks as the kernel takes them: int32 tensors on the device."""
+
+    query_starts: Tensor
+    """Row of each sequence's first query, then the number of rows: [num_sequences + 1]."""
+    key_starts: Tensor
+    """Row of each sequence's first gathered key, then the number of keys: [num_sequences + 1]."""
+    context_lens: Tensor
+    """Tokens of each sequence: [num_sequences]."""
+    tables: Tensor
+    """Blocks of each sequence: [num_sequences, most blocks], padded with block 0, which the lengths hide."""
+
+
+class VarlenAttention:
+    """The `paged.PagedAttention` of this module; `over_tables` chooses the form."""
+
+    def __init__(self, over_tables: bool) -> None:
+        self._over_tables = over_tables
+
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
+    ) -> Tensor:
+        if scoring.softcap is not None:
+            return dense.paged_attention(query, key_cache, value_cache, layout, scoring)
+        device, window = query.device, scoring.sliding_window
+        extents = layout.derived("varlen", lambda: _extents(layout, device))
+        key, value = key_cache, value_cache
+        if not self._over_tables:
+            block_size = key_cache.shape[1]
+            blocks, offsets = layout.derived("tokens", lambda: _tokens(layout, block_size, device))
+            key, value = key_cache[blocks, offsets], value_cache[blocks, offsets]
+        mixed = varlen_attn(
+            query,
+            key,
+            value,
+            extents.query_starts,
+            None if self._over_tables else extents.key_starts,
+            max(layout.query_lens),
+            max(layout.context_lens),
+            scale=scoring.scale,
+            # The window counts tokens to the left of the query's own; -1 is no limit, and 0 to the right is causal.
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key_cache.shape[2],
+            seqused_k=extents.context_lens if self._over_tables else None,
+            block_table=extents.tables if self._over_tables else None,
+        )
+        assert isinstance(mixed, Tensor)
+        return mixed
+
+
+def _extents(layout: StepLayout, device: torch.device) -> Extents:
+    width = max(len(table) for table in layout.block_tables)
+    tables = [[*table, *[0] * (width - len(table))] for table in layout.block_tables]
+
+    def on_device(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Extents(
+        query_starts=on_device([0, *accumulate(layout.query_lens)]),
+        key_starts=on_device([0, *accumulate(layout.context_lens)]),
+        context_lens=on_device(list(layout.context_lens)),
+        tables=on_device(tables),
+    )
+
+
+def _tokens(layout: StepLayout, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns every token's block and place in it, sequences one after the other: [sum of context_lens] each."""
+    blocks, offsets = [], []
+    for table, _, context_len in layout.sequences():
+        positions = torch.arange(context_len)
+        blocks.append(torch.tensor(table)[positions // block_size])
+        offsets.append(positions % block_size)
+    return torch.cat(blocks).to(device), torch.cat(offsets).to(device)

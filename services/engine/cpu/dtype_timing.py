@@ -1,0 +1,150 @@
+"""Measures how fast this CPU computes a model in float32 and in the type it was saved in.
+
+Run as `python -m services.engine.cpu.dtype_timing MODEL SAVED`. Owns: the timing, on a model of the same shapes with
+random weights and only as many layers as the timing needs. It runs in a process of its own, so that its memory is freed
+afterwards. Never: what follows from the timing (`services.cli.dtype_choice`).
+
+It computes on one thread, counts that thread's processor time, and takes the two types in turns. So the comparison does
+not depend on what else runs on this machine, or on how many cores a worker will have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from services.core.hashing import num_blocks_for
+from services.core.lifecycle import Lifecycle
+from services.engine.attention import choice
+from services.engine.cpu.fast_paths import use_fast_paths
+from services.engine.model import servable
+from services.engine.model.kv_cache import KVCache, KVShape
+from services.engine.model.paged_model import PagedModel, register_attention
+from services.engine.model.weights import DTYPES
+from services.engine.runner import DeviceRunner
+from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence, StepPlan
+
+_SAMPLE_PARAMETERS = 48_000_000
+"""Parameters of the timed model: more than the CPU's caches hold, so that a decode reads memory as the whole model's
+decode will."""
+_ROWS = (8, 32, 128, 512)
+"""Numbers of prompt tokens of a step, tried in this order until a step takes long."""
+_LONG_S = 0.25
+"""Seconds above which a step is long. A larger step is tried only after one that took at most this, so that none takes
+much over a second on any CPU."""
+_ROUNDS = 3
+"""Number of timed rounds. The shortest time counts: the first use of anything is slow, and another process may empty
+the caches."""
+_BLOCK_SIZE = 16
+
+
+class Timing(NamedTuple):
+    """Processor time that the whole model takes in one dtype on one thread, in milliseconds."""
+
+    ms_per_prefill_token: float
+    ms_per_decode: float
+
+
+def time_both(directory: Path, saved: str) -> dict[str, Any]:
+    """Returns the timings of `saved` and of float32 for the same numbers of tokens, in the form that the parent process
+    reads."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    num_layers, scale = _reduce(config)
+    samples = {name: _Sample(config, name) for name in (saved, "float32")}
+    rows = min(sample.rows_worth_timing() for sample in samples.values())
+    prefills: dict[str, list[float]] = {name: [] for name in samples}
+    decodes: dict[str, list[float]] = {name: [] for name in samples}
+    for _ in range(_ROUNDS):
+        for name, sample in samples.items():
+            prefills[name].append(sample.run(0, rows))
+            decodes[name].append(sample.run(rows, 1))
+    return {
+        "timings": {
+            name: Timing(min(prefills[name]) * scale * 1e3 / rows, min(decodes[name]) * scale * 1e3) for name in samples
+        },
+        "rows": rows,
+        "layers": num_layers,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _reduce(config: PreTrainedConfig) -> tuple[int, float]:
+    """Reduces `config` to as many layers as the timing needs, and to the same part of the vocabulary.
+
+    Returns the number of layers, and how many times as large the whole model is.
+    """
+    text = config.get_text_config(decoder=True)
+    whole: int = text.num_hidden_layers
+    with torch.device("meta"):
+        num_parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    kept = max(1, min(whole, round(whole * _SAMPLE_PARAMETERS / max(num_parameters, 1))))
+    text.num_hidden_layers = kept
+    text.vocab_size = max(1, text.vocab_size * kept // whole)
+    text.pad_token_id = None  # it may lie in the part that is left out
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(kinds := getattr(text, name, None), list):
+            setattr(text, name, kinds[:kept])
+    return kept, whole / kept
+
+
+class _Sample:
+    """The reduced model in one dtype, run as a worker runs it."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: str) -> None:
+        cpu = torch.device("cpu")
+        module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=register_attention())
+        module = module.eval().requires_grad_(False)
+        shape = servable.examine(module)
+        use_fast_paths(module)
+        backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE)
+        self._rows = [rows for rows in _ROWS if rows < shape.max_model_len] or [1]
+        self._blocks = tuple(range(num_blocks_for(self._rows[-1] + 1, _BLOCK_SIZE)))
+        kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, shape.dtype)
+        self._runner = DeviceRunner(PagedModel(module, shape, backend), KVCache(kv_shape, len(self._blocks), cpu))
+
+    def rows_worth_timing(self) -> int:
+        """Returns the most prompt tokens, of those in `_ROWS`, of a step that does not take long."""
+        most = self._rows[0]
+        for rows in self._rows:
+            if self.run(0, rows) > _LONG_S:
+                break
+            most = rows
+        return most
+
+    def run(self, start: int, count: int) -> float:
+        """Runs a step of `count` tokens after `start` others; returns the processor time in seconds."""
+        greedy = SampleRow(0, SamplingParams(temperature=0.0))
+        blocks = self._blocks[: num_blocks_for(start + count, _BLOCK_SIZE)]
+        part = ScheduledSequence(0, start, (0,) * count, blocks, (greedy,), is_decode=count == 1)
+        started_s = time.thread_time()
+        self._runner.run(StepPlan(0, (part,)))
+        return time.thread_time() - started_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("saved", choices=[name for name in DTYPES if name != "float32"])
+    parser.add_argument("--lifeline-fd", type=int)
+    arguments = parser.parse_args()
+    # This process ends with the one that started it.
+    Lifecycle(lifeline_fd=arguments.lifeline_fd, orphan_grace_s=0.0).watch_lifeline()
+    torch.set_num_threads(1)
+    try:
+        found = time_both(arguments.model, arguments.saved)
+    except Exception as error:  # the parent process logs this line as the reason why there is no timing
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Replaces modules of a model by faster ones for this machine.
+
+This is only an optimisation: a module is replaced if its own output and the other's agree, whatever its class is
+called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from services.engine.cpu.decoder_layer import layer_for
+from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
+from services.engine.cpu.packed_linear import pack_linears
+from services.engine.cpu.replacement import relative_difference, replace_modules
+from services.engine.native.bindings import Kernels, kernels
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 0.01
+"""Largest root mean square of the difference, relative to that of the output: roundings of bfloat16. Another activation
+or form of norm differs by far more."""
+
+
+def use_fast_paths(module: nn.Module) -> None:
+    """Replaces modules of the model by faster ones for this machine, where they compute the same."""
+    num_parts, num_layers = use_native_modules(module)  # first: it looks for plain linear layers
+    num_packed = pack_linears(module)
+    logger.info(
+        "native: %d norms and gates, %d whole layers; packed: %d linear layers", num_parts, num_layers, num_packed
+    )
+
+
+@torch.inference_mode()
+def use_native_modules(model: nn.Module) -> tuple[int, int]:
+    """Replaces norms, gated MLPs and decoder layers of the model; returns how many norms and MLPs, and how many layers.
+    Both are 0 without kernels."""
+    native = kernels()
+    if native is None:
+        return 0, 0
+    parts = replace_modules(model, lambda module: _norm_for(module, native) or _mlp_for(module, native))
+    return parts, replace_modules(model, lambda module: layer_for(module, native))
+
+
+def _norm_for(module: nn.Module, native: Kernels) -> nn.Module | None:
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
+        return None
+    if not isinstance(weight, Tensor) or not _usable(weight):
+        return None
+    inputs = _random(3, weight.shape[-1]) * 3
+    for offset in (0.0, 1.0):
+        candidate = NativeRMSNorm(weight.detach(), epsilon, offset, native)
+        if _agree(candidate, module, inputs):
+            return candidate
+    return None
+
+
+def _mlp_for(module: nn.Module, native: Kernels) -> nn.Module | None:
+    gate = getattr(module, "gate_proj", None)
+    if not isinstance(gate, nn.Linear) or not hasattr(module, "up_proj") or not hasattr(module, "down_proj"):
+        return None
+    if not _usable(gate.weight):
+        return None
+    candidate = NativeGatedMLP(module, native)
+    return candidate if _agree(candidate, module, _random(3, gate.in_features)) else None
+
+
+def _usable(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def _agree(candidate: Callable[[Tensor], Tensor], module: Callable[[Tensor], Tensor], inputs: Tensor) -> bool:
+    return relative_difference(candidate(inputs), module(inputs)) <= _TOLERANCE

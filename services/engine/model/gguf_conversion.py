@@ -1,0 +1,74 @@
+"""Converts a GGUF file to a model directory with transformers.
+
+Owns: the corrections of what that conversion leaves out or gets wrong: end-of-sequence ids, chat template, digit
+splitting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+from services.core.errors import UnsupportedModel
+
+_END_OF_TEXT = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+
+
+def convert_gguf(path: Path, directory: Path) -> None:
+    """Writes the dequantised model in bfloat16, with its tokenizer, to a new `directory`. Raises UnsupportedModel.
+
+    The directory appears complete or not at all, and an existing one is left as it is, so that several processes may
+    do this at once.
+    """
+    if directory.exists():
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        partial = Path(scratch) / "model"
+        try:
+            _write(path, partial)
+        except (ValueError, KeyError, NotImplementedError, OSError) as error:
+            raise UnsupportedModel(f"{path} cannot be converted: {error}") from error
+        try:
+            partial.rename(directory)
+        except OSError:
+            if not directory.exists():  # otherwise another process was faster
+                raise
+
+
+def _write(path: Path, directory: Path) -> None:
+    metadata = _metadata(path)
+    folder, name = str(path.parent), path.name
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    with contextlib.suppress(AttributeError):  # what is saved is not quantised any more
+        del model.config.quantization_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=[metadata[key] for key in _END_OF_TEXT if key in metadata],
+        pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    if metadata.get("tokenizer.ggml.pre") == "smollm":
+        # The conversion does not do this: digits are split off before the byte-level pattern applies.
+        split = PreTokenizers([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+        tokenizer.backend_tokenizer.pre_tokenizer = split
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory, save_jinja_files=False)
+    for file in directory.iterdir():
+        file.chmod(0o644)  # safetensors makes its files readable by their owner only
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """Returns the scalar fields of the file's header."""
+    fields = GGUFReader(path).fields.values()
+    return {field.name: field.contents() for field in fields if len(field.types) == 1}

@@ -1,0 +1,65 @@
+"""Turns a step plan into flat tensors: all tokens of the step one after the other, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from services.engine.attention.paged import StepLayout
+from services.engine.schedule.sequence import ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The inputs of one step, sequences one after the other in the plan's order. Tensors are int64 on the device."""
+
+    token_ids: Tensor
+    """Tokens to compute: [num_tokens]."""
+    positions: Tensor
+    """Each token's place in its sequence: [num_tokens]."""
+    slot_blocks: Tensor
+    """Block that takes each token's key and value: [num_tokens]."""
+    slot_offsets: Tensor
+    """Each token's place in that block: [num_tokens]."""
+    sample_rows: Tensor
+    """Rows whose logits are sampled, in the order of the plan's `ScheduledSequence.rows`: [num_samples]."""
+    layout: StepLayout
+    """Lengths and blocks of the sequences, for attention."""
+    partly_filled: tuple[int, ...]
+    """Blocks to which this step writes the first token, but not the last."""
+
+
+def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: torch.device) -> StepInputs:
+    """Returns the inputs of a step that runs these sequences."""
+    tokens = list(chain.from_iterable(sequence.token_ids for sequence in sequences))
+    positions: list[int] = []
+    slots: list[int] = []
+    sample_rows: list[int] = []
+    for sequence in sequences:
+        span = range(sequence.start, sequence.start + sequence.num_tokens)
+        positions += span
+        slots += [sequence.block_ids[position // block_size] for position in span]
+        sample_rows += range(len(positions) - len(sequence.rows), len(positions))
+    table = torch.tensor([tokens, positions, slots], device=device)
+    return StepInputs(
+        token_ids=table[0],
+        positions=table[1],
+        slot_blocks=table[2],
+        slot_offsets=table[1] % block_size,
+        sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
+        layout=StepLayout(
+            block_tables=tuple(sequence.block_ids for sequence in sequences),
+            query_lens=tuple(sequence.num_tokens for sequence in sequences),
+            context_lens=tuple(sequence.start + sequence.num_tokens for sequence in sequences),
+        ),
+        partly_filled=tuple(block for sequence in sequences for block in _partly_filled(sequence, block_size)),
+    )
+
+
+def _partly_filled(sequence: ScheduledSequence, block_size: int) -> tuple[int, ...]:
+    end = sequence.start + sequence.num_tokens
+    last = end // block_size
+    return (sequence.block_ids[last],) if end % block_size and sequence.start <= last * block_size else ()

@@ -1,0 +1,125 @@
+"""Checks at load that the paged forward pass computes what transformers' own eager one computes.
+
+Two sequences run in chunks and single tokens, mixed in a batch, over a small pool. Their logits are compared with those
+of plain passes over each sequence, which were made before any part of the model was replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.core.errors import UnsupportedModel
+from services.core.hashing import num_blocks_for
+from services.engine.model.inputs import flatten
+from services.engine.model.kv_cache import KVCache, KVShape
+from services.engine.model.paged_model import PagedModel, register_attention
+from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = 40
+_WINDOW_LIMIT = 600
+"""Largest sliding window, in tokens, for which the longer sequence is made longer than the window; for a larger one
+that would cost more time than the check is worth."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.4, torch.float16: 0.1}
+"""Largest root mean square of the difference, relative to the spread of the logits. Wrong attention gives about 1.4; in
+bfloat16 transformers' own kinds of attention differ from each other by up to 0.2 on random tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLogits:
+    """Two sequences of random tokens, and the model's own logits after each token."""
+
+    long: list[int]
+    short: list[int]
+    of_long: Tensor
+    """Logits of the longer sequence: [len(long), vocab_size]."""
+    of_short: Tensor
+    """Logits of the shorter sequence: [len(short), vocab_size]."""
+
+
+def plain_logits(model: PreTrainedModel, vocab_size: int) -> PlainLogits:
+    """Returns the logits of eager passes; call it before any part of the model is replaced."""
+    long, short = _token_ids(vocab_size, _long_length(model)), _token_ids(vocab_size, _LENGTH // 2)
+    return PlainLogits(long, short, _eager_logits(model, long), _eager_logits(model, short))
+
+
+def verify(model: PagedModel, block_size: int, plain: PlainLogits) -> float:
+    """Returns the difference, relative to the spread of the logits. Raises UnsupportedModel if it is too large."""
+    expected = {0: plain.of_long, 1: plain.of_short}
+    num_blocks = num_blocks_for(len(plain.long), block_size) + num_blocks_for(len(plain.short), block_size)
+    shape = model.shape
+    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, shape.dtype)
+    cache = KVCache(kv_shape, num_blocks, model.module.device)
+    found, wanted = [], []
+    try:
+        for step in _steps(plain.long, plain.short, block_size):
+            found.append(model.forward(flatten(step, block_size, model.module.device), cache))
+            wanted += [expected[part.seq_id][part.start + part.num_tokens - 1] for part in step]
+    finally:
+        cache.close()
+    difference = _difference(torch.cat(found), torch.stack(wanted))
+    logger.info("paged logits differ from eager ones by %.1e of their spread", difference)
+    if not difference <= _TOLERANCE[shape.dtype]:  # written so that NaN fails too
+        kind = model.module.config.model_type
+        raise UnsupportedModel(f"{kind}: paged logits differ from transformers' by {difference:.2g} of their spread")
+    return difference
+
+
+def _long_length(model: PreTrainedModel) -> int:
+    text = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) or 0
+    length = window + _LENGTH if window <= _WINDOW_LIMIT else _LENGTH
+    return min(length, text.max_position_embeddings)
+
+
+def _token_ids(vocab_size: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+    return tokens
+
+
+def _steps(long: list[int], short: list[int], block_size: int) -> list[tuple[ScheduledSequence, ...]]:
+    """Returns three steps: the longer sequence runs as two chunks and one token, the shorter as one chunk and two
+    tokens."""
+    half = len(long) // 2
+    blocks_of_long = num_blocks_for(len(long), block_size)
+
+    def part(seq_id: int, tokens: list[int], start: int, end: int) -> ScheduledSequence:
+        first_block = 0 if seq_id == 0 else blocks_of_long
+        blocks = range(first_block, first_block + num_blocks_for(end, block_size))
+        row = SampleRow(0, SamplingParams())
+        return ScheduledSequence(seq_id, start, tuple(tokens[start:end]), tuple(blocks), (row,))
+
+    def both(ends: tuple[int, int, int, int]) -> tuple[ScheduledSequence, ...]:
+        return part(1, short, ends[0], ends[1]), part(0, long, ends[2], ends[3])
+
+    return [
+        both((0, len(short) - 2, 0, half)),
+        both((len(short) - 2, len(short) - 1, half, len(long) - 1)),
+        both((len(short) - 1, len(short), len(long) - 1, len(long))),
+    ]
+
+
+@torch.inference_mode()
+def _eager_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """Returns the logits of transformers' eager attention: [len(token_ids), vocab_size]."""
+    model.set_attn_implementation("eager")
+    try:
+        tokens = torch.tensor([token_ids], device=model.device)
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(register_attention())
+    return logits
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Returns the root mean square of the difference, relative to the spread of `expected`. Both are [num_rows,
+    vocab_size]."""
+    found, expected = found.float(), expected.float()
+    return ((found - expected).square().mean().sqrt() / expected.std(-1).mean()).item()

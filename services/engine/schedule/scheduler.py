@@ -1,0 +1,323 @@
+"""Chooses what each step runs, and absorbs what it produced (continuous batching with chunked prefill).
+
+Owns: the sequences, their states, and the pool's SEQUENCE references. At the admission of a PREFILL_ONLY sequence it
+also takes the LEASE references, which the owner of the lease drops. Never: the device, time, threads, leases. Pure and
+not thread-safe: the engine calls it under its lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from services.core.errors import InvalidRequest, Overloaded
+from services.engine.schedule.admission import Admission, SchedulerConfig, never_fits
+from services.engine.schedule.batch import Batch, release_blocks
+from services.engine.schedule.prefix import index_computed
+from services.engine.schedule.sequence import (
+    Admitted,
+    Failed,
+    Mode,
+    Preempted,
+    Progress,
+    ScheduledSequence,
+    Sequence,
+    SequenceEvent,
+    State,
+    StepPlan,
+    StepResult,
+    Token,
+)
+from services.engine.schedule.step import accepted, ending, next_part, num_checkable_drafts
+from services.kv.pool import BlockPool, Holder
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+
+class Scheduler:
+    """The scheduler of one engine. It handles one step at a time: call `schedule`, run the plan, then call `update` or
+    `fail` with the same plan.
+
+    An empty plan needs neither. Events of `add` and `schedule` are returned by `take_events`, or first by the next
+    `update` or `fail`.
+    """
+
+    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
+        self.pool = pool
+        self.config = config
+        self.sequences: dict[int, Sequence] = {}
+        self.num_preemptions = 0
+        self.prefix_tokens_queried = 0
+        self.prefix_tokens_hit = 0
+        self._admission = Admission(pool, config)
+        self._batch = Batch(pool, config.max_running)
+        self._step_number = 0
+        self._in_flight: frozenset[int] = frozenset()
+        self._aborted: set[int] = set()  # in the running step: they leave when it is over
+        self._events: list[SequenceEvent] = []
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. One that can never run fails at once, with a `Failed` event."""
+        self._register(sequence)
+        self._admission.wait(sequence)
+        num_tokens = len(sequence.token_ids)
+        if num_tokens >= self.config.max_model_len:
+            limit = self.config.max_model_len
+            self._fail(sequence, InvalidRequest("token_ids", f"{num_tokens} tokens, must be fewer than {limit}"))
+        elif never_fits(self.pool, sequence):
+            self._fail(sequence, Overloaded(f"{num_tokens} tokens do not fit the {self.pool.num_blocks} KV blocks"))
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Queues a sequence whose KV is in the pool, except that of its last token. The SEQUENCE references to its
+        blocks are taken already."""
+        assert sequence.mode is Mode.GENERATE, "a lease is not adopted twice"
+        assert sequence.num_uncomputed == 1, "all but the handed-over token is computed"
+        sequence.decoding = True
+        assert len(sequence.block_ids) * self.pool.block_size >= sequence.num_computed, "blocks cover what is computed"
+        to_write = sequence.block_ids[sequence.num_computed // self.pool.block_size :]
+        assert all(self.pool.references(Holder.SEQUENCE, block_id) == 1 for block_id in to_write), "and are its own"
+        index_computed(self.pool, sequence, 0)
+        self._register(sequence)
+        self._admission.adopted.append(sequence)
+
+    def abort(self, seq_id: int) -> bool:
+        """Ends a sequence without an event; returns False if it is unknown (never added, or over).
+
+        A sequence that a step runs now keeps its SEQUENCE references until `update` or `fail`, since the step still
+        writes its blocks. LEASE references stay, and so does an `Admitted` event that is not yet taken: the owner of
+        the lease must learn of these references to drop them. (A `Preempted` event not yet taken stays too.)
+        """
+        sequence = self.sequences.get(seq_id)
+        if sequence is None:
+            return False
+        if seq_id in self._in_flight:
+            self._aborted.add(seq_id)
+        else:
+            self._leave(sequence)
+        return True
+
+    def draft(self, seq_id: int, token_ids: Iterable[int]) -> None:
+        """Proposes tokens to follow those that the sequence has, for its next step to check, in place of earlier
+        proposals.
+
+        Right ones save steps, wrong ones cost a little computing, and the output is the same. They have no effect on a
+        sequence that is unknown or does not decode.
+        """
+        sequence = self.sequences.get(seq_id)
+        if sequence is not None and sequence.decoding:
+            sequence.draft_token_ids = tuple(token_ids)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        """Returns the next step: decodes first, then unfinished prefills and recomputes in order of admission, then
+        newly admitted sequences. `now` is in seconds."""
+        assert not self._in_flight, "the last step is not absorbed"
+        preempted = self._fill_batch(now)
+        parts: list[ScheduledSequence] = []
+        budget = self.config.max_num_batched_tokens
+        decodes = self.decoding
+        prefills = [sequence for sequence in self._batch if not sequence.decoding]
+        spare = budget - len(decodes)  # every decode advances, whatever others have drafted
+        for sequence in chain(decodes, prefills, self._admissions(now)):
+            num_tokens = min(budget, sequence.num_uncomputed)
+            num_drafts = min(spare, num_checkable_drafts(sequence, self.pool.block_size, self.config.max_model_len))
+            parts.append(next_part(sequence, num_tokens, self.pool.block_size, num_drafts))
+            sequence.draft_token_ids = ()
+            spare -= num_drafts
+            budget -= num_tokens + num_drafts
+            if not budget:
+                break  # before the next sequence is admitted: it would hold blocks without running
+        self._in_flight = frozenset(part.seq_id for part in parts)
+        if parts:
+            self._step_number += 1
+        return StepPlan(self._step_number, tuple(parts), preempted)
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
+        """Absorbs a step that completed, so that its KV is final: appends tokens, indexes blocks, ends sequences and
+        frees their blocks. Returns the events."""
+        for part, sequence, aborted in self._end_step(plan):
+            spoken = () if aborted or not part.rows else self._append(sequence, part, result, now)
+            num_indexed_tokens = sequence.num_computed
+            # The KV of drafts counts only where tokens were accepted after them.
+            sequence.num_computed += part.num_tokens - part.num_drafts + max(0, len(spoken) - 1)
+            index_computed(self.pool, sequence, num_indexed_tokens)
+            if sequence.mode is Mode.PREFILL_ONLY and not aborted:
+                self._events.append(Progress(sequence.seq_id, sequence.num_computed, now))
+            self._events += spoken
+            if aborted or (spoken and (spoken[-1].finish or sequence.mode is Mode.PREFILL_ONLY)):
+                self._leave(sequence)
+        return self.take_events()
+
+    def fail(self, plan: StepPlan, error: Exception, now: float) -> list[SequenceEvent]:
+        """Absorbs a step that raised: what it wrote is unknown, so nothing is indexed and its sequences end. Returns
+        the events."""
+        for _, sequence, aborted in self._end_step(plan):
+            if aborted:
+                self._leave(sequence)
+            else:
+                self._fail(sequence, error)
+        return self.take_events()
+
+    def take_events(self) -> list[SequenceEvent]:
+        """Returns the events that were not yet returned, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # -- what shows ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns how many sequences wait to join the batch: adopted, preempted and new ones."""
+        return len(self._admission)
+
+    @property
+    def num_preempted(self) -> int:
+        """Returns how many preempted sequences wait to run again. While there are any, imports should not take blocks
+        either."""
+        return len(self._admission.preempted)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Returns how many tokens must be computed before their sequences decode, including running prefills."""
+        prefills = (sequence.num_uncomputed for sequence in self._batch if not sequence.decoding)
+        queued = chain(self._admission.preempted, self._admission.waiting)
+        return sum(prefills) + sum(len(sequence.token_ids) for sequence in queued)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Returns the running sequences that decode, in order of admission."""
+        return [sequence for sequence in self._batch if sequence.decoding]
+
+    @property
+    def has_work(self) -> bool:
+        """Returns whether there are sequences or events. If there are and the plan is empty, they wait for blocks that
+        others hold."""
+        return bool(self.sequences or self._events)
+
+    def check(self) -> None:
+        """Raises AssertionError unless queues, batch, states and references agree. Takes O(blocks + references)."""
+        self.pool.check()
+        self._admission.check()
+        self._batch.check()
+        placed = [*self._batch, *self._admission]
+        assert {sequence.seq_id for sequence in placed} == self.sequences.keys(), "each sequence has a place"
+        assert len(placed) == len(self.sequences), "and only one"
+        assert all(seq_id in self._batch for seq_id in self._in_flight), "what is in a step runs"
+        assert self._aborted <= self._in_flight, "only a step delays an abort"
+        for sequence in placed:
+            covered = len(sequence.block_ids) * self.pool.block_size
+            assert sequence.num_computed <= min(covered, len(sequence.token_ids)), f"blocks of {sequence.seq_id}"
+            assert not sequence.decoding or sequence.num_uncomputed == 1, f"{sequence.seq_id} decodes"
+            assert sequence.decoding or not sequence.draft_token_ids, f"drafts of {sequence.seq_id}"
+        held = Counter(block_id for sequence in placed for block_id in sequence.block_ids)
+        for block_id in range(self.pool.num_blocks):
+            assert self.pool.references(Holder.SEQUENCE, block_id) == held[block_id], f"references on block {block_id}"
+
+    def check_idle(self) -> None:
+        """Raises AssertionError as `check` does, and if a sequence or an event is left."""
+        self.check()
+        assert not self.sequences, f"sequences left: {sorted(self.sequences)}"
+        assert not self._events, f"events left: {self._events}"
+
+    # -- how sequences move -------------------------------------------------------------------------------------------
+
+    def _register(self, sequence: Sequence) -> None:
+        assert sequence.seq_id not in self.sequences, f"sequence {sequence.seq_id} is here already"
+        assert sequence.token_ids, "a sequence has tokens"
+        sequence.state = State.WAITING
+        self.sequences[sequence.seq_id] = sequence
+
+    def _fill_batch(self, now: float) -> tuple[int, ...]:
+        """Lets adopted sequences join the batch, and gives decodes the blocks they need.
+
+        Returns the ids of the sequences preempted for that.
+        It runs before any part of the step is planned, so that no preempted sequence is in the plan. It repeats when a
+        preemption made room for an adopted sequence, which holds blocks: if it waited while nothing else can run, no
+        step would ever free them.
+        """
+        victims: list[int] = []
+        adopted = self._admission.adopted
+        while True:
+            while adopted and not self._batch.full:
+                adopted[0].admitted_s = now
+                self._batch.join(adopted.popleft())
+            victims += self._grow_decodes(now)
+            if not adopted or self._batch.full:
+                return tuple(victims)
+
+    def _grow_decodes(self, now: float) -> list[int]:
+        """Gives decodes the blocks they lack; returns the ids of the sequences preempted for that. A sequence that has
+        outgrown the whole pool fails."""
+        short = self._batch.short_of_blocks()
+        for sequence in short:
+            if never_fits(self.pool, sequence):
+                self._fail(sequence, Overloaded(f"grew beyond the {self.pool.num_blocks} KV blocks"))
+        victims: list[Sequence] = []
+        for sequence in short:
+            if sequence.state is State.RUNNING:  # neither failed nor preempted
+                victims += self._batch.grow(sequence)
+        for victim in victims:
+            self._admission.wait_again(victim)
+            self._events.append(Preempted(victim.seq_id, now))
+        self.num_preemptions += len(victims)
+        return [victim.seq_id for victim in victims]
+
+    def _admissions(self, now: float) -> Iterator[Sequence]:
+        """Admits and yields one sequence after the other, while there is room."""
+        while not self._batch.full and (found := self._admission.take_next(now)):
+            sequence, room = found
+            comes_back = sequence.state is State.PREEMPTED
+            self._batch.enter(sequence, room)
+            if not comes_back:
+                self._admitted(sequence, now)
+            yield sequence
+
+    def _admitted(self, sequence: Sequence, now: float) -> None:
+        sequence.admitted_s = now
+        sequence.num_cached = sequence.num_computed
+        self.prefix_tokens_queried += len(sequence.token_ids)
+        self.prefix_tokens_hit += sequence.num_cached
+        if sequence.mode is Mode.PREFILL_ONLY:
+            self.pool.acquire(sequence.block_ids, Holder.LEASE)
+        self._events.append(Admitted(sequence.seq_id, tuple(sequence.block_ids), sequence.num_cached, now))
+
+    def _end_step(self, plan: StepPlan) -> list[tuple[ScheduledSequence, Sequence, bool]]:
+        """Marks the step as over; returns its parts with their sequences, and whether each was aborted meanwhile."""
+        assert {part.seq_id for part in plan.sequences} == self._in_flight, "not the plan in flight"
+        ended = [(part, self.sequences[part.seq_id], part.seq_id in self._aborted) for part in plan.sequences]
+        self._in_flight = frozenset()
+        self._aborted.clear()
+        return ended
+
+    def _append(self, sequence: Sequence, part: ScheduledSequence, result: StepResult, now: float) -> tuple[Token, ...]:
+        """Appends the accepted tokens to the sequence, up to one that ends it. Returns their events."""
+        spoken = []
+        for token in accepted(part, result.sampled[part.seq_id]):
+            finish, stop_token_id = ending(sequence, token.token_id, self.config.max_model_len)
+            spoken.append(Token(sequence.seq_id, sequence.next_position, token, finish, stop_token_id, now))
+            sequence.token_ids.append(token.token_id)
+            if finish:
+                break
+        sequence.decoding = True
+        return tuple(spoken)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self._leave(sequence)
+        self._events.append(Failed(sequence.seq_id, error))
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self.sequences[sequence.seq_id]
+        if sequence.seq_id in self._batch:
+            self._batch.leave(sequence)
+        else:
+            self._admission.remove(sequence)
+            release_blocks(self.pool, sequence)  # an adopted sequence has some
+        sequence.state = State.FINISHED

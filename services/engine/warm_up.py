@@ -1,0 +1,110 @@
+"""Runs a loaded model a few times before it serves: first uses are slow, and costs must be known. Never: torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.core.hashing import num_blocks_for
+from services.engine.config import EngineConfig, EngineInfo
+from services.engine.cost_model import CostModel
+from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence, StepPlan, StepResult
+from services.kv.regions import BlockMemory
+
+_FEWEST_WARM_TOKENS, _WARM_GROWTH = 16, 4
+_LONG_MS = 500.0
+WARM_DECODES = 3
+_WARM_SEQUENCES = 8
+
+
+class Runner(Protocol):
+    """Runs step plans on a device."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs a step and returns when it is complete on the device, so that its KV may be announced. May raise any
+        exception."""
+        ...
+
+    def reclaim(self) -> None:
+        """Cleans up after a failed step, so that its blocks may be freed and a smaller step may fit.
+
+        It waits until the device does no more work of that step, and gives back the memory that the allocator keeps.
+        Raises if the device is lost: nobody knows then what still writes to the pool, and no step may follow.
+        """
+        ...
+
+    def tune(self, decode: Callable[[], float]) -> None:
+        """Chooses what only a measurement can tell. `decode()` runs a step of one token and returns milliseconds."""
+        ...
+
+    def device_memory(self) -> dict[str, int]:
+        """Returns bytes of accelerator memory by kind; empty on a CPU."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on, so that a step of theirs may produce several tokens."""
+
+    def propose(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Returns, for each of the sequences, tokens that may follow its own; none where it has no guess.
+
+        It runs on the step thread before each step that decodes, so it must cost less than right guesses save.
+        """
+        ...
+
+
+class PoolMemory(BlockMemory, Protocol):
+    """The memory of a pool's blocks, as its engine owns it."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that was loaded and checked, with the memory of its pool."""
+
+    info: EngineInfo
+    cache: PoolMemory
+    runner: Runner
+    drafter: Drafter | None = None
+    """None: steps produce one token for each sequence."""
+
+
+def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
+    """Runs a few prefill and decode steps on a pool that nobody uses yet: first uses are slow, and `costs` is measured.
+
+    The KV that it leaves in the blocks belongs to no sequence and is never read.
+    """
+    info = loaded.info
+    num_tokens = min(config.max_num_batched_tokens, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
+    blocks = tuple(range(num_blocks_for(num_tokens + 1, info.block_size)))
+    greedy = SampleRow(0, SamplingParams(temperature=0.0))
+
+    def run(start: int, count: int, num_sequences: int = 1) -> float:
+        part = ScheduledSequence(0, start, (0,) * count, blocks, (greedy,), is_decode=count == 1)
+        started = time.perf_counter()
+        loaded.runner.run(StepPlan(0, (part,) * num_sequences))
+        return (time.perf_counter() - started) * 1e3
+
+    num_tokens, prefill_ms = _prefill_ms(lambda count: run(0, count), num_tokens)
+    costs.observe(num_tokens, 0, prefill_ms)
+    loaded.runner.tune(lambda: run(num_tokens, 1))
+    for _ in range(WARM_DECODES):
+        for num_sequences in (1, min(_WARM_SEQUENCES, config.max_num_seqs)):
+            costs.observe(0, num_sequences, run(num_tokens, 1, num_sequences))
+
+
+def _prefill_ms(run: Callable[[int], float], most: int) -> tuple[int, float]:
+    """Returns (tokens, milliseconds) of the largest step, up to `most` tokens, that it tried.
+
+    Steps grow until one takes long, so that a worker starts in seconds even where a step of `most` tokens takes half a
+    minute.
+    """
+    count = min(_FEWEST_WARM_TOKENS, most)
+    while (ms := run(count)) < _LONG_MS and count < most:
+        count = min(_WARM_GROWTH * count, most)
+    return count, ms if ms >= _LONG_MS else run(count)  # run again: the first step of a size is slow

@@ -1,0 +1,34 @@
+"""Moments at which something is to be looked at, so that nobody has to look at everything all the time. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", int, str)
+
+
+class Alarms(Generic[Key]):
+    def __init__(self, live: Container[Key]) -> None:
+        """`live`: the keys of what still is. Alarms of others are dropped, before they are most of what is kept."""
+        self._live: Container[Key] = live
+        self._heap: list[tuple[float, Key]] = []
+        self._most = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, at_s: float, key: Key) -> None:
+        heapq.heappush(self._heap, (at_s, key))
+        if len(self._heap) > self._most:
+            self._heap = [alarm for alarm in self._heap if alarm[1] in self._live]
+            heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + 64
+
+    def due(self, now: float) -> list[Key]:
+        """In order of time. Each is returned once."""
+        keys: dict[Key, None] = {}
+        while self._heap and self._heap[0][0] <= now:
+            keys[heapq.heappop(self._heap)[1]] = None
+        return [key for key in keys if key in self._live]

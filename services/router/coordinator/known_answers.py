@@ -1,0 +1,177 @@
+"""What the right answer to a canary is, as far as the workers that compute the same have shown it. Pure.
+
+Every canary asks the same, so whoever computes the same says the same, but for rounding: what else is in the batch
+decides in which order sums are taken. So an answer agrees with another if it is as good as a tie with it, by the
+log-probabilities that both give. Positions are judged one by one, each under the tokens before it: once two workers
+have chosen differently in a tie, what follows is another prompt.
+
+Who is right: a process has one vote, its first answer. The answer with the most votes is right, and of equals the one
+that was given first. So a newcomer is right only by a third's word, a process that changes its mind is wrong, and an
+answer that two gave is not overruled by one.
+
+Votes are counted whenever one is given, and only those of processes that are there. So what a worker said that is gone
+is not held against one that comes later, yet its going alone makes nothing right that was found wrong beside it; and
+what it said stays the earlier answer, if it comes back with it.
+
+Owns: votes, and who agrees with whom. Never: what follows for a worker (`canaries.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.router.coordinator.events import Tokens, WorkerInfo
+from services.router.policy import Fingerprint
+
+if TYPE_CHECKING:
+    from baton.v1 import types_pb2
+
+NUM_LIKELIEST = 20
+"""How many of the likeliest tokens at each position are asked for, with their log-probabilities."""
+_MARGINS = (("bfloat16", 1.0), ("float16", 0.5))
+_LEAST_MARGIN = 0.1
+"""How far behind the best token one may be that ties with it, in nats: several times what was seen, by the type that
+`numerics` names. Without one of these names it is float32, which rounds less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One position of an answer."""
+
+    token_id: int
+    likeliest: dict[int, float] = field(default_factory=dict)
+    """Log-probabilities in nats, by token id; empty if the worker gave none."""
+
+
+def said(tokens: Tokens) -> list[Said]:
+    """What one event says, position by position."""
+    logprobs = [*tokens.logprobs, *[None] * (len(tokens.token_ids) - len(tokens.logprobs))]
+    return [Said(token_id, _likeliest(each)) for token_id, each in zip(tokens.token_ids, logprobs, strict=True)]
+
+
+def _likeliest(logprobs: types_pb2.TokenLogprobs | None) -> dict[int, float]:
+    return {each.token_id: each.logprob for each in logprobs.top} if logprobs is not None else {}
+
+
+def agree(one: Said, other: Said, margin: float) -> bool:
+    """Whether each token is one that the other's worker could have chosen as well. Both ways: to a worker whose weights
+    are damaged any token may be as good as any other, to one that is healthy they are not. Without log-probabilities
+    only the same token will do.
+
+    How likely each finds the tokens is not compared: in bfloat16 the batch alone moved one of the 20 likeliest by
+    1.8 nats, while no token that was chosen instead was more than 0.25 behind.
+    """
+    if any(math.isnan(each) for each in (*one.likeliest.values(), *other.likeliest.values())):
+        return False
+    if not one.likeliest or not other.likeliest:
+        return one.token_id == other.token_id
+    return max(_behind(one, other.token_id), _behind(other, one.token_id)) <= margin
+
+
+def _behind(said: Said, token_id: int) -> float:
+    """How far the token is behind the likeliest, in nats; of one that is not listed, the least that it can be."""
+    least, best = min(said.likeliest.values()), max(said.likeliest.values())
+    return best - said.likeliest.get(token_id, least)
+
+
+def margin_of(fingerprint: Fingerprint) -> float:
+    return next((margin for name, margin in _MARGINS if name in fingerprint.numerics), _LEAST_MARGIN)
+
+
+@dataclass(eq=False, slots=True)
+class _Answer:
+    said: Said
+    number: int
+    """Earlier ones have lower numbers."""
+
+
+@dataclass(slots=True)
+class _Vote:
+    incarnation: int
+    answer: _Answer
+    gone: bool = False
+    """Its process is; or cannot be heard, and has its vote again when it is."""
+
+
+class _Tally:
+    """One position after one context, on one fingerprint."""
+
+    def __init__(self, margin: float) -> None:
+        self.votes: dict[str, _Vote] = {}
+        self._margin = margin
+        self._num_answers = 0
+        self._right: _Answer | None = None
+
+    def hear(self, worker: WorkerInfo, answer: Said) -> str | None:
+        mine = next((known for known in self._answers() if agree(known.said, answer, self._margin)), None)
+        voted = self.votes.get(worker.worker_id)
+        if voted is None or voted.incarnation != worker.incarnation:
+            if mine is None:
+                self._num_answers += 1
+                mine = _Answer(answer, self._num_answers)
+            self.votes[worker.worker_id] = _Vote(worker.incarnation, mine)
+            self._right = self._count()
+        elif voted.gone:
+            voted.gone = False
+            self._right = self._count()
+        right = self._right
+        assert right is not None, "there is a vote"
+        if mine is right:
+            return None
+        num_agreed = sum(vote.answer is right for vote in self.votes.values())
+        return f"token {answer.token_id} instead of {right.said.token_id}, as {num_agreed} would say"
+
+    def forget(self, is_known: Callable[[str], bool]) -> None:
+        self.votes = {worker_id: vote for worker_id, vote in self.votes.items() if is_known(worker_id)}
+        if self.votes and not any(vote.answer is self._right for vote in self.votes.values()):
+            self._right = self._count()
+
+    def outvoted(self) -> list[str]:
+        """Workers whose vote is not for what is right now."""
+        return [worker_id for worker_id, vote in self.votes.items() if vote.answer is not self._right]
+
+    def _answers(self) -> list[_Answer]:
+        return sorted({vote.answer for vote in self.votes.values()}, key=lambda answer: answer.number)
+
+    def _count(self) -> _Answer:
+        return max(self._answers(), key=lambda answer: (self._num_votes(answer), -answer.number))
+
+    def _num_votes(self, answer: _Answer) -> int:
+        return sum(vote.answer is answer and not vote.gone for vote in self.votes.values())
+
+
+class KnownAnswers:
+    def __init__(self) -> None:
+        self._tallies: dict[tuple[Fingerprint, tuple[int, ...]], _Tally] = {}
+
+    def wrong(self, worker: WorkerInfo, context: tuple[int, ...], answer: Sequence[Said]) -> str | None:
+        """Returns how the answer is wrong; None if it is right or nobody knows better. `context`: the prompt, and what
+        was said before `answer`."""
+        for each in answer:
+            key = (worker.fingerprint, context)
+            tally = self._tallies.setdefault(key, _Tally(margin_of(worker.fingerprint)))
+            if (reason := tally.hear(worker, each)) is not None:
+                return f"wrong answer: {reason}"
+            context = (*context, each.token_id)
+        return None
+
+    def outvoted(self, fingerprint: Fingerprint) -> set[str]:
+        """Workers that have said what by now is wrong; they are to be asked again."""
+        tallies = [tally for (kind, _), tally in self._tallies.items() if kind == fingerprint]
+        return {worker_id for tally in tallies for worker_id in tally.outvoted()}
+
+    def gone(self, worker_id: str) -> None:
+        """Its process has ended, or is not to be heard for now."""
+        for tally in self._tallies.values():
+            if (vote := tally.votes.get(worker_id)) is not None:
+                vote.gone = True
+
+    def forget(self, is_known: Callable[[str], bool]) -> None:
+        """Drops the votes of workers that are no longer known."""
+        for key, tally in list(self._tallies.items()):
+            tally.forget(is_known)
+            if not tally.votes:
+                del self._tallies[key]

@@ -1,0 +1,116 @@
+"""Checks what a worker reports of itself: every string and number of a registration has a bound, and every name a form.
+
+A field added to the messages is bounded here without further code: its text like other text, its numbers like others.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from google.protobuf.message import Message
+
+from baton.v1 import control_pb2, types_pb2
+from services.core.addresses import is_dialable
+from services.core.errors import InvalidRequest
+from services.core.ids import WORKER_ID_FORM, is_worker_id
+
+_DIGEST = re.compile("[0-9a-f]{32}")
+_MAX_CHARS = 256
+_CHARS = {
+    "worker_id": 128,
+    "address": 262,
+    "shm_socket": 108,
+    "host_id": 128,
+    "device": 64,
+    "fingerprint.numerics": 200,
+}
+"""The most characters of fields that have a bound of their own.
+
+The kernel takes 108 bytes for a Unix socket's address.
+"""
+_MAX_ENTRIES = 64
+_MAX_OFFERS = 16
+_NUMBERS = {
+    "num_blocks": (1, 1 << 30),
+    "max_model_len": (1, 1 << 30),
+    "max_num_seqs": (1, 1 << 20),
+    "layout.block_size": (1, 1024),
+}
+_MOST = (1 << 64) - 1
+_ROLES = (types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE)
+
+
+def check_description(worker: control_pb2.WorkerDescription) -> None:
+    """Raises an InvalidRequest that names the field, if a field is out of bounds.
+
+    Unknown fields of the message are dropped, since they would be kept, and sent on, as long as the worker is known.
+    """
+    worker.DiscardUnknownFields()
+    check_worker_id("worker.worker_id", worker.worker_id)
+    if not worker.roles or len(set(worker.roles)) < len(worker.roles):
+        raise InvalidRequest("worker.roles", "is empty, or names a role twice")
+    if any(role not in _ROLES for role in worker.roles):
+        raise InvalidRequest("worker.roles", "names an unknown role")
+    if not is_dialable(worker.address):
+        raise InvalidRequest("worker.address", "is not HOST:PORT that others can dial")
+    if not worker.incarnation:
+        raise InvalidRequest("worker.incarnation", "is missing")
+    if not _DIGEST.fullmatch(worker.fingerprint.kv):
+        raise InvalidRequest("worker.fingerprint.kv", "must be 32 hex digits")
+    _check_fields(worker, "")
+
+
+def check_worker_id(field: str, worker_id: str) -> None:
+    if not is_worker_id(worker_id):
+        raise InvalidRequest(field, f"is no worker's name: {WORKER_ID_FORM}")
+
+
+def check_source(source: types_pb2.KVSource) -> None:
+    """Raises an InvalidRequest that names the field, if a text in a worker's KVSource is out of bounds.
+
+    The message is kept with the lease, sent on to another worker, and logged there. Unknown fields are dropped.
+    """
+    source.DiscardUnknownFields()
+    if len(source.offers) > _MAX_OFFERS:
+        raise InvalidRequest("source.offers", f"has more than {_MAX_OFFERS} entries")
+    _check_texts(source, "source.")
+
+
+def _check_texts(message: Message, prefix: str) -> None:
+    for field, value in message.ListFields():
+        for part in value if field.is_repeated else [value]:
+            if isinstance(part, Message):
+                _check_texts(part, f"{prefix}{field.name}.")
+            elif isinstance(part, str):
+                _check_text(prefix + field.name, part, _CHARS.get(field.name, _MAX_CHARS))
+
+
+def _check_fields(message: Message, prefix: str) -> None:
+    for field in message.DESCRIPTOR.fields:
+        name = prefix + field.name
+        value: Any = getattr(message, field.name)
+        values = value if field.is_repeated else [value]
+        if len(values) > _MAX_ENTRIES:
+            raise InvalidRequest(f"worker.{name}", f"has more than {_MAX_ENTRIES} entries")
+        for part in values:
+            _check(name, part)
+
+
+def _check(name: str, value: Any) -> None:
+    match value:
+        case Message():
+            _check_fields(value, f"{name}.")
+        case str() | bytes():
+            _check_text(f"worker.{name}", value, _CHARS.get(name, _MAX_CHARS))
+        case int():
+            least, greatest = _NUMBERS.get(name, (0, _MOST))
+            if not least <= value <= greatest:
+                raise InvalidRequest(f"worker.{name}", f"is {value}, outside [{least}, {greatest}]")
+
+
+def _check_text(name: str, value: str | bytes, most: int) -> None:
+    if len(value) > most:
+        raise InvalidRequest(name, f"is longer than {most}")
+    if isinstance(value, str) and not value.isprintable():
+        raise InvalidRequest(name, "has characters that cannot be shown")

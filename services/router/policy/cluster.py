@@ -1,0 +1,262 @@
+"""The workers as placement sees them: whom a job fits, found once per topology, and what room they have. Pure.
+
+Owns: the newest view of each worker; for each kind of job, who could ever run it and take it over; and the room of each
+set of workers that take over from one source, added up as snapshots come. Never: which worker is best (`placement.py`).
+
+A topology lasts until a worker comes, goes, or changes in what does not depend on its load: its health, say. Jobs that
+no worker of the topology tells apart by their lengths have one `Fit`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.router.policy.views import Fingerprint, Job, Role, Source, WorkerView
+
+_MOST_FITS = 1024
+"""Kept at once; requests that failed on different workers are of different kinds."""
+
+
+def can_prefill(job: Job, worker: WorkerView) -> bool:
+    """Returns whether the worker could ever run the job's prompt, whatever its load is now."""
+    able = worker.ready and worker.roles.can_prefill and job.num_tokens < worker.context_tokens
+    return able and _may_compute(job, worker)
+
+
+def can_decode(job: Job, worker: WorkerView) -> bool:
+    """Returns whether the worker could ever run the whole sequence, whatever its load is now."""
+    return worker.ready and _fits(job, worker) and _may_compute(job, worker)
+
+
+def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
+    """Returns whether the worker could ever take over the handoff, whatever its load is now.
+
+    In place it needs no new block; elsewhere it needs all the prompt's blocks and one.
+    """
+    if worker.worker_id == source.worker_id:
+        return (worker.ready or worker.on_trial) and _fits(job, worker)
+    if not worker.ready or not _fits(job, worker) or source.worker_id in worker.barred:
+        return False
+    return worker.fingerprint.kv == source.fingerprint.kv and import_blocks(job, worker) <= worker.num_blocks
+
+
+def import_blocks(job: Job, worker: WorkerView) -> int:
+    """Returns the blocks that a decode worker sets aside for a handoff: its prompt's and one to grow into."""
+    return worker.blocks_for(job.num_tokens) + 1
+
+
+def unblamed(able: list[WorkerView], job: Job) -> list[WorkerView]:
+    """Returns the workers that have not failed under this job, or all of them if each has.
+
+    Room does not matter: the worker that failed often looks the freest, and a job that went back there because the
+    others have no room would use up its attempts.
+    """
+    if not job.avoid:
+        return able
+    return [worker for worker in able if worker.worker_id not in job.avoid] or able
+
+
+def _may_compute(job: Job, worker: WorkerView) -> bool:
+    """Returns whether the worker may compute the job: after tokens were streamed, only an equal fingerprint may.
+
+    To take over KV, an equal `kv` is enough.
+    """
+    return job.fingerprint is None or worker.fingerprint == job.fingerprint
+
+
+def _fits(job: Job, worker: WorkerView) -> bool:
+    return worker.roles.can_decode and job.total_tokens <= worker.context_tokens
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    """Of workers that take over from the same sources, together."""
+
+    num_blocks: int
+    """Available by their newest snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a prompt could run."""
+
+    worker_id: str
+    room: Room
+    """Of those that could take it over."""
+
+
+class Cluster:
+    """All workers, as they are now."""
+
+    def __init__(self, views: Iterable[WorkerView] = ()) -> None:
+        self.views: dict[str, WorkerView] = {}
+        self._parts: dict[frozenset[str], Part] = {}
+        self._rooms: dict[tuple[str, ...], Room] = {}
+        self._rooms_of: dict[str, list[Room]] = {}
+        self._num_fits = 0
+        for view in views:
+            self.put(view)
+
+    def put(self, view: WorkerView) -> None:
+        """A worker is new, or there is news of it."""
+        before = self.views.get(view.worker_id)
+        self.views[view.worker_id] = view
+        if before is None or _lasting(before) != _lasting(view):
+            self._forget()
+        elif num_more := view.load.available_blocks - before.load.available_blocks:
+            for room in self._rooms_of.get(view.worker_id, ()):
+                room.num_blocks += num_more
+
+    def drop(self, worker_id: str) -> None:
+        """A worker is gone, if it was there."""
+        if self.views.pop(worker_id, None) is not None:
+            self._forget()
+
+    @property
+    def whole(self) -> Part:
+        return self.without(frozenset())
+
+    def without(self, claimed: frozenset[str]) -> Part:
+        """What is left to others where these are claimed. Valid until something changes."""
+        part = self._parts.get(claimed)
+        if part is None:
+            part = Part(self, [view for view in self.views.values() if view.worker_id not in claimed])
+            self._parts[claimed] = part
+        return part
+
+    def room_of(self, worker_ids: tuple[str, ...]) -> Room:
+        room = self._rooms.get(worker_ids)
+        if room is None:
+            room = Room(sum(self.views[worker_id].load.available_blocks for worker_id in worker_ids))
+            self._rooms[worker_ids] = room
+            for worker_id in worker_ids:
+                self._rooms_of.setdefault(worker_id, []).append(room)
+        return room
+
+    def note_fit(self) -> None:
+        """One more is kept. What is dropped is found again when it is asked for."""
+        self._num_fits += 1
+        if self._num_fits > _MOST_FITS:
+            self._forget()
+
+    def check(self) -> None:
+        """Raises AssertionError if a sum is not what it is the sum of. For tests and the simulator."""
+        for worker_ids, room in self._rooms.items():
+            assert room.num_blocks == sum(self.views[worker_id].load.available_blocks for worker_id in worker_ids)
+
+    def _forget(self) -> None:
+        self._parts, self._rooms, self._rooms_of, self._num_fits = {}, {}, {}, 0
+
+
+class Part:
+    """Some of the workers, in one topology."""
+
+    def __init__(self, cluster: Cluster, views: list[WorkerView]) -> None:
+        ready = [view for view in views if view.ready]
+        self.longest_prompt = max((view.context_tokens for view in ready if view.roles.can_prefill), default=0)
+        """Prompts must be shorter to run on prefill workers, tokens."""
+        self.longest_sequence = max((view.context_tokens for view in ready if view.roles.can_decode), default=0)
+        """What these could serve, were they idle: prompt and output, tokens."""
+        self._cluster = cluster
+        self._worker_ids = [view.worker_id for view in views]
+        self._fits: dict[tuple[int, int, frozenset[str], Fingerprint | None], Fit] = {}
+        # The lengths beyond which a job no longer fits one or another of them.
+        self._prompt_bounds = sorted(
+            {view.context_tokens - 1 for view in views if view.roles.can_prefill}
+            | {(view.num_blocks - 1) * view.block_size for view in views if view.roles.can_decode}
+        )
+        self._sequence_bounds = sorted({view.context_tokens for view in views if view.roles.can_decode})
+
+    def fit(self, job: Job) -> Fit:
+        key = (
+            bisect_left(self._prompt_bounds, job.num_tokens),
+            bisect_left(self._sequence_bounds, job.total_tokens),
+            job.avoid,
+            job.fingerprint,
+        )
+        fit = self._fits.get(key)
+        if fit is None:
+            fit = self._fits[key] = Fit(self._cluster, self.views(), job)
+            self._cluster.note_fit()
+        return fit
+
+    def able(self, job: Job, source: Source | None) -> list[WorkerView]:
+        """Who could ever take the job over from there; without a source, run the whole of it."""
+        fit, views = self.fit(job), self._cluster.views
+        worker_ids = fit.decoders if source is None else fit.takers(source)
+        return [views[worker_id] for worker_id in worker_ids]
+
+    def view(self, worker_id: str) -> WorkerView:
+        return self._cluster.views[worker_id]
+
+    def views(self) -> list[WorkerView]:
+        return [self._cluster.views[worker_id] for worker_id in self._worker_ids]
+
+
+class Fit:
+    """Who of some workers could ever do what for jobs of one kind."""
+
+    def __init__(self, cluster: Cluster, views: list[WorkerView], job: Job) -> None:
+        self.decoders = tuple(view.worker_id for view in views if can_decode(job, view))
+        """Could run the whole of it."""
+        self._cluster = cluster
+        self._worker_ids = [view.worker_id for view in views]
+        self._job = job
+        self._takers: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._starts: tuple[Start, ...] | None = None
+        sources = (Source(view.worker_id, view.host_id, view.fingerprint) for view in views if can_prefill(job, view))
+        self._sources = [source for source in sources if self.takers(source)]
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Some worker could run the prompt and some worker take it over."""
+        return bool(self._sources)
+
+    @property
+    def can_begin(self) -> bool:
+        """Someone could run it, in two parts or as a whole."""
+        return bool(self._sources or self.decoders)
+
+    @property
+    def starts(self) -> tuple[Start, ...]:
+        """Where the prompt may run, room or not: as far as there is a choice, nowhere that it has failed, and where
+        someone is known to be able to take it over."""
+        if self._starts is None:
+            views = self._cluster.views
+            able = unblamed([views[source.worker_id] for source in self._sources], self._job)
+            left = {view.worker_id for view in able}
+            sources = [source for source in self._sources if source.worker_id in left]
+            tried = [source for source in sources if self._has_tried_taker(source)] or sources
+            self._starts = tuple(
+                Start(source.worker_id, self._cluster.room_of(self.takers(source))) for source in tried
+            )
+        return self._starts
+
+    def takers(self, source: Source) -> tuple[str, ...]:
+        """Who could ever take over what runs there."""
+        key = (source.worker_id, source.fingerprint.kv)
+        if key not in self._takers:
+            views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
+            self._takers[key] = tuple(view.worker_id for view in views if can_take_over(self._job, source, view))
+        return self._takers[key]
+
+    def _has_tried_taker(self, source: Source) -> bool:
+        views = self._cluster.views
+        return any(source.worker_id not in views[worker_id].untried for worker_id in self.takers(source))
+
+
+def _lasting(view: WorkerView) -> tuple[bool, bool, Role, Fingerprint, int, int, int, frozenset[str], frozenset[str]]:
+    """All that decides whom a job fits."""
+    return (
+        view.ready,
+        view.on_trial,
+        view.roles,
+        view.fingerprint,
+        view.block_size,
+        view.num_blocks,
+        view.max_model_len,
+        view.barred,
+        view.untried,
+    )

@@ -1,0 +1,220 @@
+"""Bounds what calls that need no token may cost: how many are open, and how many of them keep the server waiting.
+
+A caller needs only one frame to open a call, and may then send nothing, send half a message, or not read the answer. A
+server that is full ends the call that has kept it waiting longest; the HTTP server does the same with connections.
+Calls whose messages are still arriving have a bound of their own, since the runtime holds the bytes received so far of
+each. Owns: both bounds, over the services that need no token. Never: calls that have the token, or what the runtime
+keeps of an answer that its client does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+
+from services.core.errors import MalformedMessage, Overloaded
+from services.rpc.authentication import FOR_ANYONE
+from services.rpc.interceptors import Behavior, Context, Handler
+
+ARRIVING_BYTES = 256 << 20
+"""The most bytes that messages still arriving may have together if each has the largest size allowed."""
+GRACE_S = 0.5
+"""Seconds for which a call may keep the server waiting before it may be ended to make room for others."""
+_RETRY_AFTER_S = 1.0
+_PROBE = "/grpc.health.v1.Health/Check"
+
+
+def most_arriving(max_request_bytes: int) -> int:
+    return max(4, min(256, ARRIVING_BYTES // max_request_bytes))
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Applies the bounds to all calls of open services.
+
+    It reads every request as a stream, to see how long it takes to arrive. On the wire this makes no difference.
+    """
+
+    def __init__(self, most: int, most_arriving: int) -> None:
+        """`most` bounds the calls open at once; health probes (`Health/Check`) do not count."""
+        self._calls = OpenCalls(most, most_arriving)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.rpartition("/")[0].removeprefix("/") not in FOR_ANYONE:
+            return handler
+        if handler.response_streaming:
+            make, behavior = grpc.stream_stream_rpc_method_handler, handler.stream_stream or handler.unary_stream
+            respond = self._streaming(behavior, handler.request_streaming)
+        else:
+            make, behavior = grpc.stream_unary_rpc_method_handler, handler.stream_unary or handler.unary_unary
+            respond = self._unary(behavior, handler.request_streaming, is_probe=method == _PROBE)
+        return make(respond, handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, behavior: Behavior, many: bool, *, is_probe: bool) -> Behavior:
+        async def respond(requests: AsyncIterator[Any], context: Context) -> Any:
+            async with self._calls.open(is_probe=is_probe) as call:
+                arriving = _Arriving(requests, call)
+                return await behavior(arriving if many else await _first(arriving), context)
+
+        return respond
+
+    def _streaming(self, behavior: Behavior, many: bool) -> Behavior:
+        async def respond(requests: AsyncIterator[Any], context: Context) -> None:
+            async with self._calls.open() as call:
+                arriving = _Arriving(requests, call)
+                outcome = behavior(arriving if many else await _first(arriving), context)
+                if inspect.isawaitable(outcome):  # the handler writes through the context itself, as Health.Watch does
+                    with call.unread():
+                        await outcome
+                    return
+                async with contextlib.aclosing(outcome) as responses:
+                    async for response in responses:
+                        with call.unread():
+                            await context.write(response)
+
+        return respond
+
+
+class OpenCalls:
+    """The open calls of one server, and which of them keep it waiting. Use it on the event loop only."""
+
+    def __init__(self, most: int, most_arriving: int) -> None:
+        self._most = most
+        self._most_arriving = most_arriving
+        self._calls: set[OpenCall] = set()
+        self._arriving: dict[OpenCall, int] = {}
+        """Calls whose next message is awaited, oldest first, each with the running number of its wait."""
+        self._unread: dict[OpenCall, None] = {}
+        self._num_arrivals = 0
+        self._num_swept = 0
+        """The value of `_num_arrivals` at the last sweep."""
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @contextlib.asynccontextmanager
+    async def open(self, *, is_probe: bool = False) -> AsyncIterator[OpenCall]:
+        """Counts a call as open within the block.
+
+        Raises Overloaded at once if there is no room, or later if the call is ended to make room for another.
+        """
+        if not is_probe and len(self._calls) >= self._most:
+            self._make_room()
+        call = OpenCall(self)
+        try:
+            async with asyncio.timeout(None) as call.limit:
+                if not is_probe:
+                    self._calls.add(call)
+                yield call
+        except TimeoutError as error:
+            if not call.is_evicted:
+                raise
+            message = "the server is full, and this call has kept it waiting"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
+        finally:
+            self._calls.discard(call)
+
+    @contextlib.contextmanager
+    def arriving(self, call: OpenCall) -> Iterator[None]:
+        self._num_arrivals += 1
+        self._arriving[call] = self._num_arrivals
+        call.since_s = asyncio.get_running_loop().time()
+        self._look_later()
+        try:
+            yield
+        finally:
+            self._arriving.pop(call, None)
+
+    @contextlib.contextmanager
+    def unread(self, call: OpenCall) -> Iterator[None]:
+        self._unread[call] = None
+        call.since_s = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._unread.pop(call, None)
+
+    def _make_room(self) -> None:
+        before_s = asyncio.get_running_loop().time() - GRACE_S
+        oldest = [next(iter(waiting)) for waiting in (self._arriving, self._unread) if waiting]
+        victim = min(oldest, key=lambda call: call.since_s, default=None)
+        if victim is None or victim.since_s > before_s:
+            raise Overloaded("the server has all the calls it can serve", retry_after_s=_RETRY_AFTER_S)
+        self._evict(victim)
+
+    def _look_later(self) -> None:
+        if self._sweep is None and len(self._arriving) > self._most_arriving:
+            self._sweep = asyncio.get_running_loop().call_later(GRACE_S, self._look)
+
+    def _look(self) -> None:
+        """Ends calls above the bound on arriving messages, if they waited at the last sweep already.
+
+        One sweep alone would be unfair: an event loop that was held up has not read what has arrived meanwhile.
+        """
+        self._sweep = None
+        for call, number in list(self._arriving.items()):
+            if len(self._arriving) <= self._most_arriving or number > self._num_swept:
+                break
+            self._evict(call)
+        self._num_swept = self._num_arrivals
+        self._look_later()
+
+    def _evict(self, call: OpenCall) -> None:
+        self._calls.discard(call)
+        self._arriving.pop(call, None)
+        self._unread.pop(call, None)
+        call.evict()
+
+
+class OpenCall:
+    def __init__(self, calls: OpenCalls) -> None:
+        self.limit: asyncio.Timeout
+        self.is_evicted = False
+        self.since_s = 0.0
+        """Since when the call keeps the server waiting, in the event loop's seconds."""
+        self._calls = calls
+
+    def arriving(self) -> contextlib.AbstractContextManager[None]:
+        """Marks the call, within the block, as waiting for a message of its client."""
+        return self._calls.arriving(self)
+
+    def unread(self) -> contextlib.AbstractContextManager[None]:
+        """Marks the call, within the block, as waiting for its client to read, or in a handler that writes itself."""
+        return self._calls.unread(self)
+
+    def evict(self) -> None:
+        self.is_evicted = True
+        self.limit.reschedule(asyncio.get_running_loop().time())
+
+
+class _Arriving:
+    """The request stream of one call; it marks the call as waiting while the next request is awaited."""
+
+    def __init__(self, requests: AsyncIterator[Any], call: OpenCall) -> None:
+        self._requests = requests
+        self._call = call
+
+    def __aiter__(self) -> _Arriving:
+        return self
+
+    async def __anext__(self) -> Any:
+        with self._call.arriving():
+            return await anext(self._requests)
+
+
+async def _first(requests: _Arriving) -> Any:
+    try:
+        return await anext(requests)
+    except StopAsyncIteration:
+        raise MalformedMessage("the stream ended without a request") from None

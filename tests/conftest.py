@@ -1,0 +1,69 @@
+"""How the suite runs, and what pytest says at the end of every run: what did not run, by name and reason."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import pytest
+
+from services.engine.cpu.openmp import expect_shared_cores
+
+expect_shared_cores()  # before anything loads torch: tests run side by side, and their workers with them
+
+# How long an example takes says how busy the machine is; what must be fast is measured on purpose.
+hypothesis.settings.register_profile("baton", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("baton")
+
+_SAID = {"faults", "faults_long", "long"}
+_left_out = pytest.StashKey[dict[str, list[str]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_left_out] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """CI has an hour and a half. On a machine that needs longer, what is left then is named instead of run."""
+    until_s = os.environ.get("BATON_TEST_UNTIL_S")
+    if until_s and time.time() > float(until_s):
+        pytest.skip("no time was left for it (BATON_TEST_UNTIL_S)")
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        markers = sorted({mark.name for mark in item.iter_markers()} & _SAID)
+        item.config.stash[_left_out][item.nodeid] = markers
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:  # one of several processes (pytest -n)
+        output["left_out"] = session.config.stash[_left_out]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """One of the processes of `pytest -n` has ended: what it left out was left out of the run."""
+    node.config.stash[_left_out] |= getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Skipped tests one by one, then what the chosen markers left out."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section("skipped", sep="-")
+    for report in skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        terminalreporter.write_line(f"{report.nodeid}: {reason.removeprefix('Skipped: ')}")
+    if terminalreporter.config.option.keyword:
+        return  # whoever asked for a few by name knows that
+    left_out = {name: marks for name, marks in terminalreporter.config.stash[_left_out].items() if marks}
+    if left_out:
+        terminalreporter.section("left out by the markers chosen (-m)", sep="-")
+    for name, markers in sorted(left_out.items()):
+        terminalreporter.write_line(f"{name}: {', '.join(markers)}")

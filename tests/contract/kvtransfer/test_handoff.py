@@ -1,0 +1,249 @@
+"""A handoff between a real source and a real destination: what is copied, when, and who may still have it."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.v1 import types_pb2
+from services.core.errors import LeaseInvalid
+from services.kv.imports import ImportState
+from services.kv.lease import FetchEnd, LeaseState
+from services.kvtransfer.client import lease_may_live
+from services.kvtransfer.servicer import KVTransferServicer
+from tests.support.kv_harness import LAYOUT, TOKEN, Destination, Gate, Source, running, until
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "grpc"])
+WIRE = {"shm": types_pb2.TRANSPORT_SHM, "grpc": types_pb2.TRANSPORT_GRPC}
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 320])
+async def test_a_sealed_lease_is_copied_and_released(transport: str, checksums: bool, num_tokens: int) -> None:
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(num_tokens, sealed=True)
+        order = destination.order(source, lease, transport=transport, checksums=checksums)
+        outcome = await destination.fetcher.fetch(order)
+        assert outcome.ready
+        assert outcome.first_token == TOKEN
+        assert outcome.num_tokens == num_tokens
+        assert outcome.transport == WIRE[transport]
+        assert outcome.num_blocks == lease.num_blocks
+        assert outcome.num_bytes == lease.num_blocks * LAYOUT.block_bytes
+        assert order.import_.state is ImportState.READY
+        assert destination.holds(order.targets) == source.expected(lease)
+        assert lease.state is LeaseState.RELEASED
+        assert destination.freed == []
+
+
+@TRANSPORTS
+async def test_blocks_are_copied_while_the_prompt_is_computed(transport: str) -> None:
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(40)
+        order = destination.order(source, lease, transport=transport)
+        fetch = destination.start(order)
+        await until(lambda: lease.fetch is not None)
+        for num_tokens, copied in ((10, 0), (16, 1), (39, 2)):
+            source.publish(lease, num_tokens)
+            await until(lambda copied=copied: lease.fetch is not None and lease.fetch.copied == copied)
+            assert destination.holds(order.targets)[:copied] == source.expected(lease)[:copied]
+            destination.clock.advance(1.0)
+        assert not fetch.done()
+        source.seal(lease)
+        outcome = await fetch
+        assert destination.holds(order.targets) == source.expected(lease)
+        assert outcome.overlapped_ms == pytest.approx(2000)
+        assert outcome.exposed_ms == 0
+
+
+@TRANSPORTS
+async def test_a_partial_block_comes_only_with_the_seal(transport: str) -> None:
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(10)
+        fetch = destination.start(destination.order(source, lease, transport=transport))
+        await until(lambda: lease.fetch is not None)
+        source.publish(lease, 10)
+        assert lease.num_published == 0
+        source.seal(lease)
+        assert (await fetch).num_blocks == 1
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("first_block", [1, 2, 3])
+@pytest.mark.parametrize("sealed", [True, False])
+async def test_only_the_blocks_that_the_destination_lacks_travel(
+    transport: str, first_block: int, sealed: bool
+) -> None:
+    """Also from beyond what is published yet; and when nothing is lacking, token 0 still comes."""
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(40, sealed=sealed)
+        order = destination.order(source, lease, transport=transport, first_block=first_block)
+        fetch = destination.start(order)
+        if not sealed:
+            await until(lambda: lease.fetch is not None)
+            source.publish(lease, 16)
+            source.seal(lease)
+        outcome = await fetch
+        assert outcome.num_blocks == 3 - first_block
+        assert (outcome.first_copy_s is None) == (first_block == 3)
+        assert outcome.first_token == TOKEN
+        assert destination.holds(order.targets) == source.expected(lease, first_block)
+
+
+@TRANSPORTS
+async def test_many_handoffs_at_once(transport: str) -> None:
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        leases = [source.lease(33) for _ in range(12)]
+        orders = [destination.order(source, lease, transport=transport) for lease in leases]
+        fetches = [destination.start(order) for order in orders]
+        for lease in leases:
+            source.publish(lease, 20)
+        for lease in reversed(leases):
+            source.seal(lease)
+        for lease, order, fetch in zip(leases, orders, fetches, strict=True):
+            assert (await fetch).ready
+            assert destination.holds(order.targets) == source.expected(lease)
+
+
+@TRANSPORTS
+async def test_when_token_0_ends_the_sequence_the_import_is_dropped(transport: str) -> None:
+    finish = types_pb2.SequenceFinish(reason=types_pb2.FINISH_REASON_STOP)
+    last = types_pb2.SequenceTokens(leg=1, token_ids=[2], finish=finish)
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(40)
+        order = destination.order(source, lease, transport=transport)
+        fetch = destination.start(order)
+        await until(lambda: lease.fetch is not None)
+        source.seal(lease, last, finished=True)
+        outcome = await fetch
+        assert not outcome.ready
+        assert outcome.first_token == last
+        assert destination.freed == [order.import_]
+        late = destination.order(source, lease, leg=2, transport=transport)
+        outcome = await destination.start(late)
+        assert (outcome.ready, outcome.first_token) == (False, last)
+
+
+@TRANSPORTS
+async def test_a_long_prefill_is_no_fault(transport: str) -> None:
+    source, destination = Source(), Destination(silence_s=0.5)
+    async with running(source, destination):
+        lease = source.lease(40)
+        fetch = destination.start(destination.order(source, lease, transport=transport))
+        await until(lambda: lease.fetch is not None)
+        source.pass_time(1000)
+        source.publish(lease, 32)
+        await until(lambda: lease.fetch is not None and lease.fetch.copied == 2)
+        source.pass_time(1000)
+        source.seal(lease)
+        assert (await fetch).ready
+
+
+class TestFencing:
+    @TRANSPORTS
+    async def test_a_higher_leg_ends_the_older_fetch(self, transport: str) -> None:
+        source, older, newer = Source(), Destination(), Destination()
+        async with running(source, older, newer):
+            lease = source.lease(40)
+            old = older.order(source, lease, leg=3, transport=transport)
+            losing = older.start(old)
+            source.publish(lease, 16)
+            await until(lambda: lease.fetch is not None and lease.fetch.copied == 1)
+            winning = newer.start(newer.order(source, lease, leg=4, transport=transport))
+            with pytest.raises(LeaseInvalid, match="higher leg"):
+                await losing
+            assert older.freed == [old.import_]
+            source.seal(lease)
+            assert (await winning).ready
+
+    async def test_a_lower_leg_is_refused(self) -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            lease = source.lease(40)
+            fetch = destination.start(destination.order(source, lease, leg=4))
+            await until(lambda: lease.fetch is not None)
+            with pytest.raises(LeaseInvalid, match="given up"):
+                await destination.fetch(source, lease, leg=3)
+            source.seal(lease)
+            assert (await fetch).ready
+
+    async def test_the_same_leg_replaces_its_own(self) -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            lease = source.lease(40)
+            first = destination.start(destination.order(source, lease))
+            await until(lambda: lease.fetch is not None)
+            ticket = lease.fetch
+            second = destination.start(destination.order(source, lease))
+            with pytest.raises(LeaseInvalid, match="again"):
+                await first
+            assert ticket is not None
+            assert ticket.ended is FetchEnd.REPLACED
+            source.seal(lease)
+            assert (await second).ready
+
+
+class TestTheSourceEndsTheLease:
+    @TRANSPORTS
+    @pytest.mark.parametrize("published", [0, 16])
+    async def test_an_abort_ends_the_fetch(self, transport: str, published: int) -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            lease = source.lease(40)
+            order = destination.order(source, lease, transport=transport)
+            fetch = destination.start(order)
+            source.publish(lease, published)
+            await until(lambda: lease.fetch is not None and lease.fetch.copied == published // 16)
+            source.table.abort_owned("session", source.clock.now())
+            with pytest.raises(LeaseInvalid, match="aborted") as raised:
+                await fetch
+            assert not lease_may_live(raised.value)
+            assert destination.freed == [order.import_]
+
+    async def test_an_abort_under_a_copy_waits_for_the_copy(self) -> None:
+        source, destination = Source(), Destination()
+        destination.memory.gate = gate = Gate()
+        async with running(source, destination):
+            lease = source.lease(40)
+            order = destination.order(source, lease)
+            fetch = destination.start(order)
+            source.publish(lease, 16)
+            await gate.entered()
+            source.table.abort(lease.lease_id, source.clock.now())
+            await until(lambda: source.board.num_followers == 0)
+            assert order.import_.state is ImportState.COPYING
+            assert not destination.freed
+            gate.open()
+            with pytest.raises(LeaseInvalid, match="aborted"):
+                await fetch
+            assert destination.freed == [order.import_]
+
+    async def test_an_unknown_or_expired_lease_is_refused(self) -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            lease = source.lease(40, sealed=True)
+            source.pass_time(10.0)
+            assert lease.state is LeaseState.EXPIRED
+            with pytest.raises(LeaseInvalid, match="expired"):
+                await destination.fetch(source, lease)
+
+    async def test_expiry_between_the_last_copy_and_the_release(self) -> None:
+        class Late(KVTransferServicer):
+            async def Release(self, request, context):  # type: ignore[no-untyped-def]
+                source.pass_time(10.0)
+                return await super().Release(request, context)
+
+        source, destination = Source(servicer=Late), Destination()
+        async with running(source, destination):
+            lease = source.lease(40, sealed=True)
+            order = destination.order(source, lease)
+            with pytest.raises(LeaseInvalid, match="expired"):
+                await destination.fetcher.fetch(order)
+            assert lease.state is LeaseState.EXPIRED
+            assert destination.freed == [order.import_]

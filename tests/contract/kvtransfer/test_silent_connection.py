@@ -1,0 +1,47 @@
+"""A connection that loses everything is noticed by keepalive, not by a reset that never comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from services.rpc.options import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, channel_options, server_options
+from tests.support.proxy import Fault, Proxy
+
+METHOD = "/test.Silent/Talk"
+SCALE = 10
+"""So much faster than in earnest."""
+
+
+async def _talk(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+
+
+async def test_noticed_within_time_and_timeout() -> None:
+    handler = grpc.method_handlers_generic_handler(
+        "test.Silent", {"Talk": grpc.stream_stream_rpc_method_handler(_talk)}
+    )
+    server = grpc.aio.server(options=[*server_options(), ("grpc.http2.min_ping_interval_without_data_ms", 1)])
+    server.add_generic_rpc_handlers([handler])
+    proxy = Proxy(lambda: [os.getpid()])
+    await proxy.open()
+    proxy.aim(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    faster = [(name, value // SCALE if "time" in name else value) for name, value in channel_options()]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}", options=faster) as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"there?")
+        assert await call.read() == b"there?"
+        with proxy.failing(Fault.DROP, lambda: [os.getpid()]):
+            async with asyncio.timeout(4 * (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / SCALE / 1000):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(None)
+    await proxy.close()

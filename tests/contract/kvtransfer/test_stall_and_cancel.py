@@ -1,0 +1,252 @@
+"""Handoffs that stall or are cancelled, phase by phase: what is freed, and who may still have the lease."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvloop
+
+from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
+from services.kv.imports import ImportState
+from services.kv.lease import LeaseState
+from services.kvtransfer.client import lease_may_live
+from services.kvtransfer.servicer import KVTransferServicer
+from tests.support.kv_harness import Destination, Gate, Source, running, until
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "grpc"])
+
+
+class TestStall:
+    @TRANSPORTS
+    async def test_the_fetch_ends_and_another_leg_takes_the_lease(self, transport: str) -> None:
+        source, stuck, other = Source(), Destination(), Destination()
+        stuck.memory.gate = gate = Gate()
+        async with running(source, stuck, other):
+            lease = source.lease(40)
+            order = stuck.order(source, lease, leg=1, transport=transport)
+            fetch = stuck.start(order)
+            source.publish(lease, 16)
+            await gate.entered()
+            source.pass_time(5.0)
+            await until(lambda: source.board.num_followers == 0)
+            gate.open()
+            with pytest.raises(TransferFailed, match="not copied in time") as raised:
+                await fetch
+            assert lease_may_live(raised.value)
+            assert stuck.freed == [order.import_]
+            source.seal(lease)
+            assert (await other.fetch(source, lease, leg=2, transport=transport)).ready
+
+    @TRANSPORTS
+    @pytest.mark.parametrize("taken_over", [True, False])
+    async def test_a_late_release_is_valid_unless_another_leg_was_quicker(
+        self, transport: str, taken_over: bool
+    ) -> None:
+        source, stuck, other = Source(), Destination(), Destination()
+        stuck.memory.gate = gate = Gate()
+        async with running(source, stuck, other):
+            lease = source.lease(40, sealed=True)
+            fetch = stuck.start(order := stuck.order(source, lease, leg=1, transport=transport))
+            await gate.entered()
+            await until(lambda: not any(task.get_name() == "kv-fetch-reader" for task in asyncio.all_tasks()))
+            source.pass_time(5.0)  # after SEALED was read
+            await until(lambda: source.board.num_followers == 0)
+            assert lease.state is LeaseState.SEALED
+            if taken_over:
+                assert (await other.fetch(source, lease, leg=2, transport=transport)).ready
+            gate.open()
+            if taken_over:
+                with pytest.raises(LeaseInvalid):
+                    await fetch
+                assert stuck.freed == [order.import_]
+            else:
+                assert (await fetch).ready
+                assert stuck.holds(order.targets) == source.expected(lease)
+
+
+class Holding(KVTransferServicer):
+    """Answers a Release only when told."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.asked, self.go, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.answers_first = False
+
+    async def Release(self, request, context):  # type: ignore[no-untyped-def]
+        answer = await super().Release(request, context) if self.answers_first else None
+        self.asked.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return answer or await super().Release(request, context)
+
+
+class TestCancellation:
+    """In each phase: the import is freed, the lease and the next leg are not harmed."""
+
+    async def finish(self, source: Source, destination: Destination, transport: str) -> None:
+        (lease,) = source.table
+        if lease.state is LeaseState.OPEN:
+            source.seal(lease)
+        order = destination.order(source, lease, leg=2, transport=transport)
+        assert (await destination.fetcher.fetch(order)).ready
+        assert destination.holds(order.targets) == source.expected(lease)
+
+    @TRANSPORTS
+    async def test_before_the_first_block(self, transport: str) -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            lease = source.lease(40)
+            order = destination.order(source, lease, transport=transport)
+            fetch = destination.start(order)
+            await until(lambda: lease.fetch is not None)
+            fetch.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetch
+            assert destination.freed == [order.import_]
+            await until(lambda: source.board.num_followers == 0)
+            await self.finish(source, destination, transport)
+
+    @pytest.mark.parametrize("num_steps", range(12))
+    @TRANSPORTS
+    async def test_at_any_early_step(self, transport: str, num_steps: int) -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            lease = source.lease(40, sealed=True)
+            order = destination.order(source, lease, transport=transport)
+            fetch = destination.start(order)
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            fetch.cancel()
+            await asyncio.wait([fetch])
+            destination.table.drain(order.import_, destination.clock.now())  # a task that never ran cannot
+            await until(lambda: order.import_.state in (ImportState.FREED, ImportState.READY))
+            await until(lambda: source.board.num_followers == 0)
+            if len(source.table):
+                await self.finish(source, destination, transport)
+
+    @TRANSPORTS
+    async def test_under_a_copy_the_blocks_wait_for_it(self, transport: str) -> None:
+        source, destination = Source(), Destination()
+        destination.memory.gate = gate = Gate()
+        async with running(source, destination):
+            lease = source.lease(40, sealed=True)
+            order = destination.order(source, lease, transport=transport)
+            fetch = destination.start(order)
+            await gate.entered()
+            fetch.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetch
+            assert order.import_.state is ImportState.DRAINING
+            assert destination.freed == []
+            destination.memory.gate = None
+            gate.open()
+            await until(lambda: order.import_.state is ImportState.FREED)
+            await self.finish(source, destination, transport)
+
+    async def test_a_copy_that_no_thread_took_yet_never_writes(self) -> None:
+        source, destination = Source(), Destination()
+        destination.memory.gate = gate = Gate()
+        async with running(source, destination):
+            first, second = (destination.order(source, source.lease(40, sealed=True)) for _ in range(2))
+            running_copy = destination.start(first)
+            await gate.entered()
+            queued = destination.start(second)
+            await until(lambda: second.import_.num_copies == 1)
+            queued.cancel()
+            await asyncio.wait([queued])
+            await until(lambda: second.import_.state is ImportState.FREED)
+            gate.open()
+            assert (await running_copy).ready
+            assert not any(map(any, destination.holds(second.targets)))
+            source.table.abort(second.lease_id, 0.0)
+
+    @TRANSPORTS
+    @pytest.mark.parametrize("released", [True, False])
+    async def test_during_the_release(self, transport: str, released: bool) -> None:
+        """The answer may be on its way: then the lease is over, and still nobody uses the blocks."""
+        source, destination = Source(servicer=Holding), Destination()
+        async with running(source, destination):
+            lease = source.lease(40, sealed=True)
+            order = destination.order(source, lease, transport=transport)
+            fetch = destination.start(order)
+            assert isinstance(source.servicer, Holding)
+            source.servicer.answers_first = released
+            await source.servicer.asked.wait()
+            assert order.import_.state is ImportState.VALIDATING
+            fetch.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetch
+            assert destination.freed == [order.import_]
+            await source.servicer.cancelled.wait()
+            source.servicer.go.set()
+            assert source.ended == ([lease] if released else [])
+            if not released:
+                await self.finish(source, destination, transport)
+
+    async def test_an_import_drained_by_its_owner_stops_its_fetch(self) -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            lease = source.lease(40)
+            order = destination.order(source, lease)
+            fetch = destination.start(order)
+            await until(lambda: lease.fetch is not None)
+            destination.table.drain_owned("session", destination.clock.now())
+            fetch.cancel()
+            await asyncio.wait([fetch])
+            assert destination.freed == [order.import_]
+            source.table.abort(lease.lease_id, 0.0)
+
+
+@TRANSPORTS
+async def test_a_corrupted_block_is_data_loss_and_the_lease_lives(transport: str) -> None:
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(40, sealed=True)
+        destination.memory.corrupts = True
+        order = destination.order(source, lease, transport=transport, checksums=True)
+        with pytest.raises(CorruptBlock) as raised:
+            await destination.fetcher.fetch(order)
+        assert lease_may_live(raised.value)
+        assert destination.freed == [order.import_]
+        assert lease.state is LeaseState.SEALED
+        destination.memory.corrupts = False
+        assert (await destination.fetch(source, lease, leg=2, transport=transport, checksums=True)).ready
+
+
+async def test_a_release_whose_answer_was_lost_is_repeated() -> None:
+    class Forgetful(KVTransferServicer):
+        num_asked = 0
+
+        async def Release(self, request, context):  # type: ignore[no-untyped-def]
+            answer = await super().Release(request, context)
+            self.num_asked += 1
+            if self.num_asked == 1:
+                raise TransferFailed("the answer is lost")
+            return answer
+
+    source, destination = Source(servicer=Forgetful), Destination()
+    async with running(source, destination):
+        lease = source.lease(40, sealed=True)
+        assert (await destination.fetch(source, lease)).ready
+        assert source.ended == [lease]
+
+
+def test_on_the_loop_that_production_runs_on() -> None:
+    async def main() -> None:
+        source, destination = Source(), Destination()
+        async with running(source, destination):
+            for transport in ("shm", "grpc"):
+                lease = source.lease(40)
+                order = destination.order(source, lease, transport=transport)
+                fetch = destination.start(order)
+                await until(lambda lease=lease: lease.fetch is not None)
+                source.publish(lease, 20)
+                source.seal(lease)
+                assert (await fetch).ready
+                assert destination.holds(order.targets) == source.expected(lease)
+
+    uvloop.run(main())

@@ -1,0 +1,211 @@
+"""Prompts on their way through the tokenizer: what waits there is bounded, and frees its place when nobody wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx2
+import pytest
+from google.rpc import error_details_pb2
+
+from baton.v1 import inference_pb2, types_pb2
+from services.router.tokenisation import ModelText
+from services.rpc.status import status_of_call
+from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, request
+from tests.support.text_model import CONTEXT_TOKENS
+
+LONG = "the baton " * 100
+"""Too long to be tokenised on the event loop."""
+
+
+class Gate:
+    """Where long texts stay while it is shut; `passing` of them are on their threads."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.passing = threading.Semaphore(0)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.passing.acquire, timeout=10)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate, encode = Gate(), ModelText.encode_text
+
+    def gated(self: ModelText, text: str, most_tokens: int | None = None) -> list[int]:
+        if len(text) >= len(LONG):
+            gate.passing.release()
+            assert gate.open.wait(20)
+        return encode(self, text, most_tokens)
+
+    monkeypatch.setattr(ModelText, "encode_text", gated)
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture
+async def small(model: str) -> AsyncIterator[Cluster]:
+    """At most two requests may wait."""
+    cluster = Cluster(replace(CONFIG, model=model, max_queue=2, tokenizer_threads=1))
+    await cluster.start()
+    await cluster.add("prefill")
+    await cluster.add("decode")
+    yield cluster
+    await cluster.assert_idle()
+    await cluster.stop()
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def waiting(cluster: Cluster, num: int) -> None:
+    """That many prompts are with the tokenizer."""
+    async with asyncio.timeout(10):
+        while cluster.router.coordinator.num_expected != num:  # noqa: ASYNC110  # no event tells of it
+            await asyncio.sleep(0.002)
+
+
+async def test_what_waits_for_the_tokenizer_counts_as_queued(small: Cluster, gate: Gate) -> None:
+    generate = small.inference.Generate
+    calls = [asyncio.ensure_future(generate(request(LONG))) for _ in range(2)]
+    await waiting(small, 2)
+    error = await refused(generate(request(LONG)))
+    assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details() == "the queue is full"
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status_of_call(error).details)
+    assert code_of(await refused(generate(request()))) is grpc.StatusCode.RESOURCE_EXHAUSTED, "short ones count too"
+    gate.open.set()
+    for call in calls:
+        assert (await call).output.text == TEXT
+    assert (await generate(request(LONG))).output.text == TEXT
+
+
+async def test_a_client_that_leaves_frees_its_place_at_once(small: Cluster, gate: Gate) -> None:
+    generate = small.inference.Generate
+    first = asyncio.ensure_future(generate(request(LONG)))
+    await gate.reached()
+    second = generate(request(LONG))
+    await waiting(small, 2)
+    second.cancel()
+    await waiting(small, 1)
+    assert (await generate(request())).output.text == TEXT
+    gate.open.set()
+    assert (await first).output.text == TEXT
+
+
+async def test_a_deadline_that_passes_in_the_line_frees_its_place(small: Cluster, gate: Gate) -> None:
+    generate = small.inference.Generate
+    first = asyncio.ensure_future(generate(request(LONG)))
+    await gate.reached()
+    assert code_of(await refused(generate(request(LONG), timeout=0.3))) is grpc.StatusCode.DEADLINE_EXCEEDED
+    await waiting(small, 1)
+    gate.open.set()
+    assert (await first).output.text == TEXT
+
+
+async def test_a_short_text_does_not_wait_behind_a_long_one(small: Cluster, gate: Gate) -> None:
+    asked = request(LONG * 20, truncate_prompt=True, stopping=types_pb2.StoppingParams(max_tokens=12))
+    long = asyncio.ensure_future(small.inference.Generate(asked))
+    await gate.reached()
+    assert (await small.inference.Generate(request("the baton is passed " * 30))).output.text == TEXT
+    gate.open.set()
+    assert (await long).prompt_info.prompt_tokens == CONTEXT_TOKENS - 12
+
+
+async def test_no_thread_sees_a_text_that_no_context_could_hold(small: Cluster, gate: Gate) -> None:
+    for text in (LONG * 100, "x" * (CONFIG.max_text_bytes + 1)):
+        error = await refused(small.inference.Generate(request(text)))
+        assert code_of(error) is grpc.StatusCode.INVALID_ARGUMENT
+    assert not gate.passing.acquire(blocking=False)
+
+
+async def test_an_overlong_text_is_truncated_if_asked_for(small: Cluster) -> None:
+    stopping = types_pb2.StoppingParams(max_tokens=12)
+    answer = await small.inference.Generate(request(LONG * 100, truncate_prompt=True, stopping=stopping))
+    assert answer.prompt_info.prompt_tokens == CONTEXT_TOKENS - 12
+    error = await refused(small.inference.Generate(request("x" * (CONFIG.max_text_bytes + 1), truncate_prompt=True)))
+    assert "at most 2097152 are allowed" in str(error.details())
+
+
+async def test_token_ids_are_checked_where_they_are_used(small: Cluster) -> None:
+    def asked(*ids: int, **fields: Any) -> Any:
+        token_ids = inference_pb2.TokenIds(ids=ids)
+        return small.inference.Generate(inference_pb2.GenerateRequest(token_ids=token_ids, **fields))
+
+    assert "has ids outside" in str((await refused(asked(5, -1))).details())
+    assert "has 1000" in str((await refused(asked(*[-1] * 1000))).details()), "too many to look at each"
+    stopping = types_pb2.StoppingParams(max_tokens=12)
+    assert "has ids outside" in str((await refused(asked(*[5] * 1000, -1, truncate_prompt=True))).details())
+    answer = await asked(-1, *[5] * 1000, truncate_prompt=True, stopping=stopping)
+    assert answer.prompt_info.prompt_tokens == CONTEXT_TOKENS - 12
+
+
+# Bytes
+
+
+async def test_bytes_beyond_the_budget_are_refused_over_grpc_and_http(model: str, gate: Gate) -> None:
+    """What waits is charged by its bytes; what is tokenised, by its tokens; what has ended, no more."""
+    config = replace(CONFIG, model=model, http_port=0, max_pending_bytes=50_000, tokenizer_threads=1)
+    cluster = Cluster(config)
+    await cluster.start()
+    await cluster.add("prefill")
+    await cluster.add("decode")
+    generate = cluster.inference.Generate
+    wide = {"truncate_prompt": True, "stopping": types_pb2.StoppingParams(max_tokens=12)}
+    first = asyncio.ensure_future(generate(request(LONG * 30, **wide)))
+    await gate.reached()
+    error = await refused(generate(request(LONG * 30, **wide)))
+    assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details() == "too many bytes of requests are waiting"
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status_of_call(error).details)
+    url = f"http://127.0.0.1:{cluster.router.http_port}/v1/completions"
+    async with httpx2.AsyncClient(timeout=20.0, trust_env=False) as client:
+        answer = await client.post(url, json={"prompt": "x" * 30_000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert "retry-after" in answer.headers
+        assert (await client.post(url, json={"prompt": "hi"})).status_code == 200, "small ones still fit"
+        gate.open.set()
+        await first
+        assert (await client.post(url, json={"prompt": "x" * 30_000})).status_code == 400, "too long, and read again"
+    assert (await generate(request())).output.text == TEXT
+    await cluster.assert_idle()
+    await cluster.stop()
+
+
+async def test_a_client_that_sends_no_request_or_half_of_one(cluster: Cluster, pair: Any) -> None:
+    path = "/baton.v1.InferenceService/Generate"
+
+    async def nothing() -> AsyncIterator[bytes]:
+        return
+        yield b""
+
+    for call in (cluster.channel.stream_unary(path)(nothing()), cluster.channel.unary_unary(path)(b"\xff" * 100_000)):
+        error = await refused(call)
+        assert code_of(error) is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await cluster.inference.Generate(request())).output.text == TEXT
+
+
+async def test_calls_at_once_are_bounded(model: str, gate: Gate) -> None:
+    cluster = Cluster(replace(CONFIG, model=model, max_concurrent_rpcs=2))
+    await cluster.start()
+    await cluster.add("prefill")
+    await cluster.add("decode")
+    calls = [asyncio.ensure_future(cluster.inference.Generate(request(LONG))) for _ in range(2)]
+    await waiting(cluster, 2)
+    assert code_of(await refused(cluster.inference.Generate(request()))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    gate.open.set()
+    await asyncio.gather(*calls)
+    assert (await cluster.inference.Generate(request())).output.text == TEXT
+    await cluster.assert_idle()
+    await cluster.stop()

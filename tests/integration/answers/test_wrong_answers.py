@@ -1,0 +1,100 @@
+"""Workers whose sessions, steps and heartbeats are in order, and whose tokens are not; and those that only round
+otherwise than others."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.v1 import control_pb2
+from services.router.health import Health
+from services.worker.host import WorkerHost
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.equality import GreedyReference
+from tests.support.models import tiny_model
+from tests.support.workers import DECODE, MIXED, PREFILL, until
+
+PROMPT = list(range(5, 60))
+SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("models"))
+
+
+def damage(host: WorkerHost) -> None:
+    """As a bit flip in memory or a bad copy would: after load, so that no fingerprint shows it. A layer's output is
+    turned around; everything goes on working."""
+    with host.engine._lock, torch.no_grad():
+        layers = [
+            parameter
+            for name, parameter in host.engine._runner._model.module.named_parameters()
+            if name.endswith(("o_proj.weight", "down_proj.weight"))
+        ]
+        assert layers
+        for parameter in layers:
+            parameter.neg_()
+
+
+def health(cluster: Cluster, worker_id: str) -> Health:
+    return cluster.router.coordinator.worker(worker_id).health.state
+
+
+async def all_up(cluster: Cluster) -> None:
+    workers = cluster.router.coordinator.workers
+    await until(lambda: all(worker.health.state is Health.UP for worker in workers()), "all are checked", SECONDS)
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["the first", "the second"])
+async def test_a_worker_with_damaged_weights_is_taken_out(model: Path, place: int) -> None:
+    reference = GreedyReference(model)
+    checks = {"canaries": True, "canary_period_s": 0.5}
+    async with running_cluster(model, [PREFILL, DECODE, DECODE], router=checks, heartbeat_s=0.1) as cluster:
+        await all_up(cluster)
+        bad, good = f"w{place}", f"w{3 - place}"
+        damage(cluster.workers[place])
+        await until(lambda: health(cluster, bad) is Health.DOWN, "it is found out", SECONDS)
+        assert "wrong answer" in cluster.router.coordinator.worker(bad).health.reason
+        for number in range(6):
+            answer = await cluster.greedy([*PROMPT, 5 + number], 8)
+            reference.check([*PROMPT, 5 + number], answer.token_ids)
+            assert answer.completion is not None
+            assert answer.completion.workers.decode == good
+        status = next(each for each in (await cluster.status()).workers if each.worker.worker_id == bad)
+        assert status.state == control_pb2.WORKER_STATE_SUSPECT
+        assert "wrong answer" in status.reason
+        assert health(cluster, good) is Health.UP
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+async def test_a_healthy_worker_is_never_taken_out(model: Path, dtype: str) -> None:
+    """What else is in its batch, and how its own chunks fall, changes how sums are rounded."""
+    checks = {"canaries": True, "canary_period_s": 0.02}
+    roles = [PREFILL, DECODE, MIXED]
+    async with running_cluster(model, roles, router=checks, dtype=dtype, heartbeat_s=0.1) as cluster:
+        await all_up(cluster)
+        canaries = cluster.router.coordinator._canaries
+        before = canaries._num_sent
+        over = asyncio.Event()
+
+        async def client(number: int) -> None:
+            round_ = 0
+            while not over.is_set():
+                round_ += 1
+                prompt = [5 + (number * 7 + round_ * 3 + i) % 300 for i in range(5 + 13 * number)]
+                await cluster.greedy(prompt, 10 + number)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(client(number))
+            try:
+                await until(lambda: canaries._num_sent >= before + 150, "many canaries beside load", 2 * SECONDS)
+            finally:
+                over.set()
+        for worker in cluster.router.coordinator.workers():
+            assert (worker.health.state, worker.health.num_failures) == (Health.UP, 0)
+            assert all(pair.health.num_failures == 0 for pair in worker.sources.all())

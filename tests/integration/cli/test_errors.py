@@ -1,0 +1,134 @@
+"""Every error of the command line: one line on stderr, a non-zero status, no traceback."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from services.cli.main import COMMANDS
+from tests.support.processes import PYTHON_PATH, ROOT
+from tests.support.trusted import CLUSTER_TOKEN
+
+NO_ONE = "127.0.0.1:1"  # nothing listens there
+NOBODY = f"{NO_ONE}: no Baton answers there; is one running (baton up), and is this its port (--target)? UNAVAILABLE: "
+
+
+def baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli.main", *arguments],
+        env={**clean, "PYTHONPATH": PYTHON_PATH, "BATON_CLUSTER_TOKEN": CLUSTER_TOKEN, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["nope"], 2, "'nope' is not a command"),
+        (["up", "--prefill", "x"], 2, "--prefill: 'x' is not a whole number"),
+        (["up", "--prefill", "1", "--decode", "0"], 2, "--decode: without a decode or a mixed worker"),
+        (["up", "--port", "70000"], 2, "--port: 70000 must be in [0, 65535]"),
+        (["up", "--metrics-port", "65535"], 2, "--metrics-port: "),
+        (["up", "--model", "/no/such/model"], 2, "--model: '/no/such/model'"),
+        (["up", "--transport", "pigeon"], 2, "--transport: 'pigeon' is not one of auto, shm, grpc"),
+        (["up", "--unknown"], 2, "unrecognized arguments: --unknown"),
+        (["prefill", "--block-size", "0"], 2, "--block-size: 0 must be in [1, 1024]"),
+        (["prefill", "--router", "router"], 2, "--router: 'router' is not HOST:PORT of a router's control port"),
+        (["decode", "--router", "127.0.0.1:1", "--router", "router:0"], 2, "--router: 'router:0' is not HOST:PORT"),
+        (["mixed", "--router", "router:70000"], 2, "--router: 'router:70000' is not HOST:PORT"),
+        (["prefill", "--router", "a..b:50052"], 2, "--router: 'a..b:50052' is not HOST:PORT"),
+        (["prefill", "--router", "0.0.0.0:50052"], 2, "--router: '0.0.0.0:50052' is not HOST:PORT"),
+        (["prefill", "--advertise", "myhost"], 2, "--advertise: 'myhost' is not HOST:PORT that others can dial"),
+        (["decode", "--advertise", "[::]:50051"], 2, "--advertise: '[::]:50051' is not HOST:PORT that others"),
+        (["decode", "--worker-id", "../x"], 2, "--worker-id: '../x' is no worker's name: 1 to 128 of"),
+        (["router", "--max-workers", "0"], 2, "--max-workers: 0 must be in [1, 65536]"),
+        (["prefill", "--ready-fd", "987"], 2, "file descriptor 987 is not open"),
+        (["generate"], 2, "the following arguments are required: --target"),
+        (["generate", "--target", NO_ONE], 2, "one of the arguments --prompt --prompt-file --token-ids is required"),
+        (
+            ["generate", "--target", NO_ONE, "--prompt", "hi"],
+            1,
+            NOBODY,
+        ),
+        (["generate", "--target", NO_ONE, "--prompt-file", "/no/file"], 2, "--prompt-file: "),
+        (["generate", "--target", NO_ONE, "--token-ids", "1,x"], 2, "--token-ids: "),
+        (["generate", "--target", NO_ONE, "--prompt", "hi", "--seed", "-1"], 2, "--seed: "),
+        (["generate", "--target", NO_ONE, "--token-ids", "1", "--chat"], 2, "--chat needs text"),
+        (["status", "--target", "nowhere"], 2, "--target: 'nowhere' is not HOST:PORT"),
+        (
+            ["status", "--target", NO_ONE, "--cluster-token-file", "/no/file"],
+            2,
+            "--cluster-token-file: there is no /no",
+        ),
+        (["router", "--cluster-token-file", "/dev/null"], 2, "--cluster-token-file: /dev/null is not a regular file"),
+        (["router", "--control-port", "70000"], 2, "--control-port: 70000 must be in [0, 65535]"),
+        (["up", "--control-port", "9400"], 2, "--control-port: 9400 is also "),
+        (
+            ["status", "--target", NO_ONE],
+            1,
+            NOBODY,
+        ),
+        (["health", "--target", NO_ONE, "--timeout", "0"], 2, "--timeout: "),
+        (
+            ["health", "--target", NO_ONE],
+            1,
+            NOBODY,
+        ),
+        (["models"], 2, "required: list|pull"),
+        (["models", "pull", "/no/such/model"], 2, "--model: "),
+    ],
+)
+def test_one_line_and_a_status(arguments: list[str], status: int, words: str) -> None:
+    process = baton(*arguments)
+    assert words in process.stderr
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert process.stderr.startswith("baton")
+    assert process.returncode == status
+    assert process.stdout == ""
+
+
+def test_environment_variables_are_named_in_errors() -> None:
+    process = baton("up", BATON_PORT="many")
+    assert process.stderr == "baton up: error: BATON_PORT: 'many' is not a whole number\n"
+    assert process.returncode == 2
+
+
+def test_unforeseen_error_is_one_line_too(tmp_path: pathlib.Path) -> None:
+    entry = tmp_path / "models" / "broken"
+    entry.mkdir(parents=True)
+    (entry / "baton.json").write_text("{not json")
+    process = baton("models", "list", BATON_HOME=str(tmp_path))
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1
+    assert "BATON_DEBUG=1" in process.stderr
+    assert "Traceback" in baton("models", "list", BATON_HOME=str(tmp_path), BATON_DEBUG="1").stderr
+
+
+def test_help_lists_every_command_and_loads_none() -> None:
+    code = "import sys; from services.cli.main import main; main(['--help']); print(sorted(sys.modules))"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    usage, _, modules = process.stdout.rpartition("\n[")
+    assert all(f"  {command} " in usage for command in COMMANDS)
+    assert not {"'torch'", "'grpc'", "'asyncio'", "'argparse'"} & set(modules.split(", "))
+
+
+@pytest.mark.parametrize("command", ["up", "generate", "chat", "status", "health", "models", "prefill", "decode"])
+def test_every_command_has_help(command: str) -> None:
+    process = baton(command, "--help")
+    assert process.returncode == 0
+    assert process.stdout.startswith(f"usage: baton {command}")
+
+
+def test_models_list_of_an_empty_cache(tmp_path: pathlib.Path) -> None:
+    process = baton("models", "list", BATON_HOME=str(tmp_path))
+    assert process.stdout == "smollm2-135m-instruct  (not fetched: baton models pull)\n"
+    assert baton("models", "list", "--json", BATON_HOME=str(tmp_path)).stdout == "[]\n"

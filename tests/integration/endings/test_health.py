@@ -1,0 +1,168 @@
+"""Workers that look alive and are not, with real workers: a pair that cannot transfer, a step that does not end, and
+how a worker comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from baton.v1 import control_pb2, types_pb2
+from services.cli import client
+from services.cli import status as cli_status
+from services.router.health import Health
+from services.worker.host import WorkerHost
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.equality import GreedyReference
+from tests.support.models import tiny_model
+from tests.support.patience import patient
+from tests.support.recording import recording_tracer
+from tests.support.workers import DECODE, MIXED, PREFILL, until
+
+PROMPT = list(range(5, 60))
+SECONDS = 20.0
+DEEP = {"canaries": True}
+STUCK = {**DEEP, "step_timeout_s": patient(0.5)}
+"""On a machine that stalls for half a second now and then, every step would be stuck otherwise."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> GreedyReference:
+    return GreedyReference(model)
+
+
+def health(cluster: Cluster, worker_id: str) -> Health:
+    return cluster.router.coordinator.worker(worker_id).health.state
+
+
+def pairs(status: control_pb2.GetStatusResponse) -> dict[tuple[str, str], int]:
+    return {(pair.prefill, pair.decode): pair.state for pair in status.pairs}
+
+
+async def all_checked(cluster: Cluster) -> None:
+    """Every worker and every pair has passed or failed, and the router is ready."""
+
+    def checked() -> bool:
+        workers = cluster.router.coordinator.workers()
+        records = [worker.health for worker in workers]
+        records += [pair.health for worker in workers for pair in worker.sources.all()]
+        return cluster.router.coordinator.ready and all(record.state is not Health.NEW for record in records)
+
+    await until(checked, "the deep checks are over", SECONDS)
+
+
+class StuckDevice:
+    """A runner whose steps do not end while it is held."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.free = threading.Event()
+        self.free.set()
+
+    def run(self, plan: Any) -> Any:
+        self.free.wait()
+        return self._runner.run(plan)
+
+    def reclaim(self) -> None:
+        self._runner.reclaim()
+
+
+@contextlib.contextmanager
+def device(host: WorkerHost) -> Iterator[StuckDevice]:
+    stuck = StuckDevice(host.engine._runner)
+    host.engine._runner = stuck
+    try:
+        yield stuck
+    finally:
+        stuck.free.set()
+
+
+async def test_canaries_prove_everything_and_leave_nothing(model: Path, reference: GreedyReference) -> None:
+    spans = InMemorySpanExporter()
+    async with running_cluster(model, [PREFILL, DECODE, MIXED], router=DEEP, tracer=recording_tracer(spans)) as cluster:
+        await all_checked(cluster)
+        assert not spans.get_finished_spans(), "traces are for requests"
+        assert not cluster.router.coordinator.num_live
+        status = await cluster.status()
+        proven = control_pb2.PAIR_STATE_PROVEN
+        assert pairs(status) == {("w0", "w1"): proven, ("w0", "w2"): proven, ("w2", "w1"): proven}
+        assert {pair.transport for pair in status.pairs} == {types_pb2.TRANSPORT_SHM}
+        assert [worker.reason for worker in status.workers] == ["", "", ""]
+        answer = await cluster.greedy(PROMPT, 8)
+        reference.check(PROMPT, answer.token_ids)
+
+
+async def test_a_pair_that_cannot_transfer_is_not_paired(model: Path, reference: GreedyReference) -> None:
+    """w1 insists on shared memory, which w0 does not offer; it is the one that would be chosen."""
+    each = [{"transport": "grpc"}, {"transport": "shm"}, {"transport": "auto"}]
+    async with running_cluster(model, [PREFILL, DECODE, DECODE], router=DEEP, each=each) as cluster:
+        await all_checked(cluster)
+        status = await cluster.status()
+        assert pairs(status) == {
+            ("w0", "w1"): control_pb2.PAIR_STATE_BROKEN,
+            ("w0", "w2"): control_pb2.PAIR_STATE_PROVEN,
+        }
+        for _ in range(3):
+            answer = await cluster.greedy(PROMPT, 8)
+            reference.check(PROMPT, answer.token_ids)
+            assert answer.completion is not None
+            assert (answer.completion.workers.decode, answer.completion.workers.retries) == ("w2", 0)
+        text = cli_status.text("target", client.plain(status))
+        assert "w0 -> w1: broken; down: TRANSFER_FAILED" in text
+        assert all(worker.state == control_pb2.WORKER_STATE_READY for worker in status.workers)
+
+
+async def test_without_a_pair_that_works_the_decode_worker_does_it_all(model: Path, reference: GreedyReference) -> None:
+    each = [{"transport": "grpc"}, {"transport": "shm"}]
+    async with running_cluster(model, [PREFILL, DECODE], router=DEEP, each=each) as cluster:
+        await all_checked(cluster)
+        answer = await cluster.greedy(PROMPT, 8)
+        reference.check(PROMPT, answer.token_ids)
+        assert answer.completion is not None
+        assert (answer.completion.workers.prefill, answer.completion.workers.retries) == ("w1", 0)
+
+
+async def test_a_stuck_step_is_noticed_although_heartbeats_go_on(model: Path, reference: GreedyReference) -> None:
+    async with running_cluster(model, [PREFILL, DECODE, DECODE], router=STUCK, heartbeat_s=0.1) as cluster:
+        await all_checked(cluster)
+        with device(cluster.workers[1]) as stuck:
+            stuck.free.clear()
+            answer = await cluster.greedy(PROMPT, 12)
+            reference.check(PROMPT, answer.token_ids)
+            assert answer.completion is not None
+            assert (answer.completion.workers.decode, answer.completion.workers.retries) == ("w2", 1)
+            assert "w1" in cluster.router.conductor.links, "its session was never lost"
+            worker = next(each for each in (await cluster.status()).workers if each.worker.worker_id == "w1")
+            assert worker.state == control_pb2.WORKER_STATE_SUSPECT
+            assert "a device step has run for" in worker.reason
+
+
+async def test_a_worker_that_was_down_comes_back_slowly(model: Path) -> None:
+    async with running_cluster(model, [DECODE, DECODE], router=STUCK, heartbeat_s=0.1) as cluster:
+        await all_checked(cluster)
+        assert await decoder(cluster) == "w0", "ties go to the lower id"
+        with device(cluster.workers[0]) as stuck:
+            stuck.free.clear()
+            assert await decoder(cluster) == "w1"
+            assert health(cluster, "w0") is Health.DOWN
+        await until(lambda: health(cluster, "w0") is Health.RISING, "canaries bring it back", SECONDS)
+        status = await cluster.status()
+        assert all(worker.state == control_pb2.WORKER_STATE_READY for worker in status.workers)
+        assert await decoder(cluster) == "w1", "its share is still small"
+        assert cluster.router.coordinator.worker("w0").health.ramp is not None
+
+
+async def decoder(cluster: Cluster) -> str:
+    answer = await cluster.greedy(PROMPT, 2)
+    assert answer.completion is not None
+    return answer.completion.workers.decode

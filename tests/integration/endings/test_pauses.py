@@ -1,0 +1,58 @@
+"""A cluster that is stopped as a whole, as by `docker pause` or with its machine, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+
+from baton.v1 import control_pb2
+from tests.support.equality import GreedyReference
+from tests.support.models import tiny_model
+from tests.support.phases import decoding, reach, reaches
+from tests.support.real_cluster import RealCluster, real_cluster
+from tests.support.streams import mixed_jobs, streams
+
+SILENCE_S = 2.0
+PAUSE_S = 1.5 * SILENCE_S
+WORKERS = ("prefill-0", "decode-0", "decode-1")
+FLAGS = (
+    *("--dtype", "float32", "--threads", "1", "--kv-blocks", "128", "--max-num-batched-tokens", "32"),
+    *("--silence-s", str(SILENCE_S)),
+)
+ROUTER = ("--silence-s", str(SILENCE_S), "--no-worker-timeout-s", "240", "--queue-timeout-s", "600")
+
+
+async def pause(cluster: RealCluster, *names: str) -> None:
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(cluster[name].stopped())
+        await asyncio.sleep(PAUSE_S)  # what is tested: how long they were stopped
+
+
+@pytest.mark.timeout(300)
+async def test_the_whole_cluster_is_paused(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Streams go on exactly, none is placed again, and no session is lost. One that is stopped alone is noticed as
+    ever."""
+    model = tiny_model("llama", tmp_path_factory.mktemp("models"), num_hidden_layers=12)
+    reference = GreedyReference(model)
+    async with real_cluster(model, tmp_path, WORKERS, *FLAGS, routers=(ROUTER,)) as cluster:
+        capfd.readouterr()
+        for _ in range(3):
+            jobs = mixed_jobs(random.Random(1), 6, range(100, 300), range(60, 100))
+            async with streams(cluster.router, reference, jobs) as running:
+                await reach(cluster, decoding, running)
+                await pause(cluster, *cluster.services)
+            assert running.num_retries == 0
+        said = capfd.readouterr().err
+        # (A registration that was under way may say that it had no answer in time; it is asked again.)
+        assert "services.router.sessions" not in said, said
+        assert "router silent" not in said, said
+        with cluster["decode-1"].stopped():
+            await reaches(cluster, "decode-1", control_pb2.WORKER_STATE_SUSPECT, 2 * SILENCE_S)
+        await cluster.whole()

@@ -1,0 +1,79 @@
+"""How a request may end: by its own doing, or because nobody could have served it, and the world's record says so.
+
+Owns: for each request the workers that could have served it throughout, and what that forbids. Never: the tokens
+(`client`).
+"""
+
+from __future__ import annotations
+
+from tests.sim.client import SimRequest
+from tests.sim.cluster import Cluster
+from tests.sim.recovery import recovery_s
+from tests.sim.worker import SimWorker
+from tests.sim.world import World
+
+_CRASHES = 3
+"""That a request survives all but so many is what `CoordinatorConfig.max_crashes` promises."""
+_JOINED_S = 1.0
+"""Every worker has joined by then, if nothing is in its way."""
+_NOT_SERVED = frozenset({"NO_WORKER", "OVERLOADED"})
+
+
+def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows: int) -> None:
+    """Every request ended, and in a way that it may."""
+    smallest = min(worker.engine.info.max_model_len for worker in cluster.workers.values())
+    for request in cluster.requests:
+        outcome, what = request.outcome, f"request {request.request_id} ended with {request.outcome}"
+        world.require(request.over, f"request {request.request_id} never ends")
+        if outcome in ("stop", "length"):
+            _check_in_time(world, cluster, request)
+        elif outcome == "CANCELLED":
+            world.require(request.cancelled, what)
+        elif outcome == "DEADLINE_EXCEEDED":
+            world.require(request.deadline_s is not None, what)
+        elif outcome == "CONTEXT_LENGTH_EXCEEDED":
+            world.require(request.num_tokens_at_most > smallest, what)
+        elif outcome == "WORKER_FAILED":
+            world.require(num_blows >= _CRASHES, what)
+        elif outcome in ("router lost", "DRAINING"):
+            world.require(num_faults, what)
+        else:
+            world.require(outcome in _NOT_SERVED, what)
+            _check_refusal(world, cluster, request)
+
+
+def able(cluster: Cluster, request: SimRequest, since_s: float, until_s: float) -> list[SimWorker]:
+    """Workers that could have computed all of it, well and in reach of its router all that time."""
+    return [
+        worker
+        for name, worker in cluster.workers.items()
+        if worker.plan.can_decode
+        and request.num_tokens_at_most <= worker.engine.info.max_model_len
+        and worker.plan.weights in request.answers  # a stream goes on where it began
+        and cluster.record.calm(name, request.router, since_s, until_s)
+    ]
+
+
+def _check_refusal(world: World, cluster: Cluster, request: SimRequest) -> None:
+    """Nobody refuses what could have been served. (A full queue, and a deadline that others stand in the way of, are
+    reasons of their own.)"""
+    assert request.ended_s is not None
+    if request.outcome == "OVERLOADED" and (request.queue_was_full or request.deadline_s is not None):
+        return
+    served_by = able(cluster, request, 0.0, request.ended_s)
+    names = [worker.plan.name for worker in served_by]
+    early = request.ended_s < _JOINED_S
+    what = f"request {request.request_id} ended with {request.outcome}, though {names} could have served it"
+    world.require(early or not names, what)
+
+
+def _check_in_time(world: World, cluster: Cluster, request: SimRequest) -> None:
+    """What was served was served soon, if someone could all along: others' faults cost it their detection only."""
+    assert request.ended_s is not None
+    if not able(cluster, request, 0.0, request.ended_s):
+        return
+    took_s = request.ended_s - max(request.arrival_s, _JOINED_S)
+    limit_s = recovery_s(cluster)
+    names = [worker.plan.name for worker in able(cluster, request, 0.0, request.ended_s)]
+    what = f"request {request.request_id} took {took_s:.1f} s, though {names} could have served it"
+    world.require(took_s <= limit_s, what)

@@ -1,0 +1,83 @@
+"""Who goes first, judged from outside: what is admitted before what has waited longer.
+
+Owns: an independent account of the rules that keep anyone from starving: an aged handoff
+is not overtaken at the worker that refused it, nor where it is the only place it could go, and nothing new comes in
+before victims of preemption are back. Never: how long anything may wait (`clocks`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.v1 import worker_pb2
+from services.decode.intake import Refused
+from services.engine.schedule.sequence import Sequence
+from services.router import policy
+from services.router.coordinator.book import Book
+from services.router.coordinator.requests import Request
+from services.router.coordinator.workers import Worker
+from services.router.policy import Source
+from tests.sim.node import Node
+from tests.sim.world import World
+
+_AGED_S = 1.0
+_REMEMBERED_S = 2.0
+"""For how long a worker that refused an aged handoff refuses younger ones."""
+
+
+def watch_intake(node: Node, intake: Any, scheduler: Any) -> None:
+    """Judges every admission of a handoff at this worker."""
+    reserve, world = intake.reserve, node.world
+    oldest: tuple[bytes, float, float] | None = None
+    """Of those refused when they had aged: its lease, when it began to wait, and when it last asked."""
+
+    def reserving(command: worker_pb2.DecodeCommand, sequence: Sequence, owner: object) -> Any:
+        nonlocal oldest
+        lease_id, asked_s = command.handoff.lease_id, world.now_s
+        born_s = asked_s - command.age_ms / 1000
+        if oldest is not None and asked_s - oldest[2] > _REMEMBERED_S:
+            oldest = None
+        num_preempted = scheduler.num_preempted
+        first = oldest is None or oldest[0] == lease_id or born_s <= oldest[1]
+        try:
+            reservation = reserve(command, sequence, owner)
+        except Refused:
+            if asked_s - born_s >= _AGED_S and first:
+                oldest = lease_id, born_s, asked_s
+            raise
+        name = node.name
+        world.require(first, f"{name}: a handoff is admitted before an aged one that was refused")
+        world.require(not num_preempted, f"{name}: a handoff is admitted before preempted sequences")
+        if oldest is not None and oldest[0] == lease_id:
+            oldest = None
+        return reservation
+
+    intake.reserve = reserving
+
+
+def watch_placements(world: World, book: Any) -> None:
+    """Judges every placement of a decode: not where an aged handoff that came before has its only place."""
+    open_decode = book.open_decode
+
+    def opening(request: Request, worker: Worker, now: float) -> None:
+        overtaken = [other for other in book.parked if _is_overtaken(book, other, request, worker, now)]
+        names = [other.request_id for other in overtaken]
+        world.require(not names, f"{request.request_id} goes to {worker.info.worker_id} before {names}")
+        open_decode(request, worker, now)
+
+    book.open_decode = opening
+
+
+def _is_overtaken(book: Book, other: Request, request: Request, worker: Worker, now: float) -> bool:
+    waited_s = now - other.waiting_since_s
+    if other is request or other.prefill is None or waited_s < book.config.overtake_limit_s or now < other.not_before_s:
+        return False
+    if request.prefill is not None:
+        in_place = request.prefill.worker.worker_id == worker.info.worker_id
+        if in_place or other.order > request.order:
+            return False
+    leg = other.prefill
+    source = Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)
+    job = other.job(len(leg.token_ids))
+    able = [view.worker_id for view in book.workers.views() if policy.can_take_over(job, source, view)]
+    return able == [worker.info.worker_id]

@@ -1,0 +1,74 @@
+"""The coordinator with deep checks switched on, and workers that answer its canaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.core.errors import BatonError, TransferFailed
+from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    FinishReason,
+    ImportFailed,
+    ImportReady,
+)
+from services.router.health import Health, HealthConfig
+from services.router.policy import Role
+from tests.support.router_bench import Bench, started, tokens
+
+DEEP = HealthConfig(deep_checks=True)
+BROKEN = TransferFailed("nothing is offered")
+
+
+def is_canary(command: SendPrefill | SendDecode) -> bool:
+    return command.spec.payload is None and command.spec.request_id.startswith("canary-")
+
+
+class Deep(Bench):
+    """A bench whose workers answer canaries, unless a test says how else."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**{"health": DEEP, **config})
+
+    def canary(self, kind: type[Any]) -> Any:
+        command = self.take(kind)
+        assert is_canary(command)
+        return command
+
+    def pass_generation(self) -> None:
+        """One canary generation is under way."""
+        for command in self.take_all(SendPrefill):
+            self.say(command.worker_id, started(command), tokens(command, 7, finish=FinishReason.LENGTH))
+        for command in self.take_all(SendDecode):
+            self.say(command.worker_id, DecodeAdmitted(command.leg))
+            self.say(command.worker_id, tokens(command, 7, 8, finish=FinishReason.LENGTH))
+
+    def begin_transfer(self) -> tuple[SendPrefill, SendDecode]:
+        """The next canary transfer, up to its handoff."""
+        prefill = self.canary(SendPrefill)
+        self.say(prefill.worker_id, started(prefill), tokens(prefill, 7))
+        return prefill, self.canary(SendDecode)
+
+    def pass_transfer(self) -> SendDecode:
+        _, decode = self.begin_transfer()
+        self.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
+        self.say(decode.worker_id, tokens(decode, 7, 8, finish=FinishReason.LENGTH))
+        return decode
+
+    def fail_transfer(self, error: BatonError = BROKEN) -> None:
+        _, decode = self.begin_transfer()
+        self.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportFailed(decode.leg, True, error))
+
+    def add(self, worker_id: str, role: Role, **facts: Any) -> None:
+        """Joins, and passes its own check."""
+        self.join(worker_id, role, **facts)
+        self.pass_generation()
+
+    def health(self, worker_id: str) -> Health:
+        return self.coordinator.worker(worker_id).health.state
+
+    def pair(self, source_id: str = "p", target_id: str = "d") -> Health:
+        source = self.coordinator.worker(source_id).info
+        pair = self.coordinator.worker(target_id).sources.get(source)
+        assert pair is not None
+        return pair.health.state

@@ -1,0 +1,128 @@
+"""A whole cluster in this process: router and workers on port 0, and a client that keeps what it received."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from services.router.coordinator.workers import WorkerState
+from services.router.main import Router, RouterConfig
+from services.rpc.telemetry import Tracer
+from services.worker.host import WorkerHost
+from tests.support.trusted import CLUSTER_TOKEN, dial
+from tests.support.workers import Roles, idle, running_worker, until, worker_config
+
+READY_WITHIN_S = 20.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client received of one stream, in order."""
+
+    prompt_info: inference_pb2.PromptInfo | None = None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[types_pb2.TokenLogprobs] = field(default_factory=list)
+    completion: inference_pb2.Completion | None = None
+
+
+class Cluster:
+    def __init__(self, router: Router, workers: Sequence[WorkerHost], channel: Any, control_channel: Any) -> None:
+        self.router = router
+        self.workers = list(workers)
+        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self.control = control_pb2_grpc.ControlServiceStub(control_channel)
+
+    @property
+    def num_ready(self) -> int:
+        return sum(worker.state is WorkerState.READY for worker in self.router.coordinator.workers())
+
+    async def status(self) -> control_pb2.GetStatusResponse:
+        return await self.control.GetStatus(control_pb2.GetStatusRequest())
+
+    async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 120.0) -> Answer:
+        return await receive(self.inference.GenerateStream(request, timeout=timeout_s))
+
+    async def greedy(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
+        return await self.stream(greedy_request(prompt, max_tokens, **fields))
+
+    async def idle(self) -> None:
+        """Router and workers hold nothing."""
+        await until(lambda: self.router.coordinator.num_live == 0, "the router has no request")
+        self.router.coordinator.check_idle()
+        for worker in self.workers:
+            await idle(worker)
+
+
+async def receive(stream: AsyncIterator[inference_pb2.GenerateStreamResponse]) -> Answer:
+    """The whole of it, in the order the contract demands. Raises what the call does."""
+    answer = Answer()
+    async for message in stream:
+        match message.WhichOneof("event"):
+            case "prompt_info":
+                assert answer.prompt_info is None, "prompt_info comes once, and first"
+                answer.prompt_info = message.prompt_info
+            case "chunk":
+                assert answer.prompt_info is not None
+                assert answer.completion is None
+                answer.text += message.chunk.text
+                answer.token_ids += message.chunk.token_ids
+                answer.logprobs += message.chunk.logprobs
+            case "completion":
+                answer.completion = message.completion
+    assert answer.completion is not None, "an OK stream ends with its completion"
+    return answer
+
+
+def greedy_request(prompt: Sequence[int], max_tokens: int, **fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        sampling=types_pb2.SamplingParams(temperature=0.0),
+        stopping=types_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+        **fields,
+    )
+
+
+PATIENT_S = 20.0
+"""How long ends of a session wait for one another."""
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    model: Path,
+    roles: Sequence[Roles],
+    *,
+    router: dict[str, Any] | None = None,
+    each: Sequence[dict[str, Any]] | None = None,
+    tracer: Tracer | None = None,
+    worker_tracer: Tracer | None = None,
+    **worker: Any,
+) -> AsyncIterator[Cluster]:
+    """`worker` configures all workers, `each` one by one. Asserts at the end that everything is idle."""
+    tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
+    worker_tracer = worker_tracer or tracer
+    async with contextlib.AsyncExitStack() as stack:
+        # Canaries would show in ledgers, step counts and prefix caches. All ends are in this one process: what holds it
+        # up for seconds is the machine, and no peer's silence.
+        flags = {"canaries": False, "silence_s": PATIENT_S, **(router or {})}
+        config = RouterConfig(model=str(model), host="127.0.0.1", port=0, control_port=0, **flags)
+        brain = Router(config, tracer, CLUSTER_TOKEN)
+        await brain.start()
+        stack.push_async_callback(brain.stop)
+        workers = []
+        for index, role in enumerate(roles):
+            changes = {"silence_s": PATIENT_S, **worker, **(each[index] if each else {})}
+            config = worker_config(model, router=(brain.control_address,), worker_id=f"w{index}", **changes)
+            workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer)))
+        channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}"))
+        control_channel = await stack.enter_async_context(dial(brain.control_address))
+        cluster = Cluster(brain, workers, channel, control_channel)
+        await until(lambda: cluster.num_ready == len(roles), "every worker is ready", READY_WITHIN_S)
+        yield cluster
+        await cluster.idle()

@@ -1,0 +1,82 @@
+"""Greedy output compared with transformers' own, token for token.
+
+Batching changes the order of float sums, so a differing token is accepted where the reference's logits of the two
+candidates are closer than a bound; the rest of that output is then not comparable, and the case is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.engine.sampling import noise
+
+# A busy machine makes threads wait for each other.
+torch.set_num_threads(1)
+
+GAP_BOUND = 1e-3
+"""Logits, in float32. Observed rounding differences stay below 1e-4."""
+
+
+class GreedyReference:
+    """transformers' `generate` in float32 with its plain attention."""
+
+    def __init__(self, directory: Path, gap_bound: float = GAP_BOUND) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        self.gap_bound = gap_bound
+        self.num_compared = 0
+        """Tokens that were equal."""
+        self.num_near_ties = 0
+        """Outputs whose comparison ended at a near-tie."""
+
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """Exactly max_tokens tokens, end-of-sequence or not."""
+        with torch.inference_mode():
+            tokens = torch.tensor([list(prompt)])
+            output = self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        generated: list[int] = output[0, len(prompt) :].tolist()
+        return generated
+
+    def check(self, prompt: Sequence[int], found: Sequence[int], expected: Sequence[int] | None = None) -> None:
+        """Asserts that `found` is the greedy continuation. expected: of at least its length, if computed before."""
+        if expected is None:
+            expected = self.generate(prompt, len(found))
+        assert len(expected) >= len(found)
+        for position, (token, wanted) in enumerate(zip(found, expected, strict=False)):
+            if token != wanted:
+                gap = self._gap([*prompt, *expected[:position]], wanted, token)
+                assert gap < self.gap_bound, f"position {position}: {token} instead of {wanted}, {gap:.2g} below it"
+                self.num_near_ties += 1
+                return
+            self.num_compared += 1
+
+    @torch.inference_mode()
+    def check_at_once(self, prompt: Sequence[int], found: Sequence[int], *, seed: int | None = None) -> None:
+        """The same in a single pass: each token is the best after those before it, or nearly so. Near-ties are passed
+        over and counted, so the whole output is checked. seed: it was sampled with this one, at temperature 1."""
+        tokens = torch.tensor([[*prompt, *found[:-1]]])
+        scores = self.model(tokens, use_cache=False).logits[0, len(prompt) - 1 :].double()
+        if seed is not None:
+            keys = noise.keys([(seed, position) for position in range(len(found))], scores.device)
+            scores += noise.gumbel(keys, torch.arange(scores.shape[1]).expand(len(found), -1))
+        chosen = scores.gather(-1, torch.tensor(found)[:, None])[:, 0]
+        gaps = (scores.max(-1).values - chosen).tolist()
+        for position, (token, gap) in enumerate(zip(found, gaps, strict=True)):
+            assert gap < self.gap_bound, f"position {position}: {token} is {gap:.2g} below the best"
+            self.num_near_ties += gap > 0
+            self.num_compared += gap == 0
+
+    @torch.inference_mode()
+    def _gap(self, context: Sequence[int], wanted: int, token: int) -> float:
+        logits = self.model(torch.tensor([list(context)]), use_cache=False).logits[0, -1]
+        return (logits[wanted] - logits[token]).item()

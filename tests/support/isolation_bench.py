@@ -1,0 +1,263 @@
+"""A router's conductor over fakes of all that is outside it; any of them raises for one request when a test says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from baton.v1 import inference_pb2, types_pb2, worker_pb2
+from services.core.clock import ManualClock
+from services.core.errors import BatonError
+from services.router.conductor import Conductor
+from services.router.coordinator import Coordinator
+from services.router.coordinator.actions import EmitFinished
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import WorkerInfo
+from services.router.coordinator.requests import RequestSpec
+from services.router.health import HealthConfig
+from services.router.policy import Fingerprint, Role
+from services.router.sessions import SessionTimes
+from services.rpc import channels
+
+INNOCENT = ("a", "b")
+POISONED = "bad"
+ALL = (INNOCENT[0], POISONED, INNOCENT[1])
+"""The poison is in the middle of every batch."""
+
+
+class Poison(Exception):
+    pass
+
+
+class Recorder:
+    """Stands for an answer, a trace or a record: notes each call, and raises at one."""
+
+    def __init__(self, poison: str = "") -> None:
+        self.calls: list[str] = []
+        self.poison = poison
+
+    def note(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.poison:
+            raise Poison(name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: self.note(name)
+
+
+class FakeAnswer(Recorder):
+    def __init__(self, poison: str) -> None:
+        super().__init__(poison)
+        self.token_ids: list[int] = []
+        self.num_output_tokens = 0
+        self.stop_string: str | None = None
+        self.error: BatonError | None = None
+        self.reason: str | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.error is not None or self.reason is not None
+
+    def tokens(self, token_ids: tuple[int, ...], logprobs: Any) -> bool:
+        assert not self.over, "nothing comes after the end"
+        self.note("tokens")
+        self.token_ids += token_ids
+        self.num_output_tokens = len(self.token_ids)
+        return False
+
+    def finished(self, action: EmitFinished) -> None:
+        self.note("finished")
+        assert not self.over, "ends once"
+        self.reason = action.reason.value
+
+    def failed(self, error: BatonError) -> None:
+        assert not self.over, "ends once"
+        self.error = error
+        self.note("failed")
+
+
+class FakeTrace(Recorder):
+    traceparent = ""
+
+    def leg_sent(self, command: Any, now: float) -> str:
+        self.note("leg_sent")
+        return ""
+
+
+class FakeLink:
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.was_open = True
+        self.sent: list[Any] = []
+        self.poison: Callable[[Any], bool] = lambda message: False
+
+    def send(self, message: Any) -> None:
+        self._send(message)
+
+    def send_leave(self, within_s: float) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def _send(self, message: Any) -> None:
+        if self.poison(message):
+            raise Poison("link")
+        self.sent.append(message.WhichOneof("message"))
+        self.last = message
+
+    def legs(self, kind: str) -> dict[str, int]:
+        return {}
+
+
+class FakeMetrics:
+    def __init__(self) -> None:
+        self.internal_errors: Counter[str] = Counter()
+        self.requests = Recorder()
+
+    def internal_error(self, where: str) -> None:
+        self.internal_errors[where] += 1
+
+    def observe(self, coordinator: Coordinator) -> None:
+        pass
+
+
+class Bench:
+    """A conductor over a real coordinator: one prefill worker, one decode worker, and whatever is poisoned."""
+
+    def __init__(self, *, deep_checks: bool = False) -> None:
+        self.clock = ManualClock()
+        self.metrics = FakeMetrics()
+        self.turns: list[Callable[[], None]] = []
+        """What the event loop is to do next."""
+        config = CoordinatorConfig(model_context_tokens=1024, health=HealthConfig(deep_checks=deep_checks))
+        self.coordinator = Coordinator(config)
+        self.conductor = Conductor(
+            self.coordinator,
+            clock=self.clock,
+            metrics=as_any(self.metrics),
+            times=SessionTimes(0.5, 2.0),
+            dial=channels.dial,
+            call_soon=self.turns.append,
+        )
+        self.answers: dict[str, FakeAnswer] = {}
+        self.traces: dict[str, FakeTrace] = {}
+        self.records: dict[str, Recorder] = {}
+        self.commands: dict[str, dict[str, int]] = {"prefill": {}, "decode": {}}
+        self.links = {"p": self.join("p", Role.PREFILL), "d": self.join("d", Role.DECODE)}
+
+    def join(self, name: str, role: Role) -> FakeLink:
+        info = WorkerInfo(name, role, 1, Fingerprint("L"), 16, 64, 1024, 8, "h")
+        link = FakeLink(info)
+        self.coordinator.worker_joined(info, self.clock.now())
+        self.conductor.links[name] = as_any(link)
+        self.conductor.link_opened(as_any(link))
+        self.turn()
+        return link
+
+    def submit(self, request_id: str, *, answer: str = "", trace: str = "", record: str = "", **spec: Any) -> None:
+        self.answers[request_id] = FakeAnswer(answer)
+        self.traces[request_id] = FakeTrace(trace)
+        self.records[request_id] = Recorder(record)
+        payload = inference_pb2.GenerateRequest(request_id=request_id)
+        self.conductor.submit(
+            RequestSpec(request_id, tuple(range(20)), 3, payload=payload, **spec),
+            as_any(self.answers[request_id]),
+            as_any(self.traces[request_id]),
+            as_any(self.records[request_id]),
+        )
+        self.turn()
+
+    def turn(self) -> None:
+        """The event loop goes on, until it has nothing to do."""
+        while self.turns:
+            self.turns.pop(0)()
+
+    def leg(self, kind: str, request_id: str) -> int | None:
+        """Of the last command of the kind that was sent for the request."""
+        self.turn()
+        return self.commands[kind].get(request_id)
+
+    def watch(self) -> None:
+        """Notes every command that reaches a worker."""
+        for link in self.links.values():
+            send, poison = link._send, link
+
+            def noting(message: Any, send: Any = send) -> None:
+                send(message)
+                kind = message.WhichOneof("message")
+                if kind in self.commands:
+                    command = getattr(message, kind)
+                    self.commands[kind][command.request_id] = command.leg
+
+            poison._send = noting  # type: ignore[method-assign]
+
+    def say(self, worker_id: str, *events: worker_pb2.LegEvent) -> None:
+        self.conductor.worker_message(as_any(self.links[worker_id]), worker_pb2.SessionResponse(events=events))
+        self.turn()
+
+    def run(self, request_ids: tuple[str, ...] = ALL) -> None:
+        """Everyone's whole life, in batches that hold them all."""
+        legs = [(request_id, leg) for request_id in request_ids if (leg := self.leg("prefill", request_id))]
+        self.say("p", *(_started(leg) for _, leg in legs))
+        self.say("p", *(_prefill_token(leg, 7) for _, leg in legs))
+        legs = [(request_id, leg) for request_id in request_ids if (leg := self.leg("decode", request_id))]
+        self.say("d", *(_admitted(leg) for _, leg in legs))
+        self.say("d", *(each for _, leg in legs for each in (_ready(leg), _tokens(leg, 0, [7]))))
+        self.say("d", *(_tokens(leg, 1, [8]) for _, leg in legs))
+        self.say("d", *(_tokens(leg, 2, [9], finish=True) for _, leg in legs))
+        self.say("p", *(_lease_ended(leg) for leg in self.commands["prefill"].values()))
+
+    def assert_only_the_poisoned_suffers(self, *, may_finish: bool = False, reason: str = "INTERNAL") -> None:
+        for request_id in INNOCENT:
+            answer = self.answers[request_id]
+            assert answer.error is None, answer.error
+            assert (answer.reason, answer.token_ids) == ("length", [7, 8, 9])
+            assert self.records[request_id].calls.count("finished") == 1
+            assert self.traces[request_id].calls.count("finished") == 1
+        bad = self.answers[POISONED]
+        if not (may_finish and bad.reason == "length"):
+            assert bad.error is not None
+            assert bad.error.reason == reason
+            assert bad.token_ids == [7, 8, 9][: len(bad.token_ids)], "no gap before the end"
+        assert sum(self.metrics.internal_errors.values()) >= 1
+        assert not self.conductor._live
+        self.coordinator.check_idle()
+        assert not any(worker.legs for worker in self.coordinator.workers())
+
+
+def _started(leg: int) -> worker_pb2.LegEvent:
+    lease_id = leg.to_bytes(16, "big")
+    return worker_pb2.LegEvent(
+        started=worker_pb2.PrefillStarted(leg=leg, lease_id=lease_id, source=types_pb2.KVSource())
+    )
+
+
+def _prefill_token(leg: int, token_id: int) -> worker_pb2.LegEvent:
+    tokens = types_pb2.SequenceTokens(leg=leg, token_ids=[token_id], timings=types_pb2.PhaseTimings())
+    return worker_pb2.LegEvent(tokens=tokens)
+
+
+def _lease_ended(leg: int) -> worker_pb2.LegEvent:
+    reason = worker_pb2.LEASE_END_REASON_RELEASED
+    return worker_pb2.LegEvent(lease_ended=worker_pb2.LeaseEnded(leg=leg, reason=reason))
+
+
+def _admitted(leg: int) -> worker_pb2.LegEvent:
+    return worker_pb2.LegEvent(admitted=worker_pb2.DecodeAdmitted(leg=leg))
+
+
+def _ready(leg: int) -> worker_pb2.LegEvent:
+    return worker_pb2.LegEvent(ready=worker_pb2.ImportReady(leg=leg))
+
+
+def _tokens(leg: int, position: int, token_ids: list[int], *, finish: bool = False) -> worker_pb2.LegEvent:
+    tokens = types_pb2.SequenceTokens(leg=leg, position=position, token_ids=token_ids)
+    if finish:
+        tokens.finish.reason = types_pb2.FINISH_REASON_LENGTH
+    return worker_pb2.LegEvent(tokens=tokens)
+
+
+def as_any(value: object) -> Any:
+    return value

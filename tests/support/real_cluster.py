@@ -1,0 +1,289 @@
+"""A cluster of real processes: routers, and workers that are reached only through proxies.
+
+Owns: the processes, that they end with the test, and how they are killed, stopped, cut off and started again. Never:
+what a test expects of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from services.cli.child import Child, Lifeline
+from tests.support.cluster import Answer, receive
+from tests.support.footprint import Footprint
+from tests.support.patience import Patience
+from tests.support.processes import BATON, environment
+from tests.support.proxy import Fault, Proxy
+from tests.support.trusted import dial
+
+READY_WITHIN_S = 60.0
+LEFT_WITHIN_S = 240.0
+"""It may have much to finish, on a busy machine."""
+IDLE_WITHIN_S = 5.0
+HEARTBEAT_S = 0.5
+"""The workers' default."""
+_LAST_STEPS = 4
+"""Steps under way when the wait begins send snapshots too."""
+_SILENT_S = 120.0
+"""Workers that send nothing for so long are lost, not slow."""
+_LOOK_EVERY_S = 0.005
+
+Status = control_pb2.GetStatusResponse
+
+
+class Service:
+    """One place in the cluster, and the process that fills it now."""
+
+    def __init__(self, name: str, command: Callable[[], list[str]], lifeline: Lifeline, proxy: Proxy | None) -> None:
+        self.name = name
+        self.proxy = proxy
+        self.port = 0
+        self.control_port = 0
+        """A router's."""
+        self._command = command
+        self._lifeline = lifeline
+        self._child: Child | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 while there is none."""
+        return self._child.pid if self._child is not None else 0
+
+    async def start(self) -> None:
+        assert self._child is None
+        child = self._child = Child(self.name, self._command(), self._lifeline)
+        ready = await child.ready()
+        if ready is None:
+            raise AssertionError(f"{self.name} ended before it was ready: {await child.wait()}")
+        self.port, self.control_port = ready.port, ready.control_port
+        if self.proxy is not None:
+            self.proxy.aim(ready.port)
+
+    async def kill(self) -> None:
+        """As `kill -9`."""
+        if self._child is not None:
+            await self._child.kill()
+            self._gone()
+
+    async def terminate(self) -> None:
+        """As `kill`; it ends in order."""
+        os.kill(self.pid, signal.SIGTERM)
+        await self.left()
+
+    async def left(self) -> None:
+        """Returns when it has ended, in order."""
+        assert self._child is not None
+        async with asyncio.timeout(LEFT_WITHIN_S):
+            status = await self._child.wait()
+        self._gone()
+        assert status == 0, f"{self.name}: {status}"
+
+    @contextlib.contextmanager
+    def stopped(self) -> Any:
+        """Inside the context the process is there and does nothing."""
+        pid = self.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def _gone(self) -> None:
+        self._child = None
+        if self.proxy is not None:
+            self.proxy.aim(None)
+
+
+class RouterClient:
+    """What a client and an operator of one router do."""
+
+    def __init__(self, channel: Any, control_channel: Any) -> None:
+        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self.control = control_pb2_grpc.ControlServiceStub(control_channel)
+
+    async def status(self) -> Status:
+        return await self.control.GetStatus(control_pb2.GetStatusRequest(), timeout=60.0, wait_for_ready=True)
+
+    async def is_reached(self) -> None:
+        """Returns when both ports answer: a channel that has failed waits before it dials again, and fails calls until
+        then."""
+        await self.status()
+        await self.inference.ListModels(inference_pb2.ListModelsRequest(), timeout=60.0, wait_for_ready=True)
+
+    async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 300.0) -> Answer:
+        return await receive(self.inference.GenerateStream(request, timeout=timeout_s))
+
+    async def until(self, condition: Callable[[Status], bool], what: str, timeout_s: float = IDLE_WITHIN_S) -> Status:
+        """Looks again and again at the status, as an operator would."""
+        patience = Patience(timeout_s)
+        while not condition(status := await self.status()):
+            assert not patience.is_over(), f"not within {timeout_s} s (in {patience.waited_s:.1f}): {what}; {status}"
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return status
+
+
+class RealCluster:
+    def __init__(self, model: Path, temp: Path, worker_flags: Sequence[str]) -> None:
+        self.services: dict[str, Service] = {}
+        self.routers: list[RouterClient] = []
+        self.footprint = Footprint()
+        self.temp = temp
+        self._model = model
+        self._worker_flags = worker_flags
+        self._lifeline = Lifeline()
+        settings = [f"{name}={value}" for name, value in environment(temp).items()]
+        self._clean = ["env", "-i", *settings]
+        self._program = [*self._clean, *BATON]
+
+    @property
+    def router(self) -> RouterClient:
+        return self.routers[0]
+
+    def __getitem__(self, name: str) -> Service:
+        return self.services[name]
+
+    def pids(self) -> list[int]:
+        return [service.pid for service in self.services.values() if service.pid]
+
+    async def add_router(self, stack: contextlib.AsyncExitStack, *flags: str, program: Sequence[str] = BATON) -> None:
+        name = f"router-{len(self.routers)}"
+        service = Service(name, lambda: self._router_command(service, program, flags), self._lifeline, None)
+        self.services[name] = service
+        await service.start()
+        ports = (service.port, service.control_port)
+        channels = [await stack.enter_async_context(dial(f"127.0.0.1:{port}")) for port in ports]
+        self.routers.append(RouterClient(*channels))
+
+    async def add_worker(self, name: str, *flags: str) -> None:
+        """Its role is its name's first part. It joins every router there is."""
+        proxy = Proxy(self.pids)
+        await proxy.open()
+        routers = [
+            part
+            for service in self.services.values()
+            if service.proxy is None
+            for part in ("--router", f"127.0.0.1:{service.control_port}")
+        ]
+        role = name.partition("-")[0]
+        command = [*self._program, role, "--model", str(self._model), "--worker-id", name, "--log-level", "warning"]
+        command += ["--advertise", f"127.0.0.1:{proxy.port}", *routers, *self._worker_flags, *flags]
+        self.services[name] = Service(name, lambda: command, self._lifeline, proxy)
+        await self.services[name].start()
+
+    def _router_command(self, service: Service, program: Sequence[str], flags: Iterable[str]) -> list[str]:
+        """A restarted router is found where it was."""
+        command = [*self._clean, *program, "router", "--model", str(self._model), "--log-level", "warning", *flags]
+        return [*command, "--port", str(service.port), "--control-port", str(service.control_port)]
+
+    @contextlib.contextmanager
+    def cut(self, fault: Fault, worker: str, dialled_by: Iterable[str]) -> Any:
+        """What these services dial at a worker fails while the context is open, also when they are restarted."""
+        proxy, names = self.services[worker].proxy, list(dialled_by)
+        assert proxy is not None
+        with proxy.failing(fault, lambda: [self.services[name].pid for name in names]):
+            yield
+
+    async def restart(self, *names: str) -> None:
+        """Killed in the same moment."""
+        self.watch()
+        await asyncio.gather(*(self.services[name].kill() for name in names))
+        await asyncio.gather(*(self.services[name].start() for name in names))
+
+    def watch(self) -> None:
+        """Notes what the processes have, for the check that nothing is left."""
+        for pid in self.pids():
+            self.footprint.watch(pid)
+
+    async def whole(self) -> None:
+        """Every service runs, and every router has every worker."""
+        missing = [service for service in self.services.values() if not service.pid]
+        await asyncio.gather(*(service.start() for service in missing))
+        workers = {name for name, service in self.services.items() if service.proxy is not None}
+        for router in self.routers:
+            await router.is_reached()
+            await router.until(lambda status: _ready(status) == workers, f"{workers} are ready", READY_WITHIN_S)
+
+    async def idle(self, within_s: float = IDLE_WITHIN_S) -> None:
+        """No router that runs has a request, and no worker it knows holds a block, a lease or a sequence.
+
+        Within so many seconds of the workers' own: a worker sends a load snapshot at least every heartbeat, so what it
+        still holds after that many of them it holds for good, however slow the machine is.
+        """
+        most = round(within_s / HEARTBEAT_S) + _LAST_STEPS
+        for number, router in enumerate(self.routers):
+            if self.services[f"router-{number}"].pid:
+                await _idle_within(router, most)
+
+    async def close(self) -> None:
+        """Kills what still runs; nothing is left of any of them."""
+        self.watch()
+        for service in self.services.values():
+            await service.kill()
+        for service in self.services.values():
+            if service.proxy is not None:
+                await service.proxy.close()
+        self._lifeline.close()
+        await asyncio.to_thread(self.footprint.await_gone, READY_WITHIN_S)
+        assert list(self.temp.iterdir()) == []
+
+
+def _ready(status: Status) -> set[str]:
+    return {each.worker.worker_id for each in status.workers if each.state == control_pb2.WORKER_STATE_READY}
+
+
+def _idle(status: Status) -> bool:
+    """By snapshots that are younger than two heartbeats."""
+    requests = status.num_queued + status.num_prefilling + status.num_parked + status.num_decoding
+    return requests == 0 and all(
+        _holds_nothing(each) for each in status.workers if each.state == control_pb2.WORKER_STATE_READY
+    )
+
+
+def _holds_nothing(worker: control_pb2.WorkerStatus) -> bool:
+    load = worker.load
+    held = load.blocks_importing + load.blocks_leased + load.blocks_active
+    work = load.num_running + load.num_waiting + load.num_importing + load.num_leases
+    total = held + load.blocks_cached + load.blocks_free
+    return not held and not work and total == worker.worker.num_blocks and worker.load_age_ms < 1000
+
+
+async def _idle_within(router: RouterClient, most: int) -> None:
+    """Fails when every worker has sent `most` snapshots since the first look and something is still held."""
+    first: dict[tuple[str, int], int] = {}
+    async with asyncio.timeout(_SILENT_S):
+        while not _idle(status := await router.status()):
+            sent = []
+            for each in status.workers:
+                number = each.load.sequence_number
+                sent.append(number - first.setdefault((each.worker.worker_id, each.worker.incarnation), number))
+            assert not sent or min(sent) <= most, f"not idle after {min(sent)} snapshots of each worker: {status}"
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+
+@contextlib.asynccontextmanager
+async def real_cluster(
+    model: Path,
+    temp: Path,
+    workers: Sequence[str],
+    *worker_flags: str,
+    routers: Sequence[Sequence[str]] = ((),),
+    router_programs: Sequence[Sequence[str]] = (),
+) -> AsyncIterator[RealCluster]:
+    """`temp`: an empty folder; `workers` by name, such as decode-0; `routers`: flags of each;
+    `router_programs`: what takes `baton`'s arguments in their place, if not all are `baton`. Ready at entry."""
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = RealCluster(model, temp, worker_flags)
+        stack.push_async_callback(cluster.close)
+        for flags, program in itertools.zip_longest(routers, router_programs, fillvalue=BATON):
+            await cluster.add_router(stack, *flags, program=program)
+        await asyncio.gather(*(cluster.add_worker(name) for name in workers))
+        await cluster.whole()
+        yield cluster

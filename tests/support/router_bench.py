@@ -1,0 +1,220 @@
+"""A coordinator on a bench: tests say what workers report, and look at what it wants done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from services.core.clock import ManualClock
+from services.core.errors import BatonError
+from services.router.coordinator import Coordinator
+from services.router.coordinator.actions import (
+    Action,
+    Defect,
+    EmitFailed,
+    EmitFinished,
+    EmitStarted,
+    EmitTokens,
+    SendDecode,
+    SendPrefill,
+)
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    FinishReason,
+    ImportReady,
+    LegEvent,
+    PrefillStarted,
+    SequenceEnd,
+    Tokens,
+    WorkerInfo,
+)
+from services.router.coordinator.requests import Phase, RequestSpec
+from services.router.policy import Fingerprint, Load, Role
+
+A = TypeVar("A")
+
+
+class Bench:
+    def __init__(self, **config: Any) -> None:
+        self.clock = ManualClock()
+        self.coordinator = Coordinator(CoordinatorConfig(**{"model_context_tokens": 1024, **config}))
+        self.infos: dict[str, WorkerInfo] = {}
+        self.loads: dict[str, Load] = {}
+        self.actions: list[Action] = []
+        """Since the last `take`."""
+        self.output: dict[str, list[int]] = {}
+        self.finished: dict[str, EmitFinished] = {}
+        self.failed: dict[str, BatonError] = {}
+
+    # Inputs
+
+    def join(self, worker_id: str, role: Role, *, incarnation: int = 1, **facts: Any) -> None:
+        """Registers a worker and opens its session."""
+        defaults: dict[str, Any] = {
+            "fingerprint": Fingerprint("L"),
+            "block_size": 16,
+            "num_blocks": 64,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "host_id": "h",
+        }
+        info = WorkerInfo(worker_id, role, incarnation, **{**defaults, **facts})
+        self.infos[worker_id] = info
+        self.loads[worker_id] = Load(sequence_number=1, blocks_free=info.num_blocks)
+        if self.coordinator.worker_joined(info, self.now):
+            self.coordinator.session_opened(worker_id, incarnation, self.now)
+        self._absorb()
+
+    def submit(self, request_id: str = "r", num_tokens: int = 20, max_tokens: int | None = 8, **spec: Any) -> None:
+        self.coordinator.submit(RequestSpec(request_id, tuple(range(num_tokens)), max_tokens, **spec), self.now)
+        self._absorb()
+
+    def say(self, worker_id: str, *events: LegEvent) -> None:
+        self.coordinator.worker_events(worker_id, self.infos[worker_id].incarnation, events, None, self.now)
+        self._absorb()
+
+    def load(self, worker_id: str, **changes: int) -> None:
+        """A newer snapshot."""
+        number = self.loads[worker_id].sequence_number + 1
+        load = self.loads[worker_id] = replace(self.loads[worker_id], sequence_number=number, **changes)
+        incarnation = self.infos[worker_id].incarnation
+        self.coordinator.worker_events(worker_id, incarnation, (), load, self.now)
+        self._absorb()
+
+    def lose(self, worker_id: str, *, crashed: bool = True) -> None:
+        self.coordinator.worker_lost(worker_id, self.infos[worker_id].incarnation, self.now, crashed=crashed)
+        self._absorb()
+
+    def cancel(self, request_id: str = "r") -> None:
+        self.coordinator.cancel(request_id, self.now)
+        self._absorb()
+
+    def stop_string(self, request_id: str = "r") -> None:
+        self.coordinator.finish_stopped(request_id, self.now)
+        self._absorb()
+
+    def migrate(self, worker_id: str) -> int:
+        self.coordinator.drain(worker_id, self.now)
+        num_moved = self.coordinator.migrate(worker_id, self.now)
+        self._absorb()
+        return num_moved
+
+    def wait(self, seconds: float) -> None:
+        """The router runs meanwhile, but its next tick is at the end."""
+        for slice_number in range(1 + int(seconds / 0.4)):
+            self.coordinator._book.awake.at(self.now + 0.4 * slice_number)
+        self.clock.advance(seconds)
+        self.coordinator.tick(self.now)
+        self._absorb()
+
+    def stop(self, seconds: float) -> None:
+        """The router's process is stopped for so long, and goes on."""
+        self.clock.advance(seconds)
+        self.coordinator.tick(self.now)
+        self._absorb()
+
+    # Scripts
+
+    def handed_over(self, request_id: str = "r", **spec: Any) -> tuple[SendPrefill, SendDecode]:
+        """A request whose prefill runs on "p" and whose handoff was sent to a decode worker."""
+        self.submit(request_id, **spec)
+        prefill = self.take(SendPrefill)
+        self.say(prefill.worker_id, started(prefill))
+        return prefill, self.take(SendDecode)
+
+    def decoding(self, request_id: str = "r", **spec: Any) -> tuple[SendPrefill, SendDecode]:
+        """A request with token 0 received, whose decode worker has the blocks."""
+        prefill, decode = self.handed_over(request_id, **spec)
+        self.say(decode.worker_id, DecodeAdmitted(decode.leg))
+        self.say(prefill.worker_id, tokens(prefill, 100))
+        self.say(decode.worker_id, ImportReady(decode.leg), tokens(decode, 100))
+        return prefill, decode
+
+    # What it wants done
+
+    def finish(self, prefill: SendPrefill, expected: list[int], request_id: str = "r") -> None:
+        """Carries a prefill leg through to the end with one token from each role."""
+        self.say(prefill.worker_id, started(prefill), tokens(prefill, 201))
+        decode = self.take(SendDecode)
+        base = decode.output_base
+        self.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 201))
+        self.say(decode.worker_id, tokens(decode, 202, at=base + 1, finish=FinishReason.STOP))
+        assert self.output[request_id] == expected
+        assert request_id in self.finished
+        self.assert_idle()
+
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
+    def take(self, kind: type[A]) -> A:
+        """The only action of its kind since the last look."""
+        found = self.take_all(kind)
+        assert len(found) == 1, f"{len(found)} {kind.__name__}: {self.actions}"
+        return found[0]
+
+    def take_all(self, kind: type[A]) -> list[A]:
+        found = [action for action in self.actions if isinstance(action, kind)]
+        self.actions = [action for action in self.actions if not isinstance(action, kind)]
+        return found
+
+    def phase(self) -> Phase | None:
+        """Of the only live request; None without one."""
+        phases = [phase for phase, count in self.coordinator.phases().items() for _ in range(count)]
+        assert len(phases) <= 1
+        return phases[0] if phases else None
+
+    def assert_idle(self) -> None:
+        self.coordinator.check_idle()
+        for worker in self.coordinator.workers():
+            assert not worker.legs
+            assert not worker.predictions
+
+    def _absorb(self) -> None:
+        """A turn of the event loop with one input."""
+        self.coordinator.check()
+        self.coordinator.place(self.now)
+        self.coordinator.check()
+        actions = self.coordinator.take_actions()
+        self.actions += actions
+        self._client(actions)
+
+    def _client(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Defect():
+                    raise action.error
+                case EmitStarted():
+                    assert action.request_id not in self.output
+                    self.output[action.request_id] = []
+                case EmitTokens():
+                    assert action.position == len(self.output[action.request_id]), "a gap or a repeat"
+                    self.output[action.request_id] += action.token_ids
+                case EmitFinished():
+                    self._ended(action.request_id)
+                    self.finished[action.request_id] = action
+                case EmitFailed():
+                    self._ended(action.request_id)
+                    self.failed[action.request_id] = action.error
+                case _:
+                    pass
+
+    def _ended(self, request_id: str) -> None:
+        assert request_id not in self.finished
+        assert request_id not in self.failed
+
+
+def started(command: SendPrefill, *, cached_tokens: int = 0) -> PrefillStarted:
+    return PrefillStarted(
+        command.leg, command.leg.to_bytes(16, "big"), source=command.worker_id, cached_tokens=cached_tokens
+    )
+
+
+def tokens(
+    command: SendPrefill | SendDecode, *token_ids: int, at: int | None = None, finish: FinishReason | None = None
+) -> Tokens:
+    """Of a leg; by default at its first position."""
+    position = command.output_base if at is None else at
+    return Tokens(command.leg, position, token_ids, finish=SequenceEnd(finish) if finish else None)

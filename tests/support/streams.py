@@ -1,0 +1,143 @@
+"""Client streams that run beside a fault, each checked against the model itself.
+
+Owns: what is asked, and that every answer is exactly what no fault would have given. Never: the fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from baton.v1 import inference_pb2, types_pb2
+from tests.support import patience
+from tests.support.cluster import Answer
+from tests.support.equality import GreedyReference
+from tests.support.models import VOCAB_SIZE
+from tests.support.real_cluster import RealCluster, RouterClient
+
+_RANDOM = random.Random(1)
+_THINK_S = 0.2
+MIN_ASKED = 3
+"""By each client that keeps asking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int | None = None
+    """None: greedy."""
+    cache_salt: str = ""
+    """Its own, or its prompt would be in a prefix cache."""
+
+    def request(self) -> inference_pb2.GenerateRequest:
+        sampling = types_pb2.SamplingParams(temperature=0.0)
+        if self.seed is not None:
+            sampling = types_pb2.SamplingParams(temperature=1.0, seed=self.seed)
+        return inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=self.prompt),
+            sampling=sampling,
+            stopping=types_pb2.StoppingParams(max_tokens=self.max_tokens, ignore_eos=True),
+            cache_salt=self.cache_salt,
+        )
+
+    def check(self, reference: GreedyReference, answer: Answer) -> None:
+        """Nothing lost, repeated or changed."""
+        assert len(answer.token_ids) == self.max_tokens
+        assert answer.completion is not None
+        assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        assert answer.completion.usage.output_tokens == self.max_tokens
+        reference.check_at_once(self.prompt, answer.token_ids, seed=self.seed)
+
+
+def mixed_jobs(rng: random.Random, num_jobs: int, prompt_tokens: range, output_tokens: range) -> list[Job]:
+    """One in four is sampled; one in four may find its prompt in a prefix cache."""
+    shared = tuple(rng.choices(range(3, VOCAB_SIZE), k=prompt_tokens.stop))
+    jobs = []
+    for number in range(num_jobs):
+        length = rng.choice(prompt_tokens)
+        cached = number % 4 == 1
+        prompt = shared[:length] if cached else tuple(rng.choices(range(3, VOCAB_SIZE), k=length))
+        seed = rng.getrandbits(63) if number % 4 == 3 else None
+        jobs.append(Job(prompt, rng.choice(output_tokens), seed, "" if cached else f"{rng.getrandbits(64):x}"))
+    return jobs
+
+
+class Missed(Exception):
+    """The streams were over before what a test waits for was seen."""
+
+
+class Streams:
+    """Jobs under way."""
+
+    def __init__(self, router: RouterClient, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.tasks = [asyncio.create_task(router.stream(job.request())) for job in jobs]
+        self.answers: list[Answer] = []
+
+    async def any_done(self) -> None:
+        await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    async def all_done(self, within_s: float) -> None:
+        await patience.all_done(self.tasks, within_s)
+
+    @property
+    def are_done(self) -> bool:
+        return all(task.done() for task in self.tasks)
+
+    @property
+    def num_retries(self) -> int:
+        """Times that requests were placed again, in all; when they have ended."""
+        return sum(answer.completion.workers.retries for answer in self.answers if answer.completion is not None)
+
+
+@contextlib.asynccontextmanager
+async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequence[Job]) -> AsyncIterator[Streams]:
+    """Started at entry; at the end of the block all are waited for and checked, also if it missed something."""
+    running = Streams(router, jobs)
+    missed: Missed | None = None
+    try:
+        try:
+            yield running
+        except Missed as error:
+            missed = error
+        running.answers = await asyncio.gather(*running.tasks)
+    finally:
+        for task in running.tasks:
+            task.cancel()
+        await asyncio.gather(*running.tasks, return_exceptions=True)
+    for job, answer in zip(jobs, running.answers, strict=True):
+        job.check(reference, answer)
+    if missed is not None:
+        raise missed
+
+
+@contextlib.asynccontextmanager
+async def load(
+    cluster: RealCluster, reference: GreedyReference, *, num_jobs: int = 10, router: int = 0
+) -> AsyncIterator[Streams]:
+    """Streams of many sizes, more than the pools of two small workers hold."""
+    jobs = mixed_jobs(_RANDOM, num_jobs, range(150, 550), range(50, 100))
+    async with streams(cluster.routers[router], reference, jobs) as running:
+        yield running
+
+
+async def keep_asking(router: RouterClient, reference: GreedyReference, until: asyncio.Event, num_clients: int) -> int:
+    """Clients that each ask one thing after another, and think a little in between: the machine is to have time for
+    what else the test does. Every answer is checked; returns how many there were."""
+
+    async def client() -> int:
+        count = 0
+        while not until.is_set() or count < MIN_ASKED:
+            [job] = mixed_jobs(_RANDOM, 1, range(20, 300), range(10, 60))
+            job.check(reference, await router.stream(job.request()))
+            count += 1
+            await asyncio.sleep(_THINK_S)
+        return count
+
+    async with asyncio.TaskGroup() as group:
+        clients = [group.create_task(client()) for _ in range(num_clients)]
+    return sum(task.result() for task in clients)

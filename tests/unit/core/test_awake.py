@@ -1,0 +1,109 @@
+"""Time that stands still while the process was stopped, and what is judged by it."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.awake import GAP_S, AwakeTime
+from services.core.clock import ManualClock, MonotonicClock
+from services.core.timeouts import AwakeClock, timeout_after
+from services.rpc.silence import PeerWatch
+
+
+def test_it_runs_as_any_clock_while_it_is_read() -> None:
+    time = AwakeTime()
+    first = time.at(100.0)
+    assert [time.at(100.0 + tenths / 10) - first for tenths in range(50)] == pytest.approx([t / 10 for t in range(50)])
+
+
+def test_a_stop_counts_as_a_gap_however_long_it_was() -> None:
+    time = AwakeTime()
+    time.at(100.0)
+    before = time.at(100.1)
+    assert time.at(7300.1) - before == pytest.approx(GAP_S)
+    assert time.at(7300.2) - before == pytest.approx(GAP_S + 0.1)
+
+
+def test_one_that_is_held_up_again_and_again_still_judges() -> None:
+    time = AwakeTime()
+    first = time.at(0.0)
+    for second in range(1, 11):
+        last = time.at(float(second))
+    assert last - first == pytest.approx(10 * GAP_S)
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
+def test_it_never_goes_back_nor_faster_than_the_clock(gaps: list[float]) -> None:
+    clock = ManualClock()
+    awake = AwakeClock(clock)
+    readings = [awake.now()]
+    for gap in gaps:
+        clock.advance(gap)
+        readings.append(awake.now())
+    for (before, after), gap in zip(pairwise(readings), gaps, strict=True):
+        assert after - before == pytest.approx(min(gap, GAP_S), abs=1e-6)
+
+
+async def test_within_extends_itself_by_a_stop() -> None:
+    clock = ManualClock()
+    awake = AwakeClock(clock)
+
+    async def wait() -> None:
+        async with timeout_after(GAP_S + 0.01, awake):
+            await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    clock.advance(1000.0)  # a stop: no reading between
+    await asyncio.sleep(GAP_S + 0.05)  # its timer has fired, and found that there is time left
+    assert not waiting.done()
+    clock.advance(0.02)
+    with pytest.raises(TimeoutError):
+        await waiting
+
+
+async def test_within_by_a_clock_that_runs() -> None:
+    async with timeout_after(10.0, MonotonicClock()):
+        await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with timeout_after(0.01, MonotonicClock()):
+            await asyncio.Event().wait()
+
+
+def silence(clock: ManualClock) -> tuple[PeerWatch, asyncio.Task[str]]:
+    watch = PeerWatch(clock, 0.05)
+    return watch, asyncio.create_task(watch.verdict())
+
+
+async def test_silence() -> None:
+    clock = ManualClock()
+    watch, verdict = silence(clock)
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+        clock.advance(0.04)
+        watch.heard()
+    assert not verdict.done()
+    clock.advance(0.06)
+    assert await verdict == "silent for 0.05 s"
+
+
+async def test_a_peer_that_speaks_and_takes_nothing() -> None:
+    clock = ManualClock()
+    watch, verdict = silence(clock)
+    for _ in range(5):
+        with watch.writing():
+            clock.advance(0.04)
+            watch.heard()
+            await asyncio.sleep(0.01)
+    assert not verdict.done(), "each write ended in time"
+    with watch.writing():
+        for _ in range(5):
+            clock.advance(0.02)
+            watch.heard()
+            await asyncio.sleep(0.02)
+        assert await verdict == "takes nothing for 0.05 s"

@@ -1,0 +1,83 @@
+"""The pool's memory: what is written where, and what a peer that maps the memfd sees."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.engine.model.kv_cache import KVCache, KVShape
+
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.bfloat16)
+NUM_BLOCKS = 5
+
+
+@pytest.fixture
+def cache() -> Iterator[KVCache]:
+    cache = KVCache(SHAPE, NUM_BLOCKS, torch.device("cpu"))
+    yield cache
+    cache.close()
+
+
+def test_layout_is_block_layer_kind_token_head(cache: KVCache) -> None:
+    assert cache.block_bytes == 3 * 2 * 4 * 2 * 4 * 2
+    key = torch.randn(2, 2, 4).bfloat16()
+    value = torch.randn(2, 2, 4).bfloat16()
+    rows = cache.rows(torch.tensor([4, 1]), torch.tensor([3, 0]))
+    cache.write(rows[2], key, value)
+    block = torch.frombuffer(bytearray(cache.read_block(4)), dtype=torch.bfloat16).view(3, 2, 4, 2, 4)
+    assert block[2, 0, 3].equal(key[0])
+    assert block[2, 1, 3].equal(value[0])
+    assert block.count_nonzero() == 16
+    assert cache.keys(2)[1, 0].equal(key[1])
+    assert cache.values(2)[1, 0].equal(value[1])
+    assert cache.keys(1).count_nonzero() == 0
+
+
+def test_a_peer_sees_the_same_bytes(cache: KVCache) -> None:
+    assert cache.fd is not None
+    cache.write_block(2, bytes(range(192)) * 2)
+    peer = os.open(f"/proc/self/fd/{cache.fd}", os.O_RDONLY)
+    with mmap.mmap(peer, NUM_BLOCKS * cache.block_bytes, prot=mmap.PROT_READ) as mapped:
+        assert mapped[2 * cache.block_bytes : 3 * cache.block_bytes] == bytes(cache.read_block(2))
+        assert not any(mapped[: 2 * cache.block_bytes])
+    os.close(peer)
+
+
+def test_blocks_travel_between_caches(cache: KVCache) -> None:
+    other = KVCache(SHAPE, 1, torch.device("cpu"))
+    cache.write_block(3, os.urandom(cache.block_bytes))
+    other.write_block(0, cache.read_block(3))
+    assert bytes(other.read_block(0)) == bytes(cache.read_block(3))
+    slots = bytearray(3 * cache.block_bytes)
+    with memoryview(slots)[cache.block_bytes : 2 * cache.block_bytes] as slot:
+        cache.copy_block(3, slot)
+    assert slots == bytes(cache.block_bytes) + cache.read_block(3) + bytes(cache.block_bytes)
+    other.close()
+
+
+def test_a_block_of_the_wrong_size_is_refused(cache: KVCache) -> None:
+    with pytest.raises(ValueError, match="10 bytes"):
+        cache.write_block(0, bytes(10))
+    with pytest.raises(TypeError):
+        cache.read_block(0)[0] = 1
+
+
+def test_clear_leaves_the_others(cache: KVCache) -> None:
+    for block in range(NUM_BLOCKS):
+        cache.write_block(block, b"\xff" * cache.block_bytes)  # NaN everywhere
+    cache.clear((1, 3))
+    cache.clear(())
+    assert [any(cache.read_block(block)) for block in range(NUM_BLOCKS)] == [True, False, True, False, True]
+
+
+def test_close_gives_the_descriptor_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    cache = KVCache(SHAPE, 1, torch.device("cpu"))
+    cache.close()
+    cache.close()
+    del cache
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,175 @@
+"""What the engine does at once, on the caller's thread: blocks set aside for an import, all that is needed or nothing,
+and sequences queued. No prompt is hashed while others wait for the lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from services.core.hashing import BlockHash, block_hash, block_hashes
+from services.engine.config import EngineConfig, EngineInfo
+from services.engine.engine import Engine
+from services.engine.schedule import prefix
+from services.engine.schedule.sequence import (
+    SamplingParams,
+    Sequence,
+    StoppingParams,
+)
+from services.engine.warm_up import Loaded
+from services.engine.worker_engine import EngineRoom
+from services.kv.pool import Holder, OutOfBlocks
+from tests.support.fake_runner import FakeRunner
+
+NUM_BLOCKS, BLOCK_SIZE = 8, 4
+PROMPT = list(range(14))
+
+
+class NoMemory:
+    """Blocks without bytes: nothing is transferred here."""
+
+    fd = None
+    block_bytes = 0
+    num_blocks = NUM_BLOCKS
+
+    def read_block(self, block_id: int) -> bytes:
+        return b""
+
+    def copy_block(self, block_id: int, target: memoryview) -> None:
+        """There is nothing to copy."""
+
+    def write_block(self, block_id: int, data: object) -> None:
+        """There is nothing to write."""
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    info = EngineInfo("m", "d", "c", "n", "float32", 1, 1, 4, BLOCK_SIZE, NUM_BLOCKS, 32, 100, (2,), "cpu")
+    made = Engine(EngineConfig("", "m", max_num_seqs=4), lambda _: Loaded(info, NoMemory(), FakeRunner()))
+    yield made
+    made.check_idle()
+
+
+def sequence(seq_id: int = 1) -> Sequence:
+    return Sequence(seq_id, list(PROMPT), len(PROMPT), SamplingParams(), StoppingParams(max_tokens=2), arrival_s=0.0)
+
+
+def cache_prefix(engine: Engine, num_blocks: int) -> None:
+    """Leaves the prompt's first blocks in the prefix cache."""
+    pool = engine._pool
+    for hash in block_hashes(PROMPT, BLOCK_SIZE)[:num_blocks]:
+        (block_id,) = pool.allocate(1, Holder.SEQUENCE)
+        pool.index(block_id, hash)
+        pool.release([block_id], Holder.SEQUENCE)
+
+
+def allow(num_fresh: int, room: EngineRoom) -> None:
+    """Whatever is asked for."""
+
+
+@pytest.mark.parametrize(("num_cached", "num_prefix"), [(0, 0), (2, 2), (3, 3)])
+def test_what_is_cached_is_not_imported(engine: Engine, num_cached: int, num_prefix: int) -> None:
+    cache_prefix(engine, num_cached)
+    taken = engine.reserve(sequence(), allow)
+    assert (len(taken.prefix), len(taken.fresh)) == (num_prefix, 4 - num_prefix)
+    assert engine._pool.references(Holder.SEQUENCE) == num_prefix
+    assert engine._pool.references(Holder.IMPORT) == 4 - num_prefix
+    engine.release(taken.prefix, Holder.SEQUENCE)
+    engine.release(taken.fresh, Holder.IMPORT)
+
+
+def test_the_last_tokens_block_is_always_imported(engine: Engine) -> None:
+    """Its KV is what the first step here continues from, in a block of the sequence's own."""
+    whole = sequence()
+    whole.token_ids = list(PROMPT[:12])
+    cache_prefix(engine, 3)
+    taken = engine.reserve(whole, allow)
+    assert (len(taken.prefix), len(taken.fresh)) == (2, 1)
+    engine.release(taken.prefix, Holder.SEQUENCE)
+    engine.release(taken.fresh, Holder.IMPORT)
+
+
+def test_the_check_sees_the_room_without_the_prefix_and_what_would_be_taken(engine: Engine) -> None:
+    cache_prefix(engine, 2)
+    seen: list[tuple[int, EngineRoom]] = []
+    taken = engine.reserve(sequence(), lambda num_fresh, room: seen.append((num_fresh, room)))
+    assert seen == [(2, EngineRoom(6, NUM_BLOCKS, 0, 4, 0))]
+    engine.release(taken.prefix, Holder.SEQUENCE)
+    engine.release(taken.fresh, Holder.IMPORT)
+
+
+def test_whoever_is_refused_holds_nothing(engine: Engine) -> None:
+    cache_prefix(engine, 2)
+
+    def refuse(num_fresh: int, room: EngineRoom) -> None:
+        raise LookupError("no")
+
+    with pytest.raises(LookupError):
+        engine.reserve(sequence(), refuse)
+    assert engine._pool.references(Holder.SEQUENCE) == engine._pool.references(Holder.IMPORT) == 0
+
+
+def test_a_check_that_allows_more_than_there_is_holds_nothing(engine: Engine) -> None:
+    cache_prefix(engine, 2)
+    others = engine._pool.allocate(5, Holder.IMPORT)
+    with pytest.raises(OutOfBlocks):
+        engine.reserve(sequence(), allow)
+    assert engine._pool.references(Holder.SEQUENCE) == 0
+    engine.release(others, Holder.IMPORT)
+
+
+def test_hashes_stay_with_the_sequence(engine: Engine) -> None:
+    """They are computed once, not again when its blocks are indexed."""
+    mine = sequence()
+    taken = engine.reserve(mine, allow)
+    assert mine.hashes == block_hashes(PROMPT, BLOCK_SIZE)[:3]
+    engine.release(taken.prefix, Holder.SEQUENCE)
+    engine.release(taken.fresh, Holder.IMPORT)
+
+
+def do_at_each_hash(monkeypatch: pytest.MonkeyPatch, deed: Callable[[], None]) -> None:
+    def watched(parent: BlockHash, token_ids: list[int]) -> BlockHash:
+        deed()
+        return block_hash(parent, token_ids)
+
+    monkeypatch.setattr(prefix, "block_hash", watched)
+
+
+def test_a_queued_prompt_is_hashed_on_the_step_thread_and_without_the_lock(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[bool] = []
+    do_at_each_hash(monkeypatch, lambda: locked.append(engine._lock.locked()))
+    engine.add(sequence())
+    assert locked == [], "not by whoever queues it"
+    for _ in range(2):
+        engine._step(lambda report: None)
+    assert locked == [False] * (len(PROMPT) // BLOCK_SIZE)
+
+
+def test_a_lease_s_own_prompt_is_hashed_without_the_lock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[bool] = []
+    do_at_each_hash(monkeypatch, lambda: locked.append(engine._lock.locked()))
+    adopted = sequence()
+    adopted.block_ids = engine._pool.allocate(4, Holder.LEASE)
+    adopted.num_computed = len(PROMPT)
+    adopted.token_ids.append(7)
+    engine.adopt(adopted, adopted.block_ids, Holder.LEASE)
+    engine._step(lambda report: None)
+    assert locked == [False] * (len(PROMPT) // BLOCK_SIZE)
+
+
+def test_what_is_not_yet_hashed_counts_as_waiting_and_can_be_aborted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add(sequence(1))
+    engine.add(sequence(2))
+    assert (engine.stats().num_waiting, engine.stats().queued_prefill_tokens) == (2, 2 * len(PROMPT))
+    engine.abort(1)
+    assert (engine.stats().num_waiting, engine.stats().queued_prefill_tokens) == (1, len(PROMPT))
+    do_at_each_hash(monkeypatch, lambda: engine.abort(2))  # another thread, in the middle of it
+    engine._step(lambda report: None)
+    assert engine.stats().num_waiting == engine.stats().num_running == 0

@@ -1,0 +1,263 @@
+"""Bodies of the OpenAI-style endpoints become GenerateRequests; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from baton.v1 import inference_pb2, types_pb2
+from services.core import errors
+from services.router.http import chat, completions
+from services.router.http.answers import Call, TokenTexts
+from services.router.http.body import Body
+from services.router.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS, Neutral
+from services.router.http.reply import KINDS, dump, http_error
+from services.rpc.status import CODES
+from tests.support.text_model import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def texts() -> TokenTexts:
+    return TokenTexts(byte_tokenizer())
+
+
+def completion(texts: TokenTexts, **fields: Any) -> Call:
+    return completions.read_call(Body({"prompt": "hi", **fields}), texts)
+
+
+def conversation(texts: TokenTexts, **fields: Any) -> Call:
+    return chat.read_call(Body({"messages": [{"role": "user", "content": "hi"}], **fields}), texts)
+
+
+def only(call: Call) -> inference_pb2.GenerateRequest:
+    (prompt,) = call.prompts
+    return prompt.request
+
+
+READERS = [completion, conversation]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_every_shared_field_arrives(texts: TokenTexts, read: Any) -> None:
+    call = read(
+        texts,
+        model="m",
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias={"5": -100, "6": 1.5},
+        seed=-1,
+        stop=["a", "b"],
+        stop_token_ids=[3, 4],
+        ignore_eos=True,
+        min_tokens=2,
+        max_tokens=9,
+        priority=-3,
+        cache_salt="s",
+        skip_special_tokens=False,
+        stream=True,
+        stream_options={"include_usage": True},
+        user="somebody",
+    )
+    prompt: dict[str, Any] = {"text": "hi"}
+    if read is conversation:
+        message = inference_pb2.ChatMessage(role="user", content="hi")
+        prompt = {"messages": inference_pb2.ChatMessages(messages=[message])}
+    assert only(call) == inference_pb2.GenerateRequest(
+        **prompt,
+        model="m",
+        sampling=types_pb2.SamplingParams(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=7,
+            min_p=0.125,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.75,
+            logit_bias=[types_pb2.LogitBias(token_id=5, bias=-100), types_pb2.LogitBias(token_id=6, bias=1.5)],
+            seed=(1 << 64) - 1,
+        ),
+        stopping=types_pb2.StoppingParams(
+            stop=["a", "b"], stop_token_ids=[3, 4], ignore_eos=True, min_tokens=2, max_tokens=9
+        ),
+        response=inference_pb2.ResponseOptions(skip_special_tokens=False),
+        priority=-3,
+        cache_salt="s",
+    )
+    assert (call.options.stream, call.options.include_usage, call.options.continuous_usage) == (True, True, False)
+
+
+def test_defaults_are_openais(texts: TokenTexts) -> None:
+    assert only(completion(texts)).stopping.max_tokens == 16
+    assert not only(conversation(texts)).stopping.HasField("max_tokens")
+    assert only(conversation(texts, max_tokens=3, max_completion_tokens=5)).stopping.max_tokens == 5
+    assert only(completion(texts, top_k=-1, stop="x")).stopping.stop == ["x"]
+    assert only(completion(texts, logprobs=0)).response.HasField("logprobs")
+    assert only(conversation(texts, logprobs=True)).response.HasField("logprobs")
+    assert not only(conversation(texts, logprobs=False, top_logprobs=0)).response.HasField("logprobs")
+
+
+@pytest.mark.parametrize(("read", "fields"), [(completion, NOT_IN_COMPLETIONS), (conversation, NOT_IN_CHAT)])
+def test_what_is_not_supported_is_named_and_what_asks_for_nothing_accepted(
+    texts: TokenTexts, read: Any, fields: Neutral
+) -> None:
+    for name, neutral in fields.items():
+        for value in (None, *neutral):
+            read(texts, **{name: value})
+        with pytest.raises(errors.InvalidRequest, match="not supported") as caught:
+            read(texts, **{name: "anything" if name != "suffix" else "more"})
+        assert caught.value.field == name
+    with pytest.raises(errors.InvalidRequest, match="not supported"):
+        read(texts, n=True)
+
+
+def test_several_prompts_have_all_else_in_common(texts: TokenTexts) -> None:
+    fields: dict[str, Any] = {"seed": 7, "max_tokens": 9, "stop": "x", "logit_bias": {"5": 1}, "cache_salt": "s"}
+    for prompts in (["one", "two", "one"], [[1, 2], [3], []]):
+        together = completion(texts, prompt=prompts, **fields).prompts
+        assert [entry.request for entry in together] == [
+            only(completion(texts, prompt=prompt, **fields)) for prompt in prompts
+        ]
+        assert [entry.params["text"] for entry in together] == ["prompt[0]", "prompt[1]", "prompt[2]"]
+    for prompt in ("one", [1, 2]):
+        (single,), (listed,) = completion(texts, prompt=prompt).prompts, completion(texts, prompt=[prompt]).prompts
+        assert (listed.request, listed.params) == (single.request, single.params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        (["a", [1]], "prompt[1]"),
+        ([[1], [2], "a"], "prompt[2]"),
+        (["a", 1], "prompt[1]"),
+        (["a", None], "prompt[1]"),
+        ([1, "a"], "prompt[1]"),
+        ([None, "a"], "prompt[0]"),
+        ([[1], [2, "a"]], "prompt[1][1]"),
+        ([["a"]], "prompt[0]"),
+        (["a", "\ud800"], "prompt[1]"),
+    ],
+)
+def test_a_list_that_is_no_list_of_prompts_is_refused_where_it_is_none(
+    texts: TokenTexts, prompt: Any, place: str
+) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        completion(texts, prompt=prompt)
+    assert caught.value.field == place
+
+
+def test_unknown_fields_are_ignored_and_known(texts: TokenTexts) -> None:
+    body = Body({"prompt": "hi", "user": "u", "x": 1})
+    completions.read_call(body, texts)
+    assert body.unknown() == ["user", "x"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", True),
+        ("temperature", "1"),
+        ("temperature", float("inf")),
+        ("temperature", 10**400),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", 1 << 31),
+        ("seed", 1 << 64),
+        ("stop", 5),
+        ("stop_token_ids", {}),
+        ("ignore_eos", 1),
+        ("logit_bias", []),
+        ("model", 4),
+        ("prompt", 4),
+        ("prompt", {}),
+        ("cache_salt", "\ud800"),
+    ],
+)
+def test_types_are_checked(texts: TokenTexts, field: str, value: Any) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        completion(texts, **{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "param"),
+    [
+        (completion, {"prompt": [1] * ((1 << 20) + 1)}, "prompt"),
+        (completion, {"prompt": [[1] * (1 << 19), [1] * (1 << 19), [1]]}, "prompt"),
+        (completion, {"prompt": [[1] * ((1 << 20) + 1)]}, "prompt"),
+        (completion, {"prompt": ["a"] * 65}, "prompt"),
+        (completion, {"prompt": ["a"] + [[]] * 64}, "prompt"),
+        (completion, {"stop": ["a"] * 17}, "stop"),
+        (completion, {"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        (completion, {"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
+        (conversation, {"messages": [{}] * 1025}, "messages"),
+        (conversation, {"messages": [{"role": "user", "content": [{}] * 257}]}, "messages[0].content"),
+    ],
+)
+def test_lists_are_bounded_before_they_are_read(texts: TokenTexts, read: Any, fields: Any, param: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match="at most") as caught:
+        read(texts, **fields)
+    assert caught.value.field == param
+
+
+def test_errors_quote_little_of_what_was_sent(texts: TokenTexts) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        conversation(texts, messages=[{"role": "user", "content": [{"type": "x" * 10**6}]}])
+    assert len(dump(http_error(caught.value).body)) < 1000
+
+
+def test_parts_of_text_are_lines(texts: TokenTexts) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    call = conversation(
+        texts, messages=[{"role": "developer", "content": parts}, {"role": "assistant", "content": None}]
+    )
+    assert [(entry.role, entry.content) for entry in only(call).messages.messages] == [
+        ("system", "one\ntwo"),
+        ("assistant", ""),
+    ]
+
+
+def test_every_error_has_a_status() -> None:
+    assert set(KINDS) == set(CODES)
+    for kind in KINDS:
+        error = kind("a.b", "what") if issubclass(kind, errors.InvalidRequest) else kind("what")
+        answer = http_error(error)
+        retried = answer.status in (429, 503)
+        assert ("retry-after" in answer.headers) == retried, kind
+        assert answer.body["error"]["message"]
+    late = http_error(errors.Overloaded("full", retry_after_s=2.3))
+    assert late.headers == {"retry-after": "3", "retry-after-ms": "2300"}
+
+
+def test_an_unforeseen_error_is_opaque(caplog: pytest.LogCaptureFixture) -> None:
+    answer = http_error(ZeroDivisionError("secret"))
+    assert answer.status == 500
+    assert "secret" not in json.dumps(answer.body)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_tokens_have_their_own_bytes() -> None:
+    tokenizer: Tokenizer = byte_tokenizer()
+    texts = TokenTexts(tokenizer)
+    for text in ("the baton is passed", " é €", "🏃 x", "\n\t"):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert b"".join(texts[token_id].data for token_id in ids) == text.encode()
+    (euro, *_) = tokenizer.encode("€", add_special_tokens=False).ids
+    assert texts[euro].text == "\ufffd"
+    assert texts[tokenizer.token_to_id("<|im_end|>")].text == "<|im_end|>"
+    assert texts[10**6].text == "", "padding of the vocabulary"
+
+
+def test_events_are_single_lines() -> None:
+    payload = {"text": "a\u2028b\u2029c\x85d\ne é"}
+    data = dump(payload)
+    assert json.loads(data) == payload
+    assert len(data.decode().splitlines()) == 1
+    assert "é" in data.decode()

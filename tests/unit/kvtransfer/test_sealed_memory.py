@@ -1,0 +1,100 @@
+"""Memory that is handed out is sealed, and what is handed to us is looked at before it is mapped."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from services.core.sealed_memory import SEALS, SealedMemory, what_is_wrong
+
+NUM_BYTES = 4 * mmap.PAGESIZE
+
+
+@pytest.fixture
+def memory() -> Iterator[SealedMemory]:
+    memory = SealedMemory("baton-unit", NUM_BYTES)
+    yield memory
+    memory.close()
+
+
+def test_its_size_and_content_are_its_owner_s(memory: SealedMemory) -> None:
+    fd = memory.fd
+    assert fd is not None
+    refused: list[Callable[[], object]] = [
+        lambda: os.ftruncate(fd, 0),
+        lambda: os.ftruncate(fd, 2 * NUM_BYTES),
+        lambda: os.pwrite(fd, b"x", 0),
+        lambda: mmap.mmap(fd, NUM_BYTES),
+        lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+    ]
+    for act in refused:
+        with pytest.raises(PermissionError):
+            act()
+    memory.map[5] = 7
+    with mmap.mmap(fd, NUM_BYTES, prot=mmap.PROT_READ) as seen:
+        assert seen[5] == 7, "its owner writes, and others see it"
+        memory.close()
+        memory.map[5] = 8
+        assert seen[5] == 8, "also when its descriptor is closed"
+
+
+def test_what_is_sealed_and_long_enough_may_be_mapped(memory: SealedMemory) -> None:
+    assert memory.fd is not None
+    assert what_is_wrong(memory.fd, NUM_BYTES) is None
+    handed_out = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY)
+    assert what_is_wrong(handed_out, NUM_BYTES) is None
+    os.close(handed_out)
+    assert what_is_wrong(memory.fd, NUM_BYTES + 1) == f"it has {NUM_BYTES} bytes instead of {NUM_BYTES + 1}"
+
+
+@pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, 0x10, fcntl.F_SEAL_SEAL])
+def test_every_seal_is_needed(missing: int) -> None:
+    fd = os.memfd_create("unit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, NUM_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
+    assert "not sealed" in (what_is_wrong(fd, NUM_BYTES) or "")
+    os.close(fd)
+
+
+def test_what_is_no_memfd() -> None:
+    with tempfile.TemporaryFile() as file:
+        assert what_is_wrong(file.fileno(), 0) == "it is no memfd"
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        assert "not sealed" in (what_is_wrong(file.fileno(), 0) or "")
+    fd = os.memfd_create("unit")
+    assert "not sealed" in (what_is_wrong(fd, 0) or ""), "Python's default lets nobody seal it"
+    os.close(fd)
+
+
+def test_huge_pages(memory: SealedMemory) -> None:
+    try:
+        fd = os.memfd_create("unit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"this kernel has no huge pages: {error}")
+    os.ftruncate(fd, 2 << 20)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    assert what_is_wrong(fd, NUM_BYTES) == "it is of huge pages"
+    os.close(fd)
+
+
+def test_a_kernel_that_cannot_seal_leaves_memory_for_its_owner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.fcntl
+
+    def old(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_ADD_SEALS and argument & 0x10:
+            raise OSError(22, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", old)
+    memory = SealedMemory("baton-unit", NUM_BYTES)
+    assert memory.fd is None
+    memory.map[5] = 7
+    assert memory.map[5] == 7
+    memory.map.close()
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    assert not [link for link in links if os.path.islink(link) and "baton-unit" in os.readlink(link)]

@@ -1,0 +1,332 @@
+"""The coordinator when things break: stale legs, gaps, failures, losses, replays, the crash counter."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    LeaseInvalid,
+    Overloaded,
+    StepFailed,
+)
+from services.router.coordinator.actions import CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    DecodeRefused,
+    FinishReason,
+    ImportFailed,
+    ImportReady,
+    LeaseEnd,
+    LeaseEnded,
+    LegFailed,
+    Tokens,
+)
+from services.router.coordinator.requests import Phase
+from services.router.coordinator.workers import WorkerState
+from services.router.policy import Fingerprint, Role
+from tests.support.router_bench import Bench, started, tokens
+
+GONE = LeaseInvalid("gone")
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Two prefill and two decode workers; "p1" and "d1" are chosen first."""
+    bench = Bench()
+    for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
+        bench.join(worker_id, role)
+    return bench
+
+
+# Stale legs
+
+
+def test_events_of_a_given_up_prefill_leg_change_nothing_and_cancel_it(bench: Bench) -> None:
+    bench.submit()
+    old = bench.take(SendPrefill)
+    bench.lose("p1")
+    new = bench.take(SendPrefill)
+    assert (new.worker_id, new.output_base) == ("p2", 0)
+    bench.join("p1", Role.PREFILL)  # it wakes up and still believes in its leg
+    bench.say("p1", started(old))
+    bench.say("p1", tokens(old, 99))
+    assert [cancel.leg for cancel in bench.take_all(CancelLeg)] == [old.leg, old.leg]
+    bench.say("p1", LeaseEnded(old.leg, b"", LeaseEnd.ABORTED), LegFailed(old.leg, StepFailed("x")))
+    assert not bench.take_all(CancelLeg), "a leg that is over needs no cancel"
+    bench.finish(new, [201, 202])
+
+
+def test_events_of_a_given_up_decode_leg_change_nothing_and_cancel_it(bench: Bench) -> None:
+    prefill, old = bench.handed_over()
+    bench.wait(10.0)  # no answer: the leg is given up, its lease is not
+    assert bench.take(CancelLeg).leg == old.leg
+    new = bench.take(SendDecode)
+    assert new.worker_id == "d2"
+    assert new.handoff == old.handoff
+    bench.say("d1", DecodeAdmitted(old.leg))
+    bench.say("d1", ImportReady(old.leg), tokens(old, 99))
+    bench.say("d1", DecodeRefused(old.leg), ImportFailed(old.leg, True, GONE), LegFailed(old.leg, GONE))
+    assert {cancel.leg for cancel in bench.take_all(CancelLeg)} == {old.leg}
+    assert bench.output["r"] == []
+    bench.say("d2", DecodeAdmitted(new.leg), ImportReady(new.leg), tokens(new, 1, finish=FinishReason.STOP))
+    bench.say("p1", tokens(prefill, 1))
+    bench.assert_idle()
+
+
+def test_messages_of_an_old_incarnation_are_void(bench: Bench) -> None:
+    bench.submit()
+    prefill = bench.take(SendPrefill)
+    bench.lose("p1")
+    bench.join("p1", Role.PREFILL, incarnation=2)
+    bench.coordinator.take_actions()
+    bench.coordinator.worker_events("p1", 1, [started(prefill)], None, bench.now)
+    bench.coordinator.worker_lost("p1", 1, bench.now, crashed=True)
+    bench.coordinator.session_opened("p1", 1, bench.now)
+    assert not bench.coordinator.take_actions()
+    assert bench.coordinator.worker("p1").state is WorkerState.READY
+
+
+# Protocol errors
+
+
+@pytest.mark.parametrize(
+    ("position", "token_ids"),
+    [(2, (5,)), (-1, (5,)), (0, (100, 5, 5, 5, 5, 5, 5, 5, 5)), (0, (99, 5))],
+    ids=["gap", "negative", "beyond max_tokens", "another first token"],
+)
+def test_tokens_out_of_place_end_the_leg_and_the_request_goes_on(
+    bench: Bench, position: int, token_ids: tuple[int, ...]
+) -> None:
+    _, decode = bench.decoding()
+    bench.say("d1", Tokens(decode.leg, position, token_ids))
+    assert bench.take(CancelLeg).leg == decode.leg
+    replay = bench.take(SendPrefill)
+    assert (replay.token_ids[-1], replay.output_base) == (100, 1)
+    bench.finish(replay, [100, 201, 202])
+
+
+def test_a_token_before_its_lease_ends_the_leg(bench: Bench) -> None:
+    bench.submit()
+    prefill = bench.take(SendPrefill)
+    bench.say("p1", tokens(prefill, 1))
+    assert bench.take(CancelLeg).leg == prefill.leg
+    assert bench.take(SendPrefill).worker_id == "p2", "it is tried elsewhere"
+
+
+def test_an_event_of_the_other_phase_ends_the_leg(bench: Bench) -> None:
+    """One session carries the events of both, so a worker could say of a leg what cannot happen to it."""
+    bench.submit()
+    prefill = bench.take(SendPrefill)
+    bench.say("p1", ImportReady(prefill.leg))
+    assert bench.take(CancelLeg).leg == prefill.leg
+    again = bench.take(SendPrefill)
+    bench.say("p2", started(again))
+    decode = bench.take(SendDecode)
+    bench.say("d1", LeaseEnded(decode.leg, b"", LeaseEnd.EXPIRED))
+    assert bench.take(CancelLeg).leg == decode.leg
+    assert bench.take(SendDecode).handoff == decode.handoff, "its lease lives"
+
+
+# Prefill failures
+
+
+def test_a_prefill_failure_replays_elsewhere_and_gives_the_decode_leg_up(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("p1", LegFailed(prefill.leg, StepFailed("out of memory")))
+    assert bench.take(CancelLeg).leg == decode.leg
+    assert not bench.take_all(CancelLeg)
+    bench.finish(bench.take(SendPrefill), [201, 202])
+    assert bench.finished["r"].summary.num_retries == 1
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("f", "bad"), DeadlineExceeded("late"), Overloaded("never fits")])
+def test_errors_that_no_other_worker_would_avoid_end_the_request(bench: Bench, error: BatonError) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("p1", LegFailed(prefill.leg, error))
+    assert bench.failed["r"] is error
+    assert bench.take(CancelLeg).leg == decode.leg
+    bench.assert_idle()
+
+
+def test_a_draining_worker_is_left_alone_and_does_not_count(bench: Bench) -> None:
+    bench.submit()
+    prefill = bench.take(SendPrefill)
+    for incarnation in range(2, 8):
+        drained = prefill.worker_id
+        bench.say(drained, LegFailed(prefill.leg, Draining("bye")))
+        assert bench.coordinator.worker(drained).state is WorkerState.DRAINING
+        prefill = bench.take(SendPrefill)
+        assert prefill.worker_id != drained
+        bench.lose(drained, crashed=False)
+        bench.join(drained, Role.PREFILL, incarnation=incarnation)
+    assert not bench.failed
+
+
+def test_a_lease_that_ends_unused_is_replayed(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("d1", DecodeRefused(decode.leg))
+    second = bench.take(SendDecode)
+    bench.say("d2", DecodeRefused(second.leg))
+    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    replay = bench.take(SendPrefill)
+    assert replay.output_base == 1
+    bench.finish(replay, [100, 201, 202])
+
+
+def test_a_lease_that_ends_under_a_decode_leg_waits_for_its_report(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("d1", DecodeAdmitted(decode.leg))
+    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    assert not bench.take_all(SendPrefill)
+    bench.say("d1", ImportReady(decode.leg), tokens(decode, 100, 101))
+    bench.wait(60.0)
+    assert bench.output["r"] == [100, 101]
+    assert bench.phase() is Phase.DECODING
+
+
+# Decode failures
+
+
+def test_a_failed_import_whose_lease_lives_goes_to_another_worker(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("d1", DecodeAdmitted(decode.leg), ImportFailed(decode.leg, True, GONE))
+    again = bench.take(SendDecode)
+    assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
+    assert not bench.take_all(CancelLeg)
+    bench.say("d2", DecodeAdmitted(again.leg), ImportFailed(again.leg, True, GONE))
+    assert bench.take(CancelLeg).leg == prefill.leg, "twice: the lease is of no use"
+    assert bench.take(SendPrefill).worker_id == "p2"
+
+
+def test_a_failed_import_whose_lease_is_dead_is_replayed(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("p1", tokens(prefill, 100))
+    bench.say("d1", DecodeAdmitted(decode.leg), ImportFailed(decode.leg, False, GONE))
+    bench.finish(bench.take(SendPrefill), [100, 201, 202])
+
+
+def test_a_failed_decode_step_replays_prompt_and_output(bench: Bench) -> None:
+    _, decode = bench.decoding()
+    bench.say("d1", tokens(decode, 101, 102, at=1), LegFailed(decode.leg, StepFailed("x")))
+    replay = bench.take(SendPrefill)
+    assert replay.token_ids == (*range(20), 100, 101, 102)
+    assert replay.output_base == 3
+    bench.finish(replay, [100, 101, 102, 201, 202])
+
+
+# Losses
+
+
+def test_a_lost_prefill_worker_before_its_lease(bench: Bench) -> None:
+    bench.submit()
+    bench.take(SendPrefill)
+    bench.lose("p1")
+    assert not bench.take_all(CancelLeg), "there is no session to send it on"
+    bench.finish(bench.take(SendPrefill), [201, 202])
+
+
+def test_a_lost_source_leaves_a_decode_leg_that_may_have_everything(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("d1", DecodeAdmitted(decode.leg))
+    bench.say("p1", tokens(prefill, 100))
+    bench.lose("p1")
+    assert not bench.take_all(SendPrefill)
+    bench.say("d1", ImportReady(decode.leg), tokens(decode, 100, 101))
+    bench.wait(60.0)
+    bench.say("d1", tokens(decode, 102, at=2, finish=FinishReason.STOP))
+    assert bench.output["r"] == [100, 101, 102]
+    bench.assert_idle()
+
+
+def test_a_lost_source_with_an_incomplete_import_is_replayed(bench: Bench) -> None:
+    _, decode = bench.handed_over()
+    bench.say("d1", DecodeAdmitted(decode.leg))
+    bench.lose("p1")
+    bench.say("d1", ImportFailed(decode.leg, True, GONE))
+    bench.finish(bench.take(SendPrefill), [201, 202])
+
+
+def test_a_decode_leg_without_source_must_report_in_time(bench: Bench) -> None:
+    _, decode = bench.handed_over()
+    bench.say("d1", DecodeAdmitted(decode.leg))
+    bench.lose("p1")
+    bench.wait(1.9)
+    assert not bench.take_all(SendPrefill)
+    bench.wait(0.2)
+    assert bench.take(CancelLeg).leg == decode.leg
+    bench.finish(bench.take(SendPrefill), [201, 202])
+
+
+def test_a_refused_handoff_without_source_is_replayed(bench: Bench) -> None:
+    _, decode = bench.handed_over()
+    bench.lose("p1")
+    bench.say("d1", DecodeRefused(decode.leg))
+    assert bench.take(SendPrefill).worker_id == "p2"
+
+
+def test_a_lost_decode_worker_that_was_importing_leaves_the_lease_to_another(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("d1", DecodeAdmitted(decode.leg))
+    bench.lose("d1")
+    again = bench.take(SendDecode)
+    assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
+    assert bench.coordinator.held_leases("p1")
+    # Unless the dead one had released it: then the source says so, and so does the new leg's fetch.
+    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("d2", DecodeAdmitted(again.leg), ImportFailed(again.leg, False, GONE))
+    bench.finish(bench.take(SendPrefill), [100, 201, 202])
+
+
+def test_a_lease_that_nobody_left_can_fetch_is_given_up_for_another_place() -> None:
+    """Found by cutting a prefill worker off from all decode workers: its handoffs waited for it until they failed."""
+    bench = Bench()
+    bench.join("p1", Role.PREFILL)
+    bench.join("d1", Role.DECODE)
+    first, _ = bench.handed_over()
+    bench.lose("d1")
+    bench.wait(0.1)
+    assert bench.phase() is Phase.PARKED, "with nowhere else to go it is kept"
+    bench.join("p2", Role.PREFILL, fingerprint=Fingerprint("M"))
+    bench.wait(0.1)
+    assert bench.phase() is Phase.PARKED
+    bench.join("d2", Role.DECODE, fingerprint=Fingerprint("M"))
+    bench.wait(0.1)
+    assert bench.take(CancelLeg).leg == first.leg
+    assert bench.take(SendPrefill).worker_id == "p2"
+
+
+def test_a_lost_decode_worker_that_was_generating_means_replay(bench: Bench) -> None:
+    _, decode = bench.decoding()
+    bench.say("d1", tokens(decode, 101, at=1))
+    bench.lose("d1")
+    replay = bench.take(SendPrefill)
+    assert replay.output_base == 2
+    bench.finish(replay, [100, 101, 201, 202])
+
+
+def test_a_sequence_that_outgrew_the_prefill_pools_is_replayed_on_a_decode_worker() -> None:
+    bench = Bench()
+    bench.join("p", Role.PREFILL, num_blocks=2)
+    bench.join("d1", Role.DECODE)
+    bench.join("d2", Role.DECODE, num_blocks=63)
+    _, decode = bench.decoding(num_tokens=30, max_tokens=50)
+    bench.say("d1", tokens(decode, 101, 102, at=1))
+    bench.lose("d1")
+    whole = bench.take(SendDecode)
+    assert (whole.worker_id, whole.handoff, whole.output_base) == ("d2", None, 3)
+    assert whole.token_ids == (*range(30), 100, 101, 102)
+
+
+def test_a_lost_mixed_worker_counts_once_for_both_its_legs() -> None:
+    bench = Bench(max_crashes=2)
+    bench.join("m1", Role.MIXED)
+    bench.join("m2", Role.MIXED)
+    _, decode = bench.handed_over()
+    bench.lose(decode.worker_id)
+    assert not bench.failed
+    bench.wait(1.0)
+    assert bench.take(SendPrefill).worker_id != decode.worker_id

@@ -1,0 +1,166 @@
+"""The coordinator and workers that leave in order: whatever fails for that counts for nothing, and nothing is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.core.errors import BatonError, Draining, LeaseInvalid, TransferFailed, WorkerIdInUse
+from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    FinishReason,
+    ImportFailed,
+    ImportReady,
+    LegFailed,
+    Tokens,
+)
+from services.router.coordinator.workers import WorkerState
+from services.router.health import Health
+from services.router.policy import Role
+from tests.support.router_bench import Bench, started, tokens
+
+MANY = range(2, 9)
+"""More than three."""
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Two prefill and two decode workers; "p1" and "d1" are chosen first."""
+    bench = Bench()
+    for worker_id in ("p1", "p2"):
+        bench.join(worker_id, Role.PREFILL)
+    for worker_id in ("d1", "d2"):
+        bench.join(worker_id, Role.DECODE)
+    return bench
+
+
+def finish(bench: Bench, prefill: SendPrefill) -> int:
+    """Runs the request to its end; how often it was placed again."""
+    bench.say(prefill.worker_id, started(prefill))
+    decode = bench.take(SendDecode)
+    bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
+    bench.say(prefill.worker_id, tokens(prefill, 100))
+    bench.say(decode.worker_id, ImportReady(decode.leg))
+    bench.say(decode.worker_id, tokens(decode, 100, finish=FinishReason.STOP))
+    bench.assert_idle()
+    return bench.finished["r"].summary.num_retries
+
+
+def test_a_prompt_that_crosses_the_news_is_only_refused(bench: Bench) -> None:
+    bench.submit()
+    prefill = bench.take(SendPrefill)
+    bench.say("p1", LegFailed(prefill.leg, Draining("bye")))
+    assert bench.coordinator.worker("p1").state is WorkerState.DRAINING
+    assert finish(bench, bench.take(SendPrefill)) == 0
+
+
+def test_a_handoff_that_crosses_the_news_is_only_refused(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("d1", LegFailed(decode.leg, Draining("bye")))
+    again = bench.take(SendDecode)
+    assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
+    bench.say("d2", DecodeAdmitted(again.leg))
+    bench.say("p1", tokens(prefill, 100))
+    bench.say("d2", ImportReady(again.leg))
+    bench.say("d2", tokens(again, 100, finish=FinishReason.STOP))
+    assert bench.finished["r"].summary.num_retries == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [(Draining("its worker leaves"), False), (LeaseInvalid("aborted"), True), (TransferFailed("broke off"), True)],
+    ids=["the source says so", "known before, lease dead", "known before, connection gone"],
+)
+def test_an_import_that_fails_because_its_source_leaves_counts_for_nothing(
+    bench: Bench, error: BatonError, known: bool
+) -> None:
+    """A decode worker may report it before the router has heard of the end of the source's session."""
+    bench.submit()
+    for incarnation in MANY:
+        prefill = bench.take(SendPrefill)
+        bench.say(prefill.worker_id, started(prefill))
+        decode = bench.take(SendDecode)
+        if known:
+            bench.load(prefill.worker_id, draining=True)
+        bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportFailed(decode.leg, False, error))
+        assert bench.coordinator.worker(prefill.worker_id).state is WorkerState.DRAINING
+        assert bench.coordinator.worker(decode.worker_id).state is WorkerState.READY
+        bench.lose(prefill.worker_id, crashed=False)
+        bench.join(prefill.worker_id, Role.PREFILL, incarnation=incarnation)
+    assert not bench.failed
+    assert all(
+        pair.health.state in (Health.UP, Health.NEW)
+        for worker in bench.coordinator.workers()
+        for pair in worker.sources.all()
+    )
+
+
+def test_a_dead_source_that_was_leaving_is_not_asked_for_ever(bench: Bench) -> None:
+    """Its lease is said to be alive, but nothing comes: the prompt runs elsewhere."""
+    prefill, decode = bench.handed_over()
+    bench.load("p1", draining=True)
+    for _ in range(2):
+        bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
+        bench.say(decode.worker_id, ImportFailed(decode.leg, True, TransferFailed("silent")))
+        bench.wait(1.0)
+        bench.load("d1")
+        bench.load("d2")
+        if again := bench.take_all(SendDecode):
+            [decode] = again
+    assert bench.take(SendPrefill).worker_id == "p2"
+    assert prefill.worker_id == "p1"
+
+
+@pytest.mark.parametrize("asks_too_early", [False, True])
+def test_the_loss_of_a_worker_that_leaves_counts_for_nothing(bench: Bench, asks_too_early: bool) -> None:
+    """However it goes: its last connection may break before the end of its session is read."""
+    bench.submit()
+    for incarnation in MANY:
+        prefill = bench.take(SendPrefill)
+        bench.load(prefill.worker_id, draining=True)
+        if asks_too_early:  # its successor is there before the end of the session is seen
+            successor = replace(bench.infos[prefill.worker_id], incarnation=incarnation)
+            with pytest.raises(WorkerIdInUse):
+                bench.coordinator.worker_joined(successor, bench.now)
+        bench.lose(prefill.worker_id)
+        bench.join(prefill.worker_id, Role.PREFILL, incarnation=incarnation)
+    assert not bench.failed
+    assert all(worker.health.state is Health.UP for worker in bench.coordinator.workers())
+
+
+def test_an_aborted_lease_and_the_loss_of_its_source_are_one_failure() -> None:
+    """Its session was lost at its end first: the lease is gone, and the prompt may go there again, before the router
+    notices."""
+    bench = Bench()
+    bench.join("p1", Role.PREFILL)
+    bench.join("d1", Role.DECODE)
+    bench.submit()
+    for incarnation in (2, 3):
+        prefill = bench.take(SendPrefill)
+        bench.say("p1", started(prefill))
+        decode = bench.take(SendDecode)
+        bench.say("d1", DecodeAdmitted(decode.leg))
+        bench.say("d1", ImportFailed(decode.leg, False, LeaseInvalid("aborted")))
+        assert len(bench.take_all(SendPrefill)) == (incarnation == 2), "its last chance is not risked at once"
+        bench.lose("p1")
+        bench.join("p1", Role.PREFILL, incarnation=incarnation)
+        bench.wait(1.0)
+        if whole := bench.take_all(SendDecode):  # with no prefill worker in sight
+            bench.say("d1", LegFailed(whole[0].leg, Draining("bye")))
+            bench.lose("d1")
+            bench.join("d1", Role.DECODE, incarnation=incarnation)
+    assert "r" not in bench.failed, "two failures, not four"
+    bench.take(SendPrefill)
+    bench.lose("p1")
+    assert "r" in bench.failed
+
+
+def test_a_late_word_of_a_leg_that_was_migrated_changes_nothing(bench: Bench) -> None:
+    _, decode = bench.decoding()
+    assert bench.migrate("d1") == 1
+    replay = bench.take(SendPrefill)
+    bench.say("d1", Tokens(decode.leg, 1, (101,)))
+    assert bench.output["r"] == [100]
+    assert replay.token_ids[-1] == 100

@@ -1,0 +1,280 @@
+"""The order of the queue: nobody holds up those whom other workers could serve, and nobody starves.
+
+Blocks hold 16 tokens. The small decode worker `a` holds 128 tokens, the big one `b` 1024; `p` prefills for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.core.errors import Overloaded
+from services.router.coordinator import dispatch
+from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    DecodeRefused,
+    FinishReason,
+    ImportReady,
+    LeaseEnd,
+    LeaseEnded,
+)
+from services.router.coordinator.requests import Phase
+from services.router.policy import Load, Role
+from tests.support.router_bench import Bench, started, tokens
+
+BIG = {"num_tokens": 500, "max_tokens": 20}
+SHORT = {"num_tokens": 20, "max_tokens": 8}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    bench.join("p", Role.PREFILL, num_blocks=64)
+    bench.join("a", Role.DECODE, num_blocks=8)
+    bench.join("b", Role.DECODE, num_blocks=64)
+    return bench
+
+
+def serve(bench: Bench, prefill: SendPrefill) -> None:
+    """All of a request whose prefill was just sent."""
+    bench.say("p", started(prefill), tokens(prefill, 1))
+    decode = bench.take(SendDecode)
+    finish(bench, prefill, decode)
+
+
+def finish(bench: Bench, prefill: SendPrefill, decode: SendDecode) -> None:
+    worker_id = decode.worker_id
+    bench.say(worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
+    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say(worker_id, tokens(decode, 1, 2, finish=FinishReason.LENGTH))
+
+
+@pytest.mark.parametrize(("num_big", "age_s"), [(1, 1.5), (1, 0.0), (17, 0.0), (40, 0.0), (40, 1.5), (3, 29.0)])
+def test_what_no_ready_worker_can_hold_holds_up_nobody(bench: Bench, num_big: int, age_s: float) -> None:
+    """Its worker restarts: old or young, one or many, the others are served meanwhile."""
+    bench.lose("b")
+    for number in range(num_big):
+        bench.submit(f"big{number}", **BIG)
+    bench.wait(age_s)
+    assert not bench.take_all(SendPrefill)
+    for number in range(20):
+        bench.submit(f"r{number}", **SHORT)
+        serve(bench, bench.take(SendPrefill))
+        bench.wait(0.05)
+    assert len(bench.finished) == 20
+    bench.join("b", Role.DECODE, num_blocks=64, incarnation=2)
+    assert [command.spec.request_id for command in bench.take_all(SendPrefill)][:1] == ["big0"]
+
+
+def test_it_does_not_count_in_forecasts_either(bench: Bench) -> None:
+    """A deadline is not refused for the sake of work that nobody can begin."""
+    bench.load("p", ms_per_prefill_token=10)
+    bench.lose("b")
+    for number in range(5):
+        bench.submit(f"big{number}", **BIG)
+    bench.submit("r", **SHORT, deadline_s=bench.now + 2.0)
+    bench.wait(0.1)
+    assert "r" not in bench.failed
+    assert bench.take(SendPrefill).spec.request_id == "r"
+
+
+def test_a_queue_of_a_thousand_such_costs_no_placement(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.lose("b")
+    for number in range(1000):
+        bench.submit(f"big{number}", **BIG)
+    bench.wait(1.5)
+    calls: list[str] = []
+    for name in ("place_prefill", "place_decode", "nearest_start", "nearest_to_room"):
+        real = getattr(dispatch.policy, name)
+
+        def counted(*args: object, name: str = name, real: object = real) -> object:
+            calls.append(name)
+            return real(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(dispatch.policy, name, counted)
+    bench.submit("r", **SHORT)
+    assert calls == ["place_prefill"], "the one that could start"
+
+
+def busy(bench: Bench, worker_id: str, free: int) -> None:
+    num_blocks = bench.infos[worker_id].num_blocks
+    bench.load(worker_id, blocks_free=free, blocks_active=num_blocks - free, num_running=1)
+
+
+def hold_the_line(bench: Bench) -> None:
+    """A handoff is on its way to `a`: with none in flight, the head of the queue is let through in any case."""
+    busy(bench, "b", free=0)
+    bench.submit("other", **SHORT)
+    bench.say("p", started(bench.take(SendPrefill)))
+    assert bench.take(SendDecode).worker_id == "a"
+
+
+def test_an_aged_request_claims_the_worker_it_waits_for_and_no_other(bench: Bench) -> None:
+    """While short ones come without end: they are served by `a`, none takes what becomes free on `b`, and the big one
+    begins as soon as its room is there."""
+    hold_the_line(bench)
+    bench.submit("big", **BIG)
+    for number in range(16):  # they keep the line full
+        bench.submit(f"x{number}", **SHORT)
+    for prefill in bench.take_all(SendPrefill):
+        assert prefill.spec.request_id != "big"
+        bench.cancel(prefill.spec.request_id)
+    bench.wait(1.1)
+    num_served = 0
+    for number, free in enumerate([0, 8, 16, 24, 31]):
+        busy(bench, "b", free=free)
+        bench.submit(f"r{number}", **SHORT)
+        for prefill in bench.take_all(SendPrefill):
+            assert prefill.spec.request_id != "big"
+            bench.say("p", started(prefill), tokens(prefill, 1))
+            decode = bench.take(SendDecode)
+            assert decode.worker_id == "a", "what becomes free on b is kept"
+            finish(bench, prefill, decode)
+            num_served += 1
+        bench.wait(0.3)
+    assert num_served >= 5
+    bench.take_all(SendPrefill)
+    busy(bench, "b", free=33)
+    assert bench.take_all(SendPrefill)[0].spec.request_id == "big"
+
+
+def test_it_also_claims_the_prefill_worker_once_it_could_be_taken_over(bench: Bench) -> None:
+    """Else short prompts could keep the prefill worker full for ever. Before, they may have it."""
+    busy(bench, "b", free=40)
+    busy(bench, "p", free=4)
+    bench.submit("big", **BIG)
+    bench.submit("young", **SHORT)
+    assert bench.take(SendPrefill).spec.request_id == "young", "it is passed while it is young"
+    bench.cancel("young")
+    bench.wait(1.1)
+    bench.submit("late", **SHORT)
+    assert not bench.take_all(SendPrefill), "p is claimed: what becomes free there is the big one's"
+    busy(bench, "p", free=33)
+    assert bench.take_all(SendPrefill)[0].spec.request_id == "big"
+
+
+def test_other_prefill_workers_are_not_claimed(bench: Bench) -> None:
+    bench.join("q", Role.PREFILL, num_blocks=16)
+    busy(bench, "b", free=40)
+    busy(bench, "p", free=4)
+    bench.submit("big", **BIG)
+    bench.wait(1.1)
+    bench.submit("late", **SHORT)
+    assert bench.take(SendPrefill).worker_id == "q"
+
+
+def test_a_whole_sequence_that_waits_for_its_decode_worker_claims_it(bench: Bench) -> None:
+    """Without prefill workers. It is not sent before there is room: there it would wait among others' sequences."""
+    bench.lose("p")
+    busy(bench, "b", free=0)
+    bench.submit("big", **BIG)
+    bench.wait(1.1)
+    busy(bench, "b", free=10)
+    bench.submit("r", **SHORT)
+    assert bench.take(SendDecode).worker_id == "a"
+    assert bench.coordinator.phases()[Phase.QUEUED] == 1
+    busy(bench, "b", free=33)
+    command = bench.take(SendDecode)
+    assert (command.worker_id, command.spec.request_id) == ("b", "big")
+
+
+def test_aged_requests_claim_one_worker_each_in_order(bench: Bench) -> None:
+    bench.join("c", Role.DECODE, num_blocks=64)
+    busy(bench, "c", free=0)
+    hold_the_line(bench)
+    busy(bench, "b", free=10)
+    busy(bench, "c", free=20)
+    for name in ("big0", "big1", "big2"):
+        bench.submit(name, **BIG)
+    bench.wait(1.1)
+    bench.submit("r", **SHORT)
+    serve(bench, bench.take(SendPrefill))
+    busy(bench, "c", free=40)
+    prefill = bench.take_all(SendPrefill)[0]
+    assert prefill.spec.request_id == "big0", "one claims b, and the one before it begins"
+    bench.say("p", started(prefill))
+    assert bench.take(SendDecode).worker_id == "c"
+
+
+def test_a_handoff_that_only_the_claimed_worker_can_take_goes_there(bench: Bench) -> None:
+    """What is prefilled holds blocks that the claimant may wait for: it never waits for the claimant in turn."""
+    middle = {"num_tokens": 200, "max_tokens": 20}
+    bench.submit("middle", **middle)
+    prefill = bench.take(SendPrefill)
+    busy(bench, "b", free=20)
+    bench.submit("big", **BIG, priority=1)
+    bench.wait(1.1)
+    bench.say("p", started(prefill))
+    assert bench.take(SendDecode).worker_id == "b"
+
+
+def test_a_claimant_does_not_wait_for_a_handoff_that_waits_for_it(bench: Bench) -> None:
+    """The handoff could go to `c` as well, but that one is full for a long time; meanwhile it holds the blocks that the
+    claimant of `p` and `b` needs to begin."""
+    bench.join("c", Role.DECODE, num_blocks=64)
+    bench.submit("middle", num_tokens=400, max_tokens=20)
+    prefill = bench.take(SendPrefill)
+    busy(bench, "p", free=30)
+    busy(bench, "b", free=0)
+    busy(bench, "c", free=0)
+    bench.submit("big", **BIG, priority=1)
+    bench.wait(1.1)
+    bench.say("p", started(prefill), tokens(prefill, 1))
+    busy(bench, "b", free=40)
+    bench.wait(0.1)
+    decode = bench.take(SendDecode)
+    assert decode.worker_id == "b"
+    busy(bench, "b", free=40)
+    finish(bench, prefill, decode)
+    busy(bench, "p", free=56)
+    assert bench.take(SendPrefill).spec.request_id == "big"
+
+
+def test_a_handoff_leaves_a_claimed_worker_alone_if_another_has_room(bench: Bench) -> None:
+    """Also one from the source that the claimant waits for: then it need not wait either."""
+    bench.join("c", Role.DECODE, num_blocks=64)
+    bench.submit("middle", num_tokens=400, max_tokens=20)
+    prefill = bench.take(SendPrefill)
+    busy(bench, "p", free=30)
+    busy(bench, "b", free=40)
+    busy(bench, "c", free=28)
+    bench.submit("big", **BIG, priority=1)
+    bench.wait(1.1)
+    bench.say("p", started(prefill), tokens(prefill, 1))
+    assert bench.take(SendDecode).worker_id == "c"
+
+
+def test_a_refusal_does_not_outlive_the_process_that_refused(bench: Bench) -> None:
+    """A restarted worker counts its snapshots from 1 again: it is asked as soon as it is there, not when it has counted
+    as far as the old one had."""
+    bench.lose("b")
+    for _ in range(200):
+        busy(bench, "a", free=8)
+    bench.submit("r", **SHORT)
+    prefill = bench.take(SendPrefill)
+    bench.say("p", started(prefill), tokens(prefill, 1))
+    decode = bench.take(SendDecode)
+    bench.say("a", DecodeRefused(decode.leg))
+    bench.lose("a")
+    bench.join("a", Role.DECODE, num_blocks=8, incarnation=2)
+    bench.wait(1.0)
+    bench.load("a")
+    assert bench.take(SendDecode).worker_id == "a"
+
+
+def test_the_queue_is_bounded_in_time_all_the_same(bench: Bench) -> None:
+    busy(bench, "b", free=0)
+    busy(bench, "p", free=0)
+    bench.submit("big", **BIG)
+    for _ in range(125):
+        bench.wait(1.0)
+    assert isinstance(bench.failed["big"], Overloaded)
+    bench.assert_idle()
+
+
+def test_load_is_what_the_bench_says() -> None:
+    """The tests above lean on it: an idle snapshot differs from a busy one."""
+    assert Load(blocks_free=8).idle
+    assert not replace(Load(blocks_free=0), blocks_active=8).idle

@@ -1,0 +1,83 @@
+"""How the end of a worker's session is understood."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.v1 import control_pb2, types_pb2, worker_pb2
+from services.core.clock import MonotonicClock
+from services.router.coordinator.events import WorkerInfo
+from services.router.policy import Fingerprint, Role
+from services.router.sessions import SessionTimes, WorkerLink
+
+
+class Owner:
+    """Hears how the link ends."""
+
+    def __init__(self) -> None:
+        self.crashed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def link_opened(self, link: WorkerLink) -> None:
+        pass
+
+    def worker_message(self, link: WorkerLink, message: Any) -> None:
+        pass
+
+    def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
+        self.crashed.set_result(crashed)
+
+    def held_leases(self, link: WorkerLink) -> list[bytes]:
+        return []
+
+
+class FakeChannel:
+    """Every call says one thing, and fails."""
+
+    def __init__(self, load: types_pb2.LoadSnapshot, details: str) -> None:
+        self._load = load
+        self._details = details
+
+    def stream_stream(self, *_: Any, **__: Any) -> Any:
+        return lambda requests: self
+
+    async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
+        yield worker_pb2.SessionResponse(load=self._load)
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, self._details)
+
+    def cancel(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("draining", "told", "details", "crashed"),
+    [
+        (True, False, "Internal error from Core", False),
+        (False, True, "Internal error from Core", False),
+        (False, False, "Internal error from Core", True),
+        (True, True, "a defect", True),
+    ],
+    ids=["it said that it leaves", "it was told to", "out of nowhere", "a defect of the worker"],
+)
+async def test_a_write_that_meets_the_end_of_a_leaving_worker(
+    draining: bool, told: bool, details: str, crashed: bool
+) -> None:
+    owner = Owner()
+    info = WorkerInfo(
+        "p", Role.PREFILL, 1, Fingerprint("L"), 16, 8, 128, 4, description=control_pb2.WorkerDescription(worker_id="p")
+    )
+    channel: Any = FakeChannel(types_pb2.LoadSnapshot(sequence_number=1, draining=draining), details)
+    link = WorkerLink(info, owner, 1, 1, SessionTimes(0.5, 2.0), MonotonicClock(), dial=lambda _: channel)
+    if told:
+        link.send_leave(5.0)
+    link.start()
+    assert await owner.crashed is crashed
+    await link.close()

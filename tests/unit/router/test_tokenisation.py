@@ -1,0 +1,120 @@
+"""The text side of a model directory."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import threading
+import time
+
+import pytest
+
+from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from services.router.chat_template import ChatTemplate
+from services.router.tokenisation import load_model_text
+from tests.support.text_model import CONTEXT_TOKENS, write_model
+
+
+def test_facts_and_prompts(tmp_path: pathlib.Path) -> None:
+    text = load_model_text(write_model(tmp_path))
+    assert text.context_tokens == CONTEXT_TOKENS
+    assert text.vocab_size == text.tokenizer.get_vocab_size()
+    assert text.encode_text("the baton")[0] == 1, "a completion prompt gets the model's special tokens"
+    ids = text.encode_messages([{"role": "user", "content": "hi"}])
+    rendered = text.tokenizer.decode(ids, skip_special_tokens=False)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids.count(1) == 2, "a rendered template brings its own"
+
+
+def test_what_is_too_long_is_refused_before_its_ids_are_taken(tmp_path: pathlib.Path) -> None:
+    text = load_model_text(write_model(tmp_path))
+    assert len(text.encode_text("the baton", 9)) <= 9
+    with pytest.raises(ContextLengthExceeded, match="is 3 tokens; the prompt has"):
+        text.encode_text("the baton", 3)
+    messages = [{"role": "user", "content": "x" * 1000}]
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt's \d+ characters are at least \d+$"):
+        text.encode_messages(messages, 50)
+
+
+def test_messages_are_judged_by_what_the_template_makes_of_them(tmp_path: pathlib.Path) -> None:
+    folder = write_model(tmp_path, template="{{ messages[0].content.split('</think>')[-1] | trim }}")
+    messages = [{"role": "user", "content": "x" * 5000 + "</think>hi" + " " * 5000}]
+    assert load_model_text(folder).encode_messages(messages, 4)
+
+
+def test_other_threads_run_while_a_text_is_tokenised(tmp_path: pathlib.Path) -> None:
+    """The interpreter lock would let them only when it is over."""
+    text = load_model_text(write_model(tmp_path))
+    begun, turns, over = threading.Event(), 0, threading.Event()
+    long = "the baton is passed from the runner that prefills " * 20_000
+
+    def encode() -> None:
+        begun.set()
+        text.encode_text(long)
+        over.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    while not over.is_set():
+        turns += 1
+        time.sleep(0)  # gives the lock away; a step of this loop is far shorter than the text
+    thread.join()
+    assert turns > 100
+
+
+def test_a_template_in_the_tokenizer_configuration(tmp_path: pathlib.Path) -> None:
+    write_model(tmp_path, template=None)
+    with pytest.raises(InvalidRequest) as refused:
+        load_model_text(tmp_path).encode_messages([{"role": "user", "content": "hi"}])
+    assert refused.value.field == "messages"
+    for template in ("{{ bos_token }}T", [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "T"}]):
+        path = tmp_path / "tokenizer_config.json"
+        path.write_text(json.dumps({"chat_template": template, "bos_token": "<|im_start|>"}))
+        loaded = load_model_text(tmp_path)
+        ids = loaded.encode_messages([{"role": "user", "content": "hi"}])
+        assert loaded.tokenizer.decode(ids).endswith("T")
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
+def test_a_directory_that_is_no_model(tmp_path: pathlib.Path, missing: str) -> None:
+    (write_model(tmp_path) / missing).unlink()
+    with pytest.raises(ConfigError, match=missing.replace(".", r"\.")):
+        load_model_text(tmp_path)
+
+
+def test_a_configuration_without_context(tmp_path: pathlib.Path) -> None:
+    (write_model(tmp_path) / "config.json").write_text('{"vocab_size": 9}')
+    with pytest.raises(ConfigError, match="how long"):
+        load_model_text(tmp_path)
+    (tmp_path / "config.json").write_text('{"text_config": {"n_positions": 9}}')
+    assert load_model_text(tmp_path).context_tokens == 9
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_model_text(tmp_path)
+
+
+def test_template_helpers() -> None:
+    template = ChatTemplate(
+        "{%- for m in messages %}\n    {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m | tojson }}{% endfor %}"
+        "{{ eos_token }}{{ strftime_now('%Y')|length }}",
+        {"eos_token": "</s>"},
+    )
+    rendered = template.render([{"role": "user", "content": "é"}, {"role": "user", "content": "x"}])
+    assert rendered == '{"role": "user", "content": "é"}</s>4'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[9].content }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_that_refuses_or_misbehaves_is_the_requests_error(source: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+    assert refused.value.field == "messages"

@@ -1,0 +1,165 @@
+"""Calls that keep a real server waiting, more of them than it serves: others are answered, and health always is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from services.rpc.channels import dial
+from services.rpc.serving import GrpcServer
+from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, grpc_request
+
+MOST = 8
+MIB = 1 << 20
+LIST_MODELS = "/baton.v1.InferenceService/ListModels"
+NO_WINDOW = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00" + b"\x00\x04" + bytes(4)
+"""SETTINGS: the client has no room for a byte of any answer."""
+
+
+class Inference(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="here")])
+
+    async def Generate(self, request: Any, context: Any) -> inference_pb2.GenerateResponse:
+        await self.gate.wait()
+        return inference_pb2.GenerateResponse()
+
+    async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
+        while True:
+            yield inference_pb2.GenerateStreamResponse(chunk=inference_pb2.Chunk(text="x" * 10_000))
+
+
+Running = tuple[GrpcServer, grpc.aio.Channel, Inference]
+
+
+@contextlib.asynccontextmanager
+async def running(**options: Any) -> AsyncIterator[Running]:
+    server, servicer = GrpcServer(**options), Inference()
+    server.add("baton.v1.InferenceService", inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
+    await server.start()
+    async with dial(server.address) as channel:
+        yield server, channel, servicer
+    await server.stop()
+
+
+async def list_models(channel: grpc.aio.Channel) -> list[str]:
+    answer = await inference_pb2_grpc.InferenceServiceStub(channel).ListModels(inference_pb2.ListModelsRequest())
+    return [model.id for model in answer.models]
+
+
+async def is_served(channel: grpc.aio.Channel) -> bool:
+    """False if it is refused for want of room."""
+    try:
+        assert await list_models(channel) == ["here"]
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise
+        return False
+    return True
+
+
+async def is_healthy(channel: grpc.aio.Channel) -> bool:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def answered(channel: grpc.aio.Channel) -> None:
+    """Who is refused may try again; room is made for somebody in the end."""
+    assert await is_healthy(channel)
+    async with asyncio.timeout(30):
+        while True:
+            if await is_served(channel):
+                return
+            assert await is_healthy(channel)
+
+
+def silent(channel: grpc.aio.Channel) -> Any:
+    return channel.stream_unary(LIST_MODELS)()
+
+
+def not_reading(channel: grpc.aio.Channel) -> Any:
+    return inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(inference_pb2.GenerateRequest())
+
+
+@pytest.mark.parametrize("knock", [silent, not_reading])
+async def test_calls_that_keep_the_server_waiting_make_room(knock: Callable[[grpc.aio.Channel], Any]) -> None:
+    async with running(max_concurrent_rpcs=MOST) as (_, channel, _):
+        calls = [knock(channel) for _ in range(3 * MOST)]
+        await answered(channel)
+        for call in calls:
+            call.cancel()
+
+
+async def test_who_only_watches_makes_room() -> None:
+    async with running(max_concurrent_rpcs=MOST) as (_, channel, _):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = []
+        for _ in range(MOST):  # one after the other: of calls that are opened at once any may arrive first
+            watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
+            assert (await watches[-1].read()).status == health_pb2.HealthCheckResponse.SERVING
+        await answered(channel)
+        async with asyncio.timeout(30):
+            code = await watches[0].code()
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, "the one that has watched for longest"
+        for watch in watches:
+            watch.cancel()
+
+
+async def test_what_the_server_works_on_is_never_ended_for_others() -> None:
+    async with running(max_concurrent_rpcs=MOST) as (_, channel, servicer):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        working = [asyncio.ensure_future(stub.Generate(inference_pb2.GenerateRequest())) for _ in range(MOST)]
+        async with asyncio.timeout(30):
+            while await is_served(channel):  # until all of them have come
+                pass
+        assert await is_healthy(channel)
+        servicer.gate.set()
+        await asyncio.gather(*working)
+        assert await list_models(channel) == ["here"]
+
+
+async def test_messages_that_are_arriving_are_few() -> None:
+    """The runtime keeps what has come of each."""
+    async with running(max_request_bytes=64 * MIB) as (_, channel, _):
+        ends = [asyncio.ensure_future(call) for call in [silent(channel) for _ in range(12)]]
+        left = set(ends)
+        async with asyncio.timeout(30):
+            while len(left) > 4:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for end in done:
+                    error = end.exception()
+                    assert isinstance(error, grpc.aio.AioRpcError)
+                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error
+        assert len(left) == 4
+        assert await list_models(channel) == ["here"]
+        for end in left:
+            end.cancel()
+
+
+async def test_answers_that_are_never_taken_leave_the_door_open() -> None:
+    raw = grpc_request(LIST_MODELS, b"", {}).removeprefix(HTTP2_PREFACE + HTTP2_SETTINGS)
+    async with running(max_concurrent_rpcs=MOST) as (server, channel, _):
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2 * MOST):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                stack.callback(writer.close)
+                writer.write(HTTP2_PREFACE + NO_WINDOW + raw)
+                head = await reader.readexactly(9)  # settings: the connection is up
+                assert head[3] == 4
+                while True:  # until its answer's headers have come; the message never will
+                    await reader.readexactly(int.from_bytes(head[:3], "big"))
+                    head = await reader.readexactly(9)
+                    if head[3] == 1:
+                        break
+            assert await is_healthy(channel)
+            assert await list_models(channel) == ["here"]
