@@ -63,6 +63,7 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+	$(BIN)/mypy --implicit-reexport --cache-dir .mypy_cache/tests tests benchmarks scripts examples
 
 contracts: $(INSTALLED)
 	$(BIN)/lint-imports

@@ -18,7 +18,7 @@ from benchmarks.engine import Load
 from benchmarks.figure import Figure
 from services.cli.dtype_choice import Timings, decide, saved_dtype
 from services.engine.config import EngineConfig
-from services.engine.engine import Engine
+from services.engine.loading import torch_engine
 
 # A kind of CPU, the flag in /proc/cpuinfo that a CPU must have to be one, and the variables that make it one.
 _KINDS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
@@ -83,7 +83,7 @@ def _child(variables: Mapping[str, str], module: str, *arguments: str) -> dict[s
 def main() -> None:
     model, dtype, prompt_tokens, repeats = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     config = EngineConfig(model, "m", dtype=dtype, num_blocks=256, threads=1, max_num_batched_tokens=512)
-    engine = Engine(config)
+    engine = torch_engine(config)
     load = Load(engine)
     prompt_s, decode_ms = [], []
     try:

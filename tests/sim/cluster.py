@@ -219,8 +219,8 @@ class Cluster:
 
     def kill_all(self) -> None:
         """The end: every coroutine is closed, where nobody sees it."""
-        for part in [*self.workers.values(), *self.routers.values()]:
-            part.node.kill()
+        for node in [*(w.node for w in self.workers.values()), *(r.node for r in self.routers.values())]:
+            node.kill()
 
     # What is left of it.
 

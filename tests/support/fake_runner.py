@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from services.engine.engine import Engine
 from services.engine.schedule.sequence import SampledToken, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -35,12 +36,19 @@ class FakeRunner:
         return {}
 
 
+def engine_of(host: WorkerHost) -> Engine:
+    """Returns the torch engine of a running worker, for a test that damages it; workers see its `WorkerEngine`."""
+    assert isinstance(host.engine, Engine)
+    return host.engine
+
+
 class RunnerInFront:
     """Takes the place of a running worker's runner, and lets that one do everything."""
 
     def __init__(self, host: WorkerHost) -> None:
-        self._runner: Runner = host.engine._runner
-        host.engine._runner = self
+        engine = engine_of(host)
+        self._runner: Runner = engine._runner
+        engine._runner = self
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._runner.run(plan)

@@ -38,7 +38,8 @@ def chunk(text: str) -> inference_pb2.GenerateStreamResponse:
 class Told(inference_pb2_grpc.InferenceServiceServicer):
     """Each call follows the next script: texts are said, errors raised, HANG hangs."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: GrpcServer) -> None:
+        self.server = server
         self.scripts: list[list[Any]] = []
         self.calls: list[float | None] = []
         """The time each call was given, seconds."""
@@ -74,8 +75,7 @@ class Told(inference_pb2_grpc.InferenceServiceServicer):
 
 @pytest.fixture
 async def told() -> AsyncIterator[Told]:
-    told = Told()
-    told.server = GrpcServer()
+    told = Told(GrpcServer())
     told.server.add(FULL_NAME, inference_pb2_grpc.add_InferenceServiceServicer_to_server, told)
     await told.server.start()
     yield told

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from baton.v1 import control_pb2
+from services.engine.runner import DeviceRunner
 from services.router.health import Health
 from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
+from tests.support.fake_runner import engine_of
 from tests.support.models import tiny_model
 from tests.support.workers import DECODE, MIXED, PREFILL, until
 
@@ -29,10 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def damage(host: WorkerHost) -> None:
     """As a bit flip in memory or a bad copy would: after load, so that no fingerprint shows it. A layer's output is
     turned around; everything goes on working."""
-    with host.engine._lock, torch.no_grad():
+    engine = engine_of(host)
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    with engine._lock, torch.no_grad():
         layers = [
             parameter
-            for name, parameter in host.engine._runner._model.module.named_parameters()
+            for name, parameter in runner._model.module.named_parameters()
             if name.endswith(("o_proj.weight", "down_proj.weight"))
         ]
         assert layers

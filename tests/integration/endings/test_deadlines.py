@@ -26,6 +26,7 @@ from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
 from services.router.coordinator.requests import Phase
 from tests.support.cluster import Cluster, greedy_request, running_cluster
+from tests.support.fake_runner import engine_of
 from tests.support.held_runner import HeldRunner
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.patience import patient
@@ -267,7 +268,7 @@ async def staged(model: Path, pools: tuple[int, int], transport: str) -> AsyncIt
             router={"silence_s": 30.0},
         ) as cluster:
             for worker in cluster.workers:
-                worker.engine._costs = CostModel()  # by what a stalled machine measures, no deadline could be met
+                engine_of(worker)._costs = CostModel()  # by what a stalled machine measures, no deadline could be met
             runners = [HeldRunner(worker) for worker in cluster.workers]
             stage = Stage(cluster, runners[0], runners[1], proxies)
             try:

@@ -19,6 +19,7 @@ from services.router.health import Health
 from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
+from tests.support.fake_runner import engine_of
 from tests.support.models import tiny_model
 from tests.support.patience import patient
 from tests.support.recording import recording_tracer
@@ -79,8 +80,9 @@ class StuckDevice:
 
 @contextlib.contextmanager
 def device(host: WorkerHost) -> Iterator[StuckDevice]:
-    stuck = StuckDevice(host.engine._runner)
-    host.engine._runner = stuck
+    engine = engine_of(host)
+    stuck = StuckDevice(engine._runner)
+    engine._runner = stuck
     try:
         yield stuck
     finally:

@@ -29,6 +29,7 @@ from services.worker.session import WORKER_SERVICE
 from services.worker.transfer import TRANSFER_SERVICE
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
+from tests.support.fake_runner import engine_of
 from tests.support.faulty_runner import FaultyRunner, always, beyond
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.trusted import CLUSTER_TOKEN, dial
@@ -155,7 +156,7 @@ async def test_a_worker_without_a_step_thread_ends(model: Path, monkeypatch: pyt
     async with scripted.session(host) as session:
         await session.send(prefill=worker_pb2.PrefillCommand(leg=1, token_ids=[5] * 20))
         await session.next("started", 1)
-        host.engine._scheduler.schedule = broken  # type: ignore[method-assign]  # a defect of the engine itself
+        engine_of(host)._scheduler.schedule = broken  # type: ignore[method-assign]  # a defect of the engine itself
         host.engine.release([], Holder.SEQUENCE)  # wakes it
         with pytest.raises(WorkerFailed, match="step thread"):
             await serving

@@ -87,9 +87,10 @@ def test_the_numbers_say_it(tmp_path: Path) -> None:
     module = weights.load_model(tiny_model("gemma3", tmp_path), "float32", CPU, register_attention())
     shape = servable.examine(module)
 
-    def without_window(*args: Any) -> torch.Tensor:
-        *others, scoring = args
-        return paged.reference(*others, dataclasses.replace(scoring, sliding_window=None))
+    def without_window(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: paged.StepLayout, scoring: paged.Scoring
+    ) -> torch.Tensor:
+        return paged.reference(query, keys, values, layout, dataclasses.replace(scoring, sliding_window=None))
 
     plain = verification.plain_logits(module, shape.vocab_size)
     assert verification.verify(PagedModel(module, shape, paged.reference), 16, plain) < 1e-4

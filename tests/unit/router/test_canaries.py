@@ -93,7 +93,7 @@ def test_every_pair_is_tried_a_worker_at_a_time() -> None:
             assert is_canary(prefill)
             bench.say(prefill.worker_id, started(prefill), tokens(prefill, 7))
         decodes = bench.take_all(SendDecode)
-        busy = [command.worker_id for command in (*commands, *decodes)]
+        busy = [prefill.worker_id for prefill in commands] + [decode.worker_id for decode in decodes]
         assert len(set(busy)) == len(busy)
         tried += [(str(decode.handoff.source), decode.worker_id) for decode in decodes if decode.handoff]
         for decode in decodes:

@@ -6,6 +6,7 @@ import logging
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from services.core import errors
@@ -24,7 +25,7 @@ def sample(leaf: type[errors.BatonError]) -> errors.BatonError:
     return leaf("what happened", retry_after_s=2.5)
 
 
-def unpack(message: status_pb2.Status, kind: type) -> list:
+def unpack(message: status_pb2.Status, kind: type[Message]) -> list:
     found = []
     for packed in message.details:
         if packed.Is(kind.DESCRIPTOR):
@@ -58,6 +59,7 @@ def test_an_invalid_field_is_named_in_bad_request(kind):
     (violation,) = detail.field_violations
     assert (violation.field, violation.description) == ("stopping.max_tokens", "must be at least 1")
     received = status.from_status(sent)
+    assert isinstance(received, errors.InvalidRequest)
     assert type(received) is kind
     assert received.field == "stopping.max_tokens"
 
