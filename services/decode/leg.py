@@ -6,13 +6,11 @@ Owns: the leg's place in the session, in the hub and in the engine. Never: how K
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from baton.v1 import types_pb2, worker_pb2
-from services.core.errors import BatonError, DeadlineExceeded, unforeseen
+from services.core.errors import BatonError, DeadlineExceeded, LayoutMismatch, unforeseen
 from services.decode.intake import Held, ImportIntake, Refused
 from services.decode.record import DecodeRecord
 from services.engine.config import StepReport
@@ -69,9 +67,9 @@ class DecodeLeg:
             self._host.engine.add(self._sequence)
         elif self._intake.is_local(self._command.handoff):
             self._admitted(0)
-            self._run(self._adopt(), f"adopt leg {self.number}")
+            self._run(self._adopt, f"adopt leg {self.number}")
         else:
-            self._run(self._import(), f"import leg {self.number}")
+            self._run(self._import, f"import leg {self.number}")
 
     def cancel(self) -> None:
         """A running sequence leaves with the step in flight; an import's blocks follow their last copy."""
@@ -97,15 +95,24 @@ class DecodeLeg:
                 missing_blocks=error.refusal.missing_blocks,
             )
             self._emit(worker_pb2.LegEvent(refused=refused))
-        except Exception as error:  # whatever went wrong, the router must hear of it
+        except LayoutMismatch as error:
             self._import_failed(error)
         else:
             self._admitted(len(self._held.prefix) * self._host.engine.info.block_size)
             await self._fetch(self._held)
 
-    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._task = self._host.spawn(work, name)
+    def _run(self, work: Callable[[], Awaitable[None]], name: str) -> None:
+        self._task = self._host.spawn(self._telling(work), name)
         self._task.add_done_callback(lambda _: self._task_over())
+
+    async def _telling(self, work: Callable[[], Awaitable[None]]) -> None:
+        """What raises here is no failed import, which another worker could repeat, but a defect of this one. Whatever
+        it is, the router must hear of it."""
+        try:
+            await work()
+        except Exception as error:
+            self._host.defect(error)
+            self._fail(unforeseen(error))
 
     def _task_over(self) -> None:
         """Also when it was cancelled before it ever ran."""
@@ -121,9 +128,8 @@ class DecodeLeg:
         except Exception as error:  # whatever went wrong, the router must hear of it
             self._import_failed(error)
             return
-        with self._expecting_no_error():
-            self._record.transferred(outcome)
-            self._take_over(outcome.first_token, held if outcome.ready else None)
+        self._record.transferred(outcome)
+        self._take_over(outcome.first_token, held if outcome.ready else None)
 
     async def _adopt(self) -> None:
         started_s = self._host.clock.now()
@@ -133,18 +139,8 @@ class DecodeLeg:
         except Exception as error:
             self._import_failed(error)
             return
-        with self._expecting_no_error():
-            self._record.adopted(started_s, len(self._held.block_ids) if self._held is not None else 0)
-            self._take_over(first_token, self._held)
-
-    @contextlib.contextmanager
-    def _expecting_no_error(self) -> Iterator[None]:
-        """The lease is over: what raises from here on is no failed import, which another worker could repeat."""
-        try:
-            yield
-        except Exception as error:
-            self._host.defect(error)
-            self._fail(unforeseen(error))
+        self._record.adopted(started_s, len(self._held.block_ids) if self._held is not None else 0)
+        self._take_over(first_token, self._held)
 
     def _take_over(self, first_token: types_pb2.SequenceTokens, held: Held | None) -> None:
         """The KV is here and valid: token 0 is repeated to the router, and the sequence joins the batch."""

@@ -76,7 +76,7 @@ def not_idle(cluster: Cluster) -> list[str]:
     tried = {name for link in cluster.network.cut_for_ever if link <= cluster.workers.keys() for name in link}
     checked = {name for name in tried if any(router.checks(name) for router in routers)}
     busy = [worker.plan.name for worker in cluster.present if not worker.idle and worker.plan.name not in checked]
-    busy += [router.node.name for router in routers if router.coordinator.num_live]
+    busy += [router.node.name for router in routers if router.coordinator.num_live or router.stopping]
     return busy + [router.node.name + " links" for router in routers if not _joined(cluster, router)]
 
 

@@ -20,6 +20,8 @@ from tests.sim.world import World
 
 BLOCK_SIZE = 4
 ROUTERS = ("router-1", "router-2")
+MAX_PAUSE_S = 4.0
+"""Between two probes of a worker that keeps failing."""
 BUSY_S = 2.0
 """Requests arrive, and faults begin, in this time."""
 
@@ -51,9 +53,12 @@ def build(world: World, load: Load) -> Cluster:
         queue_timeout_s=15.0,
         no_worker_timeout_s=8.0,
         answer_timeout_s=4.0,
+        canary_timeout_s=4.0,
         max_queue=1 if world.seed % 10 == 4 else 1024,
         # By the seed itself, so that the other draws are the same with and without.
-        health=HealthConfig(deep_checks=world.seed % 3 == 0, recheck_s=5.0, starts_slowly=True),
+        health=HealthConfig(
+            deep_checks=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True
+        ),
     )
     num_routers = 2 if world.chance(0.2) else 1
     for at, name in enumerate(ROUTERS[:num_routers]):

@@ -19,7 +19,7 @@ from tests.sim.clocks import Clocks
 from tests.sim.cluster import Cluster
 from tests.sim.faults import LONGEST_S, Faults
 from tests.sim.invariants import Watch, not_idle
-from tests.sim.outcomes import check_outcomes
+from tests.sim.outcomes import check_outcomes, copies_may_stall
 from tests.sim.worker import SimWorker
 from tests.sim.world import Violation, World
 
@@ -116,10 +116,11 @@ class _Run:
         probes = [scenario.probe(self._world, cluster, router.node.name) for router in served]
         for request in probes:
             cluster.submit(request)
-        # Where imports cannot but fail, now and then or always, others have to be found first.
-        plans = [worker.plan for worker in cluster.workers.values()]
-        in_vain = cluster.network.cut_for_ever or any(plan.slowest_copy_s > plan.config.stall_s for plan in plans)
-        within_s = PROBE_WITHIN_S + (faults.recovery_s(cluster) if in_vain else 0.0)
+        within_s = PROBE_WITHIN_S
+        if cluster.network.cut_for_ever or copies_may_stall(cluster):
+            within_s += faults.recovery_s(cluster)  # others have to be found first
+        if not all(worker.health.usable for router in served for worker in router.coordinator.workers()):
+            within_s += scenario.MAX_PAUSE_S  # what has failed so often is tried no sooner
         self._world.run(lambda: all(request.over for request in probes), self._world.now_s + within_s)
         for request in probes:
             self._world.require(request.outcome in ("stop", "length"), f"a last request: {request.outcome}")

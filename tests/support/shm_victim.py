@@ -44,9 +44,13 @@ def memory(num_bytes: int, seals: int = SEALS, flags: int = 0) -> int:
 
 
 def give(connection: socket.socket, greeting: bytes, *fds: int) -> None:
-    socket.send_fds(connection, [greeting], list(fds))
-    for fd in fds:
-        os.close(fd)
+    try:
+        socket.send_fds(connection, [greeting], list(fds))
+    except BrokenPipeError:
+        pass  # the victim has seen enough
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def unsealed(connection: socket.socket, greeting: bytes, num_bytes: int) -> None:

@@ -106,6 +106,16 @@ def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> 
         request.not_before_s = now + book.config.last_chance_pause_s
 
 
+def lapsed(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
+    """The leg is over without its KV. Did its source give up the lease meanwhile, then it could not be fetched in time:
+    the source's clocks may be faster than the target's own, so that the target never comes to say so."""
+    source = leg.lapsed_source
+    if source is not None and not is_leaving(book, source):
+        reason = "the lease ended before its blocks were taken over"
+        book.workers.transfer_failed(source, leg.worker.worker_id, reason, now)
+        note_failed_import(book, request, leg, source, now)
+
+
 def is_the_pairs(error: BatonError) -> bool:
     """Whether a failed import says something of the way between the two workers, or only of this lease."""
     return not isinstance(error, (LeaseInvalid, StaleIncarnation, Draining, Cancelled, *FATAL))

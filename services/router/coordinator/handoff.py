@@ -31,6 +31,7 @@ from services.router.coordinator.failures import (
     decode_failed,
     is_leaving,
     is_the_pairs,
+    lapsed,
     leaves,
     note_failed_import,
     note_refusal,
@@ -137,11 +138,14 @@ def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tok
 
 
 def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseEnded, now: float) -> None:
-    if request.decode is None and event.reason is not LeaseEnd.RELEASED:
-        # Nobody had it, and it was held. (Released without a decode leg: to one that was lost since, and counted then.)
-        error = ProtocolViolation(f"lease {event.reason.value}")
-        blame(book, request, leg, Role.PREFILL, error, now)
-    # With a decode leg: perhaps that one released it, and its own report is on the way.
+    if event.reason is not LeaseEnd.RELEASED:
+        if request.decode is None:
+            # Nobody had it, and it was held.
+            blame(book, request, leg, Role.PREFILL, ProtocolViolation(f"lease {event.reason.value}"), now)
+        else:
+            request.decode.lapsed_source = leg.worker
+    # Released without a decode leg: to one that was lost since, and counted then. With one, perhaps that one released
+    # it, and its own report is on the way.
     source_gone(book, request, now, f"lease {event.reason.value}", cancel=False)
     book.settle(request, now)
 
@@ -176,6 +180,7 @@ def _import_failed(
     book: Book, request: Request, leg: PlacedDecode, worker: Worker, event: ImportFailed, now: float
 ) -> None:
     source = request.prefill
+    lapsed(book, request, leg, now)
     if source is not None and isinstance(event.error, Draining):
         leaves(book, source.worker, now)
     leaving = source is not None and is_leaving(book, source.worker)

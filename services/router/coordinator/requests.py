@@ -120,6 +120,8 @@ class PlacedDecode:
     orphaned_s: float | None = None
     """In awake time. Its source went away before it was ready; it will say whether it had everything, but not for
     ever."""
+    lapsed_source: WorkerInfo | None = None
+    """The source, if that gave the lease up while this leg had it."""
 
 
 PlacedLeg = PlacedPrefill | PlacedDecode

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from services.core.errors import Overloaded, ProtocolViolation
 from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.book import Book
-from services.router.coordinator.failures import decode_failed, prefill_failed
+from services.router.coordinator.failures import decode_failed, lapsed, prefill_failed
 from services.router.coordinator.requests import PlacedDecode, PlacedLeg, Request
 from services.router.coordinator.workers import Worker
 
@@ -98,8 +98,9 @@ def _expire_unanswered(book: Book, request: Request, now: float) -> None:
     if leg is None or not leg.has_handoff:
         return
     if leg.orphaned_s is not None and awake_s - leg.orphaned_s >= book.config.orphan_timeout_s:
-        # Not counted: what became of its source was.
+        # What became of its source was counted, or counts now.
         book.end_decode(request, now, "orphaned")
+        lapsed(book, request, leg, now)
         book.settle(request, now)
     elif leg.admitted_s is None and awake_s - leg.asked_s >= book.config.answer_timeout_s:
         decode_failed(book, request, leg, ProtocolViolation("no answer to a handoff"), now, cancel=True)

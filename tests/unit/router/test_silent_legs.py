@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.core.errors import Overloaded, TransferFailed, WorkerFailed
+from services.core.errors import LeaseInvalid, Overloaded, TransferFailed, WorkerFailed
 from services.router.coordinator.actions import CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
@@ -15,7 +16,7 @@ from services.router.coordinator.events import (
     LeaseEnded,
 )
 from services.router.coordinator.requests import Phase
-from services.router.health import HealthConfig
+from services.router.health import Health, HealthConfig
 from services.router.policy import Role
 from tests.support.router_bench import Bench, started, tokens
 
@@ -295,6 +296,40 @@ def test_the_source_judges_a_handoff_that_was_admitted(bench: Bench) -> None:
     bench.wait(0.2)
     assert bench.take(CancelLeg).leg == decode.leg
     assert bench.take(SendPrefill).token_ids == (*range(20), 100)
+
+
+@pytest.mark.parametrize("says", ["nothing", "that it failed"])
+def test_a_lease_that_ends_in_a_targets_hands_counts_against_the_way_between_the_two(bench: Bench, says: str) -> None:
+    """Where nothing can cross, the source gives the lease up before the target gives up: time after time, for ever."""
+    bench.submit()
+    for _ in range(CoordinatorConfig.max_crashes):
+        prefill = bench.take(SendPrefill)
+        bench.say("p", started(prefill))
+        decode = bench.take(SendDecode)
+        bench.say("d", DecodeAdmitted(decode.leg))
+        bench.say("p", tokens(prefill, 100))
+        bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+        if says == "nothing":
+            bench.wait(2.1)
+        else:
+            bench.say("d", ImportFailed(decode.leg, False, LeaseInvalid("expired")))
+        bench.wait(CoordinatorConfig.last_chance_pause_s)
+    assert isinstance(bench.failed["r"], WorkerFailed)
+    (pair,) = bench.coordinator.worker("d").sources.all()
+    assert not pair.health.usable
+    assert bench.coordinator.worker("p").health.usable
+
+
+def test_a_lease_of_a_source_that_leaves_counts_against_nobody(bench: Bench) -> None:
+    prefill, decode = bench.handed_over()
+    bench.say("d", DecodeAdmitted(decode.leg))
+    bench.say("p", tokens(prefill, 100))
+    bench.coordinator.drain("p", bench.now)
+    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.ABORTED))
+    bench.wait(2.1)
+    (pair,) = bench.coordinator.worker("d").sources.all()
+    assert pair.health.state is Health.UP
+    assert bench.take(SendDecode).handoff is None, "the decode worker computes it whole"
 
 
 def test_a_lease_whose_import_failed_is_held_again(bench: Bench) -> None:
