@@ -32,7 +32,7 @@ class TestStall:
             await until(lambda: source.board.num_followers == 0)
             gate.open()
             # The second is what grpc.aio says, in place of the source's word, if an acknowledgement meets that word.
-            with pytest.raises(TransferFailed, match="not copied in time|Internal error from Core") as raised:
+            with pytest.raises(TransferFailed, match=r"not copied in time|Internal error from Core") as raised:
                 await fetch
             assert lease_may_live(raised.value)
             assert stuck.freed == [order.import_]
