@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.core import ids
+from services.router.coordinator import handoff
 from tests.sim import faults, scenario
 from tests.sim.clocks import Clocks
 from tests.sim.cluster import Cluster
@@ -44,7 +45,7 @@ class Result:
 def simulate(seed: int, *, on_note: Callable[[str], None] | None = None) -> Result:
     """Raises what went wrong: a `Violation`, or whatever the code under test raised."""
     world = World(seed, on_note=on_note)
-    with _deterministic(world), _logs(world, logging.ERROR if on_note is None else logging.INFO):
+    with _deterministic(world), _honest(world), _logs(world, logging.ERROR if on_note is None else logging.INFO):
         return _Run(world).to_the_end()
 
 
@@ -143,6 +144,24 @@ def _deterministic(world: World) -> Iterator[None]:
         yield
     finally:
         ids.secrets = real
+
+
+@contextlib.contextmanager
+def _honest(world: World) -> Iterator[None]:
+    """Workers here are honest: what one says of a request's output fits, or the code under test has lost something.
+    (The router only fails the leg, so its client need not notice.)"""
+    real = handoff._fits
+
+    def fits(request: Any, event: Any, vocab_size: int) -> bool:
+        fit = real(request, event, vocab_size)
+        world.require(fit, f"{request.request_id}: tokens at {event.position} after {len(request.output)}")
+        return fit
+
+    handoff._fits = fits
+    try:
+        yield
+    finally:
+        handoff._fits = real
 
 
 class _LogHandler(logging.Handler):
