@@ -19,6 +19,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the tests' tiny model
 
 from services.router.config import RouterConfig  # noqa: E402
+from services.router.coordinator import Coordinator  # noqa: E402
+from services.router.coordinator.config import CoordinatorConfig  # noqa: E402
 from services.router.metrics import RouterMetrics  # noqa: E402
 from services.worker.metrics import WorkerMetrics  # noqa: E402
 from tests.support.models import tiny_model  # noqa: E402
@@ -36,7 +38,8 @@ Families = dict[str, tuple[Metric, set[str]]]
 
 async def exported() -> Families:
     families: Families = {}
-    router = RouterMetrics(RouterConfig(), "m", instance="router")
+    router = RouterMetrics(RouterConfig(), instance="router")
+    router.of("m").observe(Coordinator(CoordinatorConfig(model_context_tokens=1024)))
     _add(families, router.registry, "router")
     with tempfile.TemporaryDirectory() as folder:
         config = worker_config(tiny_model("llama", pathlib.Path(folder)))

@@ -53,6 +53,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None = None) -> None:
     """Adds the flags that `apply_sampling` reads. A flag that is not given leaves its value to the router."""
+    parser.add_argument("--model", metavar="ID", help="which of the models that are served (default: the router's own)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to produce")
     parser.add_argument("--temperature", type=float, metavar="T", default=temperature, help="0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P")
@@ -62,7 +63,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None =
 
 
 def apply_sampling(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
-    """Copies the sampling flags that were given. Raises ConfigError for a number that the field cannot hold."""
+    """Copies these flags as far as they were given. Raises ConfigError for a number that the field cannot hold."""
+    assign(request, "model", arguments.model, "--model")
     assign(request.stopping, "max_tokens", arguments.max_tokens, "--max-tokens")
     assign(request.sampling, "temperature", arguments.temperature, "--temperature")
     assign(request.sampling, "top_p", arguments.top_p, "--top-p")

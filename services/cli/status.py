@@ -12,6 +12,7 @@ from services.cli.client import control, plain
 from services.core.printable import printable
 
 _CLASSES = ("importing", "leased", "active", "cached", "free")
+_MODEL_HEADINGS = ("model", "state", "context", "workers", "queued", "running")
 _HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *_CLASSES, "session", "age")
 
 
@@ -30,13 +31,17 @@ def text(target: str, status: dict[str, Any]) -> str:
     """Returns the status as text for people. `status` is a GetStatusResponse as plain data."""
     ready = "ready" if status["ready"] else "not ready"
     lines = [
-        f"router {target}{_http(target, status)}  pid {status['router_pid']}"
-        f"  model {status['model_id'] or '-'}  {ready}",
+        f"router {target}{_http(target, status)}  pid {status['router_pid']}  {_models(status)}  {ready}",
         "requests  "
         + "  ".join(f"{name} {status['num_' + name]}" for name in ("queued", "prefilling", "parked", "decoding")),
         "",
-        *_table([_HEADINGS, *(_row(worker) for worker in status["workers"])]),
     ]
+    rows = [_HEADINGS, *(_row(worker) for worker in status["workers"])]
+    if len(status["models"]) > 1:
+        lines += [*_table([_MODEL_HEADINGS, *map(_model_row, status["models"])]), ""]
+        names = ["model", *(_model_of(worker) for worker in status["workers"])]
+        rows = [(row[0], name, *row[1:]) for row, name in zip(rows, names, strict=True)]
+    lines += _table(rows)
     reasons = [f"{_id(worker)}: {worker['reason']}" for worker in status["workers"] if worker["reason"]]
     ways = [
         f"{pair['prefill']} -> {pair['decode']}: {pair['state']}; {pair['reason']}"
@@ -46,10 +51,25 @@ def text(target: str, status: dict[str, Any]) -> str:
     return "\n".join(map(printable, [*lines, *reasons, *ways, *_groups(status)]))
 
 
+def _models(status: dict[str, Any]) -> str:
+    names = [model["model_id"] for model in status["models"]]
+    return f"model{'s' if len(names) > 1 else ''} {', '.join(names) or '-'}"
+
+
+def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
+    running = model["num_live"] - model["num_queued"]
+    counts = (model["context_tokens"], model["num_workers"], model["num_queued"], running)
+    return (model["model_id"], "ready" if model["ready"] else "not ready", *map(str, counts))
+
+
 def _groups(status: dict[str, Any]) -> list[str]:
-    """Returns a line about ready workers that cannot pair although they serve the same model, if there are any."""
-    groups = [f"{', '.join(group['worker_ids'])} ({group['kv'][:8]})" for group in status["kv_groups"]]
-    return [f"cannot pair, by fingerprint: {' | '.join(groups)}"] if len(groups) > 1 else []
+    """Returns a line for each model with ready workers that cannot pair although they serve the same model."""
+    lines = []
+    for model in status["models"]:
+        groups = [f"{', '.join(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
+        if len(groups) > 1:
+            lines.append(f"cannot pair, by fingerprint: {' | '.join(groups)}")
+    return lines
 
 
 def _http(target: str, status: dict[str, Any]) -> str:
@@ -72,6 +92,10 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
 def _role(roles: Sequence[str]) -> str:
     """Returns what a worker with these roles is called: `baton mixed` starts one with both."""
     return "mixed" if len(roles) > 1 else str(roles[0]) if roles else "-"
+
+
+def _model_of(status: dict[str, Any]) -> str:
+    return str(status.get("worker", {}).get("layout", {}).get("model_id", "-"))
 
 
 def _id(status: dict[str, Any]) -> str:

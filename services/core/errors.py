@@ -120,7 +120,7 @@ class LayoutMismatch(BatonError):
 
 
 class UnsupportedModel(BatonError):
-    """The engine cannot serve this model; the message says why."""
+    """The engine cannot serve this model, or a worker cannot give its text side; the message says why."""
 
     reason = "UNSUPPORTED_MODEL"
 

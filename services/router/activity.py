@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.clock import Clock
+from services.router.catalogue import Catalogue
 from services.router.coordinator import Coordinator
 from services.router.coordinator.requests import Phase
 from services.router.coordinator.workers import WorkerState
@@ -28,8 +31,9 @@ class RouterFigures:
     workers: int
 
 
-def read(coordinator: Coordinator, requests: RequestMetrics) -> RouterFigures:
-    phases, workers = coordinator.phases(), coordinator.workers()
+def read(coordinators: Sequence[Coordinator], requests: RequestMetrics) -> RouterFigures:
+    phases = sum((coordinator.phases() for coordinator in coordinators), Counter[Phase]())
+    workers = [worker for coordinator in coordinators for worker in coordinator.workers()]
     return RouterFigures(
         accepted=requests.num_accepted,
         ended=requests.num_ended,
@@ -57,6 +61,9 @@ def say(before: RouterFigures, now: RouterFigures, seconds: float) -> None:
 
 
 def activity_log(
-    coordinator: Coordinator, requests: RequestMetrics, clock: Clock, interval_s: float
+    catalogue: Catalogue, requests: RequestMetrics, clock: Clock, interval_s: float
 ) -> ActivityLog[RouterFigures]:
-    return ActivityLog(lambda: read(coordinator, requests), say, clock, interval_s)
+    def figures() -> RouterFigures:
+        return read([model.conductor.coordinator for model in catalogue.all()], requests)
+
+    return ActivityLog(figures, say, clock, interval_s)

@@ -44,7 +44,7 @@ from services.router.coordinator.events import FinishReason, LegEvent, WorkerInf
 from services.router.coordinator.requests import RequestSpec
 from services.router.drains import Drains
 from services.router.health import Health
-from services.router.metrics import RouterMetrics
+from services.router.metrics import ConductorMetrics
 from services.router.request_metrics import RequestRecord
 from services.router.sessions import Dial, SessionTimes, WorkerLink
 from services.router.tracing import RequestTrace
@@ -73,14 +73,16 @@ class Conductor:
         coordinator: Coordinator,
         *,
         clock: Clock,
-        metrics: RouterMetrics,
+        metrics: ConductorMetrics,
         times: SessionTimes,
         dial: Dial,
+        incarnation: int | None = None,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        """`call_soon`: calls a function in the next turn of the event loop; by default the running loop's."""
+        """`incarnation`: the router's; by default a new one. `call_soon`: calls a function in the next turn of the
+        event loop; by default the running loop's."""
         self.coordinator = coordinator
-        self.incarnation = new_incarnation()
+        self.incarnation = incarnation or new_incarnation()
         self.links: dict[str, WorkerLink] = {}
         self._clock = clock
         self._awake = AwakeClock(clock)
@@ -96,6 +98,11 @@ class Conductor:
         self._call_soon = call_soon
         self._turn_is_ordered = False
         self._drains = Drains(coordinator, clock, self.act)
+
+    @property
+    def in_use(self) -> bool:
+        """Returns whether it has requests, or knows workers."""
+        return bool(self._live or self.coordinator.num_expected or self.coordinator.worker_ids())
 
     # Clients
 

@@ -84,11 +84,22 @@ class RouterConfig:
     tokenizer_threads: int = option(
         0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"
     )
+    max_models: int = option(
+        8,
+        "models served at once: the router's own, and those that workers bring",
+        check=lambda v: 1 <= v <= 256,
+        must="must be in [1, 256]",
+    )
     max_workers: int = option(
-        1024, "workers that may be registered at once", check=lambda v: 1 <= v <= 65536, must="must be in [1, 65536]"
+        1024,
+        "workers of one model that may be registered at once",
+        check=lambda v: 1 <= v <= 65536,
+        must="must be in [1, 65536]",
     )
     # Admission.
-    max_queue: int = option(1024, "requests that may wait for a worker", check=positive, must="must be positive")
+    max_queue: int = option(
+        1024, "requests of one model that may wait for a worker", check=positive, must="must be positive"
+    )
     queue_timeout_s: float = option(120.0, "longest wait for a busy worker, seconds", check=duration, must=A_DURATION)
     no_worker_timeout_s: float = option(
         30.0, "longest wait while no worker is ready, seconds", check=duration, must=A_DURATION

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.core.clock import Clock
 from services.core.config import DAY_S
 from services.core.errors import InvalidRequest
+from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
 from services.router.coordinator.pairs import Pair
 from services.router.coordinator.requests import Phase
@@ -40,34 +42,38 @@ _PAIRS = {
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    def __init__(self, conductor: Conductor, *, model_id: str, clock: Clock) -> None:
-        self._conductor = conductor
-        self._model_id = model_id
+    def __init__(self, catalogue: Catalogue, *, incarnation: int, clock: Clock) -> None:
+        self._catalogue = catalogue
+        self._incarnation = incarnation
         self._clock = clock
         self.http_port = 0
         """The router's HTTP port; 0 if it serves no HTTP."""
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> control_pb2.GetStatusResponse:
-        coordinator = self._conductor.coordinator
-        phases = coordinator.phases()
+        models = self._catalogue.all()
+        phases = sum((model.conductor.coordinator.phases() for model in models), Counter[Phase]())
         return control_pb2.GetStatusResponse(
-            router_incarnation=self._conductor.incarnation,
+            router_incarnation=self._incarnation,
             router_pid=os.getpid(),
-            ready=coordinator.ready,
-            workers=[self._worker(worker) for worker in coordinator.workers()],
+            ready=self._catalogue.ready,
+            workers=[
+                self._worker(model.conductor, worker)
+                for model in models
+                for worker in model.conductor.coordinator.workers()
+            ],
             num_queued=phases[Phase.QUEUED],
             num_prefilling=phases[Phase.PREFILLING],
             num_parked=phases[Phase.PARKED],
             num_decoding=phases[Phase.BINDING] + phases[Phase.DECODING],
-            model_id=self._model_id,
+            models=[_model(model) for model in models],
             http_port=self.http_port,
-            kv_groups=[control_pb2.KVGroup(kv=kv, worker_ids=ids) for kv, ids in coordinator.kv_groups()],
             pairs=[
                 _pair(worker, pair)
-                for worker in coordinator.workers()
+                for model in models
+                for worker in model.conductor.coordinator.workers()
                 if worker.has_session
                 for pair in worker.sources.all()
-                if pair.source.worker_id in self._conductor.links
+                if pair.source.worker_id in model.conductor.links
             ],
         )
 
@@ -77,10 +83,11 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             raise InvalidRequest("deadline_ms", f"is {deadline_ms}; it must not be negative")
         deadline_s = min(deadline_ms / 1000, DAY_S)
         check_worker_id("worker_id", request.worker_id)
-        num_finished, num_migrated = await self._conductor.drain_worker(request.worker_id, deadline_s)
+        conductor = self._catalogue.with_worker(request.worker_id).conductor
+        num_finished, num_migrated = await conductor.drain_worker(request.worker_id, deadline_s)
         return control_pb2.DrainResponse(num_finished=num_finished, num_migrated=num_migrated)
 
-    def _worker(self, worker: Worker) -> control_pb2.WorkerStatus:
+    def _worker(self, conductor: Conductor, worker: Worker) -> control_pb2.WorkerStatus:
         description = worker.info.description
         assert description is not None, "every worker has described itself"
         state = _STATES[worker.state]
@@ -92,13 +99,27 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             reason=worker.reason or _reason(worker.health),
             num_requests=len(set(worker.legs.values())),
         )
-        link = self._conductor.links.get(worker.info.worker_id)
+        link = conductor.links.get(worker.info.worker_id)
         if link is not None:
             status.has_session = link.is_open
             if link.load is not None and worker.load_s is not None:
                 status.load.CopyFrom(link.load)
                 status.load_age_ms = round((self._clock.now() - worker.load_s) * 1000)
         return status
+
+
+def _model(model: ServedModel) -> control_pb2.ModelStatus:
+    coordinator = model.conductor.coordinator
+    phases = coordinator.phases()
+    return control_pb2.ModelStatus(
+        model_id=model.model_id,
+        ready=model.ready,
+        context_tokens=model.context_tokens,
+        num_workers=sum(worker.has_session for worker in coordinator.workers()),
+        num_queued=phases[Phase.QUEUED],
+        num_live=phases.total(),
+        kv_groups=[control_pb2.KVGroup(kv=kv, worker_ids=ids) for kv, ids in coordinator.kv_groups()],
+    )
 
 
 def _pair(worker: Worker, pair: Pair) -> control_pb2.PairStatus:

@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
@@ -20,15 +19,14 @@ from services.core.config import DAY_S
 from services.core.errors import DeadlineExceeded, InvalidRequest
 from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
-from services.router.conductor import Conductor
+from services.router.call import Call
+from services.router.catalogue import ServedModel
 from services.router.coordinator.requests import ExpectedRequest, RequestSpec
-from services.router.incoming import Incoming
 from services.router.request_metrics import RequestMetrics, RequestRecord
-from services.router.tokenisation import ModelText, too_long
+from services.router.tokenisation import too_long
 from services.router.tokeniser_line import TokeniserLine
 from services.router.tracing import RequestTrace
 from services.router.validation import (
-    ModelFacts,
     check_fits_one_message,
     check_token_ids,
     utf8_bytes,
@@ -49,17 +47,9 @@ MAX_LOGGED_IDS = 512
 _MESSAGE_CHARS = 32  # for a message's role and the brackets
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    text: ModelText
-    facts: ModelFacts
-
-
 class Intake:
     def __init__(
         self,
-        conductor: Conductor,
-        model: ServedModel,
         *,
         clock: Clock,
         tracer: Tracer,
@@ -67,8 +57,6 @@ class Intake:
         line: TokeniserLine,
         log_prompts: bool = False,
     ) -> None:
-        self.model = model
-        self._conductor = conductor
         self._clock = clock
         self._tracer = tracer
         self._metrics = metrics
@@ -76,34 +64,25 @@ class Intake:
         self._log_prompts = log_prompts
 
     @contextlib.asynccontextmanager
-    async def answer(
-        self,
-        incoming: Incoming,
-        *,
-        traceparent: str,
-        timeout_s: float | None,
-        stream: bool,
-        in_one_message: bool = False,
-    ) -> AsyncIterator[Answer]:
+    async def answer(self, call: Call) -> AsyncIterator[Answer]:
         """Yields the request's answer. Leaving the block early, as for a client that goes away, cancels the request.
 
-        Fills in what the request leaves to the router. `traceparent` is the caller's, or empty. `timeout_s` counts from
-        now; more than a day counts as a day, since some clients write "no deadline" as a very long one. With
-        `in_one_message` the client gets the whole answer as one message, whose size its runtime limits.
+        Fills in what the request leaves to the router.
         """
+        incoming, model, timeout_s = call.incoming, call.model, call.timeout_s
         arrived_s = self._clock.now()
-        record = self._metrics.begin(incoming.request, arrived_s)
+        record = self._metrics.of(model.model_id).begin(incoming.request, arrived_s)
         with self.refusals(record=record):
-            validate(incoming.request, self.model.facts)
-            if in_one_message:
-                check_fits_one_message(incoming.request, self._conductor.coordinator.context_tokens())
+            validate(incoming.request, model.facts)
+            if call.in_one_message:
+                check_fits_one_message(incoming.request, model.context_tokens)
         _complete(incoming.request)
         trace = RequestTrace(
             self._tracer,
             incoming.request,
-            model_id=self.model.facts.model_id,
-            parent=traceparent,
-            stream=stream,
+            model_id=model.model_id,
+            parent=call.caller.traceparent,
+            stream=call.stream,
             arrived_s=arrived_s,
         )
         if self._log_prompts:
@@ -111,21 +90,22 @@ class Intake:
             log.info("prompt: %s", _prompt(incoming.request), extra=about)
         with self.refusals(trace, record):
             deadline_s = None if timeout_s is None else arrived_s + min(timeout_s, DAY_S)
-            answer = await self._submit(incoming, trace, record, deadline_s)
+            answer = await self._submit(call, trace, record, deadline_s)
         try:
             yield answer
         finally:
-            self._conductor.cancel(incoming.request.request_id, answer)
+            model.conductor.cancel(incoming.request.request_id, answer)
 
     async def _submit(
         self,
-        incoming: Incoming,
+        call: Call,
         trace: RequestTrace,
         record: RequestRecord,
         deadline_s: float | None,
     ) -> Answer:
+        incoming, model = call.incoming, call.model
         started_s = self._clock.now()
-        token_ids = await self._tokenise(incoming.request, deadline_s)
+        token_ids = await self._tokenise(model, incoming.request, deadline_s)
         if not token_ids:
             raise InvalidRequest("prompt", "has no tokens")
         incoming.tokenised(len(token_ids))
@@ -135,8 +115,8 @@ class Intake:
         answer = Answer(
             request,
             token_ids,
-            model_id=self.model.facts.model_id,
-            tokenizer=self.model.text.tokenizer,
+            model_id=model.model_id,
+            tokenizer=model.text.tokenizer,
             tokenize_ms=(ended_s - started_s) * 1000,
         )
         spec = RequestSpec(
@@ -146,24 +126,27 @@ class Intake:
             priority=request.priority,
             deadline_s=deadline_s,
             cache_salt=request.cache_salt,
+            session=request.session,
+            tenant=call.caller.tenant,
             min_tokens=_fewest_tokens(request.stopping),
             payload=request,
         )
-        self._conductor.submit(spec, answer, trace, record)
+        model.conductor.submit(spec, answer, trace, record)
         return answer
 
-    async def _tokenise(self, request: inference_pb2.GenerateRequest, deadline_s: float | None) -> list[int]:
+    async def _tokenise(
+        self, model: ServedModel, request: inference_pb2.GenerateRequest, deadline_s: float | None
+    ) -> list[int]:
         """Returns the prompt's token ids.
 
         A short text is tokenised on the event loop; longer texts, and messages, which always render a template, on a
         thread.
         """
-        text = self.model.text
-        context_tokens = self._conductor.coordinator.context_tokens()
+        text, context_tokens = model.text, model.context_tokens
         most_tokens = None if request.truncate_prompt else context_tokens
         match request.WhichOneof("prompt"):
             case "token_ids":
-                return self._given_ids(request, context_tokens)
+                return _given_ids(model, request)
             case "text":
                 text.check_length("text", request.text, most_tokens)
                 if len(request.text) <= _INLINE_CHARS:
@@ -171,36 +154,20 @@ class Intake:
                 else:
                     work = functools.partial(text.encode_text, request.text, most_tokens)
                     fewest_tokens = text.bound.fewest_tokens(request.text) if text.bound is not None else 1
+                    num_bytes = utf8_bytes([request.text])
                     token_ids = await self._in_line(
-                        request, utf8_bytes([request.text]), work, deadline_s, fewest_tokens=fewest_tokens
+                        model, request, num_bytes, work, deadline_s, fewest_tokens=fewest_tokens
                     )
             case _:
                 messages = [{"role": entry.role, "content": entry.content} for entry in request.messages.messages]
                 num_bytes = utf8_bytes(entry["content"] for entry in messages)
                 work = functools.partial(text.encode_messages, messages, most_tokens)
-                token_ids = await self._in_line(request, num_bytes, work, deadline_s)
-        return token_ids[-self._room(request) :] if request.truncate_prompt else token_ids
-
-    def _given_ids(self, request: inference_pb2.GenerateRequest, context_tokens: int) -> list[int]:
-        """Returns the given ids. Checks their number first: a list that cannot fit is not walked through."""
-        ids = request.token_ids.ids
-        if len(ids) > context_tokens and not request.truncate_prompt:
-            raise too_long(len(ids), context_tokens)
-        kept = list(ids[-self._room(request) :] if request.truncate_prompt else ids)
-        check_token_ids(kept, self.model.facts)
-        return kept
-
-    def _room(self, request: inference_pb2.GenerateRequest) -> int:
-        """Returns how many tokens to keep of a prompt to be truncated: max_tokens, or one token, must still fit.
-
-        It is at least 1, so that a max_tokens that cannot fit is refused with the same message as for any other
-        request.
-        """
-        wanted = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else 1
-        return max(1, self._conductor.coordinator.context_tokens() - wanted)
+                token_ids = await self._in_line(model, request, num_bytes, work, deadline_s)
+        return token_ids[-_room(request, context_tokens) :] if request.truncate_prompt else token_ids
 
     async def _in_line(
         self,
+        model: ServedModel,
         request: inference_pb2.GenerateRequest,
         num_bytes: int,
         work: Callable[[], list[int]],
@@ -212,11 +179,11 @@ class Intake:
 
         Meanwhile the request has a place in the queue.
         """
-        coordinator, now = self._conductor.coordinator, self._clock.now()
+        coordinator, now = model.conductor.coordinator, self._clock.now()
         stopping = request.stopping
         coordinator.expect(
             ExpectedRequest(
-                fewest_tokens=min(fewest_tokens, coordinator.context_tokens() - 1),
+                fewest_tokens=min(fewest_tokens, model.context_tokens - 1),
                 tokenise_s=self._line.wait_s(num_bytes),
                 max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
                 priority=request.priority,
@@ -241,11 +208,30 @@ class Intake:
         except BaseException as error:
             if record is not None:
                 record.failed(error, self._clock.now())
-            else:  # the request could not even be read
+            else:  # the request could not even be read, or names no model
                 self._metrics.failed(error)
             if trace is not None:
                 trace.failed(error, self._clock.now())
             raise
+
+
+def _given_ids(model: ServedModel, request: inference_pb2.GenerateRequest) -> list[int]:
+    """Returns the given ids. Checks their number first: a list that cannot fit is not walked through."""
+    ids, context_tokens = request.token_ids.ids, model.context_tokens
+    if len(ids) > context_tokens and not request.truncate_prompt:
+        raise too_long(len(ids), context_tokens)
+    kept = list(ids[-_room(request, context_tokens) :] if request.truncate_prompt else ids)
+    check_token_ids(kept, model.facts)
+    return kept
+
+
+def _room(request: inference_pb2.GenerateRequest, context_tokens: int) -> int:
+    """Returns how many tokens to keep of a prompt to be truncated: max_tokens, or one token, must still fit.
+
+    It is at least 1, so that a max_tokens that cannot fit is refused with the same message as for any other request.
+    """
+    wanted = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else 1
+    return max(1, context_tokens - wanted)
 
 
 def _complete(request: inference_pb2.GenerateRequest) -> None:

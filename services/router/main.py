@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pathlib
+import tempfile
 from functools import partial
 
 from starlette.types import ASGIApp
 
-from baton.v1 import control_pb2_grpc, inference_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from services.core.clock import MonotonicClock
 from services.core.cluster_token import cluster_token
-from services.core.ids import new_request_id
+from services.core.errors import InvalidRequest
+from services.core.ids import new_incarnation, new_request_id
 from services.core.lifecycle import Lifecycle
+from services.core.printable import printable
 from services.router import control, registry, servicer
 from services.router.activity import activity_log
 from services.router.byte_budget import ByteBudget
+from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import TICK_S, Conductor
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
@@ -25,9 +30,10 @@ from services.router.health import HealthConfig
 from services.router.http.app import guarded, make_app
 from services.router.http.body import BodyLimits
 from services.router.http.server import HttpServer
-from services.router.intake import Intake, ServedModel
+from services.router.intake import Intake
 from services.router.malloc import Trimmer, separate_large_blocks
 from services.router.metrics import RouterMetrics
+from services.router.model_text_fetch import fetch_model_text
 from services.router.reading import ReadInterceptor
 from services.router.sessions import SessionTimes
 from services.router.tokenisation import ModelText, load_model_text
@@ -44,6 +50,9 @@ log = logging.getLogger(__name__)
 
 _MAX_CONTROL_BYTES = 64 << 10
 """The largest message on the control port, in bytes: far more than a worker's description needs."""
+_FETCH_TEXT_S = 30.0
+"""For the tokenizer and template of a model that a worker brings, seconds."""
+_MOST_QUOTED_CHARS = 400
 
 
 async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
@@ -73,15 +82,21 @@ class Router:
     """A whole router in this process. Make it on the event loop; call `start`, perhaps `drain`, then `stop`."""
 
     def __init__(self, config: RouterConfig, tracer: Tracer, token: str) -> None:
-        """Loads the tokenizer. `token` is the cluster token. Raises ConfigError."""
+        """Loads the tokenizer of its own model. `token` is the cluster token. Raises ConfigError."""
+        # Several texts are tokenised at once by the router's threads; the library's own pool would use every core for
+        # each.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         model_id = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
-        clock = MonotonicClock()
-        model = _served(config, model_id)
-        self.coordinator = Coordinator(_coordinator_config(config, model.text))
-        self._metrics = RouterMetrics(config, model_id, instance="router")
-        times = SessionTimes(config.heartbeat_s, config.silence_s)
-        self.conductor = Conductor(
-            self.coordinator, clock=clock, metrics=self._metrics, times=times, dial=partial(dial, token=token)
+        clock, self._incarnation = MonotonicClock(), new_incarnation()
+        self._config, self._clock = config, clock
+        self._dial = partial(dial, token=token)
+        self._metrics = RouterMetrics(config, instance="router")
+        self.catalogue = Catalogue(
+            self._serve(model_id, load_model_text(config.model)),
+            text_of=self._fetch_text,
+            serve=self._serve,
+            forget=self._metrics.forget,
+            max_models=config.max_models,
         )
         self._line = TokeniserLine(_tokenizer_threads(config), most_bytes=config.max_text_bytes)
         self._trimmer = Trimmer()
@@ -98,22 +113,21 @@ class Router:
             config.control_host, config.control_port, token=token, max_request_bytes=_MAX_CONTROL_BYTES
         )
         intake = Intake(
-            self.conductor,
-            model,
             clock=clock,
             tracer=tracer,
             metrics=self._metrics.requests,
             line=self._line,
             log_prompts=config.log_prompts,
         )
-        self._inference = servicer.InferenceServicer(intake, self.coordinator)
+        self._inference = servicer.InferenceServicer(intake, self.catalogue)
         limits = BodyLimits(config.max_message_bytes, config.max_text_bytes)
-        app: ASGIApp = make_app(intake, self.coordinator, self._metrics.registry, budget, limits)
+        app: ASGIApp = make_app(intake, self.catalogue, self._metrics.registry, budget, limits)
         app = guarded(app, config.host, hosts=config.http_allowed_host, origins=config.http_cors_origin)
         self._http = HttpServer(app, config.host, config.http_port) if config.http_port >= 0 else None
-        self._control = control.ControlServicer(self.conductor, model_id=model_id, clock=clock)
-        self._registry = registry.RegistryServicer(self.conductor, model_id=model_id, interval_s=config.register_s)
-        self._clock, self._log_interval_s = clock, config.log_interval_s
+        self._control = control.ControlServicer(self.catalogue, incarnation=self._incarnation, clock=clock)
+        self._registry = registry.RegistryServicer(
+            self.catalogue, incarnation=self._incarnation, interval_s=config.register_s
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -154,11 +168,11 @@ class Router:
             self._control.http_port = self._http.port
         await self._control_server.set_ready(True)
         self._tasks = [
-            asyncio.create_task(self.conductor.tick_forever(), name="tick"),
+            asyncio.create_task(self._tick_forever(), name="tick"),
             asyncio.create_task(self._keep_health(), name="health"),
         ]
-        if self._log_interval_s:
-            activity = activity_log(self.coordinator, self._metrics.requests, self._clock, self._log_interval_s)
+        if self._config.log_interval_s:
+            activity = activity_log(self.catalogue, self._metrics.requests, self._clock, self._config.log_interval_s)
             self._tasks.append(asyncio.create_task(activity.run(), name="activity log"))
         log.info("listening on %s, for workers and operators on %s", self.address, self.control_address)
 
@@ -180,14 +194,14 @@ class Router:
         """Reports NOT_SERVING and takes no more requests; those that run may end within `deadline_s` seconds."""
         await self._server.set_ready(False)
         await self._control_server.set_ready(False)
-        await self.conductor.drain(deadline_s)
+        await self.catalogue.drain(deadline_s)
 
     async def stop(self) -> None:
         """Ends what still runs. Leaves no task, thread or port."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.conductor.close()
+        await self.catalogue.close()
         if self._http is not None:
             await self._http.stop()
         await asyncio.gather(self._server.stop(grace_s=1.0), self._control_server.stop(grace_s=1.0))
@@ -195,21 +209,56 @@ class Router:
         self._trimmer.close()
         self._metrics.close()
 
+    @property
+    def conductor(self) -> Conductor:
+        """Returns the conductor of the router's own model."""
+        return self.catalogue.own.conductor
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """Returns the coordinator of the router's own model."""
+        return self.conductor.coordinator
+
+    def _serve(self, model_id: str, text: ModelText) -> ServedModel:
+        """Makes what serves a model, at first without workers."""
+        conductor = Conductor(
+            Coordinator(_coordinator_config(self._config, text)),
+            clock=self._clock,
+            metrics=self._metrics.of(model_id),
+            times=SessionTimes(self._config.heartbeat_s, self._config.silence_s),
+            dial=self._dial,
+            incarnation=self._incarnation,
+        )
+        return ServedModel(ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes), text, conductor)
+
+    async def _fetch_text(self, worker: control_pb2.WorkerDescription) -> ModelText:
+        """Fetches the text side of a worker's model: the files go where they vanish once they are read."""
+        channel = self._dial(worker.address)
+        try:
+            with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
+                await fetch_model_text(channel, pathlib.Path(folder), within_s=_FETCH_TEXT_S)
+                try:
+                    return await asyncio.to_thread(load_model_text, folder)
+                except Exception as error:  # what a worker has sent may be wrong in any way
+                    reason = printable(str(error))[:_MOST_QUOTED_CHARS]
+                    reason = reason.removeprefix("--model: ").replace(f"{folder}/", "")
+                    raise InvalidRequest("worker.layout.model_id", f"its text cannot be used: {reason}") from None
+        finally:
+            await channel.close()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.catalogue.tick()
+
     async def _keep_health(self) -> None:
         """Keeps InferenceService SERVING while a request would find a worker, and NOT_SERVING otherwise."""
         healthy = False
         while True:
-            if self.coordinator.ready != healthy:
-                healthy = self.coordinator.ready
+            if self.catalogue.ready != healthy:
+                healthy = self.catalogue.ready
                 await self._server.set_ready(healthy, servicer.FULL_NAME)
             await asyncio.sleep(TICK_S)
-
-
-def _served(config: RouterConfig, model_id: str) -> ServedModel:
-    # Several texts are tokenised at once by the router's threads; the library's own pool would use every core for each.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    text = load_model_text(config.model)
-    return ServedModel(text, ModelFacts(model_id, text.vocab_size, config.max_text_bytes))
 
 
 def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import Counter
@@ -26,13 +26,13 @@ _WHERE = ("action", "event", "placement", "tick")
 class RouterMetrics:
     """The registry of one router, and its endpoint unless the port is -1."""
 
-    def __init__(self, config: RouterConfig, model_id: str, *, instance: str) -> None:
+    def __init__(self, config: RouterConfig, *, instance: str) -> None:
         self.registry = registry = new_registry("baton-router", instance)
         self.requests = RequestMetrics(
-            registry, model_id, slo_ttft_s=config.slo_ttft_ms / 1000, slo_e2e_s=config.slo_e2e_ms / 1000
+            registry, slo_ttft_s=config.slo_ttft_ms / 1000, slo_e2e_s=config.slo_e2e_ms / 1000
         )
-        self._cluster = _ClusterCollector(config.max_queue, model_id)
-        registry.register(self._cluster)
+        self._clusters = _ClusterCollector(config.max_queue)
+        registry.register(self._clusters)
         self._internal_errors = Counter(
             names.Metric.INTERNAL_ERRORS,
             names.INTERNAL_ERRORS_TEXT,
@@ -41,7 +41,7 @@ class RouterMetrics:
         )
         for where in _WHERE:
             self._internal_errors.labels(where)
-        Aliases(registry, names.VLLM_ALIASES, {"model_name": model_id})
+        Aliases(registry, names.VLLM_ALIASES, renamed=dict.fromkeys(("model", "gen_ai_request_model"), "model_name"))
         self._server = MetricsServer(registry, config.host, config.metrics_port) if config.metrics_port >= 0 else None
 
     @property
@@ -49,24 +49,50 @@ class RouterMetrics:
         """Returns the port that was bound; 0 without an endpoint."""
         return self._server.port if self._server is not None else 0
 
+    def of(self, model_id: str) -> ConductorMetrics:
+        """Returns what the conductor of one model reports to."""
+        return ConductorMetrics(self, model_id)
+
+    def forget(self, model_id: str) -> None:
+        """Removes a model's series."""
+        self.requests.forget(model_id)
+        self._clusters.forget(model_id)
+
     def internal_error(self, where: str) -> None:
         """Counts an internal error. `where` is one of `_WHERE`."""
         self._internal_errors.labels(where).inc()
 
-    def observe(self, coordinator: Coordinator) -> None:
-        """Copies the cluster's state for the next scrape. Called several times a second, on the event loop."""
+    def observe(self, model_id: str, coordinator: Coordinator) -> None:
+        """Copies the state of a model's cluster for the next scrape. Called several times a second, on the event
+        loop."""
         workers = coordinator.workers()
-        self._cluster.now = _Cluster(
-            ready=coordinator.ready,
-            phases=coordinator.phases(),
-            states=Tally((worker.info.roles, worker.state) for worker in workers),
-            healths=Tally((worker.info.roles, worker.health.state) for worker in workers),
-            kv_usage=_kv_usage(workers),
+        self._clusters.put(
+            model_id,
+            _Cluster(
+                ready=coordinator.ready,
+                phases=coordinator.phases(),
+                states=Tally((worker.info.roles, worker.state) for worker in workers),
+                healths=Tally((worker.info.roles, worker.health.state) for worker in workers),
+                kv_usage=_kv_usage(workers),
+            ),
         )
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+
+
+class ConductorMetrics:
+    """What happens to one model's requests and workers."""
+
+    def __init__(self, router: RouterMetrics, model_id: str) -> None:
+        self.requests = router.requests.of(model_id)
+        self.internal_error = router.internal_error
+        self._router = router
+        self._model_id = model_id
+
+    def observe(self, coordinator: Coordinator) -> None:
+        self._router.observe(self._model_id, coordinator)
 
 
 @dataclass(frozen=True)
@@ -82,48 +108,68 @@ class _Cluster:
 
 
 class _ClusterCollector(Collector):
-    """Exposes the newest copy of the cluster's state.
+    """Exposes the newest copy of the state of each model's cluster.
 
-    Scrapes run on another thread: they read whole copies, never the coordinator.
+    Scrapes run on another thread: they read whole copies, never a coordinator.
     """
 
-    def __init__(self, max_queue: int, model_id: str) -> None:
-        self.now = _Cluster()
+    def __init__(self, max_queue: int) -> None:
+        self._clusters: Mapping[str, _Cluster] = {}
+        """By model id. Replaced, never changed."""
         self._max_queue = max_queue
-        self._model_id = model_id
+
+    def put(self, model_id: str, cluster: _Cluster) -> None:
+        self._clusters = {**self._clusters, model_id: cluster}
+
+    def forget(self, model_id: str) -> None:
+        self._clusters = {each: cluster for each, cluster in self._clusters.items() if each != model_id}
 
     def collect(self) -> Iterator[Metric]:
-        now, name = self.now, names.Metric
-        live = GaugeMetricFamily(name.REQUESTS_LIVE, "Live requests by phase", labels=["phase"])
-        for phase in Phase:
-            if phase is not Phase.FINISHED:
-                live.add_metric([phase.value], now.phases[phase])
-        yield live
-        yield GaugeMetricFamily(name.QUEUE_LIMIT, "Requests that may be queued", value=self._max_queue)
-        yield GaugeMetricFamily(name.READY, "1 if a request would find a worker, else 0", value=float(now.ready))
-        states = GaugeMetricFamily(name.WORKERS, "Workers by role and state", labels=["role", "state"])
-        healths = GaugeMetricFamily(name.WORKERS_HEALTH, "Workers by role and health", labels=["role", "health"])
-        for role in (Role.PREFILL, Role.DECODE, Role.MIXED):
-            for state in WorkerState:
-                states.add_metric([role.label, state.value], now.states[role, state])
-            for health in Health:
-                healths.add_metric([role.label, health.value], now.healths[role, health])
-        yield from (states, healths)
-        yield from self._for_pickers(now)
-
-    def _for_pickers(self, now: _Cluster) -> Iterator[Metric]:
-        """Yields the cluster's figures as if it were one vLLM server, for a picker that chooses among routers."""
-        waiting = now.phases[Phase.QUEUED]
-        figures = (
-            (names.VllmMetric.WAITING, "Requests that wait for a worker", waiting),
-            (names.VllmMetric.RUNNING, "Requests at a worker", now.phases.total() - waiting),
-            (names.VllmMetric.KV_USAGE, "Share of all workers' KV blocks that cannot be evicted", now.kv_usage),
-            (names.VllmMetric.KV_USAGE_OLD, "Share of all workers' KV blocks that cannot be evicted", now.kv_usage),
+        clusters, name = self._clusters, names.Metric
+        ready = any(cluster.ready for cluster in clusters.values())
+        yield GaugeMetricFamily(name.QUEUE_LIMIT, "Requests of one model that may be queued", value=self._max_queue)
+        yield GaugeMetricFamily(name.READY, "1 if a request would find a worker, else 0", value=float(ready))
+        served = GaugeMetricFamily(
+            name.MODEL_READY, "1 if a request for the model would find a worker, else 0", labels=["model"]
         )
-        for metric, text, value in figures:
-            family = GaugeMetricFamily(metric, text, labels=["model_name"])
-            family.add_metric([self._model_id], value)
-            yield family
+        live = GaugeMetricFamily(name.REQUESTS_LIVE, "Live requests by phase", labels=["model", "phase"])
+        states = GaugeMetricFamily(name.WORKERS, "Workers by role and state", labels=["model", "role", "state"])
+        healths = GaugeMetricFamily(
+            name.WORKERS_HEALTH, "Workers by role and health", labels=["model", "role", "health"]
+        )
+        for model_id, now in clusters.items():
+            served.add_metric([model_id], float(now.ready))
+            for phase in Phase:
+                if phase is not Phase.FINISHED:
+                    live.add_metric([model_id, phase.value], now.phases[phase])
+            for role in (Role.PREFILL, Role.DECODE, Role.MIXED):
+                for state in WorkerState:
+                    states.add_metric([model_id, role.label, state.value], now.states[role, state])
+                for health in Health:
+                    healths.add_metric([model_id, role.label, health.value], now.healths[role, health])
+        yield from (served, live, states, healths)
+        yield from _for_pickers(clusters)
+
+
+def _for_pickers(clusters: Mapping[str, _Cluster]) -> Iterator[Metric]:
+    """Yields each model's figures as if it were one vLLM server, for a picker that chooses among routers."""
+    text = "Share of all workers' KV blocks that cannot be evicted"
+    families = {
+        metric: GaugeMetricFamily(metric, about, labels=["model_name"])
+        for metric, about in (
+            (names.VllmMetric.WAITING, "Requests that wait for a worker"),
+            (names.VllmMetric.RUNNING, "Requests at a worker"),
+            (names.VllmMetric.KV_USAGE, text),
+            (names.VllmMetric.KV_USAGE_OLD, text),
+        )
+    }
+    for model_id, now in clusters.items():
+        waiting = now.phases[Phase.QUEUED]
+        families[names.VllmMetric.WAITING].add_metric([model_id], waiting)
+        families[names.VllmMetric.RUNNING].add_metric([model_id], now.phases.total() - waiting)
+        families[names.VllmMetric.KV_USAGE].add_metric([model_id], now.kv_usage)
+        families[names.VllmMetric.KV_USAGE_OLD].add_metric([model_id], now.kv_usage)
+    yield from families.values()
 
 
 def _kv_usage(workers: list[Worker]) -> float:

@@ -20,7 +20,9 @@ from services.rpc import names
 from services.rpc.metrics import DURATION_BUCKETS, INTER_TOKEN_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 from services.rpc.status import CODES
 
+_MODEL = "model"
 _LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+_PROVIDER = "baton"
 _OPERATIONS = ("chat", "text_completion")
 _PHASES = ("prefill_wait", "prefill_compute", "transfer_exposed", "decode_wait", "decode_run")
 _OUTCOMES = [
@@ -35,95 +37,140 @@ def operation(request: inference_pb2.GenerateRequest) -> str:
 
 
 class RequestMetrics:
-    def __init__(self, registry: CollectorRegistry, model_id: str, *, slo_ttft_s: float, slo_e2e_s: float) -> None:
-        self._model = ("baton", model_id)
+    """The instruments of all requests of a router. Each model has its own series of them (`of`)."""
+
+    def __init__(self, registry: CollectorRegistry, *, slo_ttft_s: float, slo_e2e_s: float) -> None:
         self.targets_s = {"ttft": slo_ttft_s, "e2e": slo_e2e_s}
         self.num_accepted = self.num_ended = self.num_output_tokens = 0
         """Totals for the activity line; the counters of the library cannot be read back."""
-        self._declare(registry, model_id)
-        self._declare_counts(registry)
-        self._show_zeros()
-
-    def begin(self, request: inference_pb2.GenerateRequest, arrived_s: float) -> RequestRecord:
-        return RequestRecord(self, operation(request), arrived_s)
-
-    def _declare(self, registry: CollectorRegistry, model_id: str) -> None:
+        self._models: dict[str, ModelMetrics] = {}
         name = names.Metric
 
         def histogram(metric: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Histogram:
             return Histogram(metric, text, labels, registry=registry, buckets=buckets)
 
-        self._duration = histogram(
+        def counter(metric: str, text: str, *labels: str) -> Counter:
+            return Counter(metric, text, labels, registry=registry)
+
+        self.duration = histogram(
             name.REQUEST_DURATION, "From arrival to the end, seconds", (*_LABELS, "error_type"), DURATION_BUCKETS
         )
-        self._ttft = histogram(
+        self.ttft = histogram(
             name.TIME_TO_FIRST_TOKEN,
             "From arrival to the first token, of requests that succeed, seconds",
             _LABELS,
             TTFT_BUCKETS,
         )
-        self._per_token = histogram(
+        self.per_token = histogram(
             name.TIME_PER_OUTPUT_TOKEN,
             "Mean per token after the first, of requests that succeed, seconds",
             _LABELS,
             PER_TOKEN_BUCKETS,
         )
         self.inter_token = histogram(
-            name.INTER_TOKEN_SECONDS, "Between one token and the next, seconds", (), INTER_TOKEN_BUCKETS
+            name.INTER_TOKEN_SECONDS, "Between one token and the next, seconds", (_MODEL,), INTER_TOKEN_BUCKETS
         )
-        self._queue = histogram(name.QUEUE_SECONDS, "Each wait for a placement, seconds", (), TTFT_BUCKETS)
-        self._phases = histogram(
-            name.PHASE_SECONDS, "Phases of requests that succeed, seconds", ("phase",), DURATION_BUCKETS
+        self.queue = histogram(name.QUEUE_SECONDS, "Each wait for a placement, seconds", (_MODEL,), TTFT_BUCKETS)
+        self.phases = histogram(
+            name.PHASE_SECONDS, "Phases of requests that succeed, seconds", (_MODEL, "phase"), DURATION_BUCKETS
         )
-        self._success = Counter(
-            names.VllmMetric.REQUEST_SUCCESS,
-            "Requests that succeeded",
-            ["model_name", "finished_reason"],
-            registry=registry,
+        self.success = counter(
+            names.VllmMetric.REQUEST_SUCCESS, "Requests that succeeded", "model_name", "finished_reason"
         )
-        self._model_id = model_id
-
-    def _declare_counts(self, registry: CollectorRegistry) -> None:
-        name = names.Metric
-        self._requests = Counter(name.REQUESTS, "Requests ended, by outcome", ["outcome"], registry=registry)
-        self.prompt_tokens = Counter(name.PROMPT_TOKENS, "Prompt tokens of accepted requests", registry=registry)
-        self.output_tokens = Counter(name.OUTPUT_TOKENS, "Output tokens passed on to clients", registry=registry)
-        self._retries = Counter(name.RETRIES, "Times a request was placed again", registry=registry)
-        self._slo = Counter(
-            name.SLO_REQUESTS, "Requests, by whether they met a latency objective", ["slo", "result"], registry=registry
+        self.requests = counter(
+            name.REQUESTS, "Requests ended, by outcome; of no model: those that could not be read", _MODEL, "outcome"
+        )
+        self.prompt_tokens = counter(name.PROMPT_TOKENS, "Prompt tokens of accepted requests", _MODEL)
+        self.output_tokens = counter(name.OUTPUT_TOKENS, "Output tokens passed on to clients", _MODEL)
+        self.retries = counter(name.RETRIES, "Times a request was placed again", _MODEL)
+        self.slo = counter(
+            name.SLO_REQUESTS, "Requests, by whether they met a latency objective", _MODEL, "slo", "result"
         )
         targets = Gauge(
             name.SLO_TARGET_SECONDS, "Latency objectives, as the router's flags give them", ["slo"], registry=registry
         )
         for slo, target_s in self.targets_s.items():
             targets.labels(slo).set(target_s)
+        for outcome in _OUTCOMES:
+            self.requests.labels("", outcome)
+
+    def of(self, model_id: str) -> ModelMetrics:
+        """Returns the series of one model, at first all with 0."""
+        if model_id not in self._models:
+            self._models[model_id] = ModelMetrics(self, model_id)
+        return self._models[model_id]
+
+    def forget(self, model_id: str) -> None:
+        """Removes a model's series: it is served no longer."""
+        if self._models.pop(model_id, None) is None:
+            return
+        for label, instruments in (
+            (_MODEL, (self.inter_token, self.queue, self.phases, self.requests, self.prompt_tokens)),
+            (_MODEL, (self.output_tokens, self.retries, self.slo)),
+            ("gen_ai_request_model", (self.duration, self.ttft, self.per_token)),
+            ("model_name", (self.success,)),
+        ):
+            for instrument in instruments:
+                instrument.remove_by_labels({label: model_id})
+
+    def failed(self, error: BaseException) -> None:
+        """Counts a request that could not be read, or that named no model which is served."""
+        self.num_ended += 1
+        self.requests.labels("", error_outcome(error)).inc()
+
+
+class ModelMetrics:
+    """One model's series of the instruments."""
+
+    def __init__(self, instruments: RequestMetrics, model_id: str) -> None:
+        self.totals = instruments
+        self.targets_s = instruments.targets_s
+        self.inter_token = instruments.inter_token.labels(model_id)
+        self.prompt_tokens = instruments.prompt_tokens.labels(model_id)
+        self.output_tokens = instruments.output_tokens.labels(model_id)
+        self._model_id = model_id
+        self._retries = instruments.retries.labels(model_id)
+        self._queue = instruments.queue.labels(model_id)
+        self._show_zeros()
+
+    def begin(self, request: inference_pb2.GenerateRequest, arrived_s: float) -> RequestRecord:
+        return RequestRecord(self, operation(request), arrived_s)
 
     def _show_zeros(self) -> None:
         """Creates every series with 0, since a series that begins with its first event hides that event from `rate`."""
+        all_, model_id = self.totals, self._model_id
         for outcome in _OUTCOMES:
-            self._requests.labels(outcome)
+            all_.requests.labels(model_id, outcome)
         for slo in self.targets_s:
             for result in Grade:
-                self._slo.labels(slo, result.value)
+                all_.slo.labels(model_id, slo, result.value)
         for phase in _PHASES:
-            self._phases.labels(phase)
+            all_.phases.labels(model_id, phase)
         for reason in FinishReason:
-            self._success.labels(self._model_id, reason.value)
+            all_.success.labels(model_id, reason.value)
         for each in _OPERATIONS:
-            self._duration.labels(each, *self._model, "")
-            self._ttft.labels(each, *self._model)
-            self._per_token.labels(each, *self._model)
+            all_.duration.labels(each, _PROVIDER, model_id, "")
+            all_.ttft.labels(each, _PROVIDER, model_id)
+            all_.per_token.labels(each, _PROVIDER, model_id)
 
     # What records report
 
+    def accepted(self, num_prompt_tokens: int) -> None:
+        self.totals.num_accepted += 1
+        self.prompt_tokens.inc(num_prompt_tokens)
+
+    def tokens(self, num_tokens: int) -> None:
+        self.totals.num_output_tokens += num_tokens
+        self.output_tokens.inc(num_tokens)
+
     def finished(self, reason: FinishReason) -> None:
-        self.num_ended += 1
-        self._requests.labels(reason.value).inc()
-        self._success.labels(self._model_id, reason.value).inc()
+        self.totals.num_ended += 1
+        self.totals.requests.labels(self._model_id, reason.value).inc()
+        self.totals.success.labels(self._model_id, reason.value).inc()
 
     def failed(self, error: BaseException) -> None:
-        self.num_ended += 1
-        self._requests.labels(error_outcome(error)).inc()
+        self.totals.num_ended += 1
+        self.totals.requests.labels(self._model_id, error_outcome(error)).inc()
 
     def queued(self, stage: StageEnded) -> None:
         """Notes that a wait in the queue is over: the request has a worker, or has ended."""
@@ -133,26 +180,26 @@ class RequestMetrics:
 
     def graded(self, slo: str, result: Grade | None) -> None:
         if result is not None:
-            self._slo.labels(slo, result.value).inc()
+            self.totals.slo.labels(self._model_id, slo, result.value).inc()
 
     def duration(self, operation: str, seconds: float, error_type: str = "") -> None:
-        self._duration.labels(operation, *self._model, error_type).observe(seconds)
+        self.totals.duration.labels(operation, _PROVIDER, self._model_id, error_type).observe(seconds)
 
     def latencies(self, operation: str, ttft_s: float, per_token_s: float | None) -> None:
-        self._ttft.labels(operation, *self._model).observe(ttft_s)
+        self.totals.ttft.labels(operation, _PROVIDER, self._model_id).observe(ttft_s)
         if per_token_s is not None:
-            self._per_token.labels(operation, *self._model).observe(per_token_s)
+            self.totals.per_token.labels(operation, _PROVIDER, self._model_id).observe(per_token_s)
 
     def phases(self, timings: types_pb2.PhaseTimings) -> None:
         for phase in _PHASES:
             if timings.HasField(f"{phase}_ms"):
-                self._phases.labels(phase).observe(getattr(timings, f"{phase}_ms") / 1000)
+                self.totals.phases.labels(self._model_id, phase).observe(getattr(timings, f"{phase}_ms") / 1000)
 
 
 class RequestRecord:
     """The times of one request, from its arrival. Exactly one of `finished` and `failed` is called, once."""
 
-    def __init__(self, metrics: RequestMetrics, operation: str, arrived_s: float) -> None:
+    def __init__(self, metrics: ModelMetrics, operation: str, arrived_s: float) -> None:
         self._metrics = metrics
         self._operation = operation
         self._arrived_s = arrived_s
@@ -161,15 +208,13 @@ class RequestRecord:
         self._num_tokens = 0
 
     def accepted(self, num_prompt_tokens: int) -> None:
-        self._metrics.num_accepted += 1
-        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.accepted(num_prompt_tokens)
 
     def tokens(self, num_tokens: int, now: float) -> None:
         """Notes output tokens that arrived together; the time between them counts as 0."""
         if num_tokens < 1:
             return
-        self._metrics.num_output_tokens += num_tokens
-        self._metrics.output_tokens.inc(num_tokens)
+        self._metrics.tokens(num_tokens)
         self._num_tokens += num_tokens
         if self._first_token_s is None:
             self._first_token_s = now

@@ -8,7 +8,8 @@ from typing import Any
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.router.answer import Answer
-from services.router.coordinator import Coordinator
+from services.router.call import Call, Caller
+from services.router.catalogue import Catalogue
 from services.router.incoming import Incoming
 from services.router.intake import Intake
 
@@ -18,9 +19,9 @@ RAW_METHODS = ("Generate", "GenerateStream")
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, intake: Intake, coordinator: Coordinator) -> None:
+    def __init__(self, intake: Intake, catalogue: Catalogue) -> None:
         self._intake = intake
-        self._coordinator = coordinator
+        self._catalogue = catalogue
 
     async def GenerateStream(
         self, incoming: Incoming, context: Any
@@ -53,22 +54,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
-        coordinator, facts = self._coordinator, self._intake.model.facts
-        model = inference_pb2.Model(
-            id=facts.model_id,
-            max_model_len=coordinator.context_tokens(),
-            vocab_size=facts.vocab_size,
-            ready=coordinator.ready,
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    id=model.model_id,
+                    max_model_len=model.context_tokens,
+                    vocab_size=model.facts.vocab_size,
+                    ready=model.ready,
+                )
+                for model in self._catalogue.all()
+            ]
         )
-        return inference_pb2.ListModelsResponse(models=[model])
 
     def _answer(self, incoming: Incoming, context: Any, *, stream: bool) -> AbstractAsyncContextManager[Answer]:
+        with self._intake.refusals():
+            name = incoming.request.model if incoming.request.HasField("model") else None
+            model = self._catalogue.get(name)
         return self._intake.answer(
-            incoming,
-            traceparent=_traceparent(context),
-            timeout_s=context.time_remaining(),
-            stream=stream,
-            in_one_message=not stream,
+            Call(
+                Caller(traceparent=_traceparent(context)),
+                model,
+                incoming,
+                timeout_s=context.time_remaining(),
+                stream=stream,
+                in_one_message=not stream,
+            )
         )
 
 

@@ -15,10 +15,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from services.router.chat_template import ChatTemplate
 from services.router.token_bounds import TextBound, text_bound
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MOST_TOKENS = 1 << 30
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -77,31 +79,35 @@ def too_long(num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
 def load_model_text(directory: str | pathlib.Path) -> ModelText:
     """Reads tokenizer.json, config.json and related files. Raises a ConfigError that names what is missing."""
     folder = pathlib.Path(directory)
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     if not path.is_file():
         raise ConfigError(f"--model: {path} does not exist")
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read_json(folder / "config.json")
+    config = _read_json(folder / CONFIG)
     if not config:
-        raise ConfigError(f"--model: {folder / 'config.json'} does not exist")
+        raise ConfigError(f"--model: {folder / CONFIG} does not exist")
     config = {**config, **config.get("text_config", {})}
     context_tokens = next((config[name] for name in _CONTEXT_NAMES if config.get(name)), None)
     if context_tokens is None:
-        raise ConfigError(f"--model: {folder / 'config.json'} does not say how long a sequence may be")
+        raise ConfigError(f"--model: {folder / CONFIG} does not say how long a sequence may be")
+    vocab_size = config.get("vocab_size") or tokenizer.get_vocab_size()
+    for name, size in (("vocabulary", vocab_size), ("context", context_tokens)):
+        if not (isinstance(size, int) and 0 < size <= _MOST_TOKENS):
+            raise ConfigError(f"--model: {folder / CONFIG}: its {name} is {size!r}")
     return ModelText(
         tokenizer=tokenizer,
         template=_template(folder),
-        vocab_size=int(config.get("vocab_size") or tokenizer.get_vocab_size()),
-        context_tokens=int(context_tokens),
+        vocab_size=vocab_size,
+        context_tokens=context_tokens,
         bound=text_bound(json.loads(tokenizer.to_str())),
     )
 
 
 def _template(folder: pathlib.Path) -> ChatTemplate | None:
-    config = _read_json(folder / "tokenizer_config.json")
-    path = folder / "chat_template.jinja"
+    config = _read_json(folder / TOKENIZER_CONFIG)
+    path = folder / CHAT_TEMPLATE
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(source, list):  # several templates, by name
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)

@@ -1,6 +1,6 @@
 """Checks a GenerateRequest against the ranges its proto states. Pure: never tokenises, queues or places.
 
-Every error is an InvalidRequest that names the field, or UnknownModel.
+Every error is an InvalidRequest that names the field.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
-from services.core.errors import InvalidRequest, UnknownModel
+from services.core.errors import InvalidRequest
 from services.rpc.parameters import MAX_LOGPROBS, check_sampling, check_stopping, within
 
 MAX_LABEL_CHARS = 128
@@ -35,12 +35,10 @@ class ModelFacts:
 
 
 def validate(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
-    """Raises InvalidRequest or UnknownModel.
+    """Raises InvalidRequest.
 
     Lengths in tokens, and token ids, are checked later, when the prompt is known to be no longer than its context.
     """
-    if request.HasField("model") and request.model != facts.model_id:
-        raise UnknownModel(f"model {request.model!r} is not served; {facts.model_id!r} is")
     if request.HasField("request_id"):
         _label("request_id", request.request_id)
         if not request.request_id:

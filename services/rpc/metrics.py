@@ -47,16 +47,23 @@ def new_registry(service: str, instance_id: str) -> CollectorRegistry:
 class Aliases(Collector):
     """Serves the same figures under further names.
 
-    For each metric of `registry` named in `aliases` it makes a copy with the alias's name and the extra labels.
-    Register it on the registry that is served; it reads only the metrics it copies.
+    For each metric of `registry` named in `aliases` it makes a copy with the alias's name, the extra `labels`, and
+    those labels that are in `renamed` under their other name. Register it on the registry that is served; it reads only
+    the metrics it copies.
     """
 
     def __init__(
-        self, registry: CollectorRegistry, aliases: Mapping[str, Sequence[str]], labels: Mapping[str, str]
+        self,
+        registry: CollectorRegistry,
+        aliases: Mapping[str, Sequence[str]],
+        labels: Mapping[str, str] | None = None,
+        *,
+        renamed: Mapping[str, str] | None = None,
     ) -> None:
         self._registry = registry
         self._aliases = dict(aliases)
-        self._labels = dict(labels)
+        self._labels = dict(labels or {})
+        self._renamed = dict(renamed or {})
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
@@ -72,7 +79,8 @@ class Aliases(Collector):
         copy = Metric(alias, source.documentation, source.type)
         for sample in source.samples:
             name = alias + sample.name.removeprefix(source.name)
-            copy.samples.append(sample._replace(name=name, labels={**sample.labels, **self._labels}))
+            labels = {self._renamed.get(label, label): value for label, value in sample.labels.items()}
+            copy.samples.append(sample._replace(name=name, labels={**labels, **self._labels}))
         return copy
 
     def _sample_names(self) -> list[str]:

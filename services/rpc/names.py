@@ -122,6 +122,7 @@ class Metric:
     SLO_REQUESTS = "baton_slo_requests"
     SLO_TARGET_SECONDS = "baton_slo_target_seconds"
     READY = "baton_ready"
+    MODEL_READY = "baton_model_ready"
     INTERNAL_ERRORS = "baton_internal_errors"
     WORKERS = "baton_workers"
     WORKERS_HEALTH = "baton_workers_health"

@@ -33,8 +33,10 @@ from services.worker.config import WorkerConfig
 from services.worker.departure import Departure
 from services.worker.hub import EventHub
 from services.worker.machine import Machine
+from services.worker.model_text import ModelTextHost
 from services.worker.phase import WorkerPhase, phase_name, role_name
 from services.worker.registration import Registrations
+from services.worker.servicer import WorkerServicer
 from services.worker.session import WORKER_SERVICE, RouterSession, SessionHost
 from services.worker.tally import Tally
 from services.worker.tasks import OwnedTasks
@@ -101,6 +103,7 @@ class WorkerHost:
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
         )
+        self.model_text = ModelTextHost(config.model, self.awake)
         self._tracer = tracer
         self._tasks = OwnedTasks()
         self._hashing = machine.thread("hash")
@@ -127,7 +130,8 @@ class WorkerHost:
         """Serves routers and other workers, and joins every router until `leave` or `stop`."""
         self.spawn(self.awake.tick_forever(), "awake clock")
         self.transfer.register(self.server)
-        self.server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, self.sessions)
+        servicer = WorkerServicer(self.sessions, self.model_text)
+        self.server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
         self.engine.start(self.hub.on_step)
         await self._set_health()
         for target in self.config.router:

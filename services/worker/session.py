@@ -1,4 +1,4 @@
-"""Serves WorkerService: the one stream between a router and this worker.
+"""Serves the sessions of WorkerService: the one stream between a router and this worker.
 
 Owns: the session's legs, its outbox, its liveness. Everything a session started ends with it, at once; a newer session
 of the same router incarnation ends the older first. Reader, writer and the watch over the router are separate tasks:
@@ -14,7 +14,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import types_pb2, worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, DeadlineExceeded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
@@ -151,8 +151,8 @@ class RouterSession:
                 self.legs.pop(number, None)
 
 
-class SessionHost(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves the Session RPC to every router: at most one session for each.
+class SessionHost:
+    """Answers the Session RPC of every router: at most one session for each.
 
     `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot.
     `clock` is of awake time, since it judges routers.
@@ -186,9 +186,6 @@ class SessionHost(worker_pb2_grpc.WorkerServiceServicer):
         """Ends all sessions. `error` says what happened to this worker; None if it leaves in order."""
         for session in self:
             session.end(error)
-
-    async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any) -> None:
-        await self.serve(aiter(request_iterator), context.write)
 
     async def serve(
         self,

@@ -75,7 +75,7 @@ def test_http_from_the_host(stack: Stack) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{stack.http_port}/v1/models", timeout=30) as answer:
         assert [model["id"] for model in json.load(answer)["data"]] == ["smollm2-135m-instruct"]
     with urllib.request.urlopen(f"http://127.0.0.1:{stack.metrics_port}/metrics", timeout=30) as answer:
-        assert b'baton_workers{role="decode",state="ready"} 1.0' in answer.read()
+        assert b'baton_workers{model="smollm2-135m-instruct",role="decode",state="ready"} 1.0' in answer.read()
 
 
 def test_shared_memory_crosses_the_containers(stack: Stack) -> None:

@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from scripts import metrics_table
 from services.router.config import RouterConfig
+from services.router.coordinator import Coordinator
+from services.router.coordinator.config import CoordinatorConfig
 from services.router.metrics import RouterMetrics
 from services.worker.metrics import WorkerMetrics
 from tests.support.compose import DEPLOY, load
@@ -45,7 +47,8 @@ def samples_of(registry: CollectorRegistry) -> Iterator[str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """By a real router's registry and a real worker's."""
-    router = RouterMetrics(RouterConfig(), "m", instance="router")
+    router = RouterMetrics(RouterConfig(), instance="router")
+    router.of("m").observe(Coordinator(CoordinatorConfig(model_context_tokens=1024)))
     names = set(samples_of(router.registry))
     router.close()
     model = tiny_model("llama", tmp_path_factory.mktemp("models"))

@@ -72,10 +72,19 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self.tasks.pop(task, None)
 
     def run_in_executor(self, executor: None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """`asyncio.to_thread`, for what a worker does when it closes."""
+        """`asyncio.to_thread`, for what takes no simulated time."""
         assert executor is None
         future = self.create_future()
-        self.call_soon(lambda: future.cancelled() or future.set_result(func(*args)))
+
+        def run() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(func(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.call_soon(run)
         return future
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baton.v1 import control_pb2_grpc
+from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
 from services.router.coordinator import Coordinator
 from services.router.coordinator.canary import new_canary
@@ -18,8 +19,9 @@ from services.router.policy import Fingerprint, Role
 from services.router.registry import RegistryServicer
 from services.router.sessions import SessionTimes
 from services.router.tracing import RequestTrace
+from services.router.validation import ModelFacts
 from tests.sim.client import SimRequest
-from tests.sim.model import CANARY_SALT, Truth
+from tests.sim.model import CANARY_SALT, VOCAB_SIZE, Truth
 from tests.sim.node import Node
 from tests.sim.rpc_client import SimChannel
 from tests.sim.rpc_server import SimServer
@@ -62,7 +64,9 @@ class SimRouter:
             dial=_any(lambda address: SimChannel(node, network, address)),
         )
         self._server = SimServer(node, network)
-        registry = RegistryServicer(self.conductor, model_id="sim", interval_s=2.0)
+        own = ServedModel(ModelFacts("sim", vocab_size=VOCAB_SIZE, max_text_bytes=0), _any(None), self.conductor)
+        catalogue = Catalogue(own, text_of=_any(None), serve=_any(None), forget=_any(None), max_models=1)
+        registry = RegistryServicer(catalogue, incarnation=self.conductor.incarnation, interval_s=2.0)
         self._server.add("baton.v1.RegistryService", control_pb2_grpc.add_RegistryServiceServicer_to_server, registry)
         node.loop.create_task(self._server.start(), name="start")
         self._ticking = node.loop.create_task(self.conductor.tick_forever(), name="tick")

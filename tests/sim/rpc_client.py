@@ -1,4 +1,4 @@
-"""What grpc.aio offers to callers: a channel with unary and bidirectional calls, over the simulated network."""
+"""What grpc.aio offers to callers: a channel, and calls of the kinds that Baton has, over the simulated network."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ class SimChannel:
             call = self._call(method, request_serializer, response_deserializer)
             if requests is not None:
                 call.send_all(requests)
+            return call
+
+        return start
+
+    def unary_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Callable[..., SimCall]:
+        def start(request: Any, **_: Any) -> SimCall:
+            async def requests() -> AsyncIterator[Any]:
+                yield request
+
+            call = self._call(method, request_serializer, response_deserializer)
+            call.send_all(requests())
             return call
 
         return start

@@ -96,6 +96,8 @@ class SimServer:
         try:
             if guarded.request_streaming:
                 await guarded.stream_stream(call, call)
+            elif guarded.response_streaming:
+                await guarded.unary_stream(await anext(call), call)
             else:
                 response = await guarded.unary_unary(await anext(call), call)
                 if call.failed:

@@ -11,6 +11,7 @@ from typing import Any
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from services.router.coordinator import Coordinator
 from services.router.coordinator.workers import WorkerState
 from services.router.main import Router, RouterConfig
 from services.rpc.telemetry import Tracer
@@ -41,7 +42,14 @@ class Cluster:
 
     @property
     def num_ready(self) -> int:
-        return sum(worker.state is WorkerState.READY for worker in self.router.coordinator.workers())
+        """Workers of all models."""
+        workers = (worker for each in self.coordinators for worker in each.workers())
+        return sum(worker.state is WorkerState.READY for worker in workers)
+
+    @property
+    def coordinators(self) -> list[Coordinator]:
+        """One for each model."""
+        return [model.conductor.coordinator for model in self.router.catalogue.all()]
 
     async def status(self) -> control_pb2.GetStatusResponse:
         return await self.control.GetStatus(control_pb2.GetStatusRequest())
@@ -54,8 +62,9 @@ class Cluster:
 
     async def idle(self) -> None:
         """Router and workers hold nothing."""
-        await until(lambda: self.router.coordinator.num_live == 0, "the router has no request")
-        self.router.coordinator.check_idle()
+        for coordinator in self.coordinators:
+            await until(lambda each=coordinator: each.num_live == 0, "the router has no request")
+            coordinator.check_idle()
         for worker in self.workers:
             await idle(worker)
 

@@ -7,22 +7,26 @@ test may hold phases back, refuse, fail, or cut the sessions.
 from __future__ import annotations
 
 import asyncio
+import pathlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from services.core.errors import BatonError
+from services.core.clock import MonotonicClock
+from services.core.errors import BatonError, UnsupportedModel
 from services.core.ids import new_incarnation
 from services.rpc.serving import GrpcServer
 from services.rpc.status import to_status
+from services.worker.model_text import ModelTextHost
 from services.worker.session import WORKER_SERVICE
 from tests.support.trusted import CLUSTER_TOKEN
 
 MODEL_ID = "tiny"
 EOS_TOKEN_ID = 2
-LAYOUT = types_pb2.KVLayout(model_id=MODEL_ID, weights_digest="x", dtype="float32", num_layers=1, block_size=16)
+_LAYOUT: dict[str, Any] = {"weights_digest": "x", "dtype": "float32", "num_layers": 1, "block_size": 16}
+LAYOUT = types_pb2.KVLayout(model_id=MODEL_ID, **_LAYOUT)
 _ROLES = {
     "prefill": [types_pb2.WORKER_ROLE_PREFILL],
     "decode": [types_pb2.WORKER_ROLE_DECODE],
@@ -39,9 +43,18 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         *,
         worker_id: str = "",
         num_blocks: int = 32,
+        model_id: str = MODEL_ID,
+        text: pathlib.Path | None = None,
     ) -> None:
-        """`leases`: those of the whole cluster; each event says that the lease was released."""
+        """`leases`: those of the whole cluster; each event says that the lease was released. `text`: where the text
+        side of its model is, for routers that do not know it."""
         self.worker_id = worker_id or role
+        self.model_id = model_id
+        self.text = text
+        self.num_texts_given = 0
+        self.text_gate = asyncio.Event()
+        """The text is given while it is set."""
+        self.text_gate.set()
         self.role = role
         self.output = [*output, EOS_TOKEN_ID]
         self.leases = {} if leases is None else leases
@@ -103,7 +116,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             address=self._server.address,
             incarnation=self.incarnation,
             pid=1,
-            layout=LAYOUT,
+            layout=types_pb2.KVLayout(**{**_LAYOUT, "model_id": self.model_id}),
             fingerprint=types_pb2.Fingerprint(kv="5c" * 16, numerics="none"),
             num_blocks=self.num_blocks,
             max_model_len=self.num_blocks * LAYOUT.block_size,
@@ -135,6 +148,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             while not condition():
                 self.seen.clear()
                 await self.seen.wait()
+
+    async def GetModelText(self, request: Any, context: Any) -> None:
+        self.num_texts_given += 1
+        await self.text_gate.wait()
+        if self.text is None:
+            raise UnsupportedModel("it has no text")
+        await ModelTextHost(self.text, MonotonicClock()).serve(context.write)
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.SessionResponse]:
         requests, response = aiter(request_iterator), worker_pb2.SessionResponse

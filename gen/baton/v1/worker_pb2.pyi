@@ -20,6 +20,18 @@ LEASE_END_REASON_RELEASED: LeaseEndReason
 LEASE_END_REASON_EXPIRED: LeaseEndReason
 LEASE_END_REASON_ABORTED: LeaseEndReason
 
+class GetModelTextRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetModelTextResponse(_message.Message):
+    __slots__ = ("name", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "prefill", "decode", "cancel", "heartbeat", "leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]

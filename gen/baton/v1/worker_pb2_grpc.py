@@ -39,6 +39,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.GetModelText = channel.unary_stream(
+                '/baton.v1.WorkerService/GetModelText',
+                request_serializer=baton_dot_v1_dot_worker__pb2.GetModelTextRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.GetModelTextResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -51,6 +56,16 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetModelText(self, request, context):
+        """The files of the model's text side, one after another, each in parts; never weights. Files that the model does not have
+        are left out. All together are at most 64 MiB.
+        Errors: FAILED_PRECONDITION the files are larger, cannot be read or were changed meanwhile; RESOURCE_EXHAUSTED too many
+        such calls at once; DEADLINE_EXCEEDED the caller reads too slowly.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +73,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.SessionRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SessionResponse.SerializeToString,
+            ),
+            'GetModelText': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetModelText,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.GetModelTextRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.GetModelTextResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +107,33 @@ class WorkerService:
             '/baton.v1.WorkerService/Session',
             baton_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelText(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.WorkerService/GetModelText',
+            baton_dot_v1_dot_worker__pb2.GetModelTextRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.GetModelTextResponse.FromString,
             options,
             channel_credentials,
             insecure,

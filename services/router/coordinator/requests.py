@@ -29,6 +29,10 @@ class RequestSpec:
     deadline_s: float | None = None
     """On the coordinator's clock."""
     cache_salt: str = ""
+    session: str = ""
+    """The conversation it belongs to, as the client names it; empty for none."""
+    tenant: str = ""
+    """Whose it is, by the caller's credentials."""
     min_tokens: int = 0
     """Fewest that make it complete; for what a deadline allows."""
     payload: inference_pb2.GenerateRequest | None = None
@@ -226,6 +230,9 @@ class Request:
             total_tokens=self.total_tokens,
             avoid=frozenset(crash.worker_id for crash in self.crashes),
             fingerprint=self.fingerprint if self.output else None,
+            session=self.spec.session,
+            tenant=self.spec.tenant,
+            prompt=self.spec,
         )
 
     def next_job(self) -> Job:

@@ -1,28 +1,25 @@
 """Turns a parsed body into requests, and their answers into OpenAI's JSON.
 
-A `Call` has requests as the router knows them, each with the `Style` in which its endpoint writes choices. A writer
-makes one JSON object of all answers, or the chunks of one stream; nothing is written before the first token, so an
-error until then is reported by the status. Owns: what is written when, the usage of all answers together, and tokens as
-text and bytes. Never: bytes on the wire (reply.py).
+An `HttpCall` has requests as the router knows them, each with the `Style` in which its endpoint writes choices. A
+writer makes one JSON object of all answers, or the chunks of one stream; nothing is written before the first token, so
+an error until then is reported by the status. Owns: what is written when, and the usage of all answers together. Never:
+bytes on the wire (reply.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2, types_pb2
 from services.router.answer import Event
 from services.router.http.parameters import StreamOptions
 from services.router.http.reply import Reply
 from services.router.incoming import Incoming
+from services.router.token_texts import TokenText, TokenTexts
 
 Json = dict[str, Any]
 
@@ -94,7 +91,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Call:
+class HttpCall:
     prompts: Sequence[Prompt]
     """The prompts in the order of the choices."""
     options: StreamOptions
@@ -103,62 +100,6 @@ class Call:
 
 # JSON has no infinity, which is the log-probability of a masked token. vLLM uses the same bound.
 _LEAST = -9999.0
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    text: str
-    data: bytes
-
-
-class TokenTexts:
-    """The texts and bytes of one tokenizer's tokens.
-
-    A token with half a character has U+FFFD as its text, and its own bytes.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        # Decoders drop the space at the beginning of a text, so each token is decoded after another one.
-        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-        self._anchor_text = self._decode(self._anchor)
-        self._of = functools.lru_cache(1 << 16)(self._look_up)
-
-    def __getitem__(self, token_id: int) -> TokenText:
-        return self._of(token_id)
-
-    def join(self, token_ids: Iterable[int]) -> str:
-        """Returns the text of a tokenised prompt."""
-        return str(self._tokenizer.decode(list(token_ids)))
-
-    def _look_up(self, token_id: int) -> TokenText:
-        text = self._decode([*self._anchor, token_id]).removeprefix(self._anchor_text)
-        if "\ufffd" not in text:
-            return TokenText(text, text.encode())
-        return TokenText(text, _raw(self._tokenizer.id_to_token(token_id) or text))
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-
-def _raw(token: str) -> bytes:
-    """Returns the bytes of a token that is no text: <0xE2>, or the characters of byte-level vocabularies."""
-    if match := _BYTE_TOKEN.fullmatch(token):
-        return bytes([int(match[1], 16)])
-    if all(character in _BYTES for character in token):
-        return bytes(_BYTES[character] for character in token)
-    return token.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's alphabet: printable bytes stand for themselves, the others are U+0100 and up, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
 
 
 def chat_logprobs(
@@ -202,12 +143,12 @@ class Writer(Protocol):
         ...
 
 
-def writer(call: Call, request_id: str, model_id: str, reply: Reply) -> Writer:
+def writer(call: HttpCall, request_id: str, model_id: str, reply: Reply) -> Writer:
     return (_Stream if call.options.stream else _Whole)(call, request_id, model_id, reply)
 
 
 class _Whole:
-    def __init__(self, call: Call, request_id: str, model_id: str, reply: Reply) -> None:
+    def __init__(self, call: HttpCall, request_id: str, model_id: str, reply: Reply) -> None:
         self._call = call
         self._request_id = request_id
         self._model_id = model_id
@@ -236,7 +177,7 @@ class _Whole:
 
 
 class _Stream:
-    def __init__(self, call: Call, request_id: str, model_id: str, reply: Reply) -> None:
+    def __init__(self, call: HttpCall, request_id: str, model_id: str, reply: Reply) -> None:
         self._call = call
         self._reply = reply
         self._envelope = _envelope(call, call.objects.chunk, request_id, model_id)
@@ -290,7 +231,7 @@ class _Stream:
         return {**self._envelope, "choices": choices, "usage": usage}
 
 
-def _envelope(call: Call, kind: str, request_id: str, model_id: str) -> Json:
+def _envelope(call: HttpCall, kind: str, request_id: str, model_id: str) -> Json:
     return {
         "id": call.objects.id_prefix + request_id,
         "object": kind,

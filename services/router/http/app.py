@@ -9,7 +9,6 @@ to point there (DNS rebinding). Never: generation (generation.py), sockets (serv
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +24,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.core.addresses import is_loopback
-from services.core.errors import BatonError, UnknownModel
+from services.core.errors import BatonError
 from services.router.byte_budget import ByteBudget
-from services.router.coordinator import Coordinator
+from services.router.catalogue import Catalogue, ServedModel
 from services.router.http import chat, completions
-from services.router.http.answers import TokenTexts
 from services.router.http.body import BodyLimits
 from services.router.http.generation import Generation
 from services.router.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
@@ -91,12 +89,11 @@ def bare_host(text: str) -> str:
 
 
 def make_app(
-    intake: Intake, coordinator: Coordinator, registry: CollectorRegistry, budget: ByteBudget, limits: BodyLimits
+    intake: Intake, catalogue: Catalogue, registry: CollectorRegistry, budget: ByteBudget, limits: BodyLimits
 ) -> Starlette:
-    texts = TokenTexts(intake.model.text.tokenizer)
-    small = _Small(coordinator, registry, intake.model.facts.model_id)
-    complete = Generation(intake, texts, completions.read_call, budget, limits)
-    chat_complete = Generation(intake, texts, chat.read_call, budget, limits)
+    small = _Small(catalogue, registry)
+    complete = Generation(intake, catalogue, completions.read_call, budget, limits)
+    chat_complete = Generation(intake, catalogue, chat.read_call, budget, limits)
     app = Starlette(
         routes=[
             Route("/v1/models", small.models),
@@ -116,24 +113,19 @@ def make_app(
 class _Small:
     """Endpoints that answer from the router's state."""
 
-    def __init__(self, coordinator: Coordinator, registry: CollectorRegistry, model_id: str) -> None:
-        self._coordinator = coordinator
+    def __init__(self, catalogue: Catalogue, registry: CollectorRegistry) -> None:
+        self._catalogue = catalogue
         self._registry = registry
-        self._model_id = model_id
-        self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [_model(model) for model in self._catalogue.all()]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        if name != self._model_id:
-            raise UnknownModel(f"model {name!r} is not served; {self._model_id!r} is")
-        return JSONResponse(self._model())
+        return JSONResponse(_model(self._catalogue.get(request.path_params["model"])))
 
     async def health(self, request: Request) -> Response:
-        """Answers 200 while a request would be placed: for load balancers."""
-        ready = self._coordinator.ready
+        """Answers 200 while a request for some model would be placed: for load balancers."""
+        ready = self._catalogue.ready
         return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     async def live(self, request: Request) -> Response:
@@ -146,14 +138,15 @@ class _Small:
         # Runs on a thread, like a scrape of the metrics port: the collectors are made for that.
         return Response(await asyncio.to_thread(encode, self._registry), headers={"content-type": content_type})
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._model_id,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "baton",
-            "max_model_len": self._coordinator.context_tokens(),
-        }
+
+def _model(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": int(model.created_s),
+        "owned_by": "baton",
+        "max_model_len": model.context_tokens,
+    }
 
 
 async def _no_such_endpoint(request: Request, error: Exception) -> Response:

@@ -6,10 +6,11 @@ from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.http.answers import Call, Ending, Json, Objects, Prompt, TokenTexts, chat_logprobs
+from services.router.http.answers import Ending, HttpCall, Json, Objects, Prompt, chat_logprobs
 from services.router.http.body import Body, as_list, as_record, as_text, bounded
 from services.router.http.parameters import NOT_IN_CHAT, Neutral, read_shared, refuse_unsupported
 from services.router.incoming import Incoming
+from services.router.token_texts import TokenTexts
 from services.router.validation import MAX_MESSAGES
 
 MAX_PARTS = 256
@@ -22,7 +23,7 @@ _TOOL_ROLES = ("tool", "function")
 _NOT_SUPPORTED: Neutral = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
 
-def read_call(body: Body, texts: TokenTexts) -> Call:
+def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     """Returns the call that the body describes. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     refuse_unsupported(body, NOT_IN_CHAT)
@@ -40,7 +41,7 @@ def read_call(body: Body, texts: TokenTexts) -> Call:
         raise InvalidRequest("top_logprobs", "is only allowed together with logprobs")
     if wanted:
         request.response.logprobs = num_top or 0
-    return Call([Prompt(Incoming(request), ChatStyle(texts), params)], options, _OBJECTS)
+    return HttpCall([Prompt(Incoming(request), ChatStyle(texts), params)], options, _OBJECTS)
 
 
 def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.http.answers import Call, Ending, Json, Objects, Prompt, TokenTexts, completion_logprobs
+from services.router.http.answers import Ending, HttpCall, Json, Objects, Prompt, completion_logprobs
 from services.router.http.body import Body, as_text, as_whole, bounded
 from services.router.http.parameters import NOT_IN_COMPLETIONS, read_shared, refuse_unsupported
 from services.router.incoming import Incoming
+from services.router.token_texts import TokenTexts
 from services.router.validation import MAX_PROMPT_TOKENS
 
 MAX_PROMPTS = 64
@@ -22,7 +23,7 @@ _OBJECTS = Objects("cmpl-", "text_completion", "text_completion")
 _PROMPT_FIELDS = ("text", "token_ids", "prompt")
 
 
-def read_call(body: Body, texts: TokenTexts) -> Call:
+def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     """Returns the call that the body describes. Raises InvalidRequest."""
     refuse_unsupported(body, NOT_IN_COMPLETIONS)
     requests = {place: _request(prompt, place) for place, prompt in _prompts(body.take("prompt")).items()}
@@ -39,7 +40,7 @@ def read_call(body: Body, texts: TokenTexts) -> Call:
         request.MergeFrom(shared)
         style = CompletionStyle(texts, index, _prompt_of(request) if echo else None)
         prompts.append(Prompt(Incoming(request), style, dict.fromkeys(_PROMPT_FIELDS, place)))
-    return Call(prompts, options, _OBJECTS)
+    return HttpCall(prompts, options, _OBJECTS)
 
 
 def _prompts(value: Any) -> dict[str, Any]:

@@ -22,10 +22,13 @@ from services.core.errors import BatonError, InvalidRequest, forget_frames
 from services.core.ids import new_request_id
 from services.router.answer import Answer, Event
 from services.router.byte_budget import ByteBudget
-from services.router.http.answers import Call, Prompt, TokenTexts, writer
+from services.router.call import Call, Caller
+from services.router.catalogue import Catalogue, ServedModel
+from services.router.http.answers import HttpCall, Prompt, writer
 from services.router.http.body import Body, BodyLimits, no_json, read_body
 from services.router.http.reply import REQUEST_ID, Reply, http_error
 from services.router.intake import Intake
+from services.router.token_texts import TokenTexts
 from services.rpc.logging import ids
 
 Take = Callable[[int, Event], Awaitable[None]]
@@ -38,7 +41,8 @@ async def answer_all(
     request_id: str,
     take: Take,
     *,
-    traceparent: str,
+    caller: Caller,
+    model: ServedModel,
     timeout_s: float | None,
     stream: bool,
 ) -> None:
@@ -51,7 +55,7 @@ async def answer_all(
 
     async def answer_one(index: int, prompt: Prompt) -> None:
         prompt.request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        taken = intake.answer(prompt.incoming, traceparent=traceparent, timeout_s=timeout_s, stream=stream)
+        taken = intake.answer(Call(caller, model, prompt.incoming, timeout_s, stream))
         with _with_client_names(prompt.params):
             async with taken as answer:
                 await admitted.wait()
@@ -95,18 +99,18 @@ TIMEOUT, ENVOY_TIMEOUT_MS = "x-request-timeout", "x-envoy-expected-rq-timeout-ms
 _NUMBER = re.compile(r"[0-9]{1,64}(\.[0-9]{0,64})?([eE][+-]?[0-9]{1,4})?", re.ASCII)
 """Python's float would also accept underscores, signs, blanks and words."""
 
-ReadCall = Callable[[Body, TokenTexts], Call]
+ReadCall = Callable[[Body, TokenTexts], HttpCall]
 
 
 class Generation:
     """One endpoint (an ASGI app). A call waits for no client but its own."""
 
     def __init__(
-        self, intake: Intake, texts: TokenTexts, read_call: ReadCall, budget: ByteBudget, limits: BodyLimits
+        self, intake: Intake, catalogue: Catalogue, read_call: ReadCall, budget: ByteBudget, limits: BodyLimits
     ) -> None:
         """`budget` bounds all bytes of requests in the process."""
         self._intake = intake
-        self._texts = texts
+        self._catalogue = catalogue
         self._read_call = read_call
         self._budget = budget
         self._limits = limits
@@ -122,13 +126,14 @@ class Generation:
             with contextlib.ExitStack() as charges:
                 with self._intake.refusals():
                     timeout_s = _timeout_s(headers)
-                    call = await self._read(receive, headers, request_id, charges)
+                    model, call = await self._read(receive, headers, request_id, charges)
                 answering = answer_all(
                     self._intake,
                     call.prompts,
                     request_id,
-                    writer(call, request_id, self._intake.model.facts.model_id, reply).take,
-                    traceparent=headers.get("traceparent", ""),
+                    writer(call, request_id, model.model_id, reply).take,
+                    caller=Caller(traceparent=headers.get("traceparent", "")),
+                    model=model,
                     timeout_s=timeout_s,
                     stream=call.options.stream,
                 )
@@ -138,20 +143,23 @@ class Generation:
             forget_frames(error)
             await reply.failed(answer)
 
-    async def _read(self, receive: Receive, headers: Headers, request_id: str, charges: contextlib.ExitStack) -> Call:
-        """Reads the body into a call.
+    async def _read(
+        self, receive: Receive, headers: Headers, request_id: str, charges: contextlib.ExitStack
+    ) -> tuple[ServedModel, HttpCall]:
+        """Reads the body into a call, and finds its model.
 
         The body is charged while it is read, then each prompt. The body itself is freed when this returns.
         """
         with self._budget.charge() as reading:
             body = await read_body(receive, headers, self._limits, reading)
-            call = self._read_call(body, self._texts)
+            model = self._catalogue.get(body.text("model"))
+            call = self._read_call(body, model.token_texts)
         for prompt in call.prompts:
             prompt.incoming.charge = charges.enter_context(self._budget.charge())
             prompt.incoming.charge.grow(prompt.request.ByteSize())
         if unknown := body.unknown():
             log.debug("fields ignored: %s", ", ".join(unknown)[:200], extra=ids(request_id, ""))
-        return call
+        return model, call
 
 
 def _timeout_s(headers: Headers) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.router.policy.views import Fingerprint, Job, Role, Source, WorkerView
 
@@ -203,7 +203,7 @@ class Fit:
         """Could run the whole of it."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
-        self._job = job
+        self._job = replace(job, prompt=None)  # what is kept must not keep a prompt in memory
         self._takers: dict[tuple[str, str], tuple[str, ...]] = {}
         self._starts: tuple[Start, ...] | None = None
         sources = (Source(view.worker_id, view.host_id, view.fingerprint) for view in views if can_prefill(job, view))

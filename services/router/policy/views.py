@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from services.core.hashing import num_blocks_for
+from services.core.hashing import BlockHash, block_hashes, num_blocks_for
 from services.router.health import Ramp
 
 _MOST_BLOCK_SIZES = 8
@@ -154,6 +155,16 @@ class WorkerView:
         return num_blocks_for(num_tokens, self.block_size)
 
 
+class PromptTokens(Protocol):
+    """The tokens of a prompt, and the salt that keeps its blocks apart from others'."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def cache_salt(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A leg that is to be placed. Lengths are in tokens."""
@@ -169,6 +180,17 @@ class Job:
 
     None if nothing was streamed yet.
     """
+    session: str = ""
+    """The conversation it belongs to; empty for none."""
+    tenant: str = ""
+    """Whose it is."""
+    prompt: PromptTokens | None = None
+    """What it begins with, for whoever weighs which worker holds a part of it already."""
+
+    def block_hashes(self, block_size: int) -> list[BlockHash]:
+        """Returns the hashes of the prompt's full blocks, as the workers' prefix caches know them."""
+        prompt = self.prompt
+        return [] if prompt is None else block_hashes(prompt.token_ids, block_size, prompt.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,14 @@ async def test_a_second_process_of_one_name_is_refused_while_the_first_lives(clu
     assert (first.num_sessions, second.num_sessions) == (1, 0)
 
     first.cut()  # as when its process dies
+    await cluster.until(lambda: _lost(cluster, "decode"))
     await cluster.join(second)
     assert second.num_sessions == 1
     assert isinstance(await refusal(cluster, first.description()), WorkerIdInUse), "the name is the second's now"
+
+
+async def _lost(cluster: Cluster, worker_id: str) -> bool:
+    return not cluster.router.coordinator.worker(worker_id).has_session
 
 
 async def test_one_that_was_never_reached_does_not_keep_its_name(cluster: Cluster) -> None:

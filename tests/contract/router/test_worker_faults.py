@@ -107,7 +107,8 @@ async def test_status_models_and_health(cluster: Cluster) -> None:
     await cluster.add("decode")
     await cluster.until(lambda: serving("baton.v1.InferenceService"))
     status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
-    assert (status.ready, status.model_id, len(status.workers)) == (True, MODEL_ID, 2)
+    assert (status.ready, len(status.workers)) == (True, 2)
+    assert [(model.model_id, model.ready, model.num_workers) for model in status.models] == [(MODEL_ID, True, 2)]
     worker = status.workers[0]
     assert (worker.worker.worker_id, worker.has_session, worker.load.blocks_free) == ("prefill", True, 32)
     assert 0 <= worker.load_age_ms < 5_000
@@ -147,9 +148,9 @@ async def test_metrics(model: str) -> None:
         return all(
             line in page
             for line in (
-                'baton_requests_total{outcome="stop"} 1.0',
-                'baton_workers{role="prefill",state="ready"} 1.0',
-                'baton_requests_live{phase="queued"} 0.0',
+                'baton_requests_total{model="tiny",outcome="stop"} 1.0',
+                'baton_workers{model="tiny",role="prefill",state="ready"} 1.0',
+                'baton_requests_live{model="tiny",phase="queued"} 0.0',
                 "gen_ai_server_time_to_first_token_seconds_count",
                 "vllm:generation_tokens_total",
             )

@@ -67,7 +67,7 @@ async def test_workers_of_other_rope_parameters_do_not_pair_and_are_named(
         prints = {each.worker.worker_id: each.worker.fingerprint for each in status.workers}
         assert prints["w0"].kv != prints["w1"].kv
         assert prints["w0"].numerics == prints["w1"].numerics
-        groups = {tuple(group.worker_ids): group.kv for group in status.kv_groups}
+        groups = {tuple(group.worker_ids): group.kv for group in status.models[0].kv_groups}
         assert groups == {("w0",): prints["w0"].kv, ("w1",): prints["w1"].kv}
         shown = text("there", plain(status))
         await asyncio.sleep(0.5)  # several ticks: it is said once

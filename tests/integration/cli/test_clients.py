@@ -64,7 +64,8 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.Contr
         self, request: control_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> control_pb2.GetStatusResponse:
         assert dict(context.invocation_metadata())["authorization"] == f"Bearer {CLUSTER_TOKEN}"
-        status = control_pb2.GetStatusResponse(router_pid=42, ready=True, num_queued=3, model_id="tiny")
+        status = control_pb2.GetStatusResponse(router_pid=42, ready=True, num_queued=3)
+        status.models.add(model_id="tiny", ready=True)
         worker = status.workers.add(state=control_pb2.WORKER_STATE_READY, load_age_ms=7, has_session=True)
         worker.worker.worker_id = "decode-0"
         worker.worker.roles.append(types_pb2.WORKER_ROLE_DECODE)

@@ -178,7 +178,7 @@ async def test_health_and_metrics(cluster: Cluster) -> None:
 
 
 def _count(metrics: str, outcome: str) -> float:
-    start = f'baton_requests_total{{outcome="{outcome}"}} '
+    start = f'baton_requests_total{{model="tiny-llama",outcome="{outcome}"}} '
     return next((float(line.removeprefix(start)) for line in metrics.splitlines() if line.startswith(start)), 0.0)
 
 

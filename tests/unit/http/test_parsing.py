@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from baton.v1 import inference_pb2, types_pb2
 from services.core import errors
 from services.router.http import chat, completions
-from services.router.http.answers import Call, TokenTexts
+from services.router.http.answers import HttpCall, TokenTexts
 from services.router.http.body import Body
 from services.router.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS, Neutral
 from services.router.http.reply import KINDS, dump, http_error
@@ -24,15 +24,15 @@ def texts() -> TokenTexts:
     return TokenTexts(byte_tokenizer())
 
 
-def completion(texts: TokenTexts, **fields: Any) -> Call:
+def completion(texts: TokenTexts, **fields: Any) -> HttpCall:
     return completions.read_call(Body({"prompt": "hi", **fields}), texts)
 
 
-def conversation(texts: TokenTexts, **fields: Any) -> Call:
+def conversation(texts: TokenTexts, **fields: Any) -> HttpCall:
     return chat.read_call(Body({"messages": [{"role": "user", "content": "hi"}], **fields}), texts)
 
 
-def only(call: Call) -> inference_pb2.GenerateRequest:
+def only(call: HttpCall) -> inference_pb2.GenerateRequest:
     (prompt,) = call.prompts
     return prompt.request
 

@@ -12,6 +12,7 @@ import pytest
 
 from services.core.errors import BatonError, ContextLengthExceeded, NoWorker, WorkerFailed
 from services.router.answer import Answer
+from services.router.call import Call, Caller
 from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
 from services.router.http import completions
@@ -19,7 +20,6 @@ from services.router.http.answers import TokenTexts, writer
 from services.router.http.body import Body
 from services.router.http.generation import answer_all
 from services.router.http.reply import Reply, http_error
-from services.router.incoming import Incoming
 from tests.support.http_client import events
 from tests.support.text_model import byte_tokenizer
 
@@ -38,11 +38,9 @@ class Door:
         self.waits_for: dict[str, asyncio.Future[None]] = {}
 
     @contextlib.asynccontextmanager
-    async def answer(
-        self, incoming: Incoming, *, traceparent: str, timeout_s: float | None, stream: bool
-    ) -> AsyncIterator[Answer]:
-        self.asked.append((traceparent, timeout_s, stream))
-        request = incoming.request
+    async def answer(self, call: Call) -> AsyncIterator[Answer]:
+        self.asked.append((call.caller.traceparent, call.timeout_s, call.stream))
+        request = call.incoming.request
         if request.request_id in self.waits_for:
             await self.waits_for[request.request_id]
         answer = Answer(request, [1, 2], model_id="m", tokenizer=TOKENIZER, tokenize_ms=None)
@@ -89,7 +87,12 @@ class Called:
         self.reply = Reply(self.client.send, "call")
         take = writer(call, "call", "m", self.reply).take
         door: Any = self.door
-        options: Any = {"traceparent": "t", "timeout_s": 3.0, "stream": call.options.stream}
+        options: Any = {
+            "caller": Caller(traceparent="t"),
+            "model": None,
+            "timeout_s": 3.0,
+            "stream": call.options.stream,
+        }
         self.task = asyncio.create_task(answer_all(door, call.prompts, "call", take, **options))
 
     async def admitted(self) -> None:

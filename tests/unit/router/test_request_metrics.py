@@ -22,13 +22,15 @@ TIMINGS = types_pb2.PhaseTimings(prefill_wait_ms=10, prefill_compute_ms=100, dec
 class Bench:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.metrics = RequestMetrics(self.registry, "m", slo_ttft_s=0.5, slo_e2e_s=5.0)
+        self.all_models = RequestMetrics(self.registry, slo_ttft_s=0.5, slo_e2e_s=5.0)
+        self.metrics = self.all_models.of("m")
 
     def begin(self, now: float = 0.0, **prompt: Any) -> RequestRecord:
         return self.metrics.begin(inference_pb2.GenerateRequest(**prompt or {"text": "x"}), now)
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(name, labels)
+        ours = {"model": "m"} if name.startswith("baton_") else {}
+        return self.registry.get_sample_value(name, {**ours, **labels})
 
     def slo(self, slo: str) -> dict[str, float | None]:
         return {
@@ -110,6 +112,23 @@ def test_series_are_there_before_their_first_event() -> None:
     assert {line.partition("{")[0] for line in new} <= {
         f"gen_ai_server_request_duration_seconds_{suffix}" for suffix in ("bucket", "count", "sum", "created")
     }, "labels stay few"
+
+
+def test_each_model_has_its_own_series_and_one_that_is_gone_has_none() -> None:
+    bench = Bench()
+    other = bench.all_models.of("other")
+    other.begin(inference_pb2.GenerateRequest(text="x"), 0.0).failed(WorkerFailed("x"), 1.0)
+    bench.all_models.failed(InvalidRequest("text", "cannot be read"))
+    assert bench.value("baton_requests_total", model="other", outcome="worker_failed") == 1
+    assert bench.value("baton_requests_total", outcome="worker_failed") == 0
+    assert bench.value("baton_requests_total", model="", outcome="invalid_parameter") == 1
+    assert bench.all_models.num_ended == 2, "the activity line counts them all"
+    before = generate_latest(bench.registry).decode()
+    bench.all_models.forget("other")
+    after = generate_latest(bench.registry).decode()
+    assert '"other"' in before
+    assert '"other"' not in after
+    assert [line for line in before.splitlines() if '"other"' not in line] == after.splitlines()
 
 
 def test_buckets_are_those_of_the_genai_conventions() -> None:

@@ -45,6 +45,8 @@ class FakeChannel:
     def stream_stream(self, *_: Any, **__: Any) -> Any:
         return lambda requests: self
 
+    unary_stream = stream_stream
+
     async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
         yield worker_pb2.SessionResponse(load=self._load)
         nothing = grpc.aio.Metadata()

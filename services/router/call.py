@@ -1,0 +1,34 @@
+"""What a front hands in: who asks, for which model, what, and until when.
+
+Both fronts, gRPC and HTTP, make a `Call` of each request, and `Intake` knows no other way in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.router.catalogue import ServedModel
+from services.router.incoming import Incoming
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as far as the front has found out."""
+
+    tenant: str = ""
+    """Empty: nobody in particular. It never comes from a request's body."""
+    traceparent: str = ""
+    """The caller's span, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    caller: Caller
+    model: ServedModel
+    incoming: Incoming
+    """The request. It loses its prompt when that is tokenised."""
+    timeout_s: float | None
+    """Seconds from now; more than a day counts as a day, since some clients write "no deadline" as a very long one."""
+    stream: bool
+    in_one_message: bool = False
+    """The client gets the whole answer as one message, whose size its runtime limits."""

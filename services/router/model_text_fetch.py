@@ -1,0 +1,95 @@
+"""Fetches the text side of a model that this router does not have from a worker that serves it.
+
+Owns: the router's end of GetModelText, and every check of what the worker sends: names, order and sizes. Never: what
+the files mean (`tokenisation`), where they are kept, or whether to ask another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from typing import Any
+
+import grpc
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from services.core.errors import Cancelled, DeadlineExceeded, ProtocolViolation
+from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
+from services.rpc.status import from_call
+
+_MOST_QUOTED_CHARS = 80
+
+
+async def fetch_model_text(channel: grpc.aio.Channel, folder: pathlib.Path, *, within_s: float) -> None:
+    """Writes the files of the worker's model into `folder`, which exists and is empty; `load_model_text` reads it then.
+
+    The channel carries the cluster token. Files that the model does not have are not there afterwards. Raises
+    ProtocolViolation if the worker sends what no worker may, DeadlineExceeded after `within_s` seconds, Cancelled if
+    the channel is closed meanwhile, OSError if the folder cannot be written, and for a failed call the error of its
+    status (`services/rpc/status.py`). Whatever it raises, nothing is written any more, and what was written so far is
+    the caller's to remove.
+    """
+    call: Any = worker_pb2_grpc.WorkerServiceStub(channel).GetModelText(worker_pb2.GetModelTextRequest())
+    try:
+        async with asyncio.timeout(within_s):
+            await _receive(call, folder)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the worker did not give its model's text within {within_s:g} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise from_call(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Nobody has cancelled this task: the channel was closed under the call, and grpc.aio raises this for it.
+        raise Cancelled("the channel was closed before the worker had given its model's text") from None
+    finally:
+        call.cancel()
+
+
+async def _receive(call: Any, folder: pathlib.Path) -> None:
+    arrivals = _Arrivals()
+    async for part in call:
+        is_new = arrivals.take(part)
+        await _write(folder / part.name, part.data, is_new=is_new)
+
+
+class _Arrivals:
+    """What has come so far of one answer."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._num_bytes = 0
+
+    def take(self, part: worker_pb2.GetModelTextResponse | None) -> bool:
+        """Returns whether the part begins a file. Raises ProtocolViolation if it may not come now."""
+        if part is None:  # grpc.aio's word for bytes that are no such message
+            raise ProtocolViolation("the worker sent bytes that are not a part of a model's text")
+        if part.name not in TEXT_FILES:
+            raise ProtocolViolation(f"{part.name[:_MOST_QUOTED_CHARS]!r} is no file of a model's text")
+        is_new = part.name not in self._names
+        if not is_new and part.name != self._names[-1]:
+            raise ProtocolViolation(f"{part.name} comes again after {self._names[-1]}")
+        if len(part.data) > MOST_PART_BYTES or not (part.data or is_new):
+            raise ProtocolViolation(f"a part of {part.name} has {len(part.data)} bytes")
+        self._num_bytes += len(part.data)
+        if self._num_bytes > MOST_TEXT_BYTES:
+            raise ProtocolViolation(f"the model's text has more than {MOST_TEXT_BYTES} bytes")
+        if is_new:
+            self._names.append(part.name)
+        return is_new
+
+
+async def _write(path: pathlib.Path, data: bytes, *, is_new: bool) -> None:
+    """Writes off the event loop. If it is cancelled it waits for the write, so that none comes later."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_append, path, data, "xb" if is_new else "ab"))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
+
+
+def _append(path: pathlib.Path, data: bytes, mode: str) -> None:
+    with path.open(mode) as file:
+        file.write(data)

@@ -1,0 +1,67 @@
+"""The texts and bytes of a tokenizer's single tokens, for answers that list tokens. Any thread may use it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    text: str
+    data: bytes
+
+
+class TokenTexts:
+    """The texts and bytes of one tokenizer's tokens.
+
+    A token with half a character has U+FFFD as its text, and its own bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Decoders drop the space at the beginning of a text, so each token is decoded after another one.
+        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_text = self._decode(self._anchor)
+        self._of = functools.lru_cache(1 << 16)(self._look_up)
+
+    def __getitem__(self, token_id: int) -> TokenText:
+        return self._of(token_id)
+
+    def join(self, token_ids: Iterable[int]) -> str:
+        """Returns the text of a tokenised prompt."""
+        return str(self._tokenizer.decode(list(token_ids)))
+
+    def _look_up(self, token_id: int) -> TokenText:
+        text = self._decode([*self._anchor, token_id]).removeprefix(self._anchor_text)
+        if "\ufffd" not in text:
+            return TokenText(text, text.encode())
+        return TokenText(text, _raw(self._tokenizer.id_to_token(token_id) or text))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+def _raw(token: str) -> bytes:
+    """Returns the bytes of a token that is no text: <0xE2>, or the characters of byte-level vocabularies."""
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    if all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token)
+    return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Returns GPT-2's alphabet: printable bytes stand for themselves, the others are U+0100 and up, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

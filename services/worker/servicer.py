@@ -1,0 +1,22 @@
+"""Puts the RPCs of WorkerService on what answers them. Never: an answer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.model_text import ModelTextHost
+from services.worker.session import SessionHost
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, sessions: SessionHost, model_text: ModelTextHost) -> None:
+        self._sessions = sessions
+        self._model_text = model_text
+
+    async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any) -> None:
+        await self._sessions.serve(aiter(request_iterator), context.write)
+
+    async def GetModelText(self, request: worker_pb2.GetModelTextRequest, context: Any) -> None:
+        await self._model_text.serve(context.write)

@@ -1,0 +1,196 @@
+"""Several models behind one router: a worker brings one, each has its own line, and none harms another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.v1 import control_pb2, inference_pb2
+from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, read, request
+from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
+from tests.support.text_model import write_model
+
+OTHER = "other"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("other"), template=None)
+
+
+@pytest.fixture
+async def several(model: str) -> AsyncIterator[Cluster]:
+    """A router with room for two models."""
+    cluster = Cluster(replace(CONFIG, model=model, max_models=2, max_queue=3))
+    await cluster.start()
+    yield cluster
+    for served in cluster.router.catalogue.all():
+        served.conductor.coordinator.check_idle()
+    await cluster.stop()
+
+
+async def names(cluster: Cluster) -> list[str]:
+    return [model.id for model in (await cluster.inference.ListModels(inference_pb2.ListModelsRequest())).models]
+
+
+async def generate(cluster: Cluster, **fields: Any) -> str:
+    return (await read(cluster.inference.GenerateStream(request(**fields))))[1]
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value
+
+
+async def test_a_worker_brings_its_model(several: Cluster, text: Path) -> None:
+    await several.add("mixed", worker_id="first")
+    second = await several.add("mixed", worker_id="second", model_id=OTHER, text=text)
+    assert await names(several) == [MODEL_ID, OTHER]
+    for fields, worker in (({}, "first"), ({"model": MODEL_ID}, "first"), ({"model": OTHER}, "second")):
+        events, answer = await read(several.inference.GenerateStream(request(**fields)))
+        assert answer == TEXT
+        assert events[0].prompt_info.prefill_worker == worker
+        assert events[0].prompt_info.model == fields.get("model", MODEL_ID)
+    for name in ("none", ""):
+        error = await refused(generate(several, model=name))
+        assert code_of(error) is grpc.StatusCode.NOT_FOUND
+        assert "'tiny', 'other' are" in (error.details() or "")
+    said = inference_pb2.GenerateRequest(model=OTHER)
+    said.messages.messages.add(role="user", content="hi")
+    error = await refused(several.inference.Generate(said))
+    assert "no chat template" in (error.details() or ""), "the template is its model's, and it has none"
+    assert second.num_texts_given == 1
+
+
+async def test_no_model_waits_for_another(several: Cluster, text: Path) -> None:
+    """The queue of one is full and its only worker does nothing: the other does not notice."""
+    await several.add("mixed", worker_id="first")
+    slow = await several.add("mixed", worker_id="second", model_id=OTHER, text=text, num_blocks=4)
+    slow.prefill_gate.clear()
+    slow.decode_gate.clear()
+    waiting = [asyncio.create_task(generate(several, model=OTHER, text="x" * 40)) for _ in range(12)]
+    await several.until(lambda: _is(any(task.done() for task in waiting)))
+    for _ in range(5):
+        async with asyncio.timeout(5):
+            assert await generate(several) == TEXT
+    slow.prefill_gate.set()
+    slow.decode_gate.set()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, grpc.aio.AioRpcError)]
+    assert {code_of(error) for error in refusals} == {grpc.StatusCode.RESOURCE_EXHAUSTED}, "its queue was full"
+    assert [outcome for outcome in outcomes if outcome not in refusals] == [TEXT] * (len(waiting) - len(refusals))
+
+
+async def _is(value: bool) -> bool:
+    return value
+
+
+async def test_workers_that_come_together_bring_it_once(several: Cluster, text: Path) -> None:
+    workers = [ScriptedWorker("mixed", [], worker_id=f"w{n}", model_id=OTHER, text=text) for n in range(3)]
+    several.workers += workers
+    for worker in workers:
+        worker.text_gate.clear()
+        await worker.start()
+    joining = [asyncio.create_task(worker.register(several.control_channel)) for worker in workers]
+    await several.until(lambda: _is(any(worker.num_texts_given for worker in workers)))
+    for worker in workers:
+        worker.text_gate.set()
+    await asyncio.gather(*joining)
+    assert sum(worker.num_texts_given for worker in workers) == 1
+
+
+async def test_whoever_waits_no_longer_leaves_the_attempt_to_go_on(several: Cluster, text: Path) -> None:
+    worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
+    several.workers.append(worker)
+    worker.text_gate.clear()
+    await worker.start()
+    joining = asyncio.create_task(worker.register(several.control_channel))
+    await several.until(lambda: _is(worker.num_texts_given > 0))
+    joining.cancel()
+    await asyncio.wait([joining])
+    assert await names(several) == [MODEL_ID]
+    worker.text_gate.set()
+    await several.until(lambda: _has(several, OTHER))
+    await several.join(worker)
+    assert worker.num_texts_given == 1
+
+
+async def _has(cluster: Cluster, name: str) -> bool:
+    return name in await names(cluster)
+
+
+async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, text: Path, tmp_path: Path) -> None:
+    """Its worker is told why, the router goes on, and a later attempt may succeed."""
+    broken = write_model(tmp_path)
+    (broken / "config.json").write_text("{}")
+    worker = ScriptedWorker("mixed", [], model_id=OTHER)
+    several.workers.append(worker)
+    await worker.start()
+    for worker.text, code in (
+        (None, grpc.StatusCode.FAILED_PRECONDITION),
+        (broken, grpc.StatusCode.INVALID_ARGUMENT),
+    ):
+        error = await refused(worker.register(several.control_channel))
+        assert code_of(error) is code
+        assert str(tmp_path) not in (error.details() or "")
+        assert "baton-model-" not in (error.details() or ""), "where the router kept it is nobody's business"
+        assert await names(several) == [MODEL_ID]
+    worker.text = text
+    await several.join(worker)
+    assert await names(several) == [MODEL_ID, OTHER]
+
+
+async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> None:
+    """But one that no worker serves any more gives way, and nothing of it stays."""
+    await several.add("mixed", worker_id="first")
+    second = await several.add("mixed", worker_id="second", model_id=OTHER, text=text)
+    third = ScriptedWorker("mixed", second.output[:-1], several.leases, worker_id="third", model_id="third", text=text)
+    several.workers.append(third)
+    await third.start()
+    error = await refused(third.register(several.control_channel))
+    assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "--max-models" in (error.details() or "")
+    assert third.num_texts_given == 0, "nothing was fetched in vain"
+    second.cut(orderly=True)
+    gone = several.router.catalogue.get(OTHER)
+    await several.until(lambda: _is(not gone.conductor.links))
+    assert OTHER in await names(several), "it may come back"
+    gone.conductor.coordinator._book.workers.forget(float("inf"))  # as after the time in which it may
+    await several.join(third)
+    assert await names(several) == [MODEL_ID, "third"]
+    assert await generate(several, model="third") == TEXT
+    assert code_of(await refused(generate(several, model=OTHER))) is grpc.StatusCode.NOT_FOUND
+    assert 'model="other"' not in (await _metrics(several))
+
+
+async def _metrics(cluster: Cluster) -> str:
+    from prometheus_client import generate_latest
+
+    return generate_latest(cluster.router._metrics.registry).decode()
+
+
+async def test_a_name_is_one_workers_whatever_the_model(several: Cluster, text: Path) -> None:
+    await several.add("mixed", worker_id="same")
+    second = ScriptedWorker("mixed", [], worker_id="same", model_id=OTHER, text=text)
+    several.workers.append(second)
+    await second.start()
+    assert code_of(await refused(second.register(several.control_channel))) is grpc.StatusCode.ALREADY_EXISTS
+    assert await generate(several) == TEXT
+
+
+async def test_a_worker_of_another_model_is_drained(several: Cluster, text: Path) -> None:
+    await several.add("mixed", worker_id="first")
+    second = await several.add("mixed", worker_id="second", model_id=OTHER, text=text)
+    answer = await several.control.Drain(control_pb2.DrainRequest(worker_id="second", deadline_ms=2000))
+    assert (answer.num_finished, answer.num_migrated) == (0, 0)
+    assert second.told_to_leave
+    assert await generate(several) == TEXT
+    error = await refused(several.control.Drain(control_pb2.DrainRequest(worker_id="none")))
+    assert code_of(error) is grpc.StatusCode.NOT_FOUND
