@@ -22,11 +22,11 @@ from services.router.coordinator.events import (
     FinishReason,
     ImportReady,
     PrefillStarted,
+    RequestSpec,
     SequenceEnd,
     Tokens,
     WorkerInfo,
 )
-from services.router.coordinator.requests import RequestSpec
 from services.router.health import HealthConfig
 from services.router.policy import Fingerprint, Load, Role
 

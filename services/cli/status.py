@@ -63,12 +63,13 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _groups(status: dict[str, Any]) -> list[str]:
-    """Returns a line for each model with ready workers that cannot pair although they serve the same model."""
+    """Returns a line for each model whose ready workers compute differently and do not pair."""
     lines = []
     for model in status["models"]:
         groups = [f"{', '.join(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
         if len(groups) > 1:
-            lines.append(f"cannot pair, by fingerprint: {' | '.join(groups)}")
+            of = f"{model['model_id']}: " if len(status["models"]) > 1 else ""
+            lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
     return lines
 
 

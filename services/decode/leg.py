@@ -133,8 +133,8 @@ class DecodeLeg:
 
     async def _adopt(self) -> None:
         started_s = self._host.clock.now()
+        await self._host.hash_prompt(self._sequence)
         try:
-            await self._host.hash_prompt(self._sequence)
             first_token, self._held = await self._intake.adopt(self._command)
         except Exception as error:
             self._import_failed(error)

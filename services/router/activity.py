@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.core.clock import Clock
 from services.router.catalogue import Catalogue
 from services.router.coordinator import Coordinator
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import WorkerState
 from services.router.request_metrics import RequestMetrics
 from services.rpc.activity import ActivityLog

@@ -1,4 +1,4 @@
-"""What a front hands in: who asks, for which model, what, and until when.
+"""Defines a `Call`, which is what a front hands in: who asks, for which model, what, and until when.
 
 Both fronts, gRPC and HTTP, make a `Call` of each request, and `Intake` knows no other way in.
 """

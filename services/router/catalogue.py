@@ -1,13 +1,13 @@
-"""The models that a router serves: its own, and those that workers have brought.
+"""Keeps the models that a router serves: its own, and those that workers have brought.
 
-Each model has a text side, and a conductor with workers, a queue and a health record of its own: a worker serves one
+Each model has a text side, and a conductor with workers, a queue and health records of its own: a worker serves one
 model, so requests of different models never wait for one another. One model is the simple case of several.
 
 Owns: which models there are, by name, and which of them a worker's registration belongs to. Never: placement, requests.
 
 A worker of a model that is not known brings it: the router fetches the tokenizer, the chat template and the
-configuration from the worker, and serves the model from then on, also while none of its workers is there. There are at
-most `max_models`; a new one takes the place of one that has no workers, never of the router's own.
+configuration from the worker, and serves the model from then on. There are at most `max_models`. A model that was
+brought is served no longer once all its workers have been forgotten for a while; the router's own stays.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from services.core.errors import Overloaded, UnknownModel, UnknownWorker, WorkerIdInUse
-from services.router.conductor import Conductor
+from services.core.clock import Clock
+from services.core.errors import Overloaded, UnknownModel, UnknownWorker
+from services.router.conductor import TICK_S, Conductor
 from services.router.coordinator.events import WorkerInfo
+from services.router.request_metrics import ModelMetrics
 from services.router.token_texts import TokenTexts
 from services.router.tokenisation import ModelText
 from services.router.validation import ModelFacts
 
-if TYPE_CHECKING:
-    from baton.v1 import control_pb2
-
 log = logging.getLogger(__name__)
+
+UNUSED_S = 60.0
+"""How long a model that was brought is served without a worker that is known, in seconds."""
+_MOST_COMPLAINTS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
+    """One model: what clients may ask of it, and who answers."""
+
     facts: ModelFacts
     text: ModelText
     conductor: Conductor
+    metrics: ModelMetrics
     created_s: float = field(default_factory=time.time)
     """Wall clock, for clients."""
 
@@ -59,31 +64,40 @@ class ServedModel:
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.text.tokenizer)
 
-    def has_worker(self, worker_id: str) -> bool:
-        """Returns whether the worker has a session here: only that shows that a process lives."""
-        coordinator = self.conductor.coordinator
-        return worker_id in coordinator.worker_ids() and coordinator.worker(worker_id).has_session
 
-
-TextOf = Callable[["control_pb2.WorkerDescription"], Awaitable[ModelText]]
+TextOf = Callable[[WorkerInfo], Awaitable[ModelText]]
 """Fetches the text side of a worker's model. Raises a typed error."""
 Serve = Callable[[str, ModelText], ServedModel]
+"""Makes what serves the model of that name, at first without workers."""
 
 
 class Catalogue:
     """Make it on the event loop, with the router's own model; call `close` at the end."""
 
     def __init__(
-        self, own: ServedModel, *, text_of: TextOf, serve: Serve, forget: Callable[[str], None], max_models: int
-    ):
-        """`serve` makes the entry of a new model; `forget` is told the name of one that is served no longer."""
+        self,
+        own: ServedModel,
+        *,
+        text_of: TextOf,
+        serve: Serve,
+        forget: Callable[[str], None],
+        max_models: int,
+        clock: Clock,
+    ) -> None:
+        """`text_of` and `serve` make the entry of a model that a worker brings; `forget` is told the name of one that
+        is served no longer. `max_models` counts the router's own too."""
         self.own = own
         self._models = {own.model_id: own}
         self._text_of = text_of
         self._serve = serve
         self._forget = forget
         self._max_models = max_models
+        self._clock = clock
         self._learning: dict[str, asyncio.Task[ServedModel]] = {}
+        self._complaints: dict[str, str] = {}
+        """Why models could not be brought, so that it is logged once."""
+        self._unused_since_s: dict[str, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def all(self) -> list[ServedModel]:
         """Returns the models in the order in which they came, the router's own first."""
@@ -100,10 +114,10 @@ class Catalogue:
 
     def with_worker(self, worker_id: str) -> ServedModel:
         """Returns the model that the worker serves. Raises UnknownWorker."""
-        known = [model for model in self.all() if worker_id in model.conductor.coordinator.worker_ids()]
-        if not known:
-            raise UnknownWorker(f"no worker {worker_id!r}")
-        return next((model for model in known if model.has_worker(worker_id)), known[0])
+        for model in self.all():
+            if worker_id in model.conductor.coordinator.worker_ids():
+                return model
+        raise UnknownWorker(f"no worker {worker_id!r}")
 
     @property
     def ready(self) -> bool:
@@ -112,54 +126,49 @@ class Catalogue:
 
     # Workers
 
-    async def register(self, worker: control_pb2.WorkerDescription, info: WorkerInfo) -> None:
+    async def register(self, info: WorkerInfo) -> None:
         """Takes a worker's registration, which may bring a model.
 
-        Raises WorkerIdInUse if a worker of that name serves another model now, what `Conductor.register` does, and what
+        Raises WorkerIdInUse while a worker of that name serves another model, what `Conductor.register` does, and what
         fetching the model's text raises.
         """
-        model_id = worker.layout.model_id
-        for other in self.all():
-            if other.model_id != model_id and other.has_worker(info.worker_id):
-                raise WorkerIdInUse(f"worker {info.worker_id!r} serves {other.model_id!r}, and it lives")
-        model = self._models.get(model_id) or await self._learn(worker)
+        model = self._models.get(info.model_id) or await self._learn(info)
+        for other in self.all():  # after the wait: another process of that name may have come meanwhile
+            if other is not model:
+                other.conductor.withdraw(info.worker_id)
         model.conductor.register(info)
 
-    async def _learn(self, worker: control_pb2.WorkerDescription) -> ServedModel:
-        """Several workers of a new model wait for one attempt, which goes on when they wait no longer."""
-        model_id = worker.layout.model_id
-        task = self._learning.get(model_id)
+    async def _learn(self, info: WorkerInfo) -> ServedModel:
+        """Returns the worker's model once its text is fetched. Several workers of one model wait for one attempt, which
+        goes on when they no longer do."""
+        name = info.model_id
+        task = self._learning.get(name)
         if task is None:
-            self._see_to_room(model_id)
-            task = asyncio.create_task(self._fetch(worker), name=f"learn model {model_id}")
-            self._learning[model_id] = task
-            task.add_done_callback(lambda done: self._learned(model_id, done))
+            if len(self._models) + len(self._learning) >= self._max_models:
+                raise Overloaded(
+                    f"model {name!r} is not served; {self._served()}, and no more models may be (--max-models)"
+                )
+            task = asyncio.create_task(self._fetch(info), name=f"learn model {name}")
+            self._learning[name] = task
+            task.add_done_callback(lambda done: self._learned(name, done))
         return await asyncio.shield(task)
 
-    async def _fetch(self, worker: control_pb2.WorkerDescription) -> ServedModel:
-        text = await self._text_of(worker)
-        model = self._models[worker.layout.model_id] = self._serve(worker.layout.model_id, text)
-        log.info("model %s: brought by worker %s", model.model_id, worker.worker_id)
+    async def _fetch(self, info: WorkerInfo) -> ServedModel:
+        text = await self._text_of(info)
+        model = self._models[info.model_id] = self._serve(info.model_id, text)
+        log.info("model %s: brought by worker %s", model.model_id, info.worker_id)
         return model
 
-    def _learned(self, model_id: str, task: asyncio.Task[ServedModel]) -> None:
-        del self._learning[model_id]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("model %s: its text could not be fetched: %s", model_id, error)
-
-    def _see_to_room(self, model_id: str) -> None:
-        if len(self._models) + len(self._learning) < self._max_models:
-            return
-        idle = [each for each in self.all() if each is not self.own and not each.conductor.in_use]
-        if not idle:
-            raise Overloaded(
-                f"model {model_id!r} is not served; {self._served()}, and no more models may be (--max-models)"
-            )
-        gone = idle[0]
-        gone.conductor.coordinator.stop_admission()  # a request that has just found it must not wait there for ever
-        del self._models[gone.model_id]
-        self._forget(gone.model_id)
-        log.info("model %s: served no longer, it has no workers", gone.model_id)
+    def _learned(self, name: str, task: asyncio.Task[ServedModel]) -> None:
+        del self._learning[name]
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            self._complaints.pop(name, None)
+        elif self._complaints.get(name) != str(error):
+            if len(self._complaints) >= _MOST_COMPLAINTS:
+                self._complaints.clear()
+            self._complaints[name] = str(error)
+            log.warning("model %s: it cannot be served: %s", name, error)
 
     def _served(self) -> str:
         names = ", ".join(repr(model_id) for model_id in self._models)
@@ -167,9 +176,30 @@ class Catalogue:
 
     # Time and the end
 
+    async def tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
     def tick(self) -> None:
+        """Does the timed work of all models. Called every TICK_S."""
+        now = self._clock.now()
         for model in self.all():
             model.conductor.tick()
+            if model is self.own or model.conductor.in_use:
+                self._unused_since_s.pop(model.model_id, None)
+            elif now - self._unused_since_s.setdefault(model.model_id, now) >= UNUSED_S:
+                self._drop(model)
+
+    def _drop(self, model: ServedModel) -> None:
+        name = model.model_id
+        model.conductor.coordinator.stop_admission()  # a request that has just found it must not wait there for ever
+        del self._models[name], self._unused_since_s[name]
+        self._forget(name)
+        closing = asyncio.create_task(model.conductor.close(), name=f"close model {name}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        log.info("model %s: served no longer, it has no workers", name)
 
     async def drain(self, deadline_s: float) -> None:
         """Admits no more requests, and waits for those under way, at most `deadline_s` seconds."""
@@ -177,7 +207,8 @@ class Catalogue:
 
     async def close(self) -> None:
         """Fails the requests that still live and ends every session. Leaves no task."""
-        for task in list(self._learning.values()):
+        learning = list(self._learning.values())
+        for task in learning:
             task.cancel()
-        await asyncio.gather(*self._learning.values(), return_exceptions=True)
-        await asyncio.gather(*(model.conductor.close() for model in self.all()))
+        await asyncio.gather(*learning, return_exceptions=True)
+        await asyncio.gather(*(model.conductor.close() for model in self.all()), *self._closing)

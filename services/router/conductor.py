@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from baton.v1 import worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, unforeseen
-from services.core.ids import new_incarnation
 from services.core.timeouts import AwakeClock
 from services.router import wire
 from services.router.answer import Answer, timings_of
@@ -40,8 +39,7 @@ from services.router.coordinator.actions import (
     Stage,
     StageEnded,
 )
-from services.router.coordinator.events import FinishReason, LegEvent, WorkerInfo
-from services.router.coordinator.requests import RequestSpec
+from services.router.coordinator.events import FinishReason, LegEvent, RequestSpec, WorkerInfo
 from services.router.drains import Drains
 from services.router.health import Health
 from services.router.metrics import ConductorMetrics
@@ -76,13 +74,13 @@ class Conductor:
         metrics: ConductorMetrics,
         times: SessionTimes,
         dial: Dial,
-        incarnation: int | None = None,
+        incarnation: int,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        """`incarnation`: the router's; by default a new one. `call_soon`: calls a function in the next turn of the
-        event loop; by default the running loop's."""
+        """`incarnation`: the router's. `call_soon`: calls a function in the next turn of the event loop; by default the
+        running loop's."""
         self.coordinator = coordinator
-        self.incarnation = incarnation or new_incarnation()
+        self.incarnation = incarnation
         self.links: dict[str, WorkerLink] = {}
         self._clock = clock
         self._awake = AwakeClock(clock)
@@ -139,6 +137,12 @@ class Conductor:
         link = WorkerLink(info, self, self.incarnation, number, self._times, self._awake, self._dial)
         self.links[info.worker_id] = link
         link.start()
+        self.act()
+
+    def withdraw(self, worker_id: str) -> None:
+        """Forgets a worker whose name is another's from now on. Raises WorkerIdInUse while it has a session."""
+        self.coordinator.withdraw(worker_id, self._clock.now())
+        self._close_link(worker_id, "")
         self.act()
 
     def link_opened(self, link: WorkerLink) -> None:
@@ -219,11 +223,6 @@ class Conductor:
                 await self._until(lambda: not self._live)
         except TimeoutError:
             log.warning("drain deadline: %d requests are given up", len(self._live))
-
-    async def tick_forever(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.tick()
 
     def tick(self) -> None:
         """Does the coordinator's timed work and everything that follows from it. Called every TICK_S."""

@@ -12,9 +12,8 @@ from services.core.config import DAY_S
 from services.core.errors import InvalidRequest
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
-from services.router.coordinator.pairs import Pair
-from services.router.coordinator.requests import Phase
-from services.router.coordinator.workers import Worker, WorkerState
+from services.router.coordinator.request import Phase
+from services.router.coordinator.workers import Pair, Worker, WorkerState
 from services.router.description import check_worker_id
 from services.router.health import Health, HealthRecord
 

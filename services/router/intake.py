@@ -21,7 +21,7 @@ from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
 from services.router.call import Call
 from services.router.catalogue import ServedModel
-from services.router.coordinator.requests import ExpectedRequest, RequestSpec
+from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.request_metrics import RequestMetrics, RequestRecord
 from services.router.tokenisation import too_long
 from services.router.tokeniser_line import TokeniserLine
@@ -71,7 +71,7 @@ class Intake:
         """
         incoming, model, timeout_s = call.incoming, call.model, call.timeout_s
         arrived_s = self._clock.now()
-        record = self._metrics.of(model.model_id).begin(incoming.request, arrived_s)
+        record = model.metrics.begin(incoming.request, arrived_s)
         with self.refusals(record=record):
             validate(incoming.request, model.facts)
             if call.in_one_message:
@@ -126,7 +126,7 @@ class Intake:
             priority=request.priority,
             deadline_s=deadline_s,
             cache_salt=request.cache_salt,
-            session=request.session,
+            conversation=request.session,
             tenant=call.caller.tenant,
             min_tokens=_fewest_tokens(request.stopping),
             payload=request,

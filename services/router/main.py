@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pathlib
-import tempfile
 from functools import partial
 
 from starlette.types import ASGIApp
 
-from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from baton.v1 import control_pb2_grpc, inference_pb2_grpc
 from services.core.clock import MonotonicClock
 from services.core.cluster_token import cluster_token
-from services.core.errors import InvalidRequest
+from services.core.errors import ConfigError
 from services.core.ids import new_incarnation, new_request_id
 from services.core.lifecycle import Lifecycle
-from services.core.printable import printable
 from services.router import control, registry, servicer
 from services.router.activity import activity_log
 from services.router.byte_budget import ByteBudget
@@ -26,6 +23,7 @@ from services.router.conductor import TICK_S, Conductor
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import WorkerInfo
 from services.router.health import HealthConfig
 from services.router.http.app import guarded, make_app
 from services.router.http.body import BodyLimits
@@ -33,7 +31,7 @@ from services.router.http.server import HttpServer
 from services.router.intake import Intake
 from services.router.malloc import Trimmer, separate_large_blocks
 from services.router.metrics import RouterMetrics
-from services.router.model_text_fetch import fetch_model_text
+from services.router.model_text_fetch import model_text_of
 from services.router.reading import ReadInterceptor
 from services.router.sessions import SessionTimes
 from services.router.tokenisation import ModelText, load_model_text
@@ -52,7 +50,6 @@ _MAX_CONTROL_BYTES = 64 << 10
 """The largest message on the control port, in bytes: far more than a worker's description needs."""
 _FETCH_TEXT_S = 30.0
 """For the tokenizer and template of a model that a worker brings, seconds."""
-_MOST_QUOTED_CHARS = 400
 
 
 async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
@@ -92,11 +89,12 @@ class Router:
         self._dial = partial(dial, token=token)
         self._metrics = RouterMetrics(config, instance="router")
         self.catalogue = Catalogue(
-            self._serve(model_id, load_model_text(config.model)),
-            text_of=self._fetch_text,
+            self._serve(model_id, _own_text(config.model)),
+            text_of=self._text_of,
             serve=self._serve,
             forget=self._metrics.forget,
             max_models=config.max_models,
+            clock=clock,
         )
         self._line = TokeniserLine(_tokenizer_threads(config), most_bytes=config.max_text_bytes)
         self._trimmer = Trimmer()
@@ -168,7 +166,7 @@ class Router:
             self._control.http_port = self._http.port
         await self._control_server.set_ready(True)
         self._tasks = [
-            asyncio.create_task(self._tick_forever(), name="tick"),
+            asyncio.create_task(self.catalogue.tick_forever(), name="tick"),
             asyncio.create_task(self._keep_health(), name="health"),
         ]
         if self._config.log_interval_s:
@@ -229,27 +227,16 @@ class Router:
             dial=self._dial,
             incarnation=self._incarnation,
         )
-        return ServedModel(ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes), text, conductor)
+        facts = ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes)
+        return ServedModel(facts, text, conductor, self._metrics.requests.of(model_id))
 
-    async def _fetch_text(self, worker: control_pb2.WorkerDescription) -> ModelText:
-        """Fetches the text side of a worker's model: the files go where they vanish once they are read."""
-        channel = self._dial(worker.address)
+    async def _text_of(self, worker: WorkerInfo) -> ModelText:
+        assert worker.description is not None, "whoever registers has described itself"
+        channel = self._dial(worker.description.address)
         try:
-            with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
-                await fetch_model_text(channel, pathlib.Path(folder), within_s=_FETCH_TEXT_S)
-                try:
-                    return await asyncio.to_thread(load_model_text, folder)
-                except Exception as error:  # what a worker has sent may be wrong in any way
-                    reason = printable(str(error))[:_MOST_QUOTED_CHARS]
-                    reason = reason.removeprefix("--model: ").replace(f"{folder}/", "")
-                    raise InvalidRequest("worker.layout.model_id", f"its text cannot be used: {reason}") from None
+            return await model_text_of(channel, within_s=_FETCH_TEXT_S)
         finally:
             await channel.close()
-
-    async def _tick_forever(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.catalogue.tick()
 
     async def _keep_health(self) -> None:
         """Keeps InferenceService SERVING while a request would find a worker, and NOT_SERVING otherwise."""
@@ -259,6 +246,13 @@ class Router:
                 healthy = self.catalogue.ready
                 await self._server.set_ready(healthy, servicer.FULL_NAME)
             await asyncio.sleep(TICK_S)
+
+
+def _own_text(folder: str) -> ModelText:
+    try:
+        return load_model_text(folder)
+    except ConfigError as error:
+        raise ConfigError(f"--model: {error}") from error
 
 
 def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorConfig:

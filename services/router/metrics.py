@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.health import Health
 from services.router.policy import Role
@@ -128,7 +128,9 @@ class _ClusterCollector(Collector):
         clusters, name = self._clusters, names.Metric
         ready = any(cluster.ready for cluster in clusters.values())
         yield GaugeMetricFamily(name.QUEUE_LIMIT, "Requests of one model that may be queued", value=self._max_queue)
-        yield GaugeMetricFamily(name.READY, "1 if a request would find a worker, else 0", value=float(ready))
+        yield GaugeMetricFamily(
+            name.READY, "1 if a request for some model would find a worker, else 0", value=float(ready)
+        )
         served = GaugeMetricFamily(
             name.MODEL_READY, "1 if a request for the model would find a worker, else 0", labels=["model"]
         )

@@ -1,23 +1,41 @@
 """Fetches the text side of a model that this router does not have from a worker that serves it.
 
 Owns: the router's end of GetModelText, and every check of what the worker sends: names, order and sizes. Never: what
-the files mean (`tokenisation`), where they are kept, or whether to ask another worker.
+the files mean (`tokenisation`), or whether to ask another worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pathlib
+import tempfile
 from typing import Any
 
 import grpc
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from services.core.errors import Cancelled, DeadlineExceeded, ProtocolViolation
+from services.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, ProtocolViolation
 from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
+from services.core.printable import printable
+from services.router.tokenisation import ModelText, load_model_text
 from services.rpc.status import from_call
 
 _MOST_QUOTED_CHARS = 80
+_MOST_REASON_CHARS = 400
+
+
+async def model_text_of(channel: grpc.aio.Channel, *, within_s: float) -> ModelText:
+    """Returns the text side of the worker's model: the files go where they vanish once they are read.
+
+    Raises what `fetch_model_text` does, and InvalidRequest if the files make no sense.
+    """
+    with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
+        await fetch_model_text(channel, pathlib.Path(folder), within_s=within_s)
+        try:
+            return await asyncio.to_thread(load_model_text, folder)
+        except Exception as error:  # what a worker has sent may be wrong in any way
+            reason = printable(str(error)).replace(f"{folder}/", "")[:_MOST_REASON_CHARS]
+            raise InvalidRequest("worker.layout.model_id", f"its text cannot be used: {reason}") from None
 
 
 async def fetch_model_text(channel: grpc.aio.Channel, folder: pathlib.Path, *, within_s: float) -> None:

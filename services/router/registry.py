@@ -21,5 +21,5 @@ class RegistryServicer(control_pb2_grpc.RegistryServiceServicer):
 
     async def Register(self, request: control_pb2.RegisterRequest, context: Any) -> control_pb2.RegisterResponse:
         check_description(request.worker)
-        await self._catalogue.register(request.worker, wire.worker_info(request.worker))
+        await self._catalogue.register(wire.worker_info(request.worker))
         return control_pb2.RegisterResponse(router_incarnation=self._incarnation, interval_ms=self._interval_ms)

@@ -78,7 +78,10 @@ class RequestMetrics:
             names.VllmMetric.REQUEST_SUCCESS, "Requests that succeeded", "model_name", "finished_reason"
         )
         self.requests = counter(
-            name.REQUESTS, "Requests ended, by outcome; of no model: those that could not be read", _MODEL, "outcome"
+            name.REQUESTS,
+            "Requests ended, by outcome; of no model: could not be read, or named none that is served",
+            _MODEL,
+            "outcome",
         )
         self.prompt_tokens = counter(name.PROMPT_TOKENS, "Prompt tokens of accepted requests", _MODEL)
         self.output_tokens = counter(name.OUTPUT_TOKENS, "Output tokens passed on to clients", _MODEL)
@@ -101,9 +104,13 @@ class RequestMetrics:
         return self._models[model_id]
 
     def forget(self, model_id: str) -> None:
-        """Removes a model's series: it is served no longer."""
-        if self._models.pop(model_id, None) is None:
+        """Removes a model's series: it is served no longer. Nobody sees what a last request of it still counts."""
+        model = self._models.pop(model_id, None)
+        if model is None:
             return
+        model.totals = RequestMetrics(
+            CollectorRegistry(), slo_ttft_s=self.targets_s["ttft"], slo_e2e_s=self.targets_s["e2e"]
+        )
         for label, instruments in (
             (_MODEL, (self.inter_token, self.queue, self.phases, self.requests, self.prompt_tokens)),
             (_MODEL, (self.output_tokens, self.retries, self.slo)),

@@ -1,4 +1,4 @@
-"""The texts and bytes of a tokenizer's single tokens, for answers that list tokens. Any thread may use it."""
+"""Looks up the texts and bytes of a tokenizer's single tokens, for answers that list tokens. Any thread may do it."""
 
 from __future__ import annotations
 

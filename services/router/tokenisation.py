@@ -81,21 +81,21 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
     folder = pathlib.Path(directory)
     path = folder / TOKENIZER
     if not path.is_file():
-        raise ConfigError(f"--model: {path} does not exist")
+        raise ConfigError(f"{path} does not exist")
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = _read_json(folder / CONFIG)
     if not config:
-        raise ConfigError(f"--model: {folder / CONFIG} does not exist")
+        raise ConfigError(f"{folder / CONFIG} does not exist")
     config = {**config, **config.get("text_config", {})}
     context_tokens = next((config[name] for name in _CONTEXT_NAMES if config.get(name)), None)
     if context_tokens is None:
-        raise ConfigError(f"--model: {folder / CONFIG} does not say how long a sequence may be")
+        raise ConfigError(f"{folder / CONFIG} does not say how long a sequence may be")
     vocab_size = config.get("vocab_size") or tokenizer.get_vocab_size()
     for name, size in (("vocabulary", vocab_size), ("context", context_tokens)):
         if not (isinstance(size, int) and 0 < size <= _MOST_TOKENS):
-            raise ConfigError(f"--model: {folder / CONFIG}: its {name} is {size!r}")
+            raise ConfigError(f"{folder / CONFIG}: its {name} is {size!r}")
     return ModelText(
         tokenizer=tokenizer,
         template=_template(folder),
@@ -128,5 +128,5 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--model: {path} is not JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
     return content if isinstance(content, dict) else {}

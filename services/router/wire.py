@@ -74,6 +74,7 @@ def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
         num_blocks=worker.num_blocks,
         max_model_len=worker.max_model_len,
         max_num_seqs=worker.max_num_seqs,
+        model_id=worker.layout.model_id,
         host_id=worker.host_id,
         description=worker,
     )

@@ -24,7 +24,7 @@ from services.core.timeouts import timeout_after
 log = logging.getLogger(__name__)
 
 MOST_CALLS = 4
-"""The most calls that are answered at once. A router asks once for each model."""
+"""The most calls that are answered at once. A router asks once for each model, unless an attempt fails."""
 _WITHIN_S = 60.0
 """Seconds in which a router must have read everything; then its call ends, and another may have its place."""
 _RETRY_AFTER_S = 1.0

@@ -96,7 +96,9 @@ class Clocks:
         if all(view.idle for view in views):
             for request in book.queue:
                 job = request.next_job()
-                if router.node.now() >= request.not_before_s and any(policy.can_decode(job, view) for view in views):
+                if router.node.now() >= request.setbacks.not_before_s and any(
+                    policy.can_decode(job, view) for view in views
+                ):
                     self._bound(node, (router, request.request_id), _STARTS_S, "a request waits beside idle workers")
         for request in book.requests.values():
             leg = request.decode

@@ -18,10 +18,10 @@ from services.engine.schedule.sequence import Sequence as EngineSequence
 from services.kv.pool import Holder
 from services.prefill.leg import PrefillLeg
 from services.router.conductor import Conductor
-from services.router.coordinator import coordinator, dispatch, failures, handoff, silent_legs
+from services.router.coordinator import coordinator, dispatch, handoff, silent_legs
 from services.router.coordinator.actions import EmitTokens
 from services.router.coordinator.book import Book
-from services.router.coordinator.requests import Request
+from services.router.coordinator.request import Request
 from services.router.policy import Job
 from services.worker.session import RouterSession
 from tests.sim.mutation import Bug, Mutant, both, replaced
@@ -165,7 +165,7 @@ def does_not_try_again_on_heartbeats() -> Bug:
 
 
 def keeps_legs_on_a_lost_worker() -> Bug:
-    return replaced(failures, "worker_gone", lambda *_, **__: None)
+    return replaced(handoff, "worker_gone", lambda *_, **__: None)
 
 
 def does_not_cancel_at_the_worker() -> Bug:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baton.v1 import control_pb2_grpc
+from services.core.ids import new_incarnation
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
 from services.router.coordinator import Coordinator
-from services.router.coordinator.canary import new_canary
+from services.router.coordinator.canaries import new_canary
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Fingerprint, Role
@@ -62,14 +63,18 @@ class SimRouter:
             metrics=metrics,
             times=self.times,
             dial=_any(lambda address: SimChannel(node, network, address)),
+            incarnation=new_incarnation(),
         )
         self._server = SimServer(node, network)
-        own = ServedModel(ModelFacts("sim", vocab_size=VOCAB_SIZE, max_text_bytes=0), _any(None), self.conductor)
-        catalogue = Catalogue(own, text_of=_any(None), serve=_any(None), forget=_any(None), max_models=1)
-        registry = RegistryServicer(catalogue, incarnation=self.conductor.incarnation, interval_s=2.0)
+        own = ServedModel(
+            ModelFacts("sim", vocab_size=VOCAB_SIZE, max_text_bytes=0), _any(None), self.conductor, _any(None)
+        )
+        no: Any = None
+        self.catalogue = Catalogue(own, text_of=no, serve=no, forget=no, max_models=1, clock=node)
+        registry = RegistryServicer(self.catalogue, incarnation=self.conductor.incarnation, interval_s=2.0)
         self._server.add("baton.v1.RegistryService", control_pb2_grpc.add_RegistryServiceServicer_to_server, registry)
         node.loop.create_task(self._server.start(), name="start")
-        self._ticking = node.loop.create_task(self.conductor.tick_forever(), name="tick")
+        self._ticking = node.loop.create_task(self.catalogue.tick_forever(), name="tick")
         self.stopping = False
 
     async def close(self) -> None:

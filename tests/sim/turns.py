@@ -14,7 +14,7 @@ from services.decode.intake import Refused
 from services.engine.schedule.sequence import Sequence
 from services.router import policy
 from services.router.coordinator.book import Book
-from services.router.coordinator.requests import Request
+from services.router.coordinator.request import Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import Source
 from tests.sim.node import Node
@@ -70,7 +70,12 @@ def watch_placements(world: World, book: Any) -> None:
 
 def _is_overtaken(book: Book, other: Request, request: Request, worker: Worker, now: float) -> bool:
     waited_s = now - other.waiting_since_s
-    if other is request or other.prefill is None or waited_s < book.config.overtake_limit_s or now < other.not_before_s:
+    if (
+        other is request
+        or other.prefill is None
+        or waited_s < book.config.overtake_limit_s
+        or now < other.setbacks.not_before_s
+    ):
         return False
     if request.prefill is not None:
         in_place = request.prefill.worker.worker_id == worker.info.worker_id

@@ -13,8 +13,7 @@ from services.router.conductor import Conductor
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import EmitFinished
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import WorkerInfo
-from services.router.coordinator.requests import RequestSpec
+from services.router.coordinator.events import RequestSpec, WorkerInfo
 from services.router.health import HealthConfig
 from services.router.policy import Fingerprint, Role
 from services.router.sessions import SessionTimes
@@ -140,6 +139,7 @@ class Bench:
             times=SessionTimes(0.5, 2.0),
             dial=channels.dial,
             call_soon=self.turns.append,
+            incarnation=1,
         )
         self.answers: dict[str, FakeAnswer] = {}
         self.traces: dict[str, FakeTrace] = {}

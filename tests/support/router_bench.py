@@ -26,11 +26,12 @@ from services.router.coordinator.events import (
     ImportReady,
     LegEvent,
     PrefillStarted,
+    RequestSpec,
     SequenceEnd,
     Tokens,
     WorkerInfo,
 )
-from services.router.coordinator.requests import Phase, RequestSpec
+from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Load, Role
 
 A = TypeVar("A")

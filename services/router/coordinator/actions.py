@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
-from services.router.coordinator.events import FinishReason
-from services.router.coordinator.requests import RequestSpec
+from services.router.coordinator.events import FinishReason, RequestSpec
 from services.router.health import Health
 
 if TYPE_CHECKING:

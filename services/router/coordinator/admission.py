@@ -1,6 +1,6 @@
 """Who may wait in the queue, and for how long: refusals at the door, and of what waits in vain. Pure.
 
-Owns: load shedding and the bounds on waiting. Never: the queue's order (`waitlist`), or what work costs (`policy`).
+Owns: load shedding and the bounds on waiting. Never: the queue's order (`book`), or what work costs (`policy`).
 
 A deadline that cannot be met is refused at once, not when it has passed. If what is queued stands in the way, the
 client hears RESOURCE_EXHAUSTED and when to try again; if even an idle cluster were too slow, DEADLINE_EXCEEDED, since
@@ -14,7 +14,8 @@ from __future__ import annotations
 from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
 from services.router.coordinator.book import Book
 from services.router.coordinator.dispatch import can_be_served, why_unserved
-from services.router.coordinator.requests import ExpectedRequest, Phase, Request, RequestSpec
+from services.router.coordinator.events import ExpectedRequest, RequestSpec
+from services.router.coordinator.request import Phase, Request
 from services.router.policy import Ahead, Costs, Work
 
 

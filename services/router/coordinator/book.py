@@ -1,4 +1,4 @@
-"""The book of live requests: the only code that opens and ends legs, moves phases and ends requests. Pure.
+"""Keeps the book of live requests: the only code that opens and ends legs, moves phases and ends requests. Pure.
 
 Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, and that a defect met on behalf
 of one request ends that one only (`isolated`). Never: decides where something runs (`dispatch.py`) or what an event
@@ -13,13 +13,15 @@ among the parked iff PARKED, and each current leg is listed with its worker.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from typing import Generic, TypeVar
 
 from services.core.errors import BatonError, WorkerFailed, unforeseen
 from services.core.hashing import num_blocks_for
-from services.router.coordinator import timeline
 from services.router.coordinator.actions import (
     Action,
     CancelLeg,
@@ -33,18 +35,19 @@ from services.router.coordinator.actions import (
     SendPrefill,
     Stage,
 )
-from services.router.coordinator.alarms import Alarms
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import FinishReason
-from services.router.coordinator.requests import (
+from services.router.coordinator.events import FinishReason, RequestSpec
+from services.router.coordinator.request import (
     TRANSITIONS,
     Phase,
     PlacedDecode,
     PlacedPrefill,
     Request,
-    RequestSpec,
+    leg_stage,
+    place_stage,
+    queue_stage,
+    summary,
 )
-from services.router.coordinator.waitlist import WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.health import HealthRecord
 from services.router.policy import HandoffsInFlight, Role
@@ -104,15 +107,15 @@ class Book:
     def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
         token_ids = request.leg_tokens()
         leg = self._open_leg(request, worker, len(token_ids), len(token_ids), now)
-        request.num_prefills += 1
-        request.prefill_worker = worker.info.worker_id
+        request.story.num_prefills += 1
+        request.story.prefill_worker = worker.info.worker_id
         self._bind(request, worker)
         request.prefill = PlacedPrefill(
             leg,
             worker.info,
             token_ids,
             output_base=len(request.output),
-            attempt=request.num_prefills,
+            attempt=request.story.num_prefills,
             sent_s=now,
             heard_s=self.awake.at(now),
         )
@@ -126,7 +129,7 @@ class Book:
                 token_ids,
                 len(request.output),
                 _remaining_s(request, now),
-                request.num_prefills,
+                request.story.num_prefills,
             )
         )
         self.settle(request, now)
@@ -145,16 +148,16 @@ class Book:
             age_s = now - request.waiting_since_s
         in_place = source is not None and source.worker.worker_id == worker.info.worker_id
         leg = self._open_leg(request, worker, 0 if in_place else len(token_ids), tokens_to_prefill, now)
-        request.num_decodes += 1
-        request.decode_worker = worker.info.worker_id
+        request.story.num_decodes += 1
+        request.story.decode_worker = worker.info.worker_id
         if source is None:
-            request.prefill_worker = worker.info.worker_id
+            request.story.prefill_worker = worker.info.worker_id
             self._bind(request, worker)
         request.decode = PlacedDecode(
             leg,
             worker.info,
             output_base,
-            attempt=request.num_decodes,
+            attempt=request.story.num_decodes,
             sent_s=now,
             heard_s=self.awake.at(now),
             asked_s=self.awake.at(now),
@@ -170,7 +173,7 @@ class Book:
                 token_ids,
                 output_base,
                 _remaining_s(request, now),
-                request.num_decodes,
+                request.story.num_decodes,
                 handoff,
                 age_s,
             )
@@ -184,7 +187,7 @@ class Book:
         request.prefill = None
         self._drop_leg(leg.leg, leg.worker.worker_id)
         if leg.sealed_s is None:
-            self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, outcome))
+            self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, outcome))
         if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
             self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
 
@@ -194,7 +197,7 @@ class Book:
         assert leg is not None
         request.decode = None
         self._drop_leg(leg.leg, leg.worker.worker_id)
-        self.actions.append(timeline.leg_stage(request, Stage.DECODE, leg, now, outcome))
+        self.actions.append(leg_stage(request, Stage.DECODE, leg, now, outcome))
         if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
             self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
 
@@ -206,9 +209,9 @@ class Book:
         leg.sealed_s = now
         if request.decode is not None:
             request.decode.heard_s = self.awake.at(now)  # until now it had to wait
-        request.prefill_wait_s = leg.lease.opened_s - leg.sent_s
-        request.prefill_compute_s = now - leg.lease.opened_s
-        self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, "done"))
+        request.story.prefill_wait_s = leg.lease.opened_s - leg.sent_s
+        request.story.prefill_compute_s = now - leg.lease.opened_s
+        self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, "done"))
 
     def release_prefill(self, request: Request, now: float) -> None:
         """The decode leg has everything: the prefill leg is over. Its last reports may still come."""
@@ -217,7 +220,7 @@ class Book:
         request.prefill = None
         self.workers.drop_leg(leg.worker.worker_id, leg.leg)
         if leg.sealed_s is None:
-            self.actions.append(timeline.leg_stage(request, Stage.PREFILL, leg, now, "done"))
+            self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, "done"))
         self.forget_released(request)
         request.released_leg = leg.leg
         self._count_handoff(request)
@@ -229,9 +232,11 @@ class Book:
 
     def announce(self, request: Request) -> None:
         """Tells the client who runs its prompt, once."""
-        if not request.announced:
-            request.announced = True
-            self.actions.append(EmitStarted(request.request_id, request.prefill_worker, request.cached_tokens))
+        if not request.story.announced:
+            request.story.announced = True
+            self.actions.append(
+                EmitStarted(request.request_id, request.story.prefill_worker, request.story.cached_tokens)
+            )
 
     # Phases
 
@@ -241,9 +246,9 @@ class Book:
         if request.decode is not None:
             self._move(request, Phase.BINDING if request.decode.admitted_s is None else Phase.DECODING, now)
             return
-        if len(request.crashes) >= self.config.max_crashes:
+        if len(request.setbacks.crashes) >= self.config.max_crashes:
             error = WorkerFailed(
-                f"workers failed {len(request.crashes)} times under this request",
+                f"workers failed {len(request.setbacks.crashes)} times under this request",
                 retry_after_s=self.config.retry_after_s,
             )
             self.fail(request, error, now)
@@ -256,7 +261,7 @@ class Book:
         self._move(request, after, now)
         went_back = after is not before and (after is Phase.QUEUED or before in (Phase.BINDING, Phase.DECODING))
         if went_back and not refused:
-            request.num_retries += 1
+            request.story.num_retries += 1
         if after is not before and not refused:
             request.waiting_since_s = now
 
@@ -264,7 +269,7 @@ class Book:
         self._end_request(request, now, "done")
         before, newest = self.typical_output_tokens, len(request.output)
         self.typical_output_tokens = newest if before is None else before + _WEIGHT * (newest - before)
-        self.actions.append(EmitFinished(request.request_id, reason, stop_token_id, timeline.summary(request, now)))
+        self.actions.append(EmitFinished(request.request_id, reason, stop_token_id, summary(request, now)))
 
     def fail(self, request: Request, error: BatonError, now: float) -> None:
         self._end_request(request, now, error.reason.lower())
@@ -357,8 +362,8 @@ class Book:
         assert phase in TRANSITIONS[before], f"{before} -> {phase}"
         if before is Phase.QUEUED:
             self.queue.remove(request)
-            request.queued_s += now - request.phase_since_s
-            self.actions.append(timeline.queue_stage(request, now, outcome=phase.value))
+            request.story.queued_s += now - request.phase_since_s
+            self.actions.append(queue_stage(request, now, outcome=phase.value))
         elif before is Phase.PARKED:
             self.parked.remove(request)
         self.num_in[before] -= 1
@@ -381,7 +386,7 @@ class Book:
         if request.phase in (Phase.PARKED, Phase.BINDING) or request.placing_since_s is None:
             return
         outcome = "done" if request.phase is Phase.DECODING else "abandoned"
-        self.actions.append(timeline.place_stage(request, request.placing_since_s, now, outcome))
+        self.actions.append(place_stage(request, request.placing_since_s, now, outcome))
         request.placing_since_s = None
 
     def _end_request(self, request: Request, now: float, outcome: str) -> None:
@@ -398,3 +403,59 @@ class Book:
 
 def _remaining_s(request: Request, now: float) -> float | None:
     return None if request.spec.deadline_s is None else max(0.0, request.spec.deadline_s - now)
+
+
+class WaitList:
+    def __init__(self) -> None:
+        self._ordered: list[tuple[tuple[int, int], Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def __iter__(self) -> Iterator[Request]:
+        """A snapshot: requests may leave while it is walked."""
+        return iter([request for _, request in self._ordered])
+
+    def add(self, request: Request) -> None:
+        bisect.insort(self._ordered, (request.order, request), key=_order)
+
+    def remove(self, request: Request) -> None:
+        index = bisect.bisect_left(self._ordered, request.order, key=_order)
+        assert self._ordered[index][1] is request
+        del self._ordered[index]
+
+    def discard(self, request: Request) -> None:
+        """Wherever it is, if it is there at all."""
+        self._ordered = [entry for entry in self._ordered if entry[1] is not request]
+
+
+def _order(entry: tuple[tuple[int, int], Request]) -> tuple[int, int]:
+    return entry[0]
+
+
+Key = TypeVar("Key", int, str)
+
+
+class Alarms(Generic[Key]):
+    def __init__(self, live: Container[Key]) -> None:
+        """`live`: the keys of what still is. Alarms of others are dropped, before they are most of what is kept."""
+        self._live: Container[Key] = live
+        self._heap: list[tuple[float, Key]] = []
+        self._most = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, at_s: float, key: Key) -> None:
+        heapq.heappush(self._heap, (at_s, key))
+        if len(self._heap) > self._most:
+            self._heap = [alarm for alarm in self._heap if alarm[1] in self._live]
+            heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + 64
+
+    def due(self, now: float) -> list[Key]:
+        """In order of time. Each is returned once."""
+        keys: dict[Key, None] = {}
+        while self._heap and self._heap[0][0] <= now:
+            keys[heapq.heappop(self._heap)[1]] = None
+        return [key for key in keys if key in self._live]

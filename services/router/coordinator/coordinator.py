@@ -2,7 +2,7 @@
 
 Owns: that inputs change state only, and mark that placement is due; `place` is called once per turn of the event loop.
 Never: gRPC, text, clocks. After every input and every `place`, drain `take_actions`. The rules live in `handoff.py`
-(events), `failures.py`, `silent_legs.py`, `canaries.py`, `admission.py`, `dispatch.py` (placement), `book.py` (legs).
+(events), `handoff.py`, `silent_legs.py`, `canaries.py`, `admission.py`, `dispatch.py` (placement), `book.py` (legs).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from services.core.errors import (
     WorkerIdInUse,
 )
 from services.router import policy
-from services.router.coordinator import admission, failures, handoff, invariants, silent_legs
+from services.router.coordinator import admission, handoff, invariants, silent_legs
 from services.router.coordinator.actions import Action, GroupsChanged
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.dispatch import dispatch, give_up_stranded
-from services.router.coordinator.events import FinishReason, LegEvent, WorkerInfo
-from services.router.coordinator.requests import ExpectedRequest, Phase, RequestSpec
+from services.router.coordinator.events import ExpectedRequest, FinishReason, LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
 
@@ -114,6 +114,18 @@ class Coordinator:
         workers.join(info, now)
         return True
 
+    def withdraw(self, worker_id: str, now: float) -> None:
+        """Forgets a worker whose name is another's from now on. Raises WorkerIdInUse while it has a session: only that
+        shows that its process lives."""
+        workers = self._book.workers
+        if worker_id not in workers:
+            return
+        known = workers.get(worker_id)
+        if known.has_session:
+            raise WorkerIdInUse(f"another process is worker {worker_id!r}, and it lives")
+        self._lose(known, now, "its name is another's", crashed=not known.draining)
+        workers.drop(known)
+
     def worker_ids(self) -> set[str]:
         return {worker.info.worker_id for worker in self._book.workers.all()}
 
@@ -124,7 +136,7 @@ class Coordinator:
         if worker.info.incarnation != incarnation or worker.state is not WorkerState.JOINING:
             return
         self._book.workers.open(worker, now)
-        failures.worker_alive(self._book, worker)
+        handoff.worker_alive(self._book, worker)
         self._canaries.run(now)
 
     def worker_lost(
@@ -170,7 +182,7 @@ class Coordinator:
 
     def migrate(self, worker_id: str, now: float) -> int:
         """Moves what still runs at a worker; returns how many requests. Raises UnknownWorker."""
-        return failures.migrate(self._book, self._book.workers.get(worker_id), now)
+        return handoff.migrate(self._book, self._book.workers.get(worker_id), now)
 
     # Time
 
@@ -298,7 +310,7 @@ class Coordinator:
         self._canaries.worker_gone(worker.info.worker_id)
         if crashed:
             self._book.workers.failed(worker.info.worker_id, reason, now)
-        failures.worker_gone(self._book, worker, legs, now, crashed=crashed)
+        handoff.worker_gone(self._book, worker, legs, now, crashed=crashed)
 
     def _stuck(self, worker: Worker, seconds: float, now: float) -> None:
         """Its step does not end, although heartbeats go on: as good as lost. Said again with every snapshot."""
@@ -306,7 +318,7 @@ class Coordinator:
         self._book.workers.failed(worker.info.worker_id, reason, now, at_once=True)
         self._canaries.worker_gone(worker.info.worker_id)
         if worker.legs:
-            failures.worker_gone(self._book, worker, dict(worker.legs), now, crashed=True, stuck=True)
+            handoff.worker_gone(self._book, worker, dict(worker.legs), now, crashed=True, stuck=True)
 
     def _look_at_groups(self) -> None:
         before, self._groups = self._groups, self.kv_groups()

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from services.router import policy
 from services.router.coordinator.book import Book
-from services.router.coordinator.requests import PlacedPrefill, Request
+from services.router.coordinator.request import PlacedPrefill, Request
 from services.router.policy import Fingerprint, Part, Source, WorkerView
 
 
@@ -81,7 +81,7 @@ def _source(leg: PlacedPrefill) -> Source:
 def _bind(book: Book, request: Request, claimed: set[str], now: float) -> None:
     leg = request.prefill
     assert leg is not None
-    if now < request.not_before_s:
+    if now < request.setbacks.not_before_s:
         return
     source = _source(leg)
     job = request.job(len(leg.token_ids))
@@ -173,7 +173,7 @@ def _start_queued(book: Book, bound: set[str], now: float) -> None:
     for request in book.queue:
         if line.is_over or num_passed > book.config.max_overtaken:
             return
-        if now < request.not_before_s or line.is_out_of_reach(request):
+        if now < request.setbacks.not_before_s or line.is_out_of_reach(request):
             continue
         with book.isolated("placement", request, now):
             if not line.is_bound_elsewhere(request) and not _start(book, request, line):
@@ -220,6 +220,6 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
 
 
 def _may_ask(request: Request, view: WorkerView, now: float) -> bool:
-    refusal = request.refusals.get(view.worker_id)
+    refusal = request.setbacks.refusals.get(view.worker_id)
     # Not "higher": a worker that has restarted counts from 1 again.
     return refusal is None or (view.load.sequence_number != refusal.load_number and now >= refusal.retry_at_s)

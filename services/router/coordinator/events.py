@@ -13,7 +13,7 @@ from services.core.errors import BatonError
 from services.router.policy import Fingerprint, Role
 
 if TYPE_CHECKING:
-    from baton.v1 import control_pb2, types_pb2
+    from baton.v1 import control_pb2, inference_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class WorkerInfo:
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
+    model_id: str = ""
     host_id: str = ""
     description: control_pb2.WorkerDescription | None = None
     """The whole of it, for shells."""
@@ -118,3 +119,39 @@ LegEvent = (
     PrefillStarted | LeaseEnded | DecodeAdmitted | DecodeRefused | ImportReady | ImportFailed | Tokens | LegFailed
 )
 """The first two are of prefill legs, the last two of legs of both phases, the others of decode legs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A validated, tokenised request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    """None: what the context leaves."""
+    priority: int = 0
+    deadline_s: float | None = None
+    """On the coordinator's clock."""
+    cache_salt: str = ""
+    conversation: str = ""
+    """The conversation it belongs to, as the client names it; empty for none."""
+    tenant: str = ""
+    """Whose it is; empty for nobody in particular."""
+    min_tokens: int = 0
+    """Fewest that make it complete; for what a deadline allows."""
+    payload: inference_pb2.GenerateRequest | None = None
+    """Sampling, stopping and response options, for the commands; pure code never looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRequest:
+    """A validated request whose prompt is about to be tokenised."""
+
+    fewest_tokens: int
+    """Tokens that its prompt has at least, by the text's length."""
+    tokenise_s: float
+    """How long it will wait for the tokenizer, by what was measured so far."""
+    max_tokens: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    min_tokens: int = 0

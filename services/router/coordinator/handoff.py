@@ -1,15 +1,29 @@
-"""What an event from a worker means for its request (docs/architecture.md, "What keeps the handoff right"). Pure.
+"""Says what an event from a worker, or its loss, means for a request (docs/architecture.md, "What keeps the handoff
+right"). Pure.
 
-Owns: the rules. Never: where the request goes next; one left without a leg is queued or parked by `Book.settle` and
-placed by `dispatch.py`. Events of a leg that is not current change nothing; if the leg may live on at its worker, it is
-cancelled there.
+Owns: the rules, and whom a failure counts against and what survives it: giving up a decode leg leaves the prefill leg
+and its lease; without both the request is computed again from its prompt and the output received. Never: where the
+request goes next; one left without a leg is queued or parked by `Book.settle` and placed by `dispatch.py`. Events of a
+leg that is not current change nothing; if the leg may live on at its worker, it is cancelled there.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.core.errors import Draining, ProtocolViolation
+from services.core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    LeaseInvalid,
+    MalformedMessage,
+    Overloaded,
+    ProtocolViolation,
+    StaleIncarnation,
+    UnknownModel,
+)
 from services.router.coordinator.actions import CancelLeg, EmitTokens
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
@@ -24,21 +38,17 @@ from services.router.coordinator.events import (
     LegFailed,
     PrefillStarted,
     Tokens,
+    WorkerInfo,
 )
-from services.router.coordinator.failures import (
-    FATAL,
-    blame,
-    decode_failed,
-    is_leaving,
-    is_the_pairs,
-    lapsed,
-    leaves,
-    note_failed_import,
-    note_refusal,
-    prefill_failed,
-    source_gone,
+from services.router.coordinator.request import (
+    BackOff,
+    Crash,
+    HeldLease,
+    PlacedDecode,
+    PlacedLeg,
+    PlacedPrefill,
+    Request,
 )
-from services.router.coordinator.requests import HeldLease, PlacedDecode, PlacedPrefill, Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import Role
 
@@ -115,9 +125,9 @@ def _prefill_started(book: Book, request: Request, leg: PlacedPrefill, event: Pr
         return
     leg.lease = HeldLease(event.lease_id, event.source, opened_s=now)
     book.workers.answered(leg.worker.worker_id, leg.leg)
-    request.refusals.clear()
-    if not request.announced:
-        request.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
+    request.setbacks.refusals.clear()
+    if not request.story.announced:
+        request.story.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
     book.announce(request)
     book.settle(request, now)
 
@@ -156,11 +166,11 @@ def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseE
 def _decode_admitted(book: Book, request: Request, leg: PlacedDecode, event: DecodeAdmitted, now: float) -> None:
     leg.admitted_s = now
     book.workers.answered(leg.worker.worker_id, leg.leg)
-    if not request.announced:
-        request.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
+    if not request.story.announced:
+        request.story.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
     book.announce(request)
     book.settle(request, now)
-    request.refusals.clear()
+    request.setbacks.refusals.clear()
 
 
 def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:
@@ -242,8 +252,8 @@ def _receive(book: Book, request: Request, event: Tokens, now: float) -> bool:
     if not fresh:
         return False
     request.output.extend(fresh)
-    if request.first_token_s is None:
-        request.first_token_s = now
+    if request.story.first_token_s is None:
+        request.story.first_token_s = now
     book.actions.append(EmitTokens(request.request_id, have, fresh, event.logprobs[have - event.position :]))
     return True
 
@@ -258,9 +268,185 @@ def _finish_if_over(book: Book, request: Request, event: Tokens, now: float) -> 
 
 def _made_progress(request: Request, role: Role) -> None:
     """Forgets the crashes in this role."""
-    request.crashes = [crash for crash in request.crashes if crash.role is not role]
+    request.setbacks.crashes = [crash for crash in request.setbacks.crashes if crash.role is not role]
 
 
 def _note_timings(request: Request, timings: types_pb2.PhaseTimings | None) -> None:
     if timings is not None:
-        request.worker_timings.append(timings)
+        request.story.worker_timings.append(timings)
+
+
+# Legs that end without finishing their request: failed, lost, migrated
+
+# No other worker would do better.
+FATAL = (InvalidRequest, MalformedMessage, UnknownModel, Overloaded, DeadlineExceeded)
+
+
+def prefill_failed(
+    book: Book, request: Request, leg: PlacedPrefill, error: BatonError, now: float, *, cancel: bool
+) -> None:
+    if isinstance(error, FATAL):
+        book.end_prefill(request, now, "failed", cancel=cancel)
+        book.fail(request, error, now)
+        return
+    counted = blame(book, request, leg, Role.PREFILL, error, now)
+    if request.decode is not None and leg.sealed_s is None:
+        # Never sealed, so there is nothing the decode leg could still complete.
+        book.end_decode(request, now, "source failed")
+    source_gone(book, request, now, "failed", cancel=cancel)
+    book.settle(request, now, refused=not counted)
+
+
+def decode_failed(
+    book: Book, request: Request, leg: PlacedDecode, error: BatonError, now: float, *, cancel: bool
+) -> None:
+    book.end_decode(request, now, "failed", cancel=cancel)
+    if isinstance(error, FATAL):
+        book.fail(request, error, now)
+        return
+    counted = blame(book, request, leg, Role.DECODE, error, now)
+    book.settle(request, now, refused=not counted)
+
+
+def source_gone(book: Book, request: Request, now: float, outcome: str, *, cancel: bool) -> None:
+    """The prefill leg is over. A decode leg that may have fetched everything is left to say so itself, for a while."""
+    book.end_prefill(request, now, outcome, cancel=cancel)
+    if request.decode is not None:
+        request.decode.orphaned_s = book.awake.at(now)
+        book.silent_legs.set(request.decode.orphaned_s + book.config.orphan_timeout_s, request.decode.leg)
+
+
+def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: BatonError, now: float) -> bool:
+    """Whether it counts. A worker that was told to leave while a command was on its way to it has only refused."""
+    worker = leg.worker
+    if isinstance(error, Draining):
+        leaves(book, worker, now)
+        return False
+    _count(book, request, leg.leg, Crash(worker.worker_id, worker.incarnation, role, session_lost=False), now)
+    book.workers.failed(worker.worker_id, f"{error.reason}: {error}", now)
+    return True
+
+
+def leaves(book: Book, worker: WorkerInfo, now: float) -> None:
+    """Someone has heard that it is to leave, perhaps before it has said so here."""
+    current = book.workers.current(worker.worker_id, worker.incarnation)
+    if current is not None:
+        book.workers.drain(current, now)
+
+
+def is_leaving(book: Book, worker: WorkerInfo) -> bool:
+    """What fails there now fails because it goes."""
+    if worker.worker_id not in book.workers:
+        return False
+    known = book.workers.get(worker.worker_id)
+    return known.info.incarnation == worker.incarnation and known.draining
+
+
+def note_failed_import(book: Book, request: Request, leg: PlacedDecode, source: WorkerInfo, now: float) -> None:
+    """The decode role made no progress, whoever is to blame; the source is avoided."""
+    crash = Crash(source.worker_id, source.incarnation, Role.DECODE, session_lost=False, failed_import=True)
+    _count(book, request, leg.leg, crash, now)
+
+
+def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> None:
+    """Against the request, unless the leg was placed before the last crash that was: one fault has taken both, a rack
+    of workers perhaps. For the same reason the last chance is not risked before all that fell has been noticed."""
+    if leg <= request.setbacks.newest_leg_at_crash:
+        return
+    request.setbacks.newest_leg_at_crash = book.newest_leg
+    request.setbacks.crashes.append(crash)
+    taken_away = crash.session_lost or crash.failed_import
+    if taken_away and len(request.setbacks.crashes) == book.config.max_crashes - 1:
+        request.setbacks.not_before_s = now + book.config.last_chance_pause_s
+
+
+def lapsed(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
+    """Counts a lease that ended while this leg had it, against the pair and the request's decode role. The source's
+    clocks may end it before the destination has given up the fetch, and then nobody else says so."""
+    source = leg.lapsed_source
+    if source is not None and not is_leaving(book, source):
+        reason = "the lease ended before its blocks were taken over"
+        book.workers.transfer_failed(source, leg.worker.worker_id, reason, now)
+        note_failed_import(book, request, leg, source, now)
+
+
+def is_the_pairs(error: BatonError) -> bool:
+    """Whether a failed import says something of the way between the two workers, or only of this lease."""
+    return not isinstance(error, (LeaseInvalid, StaleIncarnation, Draining, Cancelled, *FATAL))
+
+
+def note_refusal(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:
+    before = request.setbacks.refusals.get(worker.info.worker_id)
+    count = before.count + 1 if before else 1
+    config = book.config
+    delay_s = min(config.max_refusal_backoff_s, config.refusal_backoff_s * 2.0 ** min(count - 1, 16))
+    jitter = 0.75 + 0.25 * (leg.leg * 0.618034 % 1.0)  # spreads retries, repeatably
+    load_number = worker.load.sequence_number if worker.load else 0
+    request.setbacks.refusals[worker.info.worker_id] = BackOff(load_number, now + delay_s * jitter, count)
+
+
+def worker_gone(
+    book: Book, worker: Worker, legs: dict[int, str], now: float, *, crashed: bool, stuck: bool = False
+) -> None:
+    """Its session is over, and all it held for this router with it. `legs`: those current at the loss.
+
+    `stuck`: the session lives, so the legs are cancelled too; a step that does not end may never see that.
+    """
+    newest_legs = {request_id: leg for leg, request_id in sorted(legs.items())}
+    for request_id, newest in newest_legs.items():
+        with book.isolated("event", request := book.requests.get(request_id), now):
+            assert request is not None, f"worker {worker.info.worker_id} has legs of no request"
+            _worker_gone_under(book, worker, legs, request, newest, now, crashed=crashed, stuck=stuck)
+    if not stuck:
+        # None is left, but for a defect that has been told; and it must not keep the worker from joining again.
+        for leg in list(worker.legs):
+            book.workers.drop_leg(worker.info.worker_id, leg)
+
+
+def _worker_gone_under(
+    book: Book,
+    worker: Worker,
+    legs: dict[int, str],
+    request: Request,
+    newest: int,
+    now: float,
+    *,
+    crashed: bool,
+    stuck: bool,
+) -> None:
+    outcome, role = "stuck" if stuck else "lost", Role.PREFILL
+    if request.decode is not None and request.decode.leg in legs:
+        role = Role.DECODE
+        book.end_decode(request, now, outcome, cancel=stuck)
+    if request.prefill is not None and request.prefill.leg in legs:
+        if request.prefill.sealed_s is None:
+            role = Role.PREFILL
+        source_gone(book, request, now, outcome, cancel=stuck)
+    if crashed:
+        crash = Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck)
+        request.setbacks.crashes = [each for each in request.setbacks.crashes if not each.foretold(crash)]
+        _count(book, request, newest, crash, now)
+    book.settle(request, now)
+
+
+def worker_alive(book: Book, worker: Worker) -> None:
+    """The incarnation whose session broke is back: that was no crash."""
+    back = (worker.info.worker_id, worker.info.incarnation)
+    for request in book.requests.values():
+        request.setbacks.crashes = [
+            crash for crash in request.setbacks.crashes if not crash.session_lost or crash.process != back
+        ]
+
+
+def migrate(book: Book, worker: Worker, now: float) -> int:
+    """Gives up all legs at `worker`; their requests go on elsewhere. Returns how many requests that were."""
+    requests = {request_id: book.requests[request_id] for request_id in worker.legs.values()}
+    legs = set(worker.legs)
+    for request in requests.values():
+        with book.isolated("event", request, now):
+            if request.decode is not None and request.decode.leg in legs:
+                book.end_decode(request, now, "migrated")
+            if request.prefill is not None and request.prefill.leg in legs:
+                source_gone(book, request, now, "migrated", cancel=True)
+            book.settle(request, now)
+    return len(requests)

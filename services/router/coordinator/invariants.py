@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from services.router.coordinator.book import Book
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.router.policy import HandoffsInFlight, Role
 
 

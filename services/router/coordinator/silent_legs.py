@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection
 from services.core.errors import Overloaded, ProtocolViolation
 from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.book import Book
-from services.router.coordinator.failures import decode_failed, lapsed, prefill_failed
-from services.router.coordinator.requests import PlacedDecode, PlacedLeg, Request
+from services.router.coordinator.handoff import decode_failed, lapsed, prefill_failed
+from services.router.coordinator.request import PlacedDecode, PlacedLeg, Request
 from services.router.coordinator.workers import Worker
 
 _SLACK_S = 1e-6

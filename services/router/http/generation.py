@@ -27,6 +27,7 @@ from services.router.catalogue import Catalogue, ServedModel
 from services.router.http.answers import HttpCall, Prompt, writer
 from services.router.http.body import Body, BodyLimits, no_json, read_body
 from services.router.http.reply import REQUEST_ID, Reply, http_error
+from services.router.incoming import Incoming
 from services.router.intake import Intake
 from services.router.token_texts import TokenTexts
 from services.rpc.logging import ids
@@ -36,17 +37,9 @@ Take = Callable[[int, Event], Awaitable[None]]
 
 
 async def answer_all(
-    intake: Intake,
-    prompts: Sequence[Prompt],
-    request_id: str,
-    take: Take,
-    *,
-    caller: Caller,
-    model: ServedModel,
-    timeout_s: float | None,
-    stream: bool,
+    intake: Intake, prompts: Sequence[Prompt], request_id: str, take: Take, call_of: Callable[[Incoming], Call]
 ) -> None:
-    """Submits the prompts and passes their answers to `take`.
+    """Submits the prompts, each as the call that `call_of` makes of it, and passes their answers to `take`.
 
     Raises the error of the first prompt that fails, with its field as the client wrote it.
     """
@@ -55,7 +48,7 @@ async def answer_all(
 
     async def answer_one(index: int, prompt: Prompt) -> None:
         prompt.request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        taken = intake.answer(Call(caller, model, prompt.incoming, timeout_s, stream))
+        taken = intake.answer(call_of(prompt.incoming))
         with _with_client_names(prompt.params):
             async with taken as answer:
                 await admitted.wait()
@@ -132,10 +125,13 @@ class Generation:
                     call.prompts,
                     request_id,
                     writer(call, request_id, model.model_id, reply).take,
-                    caller=Caller(traceparent=headers.get("traceparent", "")),
-                    model=model,
-                    timeout_s=timeout_s,
-                    stream=call.options.stream,
+                    lambda incoming: Call(
+                        Caller(traceparent=headers.get("traceparent", "")),
+                        model,
+                        incoming,
+                        timeout_s=timeout_s,
+                        stream=call.options.stream,
+                    ),
                 )
                 await _while_connected(receive, answering)
         except Exception as error:  # the outermost handler: whatever it is, the client gets an answer and no traceback

@@ -180,12 +180,12 @@ class Job:
 
     None if nothing was streamed yet.
     """
-    session: str = ""
+    conversation: str = ""
     """The conversation it belongs to; empty for none."""
     tenant: str = ""
     """Whose it is."""
     prompt: PromptTokens | None = None
-    """What it begins with, for whoever weighs which worker holds a part of it already."""
+    """The prompt, for a policy that weighs which worker has a part of it cached. Replayed output is not in it."""
 
     def block_hashes(self, block_size: int) -> list[BlockHash]:
         """Returns the hashes of the prompt's full blocks, as the workers' prefix caches know them."""

@@ -12,6 +12,10 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2, inference_pb2
+from services.core.errors import Draining
+from services.router.call import Call, Caller
+from services.router.catalogue import UNUSED_S
+from services.router.incoming import Incoming
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, read, request
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 from tests.support.text_model import write_model
@@ -162,7 +166,18 @@ async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> No
     gone = several.router.catalogue.get(OTHER)
     await several.until(lambda: _is(not gone.conductor.links))
     assert OTHER in await names(several), "it may come back"
+    assert code_of(await refused(third.register(several.control_channel))) is grpc.StatusCode.RESOURCE_EXHAUSTED
     gone.conductor.coordinator._book.workers.forget(float("inf"))  # as after the time in which it may
+    several.router.catalogue.tick()
+    assert OTHER in await names(several), "perhaps one is about to come"
+    several.router.catalogue._unused_since_s[OTHER] -= UNUSED_S
+    several.router.catalogue.tick()
+    assert await names(several) == [MODEL_ID]
+    late = inference_pb2.GenerateRequest(text="x")
+    call = Call(Caller(), gone, Incoming(late), timeout_s=None, stream=True)
+    with pytest.raises(Draining):  # it was found before it was dropped, and must not wait for ever
+        async with several.router._inference._intake.answer(call):
+            pass
     await several.join(third)
     assert await names(several) == [MODEL_ID, "third"]
     assert await generate(several, model="third") == TEXT
@@ -174,6 +189,48 @@ async def _metrics(cluster: Cluster) -> str:
     from prometheus_client import generate_latest
 
     return generate_latest(cluster.router._metrics.registry).decode()
+
+
+async def test_of_two_models_workers_of_one_name_only_one_joins(several: Cluster, text: Path) -> None:
+    """They come together, and each sees nobody of its name while the texts are fetched."""
+    workers = [
+        ScriptedWorker("mixed", [], worker_id="same", model_id=model_id, text=text) for model_id in (OTHER, MODEL_ID)
+    ]
+    several.workers += workers
+    for worker in workers:
+        await worker.start()
+    other, own = workers
+    other.text_gate.clear()
+    joining = asyncio.create_task(other.register(several.control_channel))
+    await several.until(lambda: _is(other.num_texts_given > 0))
+    await several.join(own)
+    other.text_gate.set()
+    assert code_of(await refused(joining)) is grpc.StatusCode.ALREADY_EXISTS
+    assert (own.num_sessions, other.num_sessions) == (1, 0)
+    own.cut()
+    served = several.router.catalogue.own.conductor
+    await several.until(lambda: _is(not served.links))
+    await several.join(other)
+    assert served.coordinator.worker_ids() == set(), "its name is the other's now"
+    assert (await several.control.GetStatus(control_pb2.GetStatusRequest())).models[1].num_workers == 1
+
+
+async def test_a_failure_to_fetch_is_told_once(several: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    worker = ScriptedWorker("mixed", [], model_id=OTHER)
+    several.workers.append(worker)
+    await worker.start()
+    for _ in range(3):
+        await refused(worker.register(several.control_channel))
+    assert len([each for each in caplog.records if "cannot be served" in each.getMessage()]) == 1
+
+
+async def test_a_model_has_a_name(several: Cluster, text: Path) -> None:
+    worker = ScriptedWorker("mixed", [], model_id="", text=text)
+    several.workers.append(worker)
+    await worker.start()
+    error = await refused(worker.register(several.control_channel))
+    assert code_of(error) is grpc.StatusCode.INVALID_ARGUMENT
+    assert "model_id" in (error.details() or "")
 
 
 async def test_a_name_is_one_workers_whatever_the_model(several: Cluster, text: Path) -> None:

@@ -180,7 +180,7 @@ async def test_no_worker_in_time(model: str) -> None:
     await cluster.stop()
 
 
-async def test_a_worker_of_another_model_may_not_join(cluster: Cluster) -> None:
+async def test_a_worker_whose_models_text_cannot_be_had_may_not_join(cluster: Cluster) -> None:
     worker = ScriptedWorker("prefill", OUTPUT)
     await worker.start()
     stub = control_pb2_grpc.RegistryServiceStub(cluster.control_channel)

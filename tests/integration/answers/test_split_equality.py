@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.v1 import types_pb2
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from tests.support.cluster import Answer, Cluster, running_cluster
 from tests.support.equality import GreedyReference
 from tests.support.models import FAMILIES, VOCAB_SIZE, tiny_model

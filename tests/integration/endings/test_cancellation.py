@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.workers import DECODE, MIXED, PREFILL, until

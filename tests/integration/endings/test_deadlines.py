@@ -24,7 +24,7 @@ from baton.v1 import types_pb2, worker_pb2
 from services.engine.cost_model import CostModel
 from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.fake_runner import engine_of
 from tests.support.held_runner import HeldRunner

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.core.clock import MonotonicClock
 from services.core.errors import WorkerFailed
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.rpc.names import Attr, Span
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.http_client import HTTP, bare_client, events, openai_client, raw_request

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.rpc.names import Span
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.http_client import HTTP, bare_client, events, raw_request

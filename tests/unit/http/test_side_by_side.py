@@ -20,6 +20,7 @@ from services.router.http.answers import TokenTexts, writer
 from services.router.http.body import Body
 from services.router.http.generation import answer_all
 from services.router.http.reply import Reply, http_error
+from services.router.incoming import Incoming
 from tests.support.http_client import events
 from tests.support.text_model import byte_tokenizer
 
@@ -87,13 +88,12 @@ class Called:
         self.reply = Reply(self.client.send, "call")
         take = writer(call, "call", "m", self.reply).take
         door: Any = self.door
-        options: Any = {
-            "caller": Caller(traceparent="t"),
-            "model": None,
-            "timeout_s": 3.0,
-            "stream": call.options.stream,
-        }
-        self.task = asyncio.create_task(answer_all(door, call.prompts, "call", take, **options))
+        no_model: Any = None
+
+        def call_of(incoming: Incoming) -> Call:
+            return Call(Caller(traceparent="t"), no_model, incoming, timeout_s=3.0, stream=call.options.stream)
+
+        self.task = asyncio.create_task(answer_all(door, call.prompts, "call", take, call_of))
 
     async def admitted(self) -> None:
         await turns(lambda: self.door.inside.keys() == NAMES)

@@ -9,8 +9,8 @@ import pytest
 
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded
 from services.router.coordinator.actions import SendPrefill
-from services.router.coordinator.events import FinishReason
-from services.router.coordinator.requests import ExpectedRequest, Phase
+from services.router.coordinator.events import ExpectedRequest, FinishReason
+from services.router.coordinator.request import Phase
 from services.router.policy import Ahead, Costs, Load, Role, Work, WorkerView
 from tests.support.router_bench import Bench, tokens
 from tests.support.worker_views import decode, mixed, prefill

@@ -25,7 +25,7 @@ from services.router.coordinator.events import (
     LegFailed,
     Tokens,
 )
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import WorkerState
 from services.router.policy import Fingerprint, Role
 from tests.support.router_bench import Bench, started, tokens

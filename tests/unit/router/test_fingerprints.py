@@ -7,7 +7,7 @@ import pytest
 from services.core.errors import NoWorker
 from services.router.coordinator.actions import GroupsChanged, SendDecode, SendPrefill
 from services.router.coordinator.events import DecodeAdmitted
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from tests.support.router_bench import Bench, started, tokens
 

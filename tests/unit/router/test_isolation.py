@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.v1 import inference_pb2
+from services.router.catalogue import Catalogue
 from services.router.coordinator.actions import SendPrefill
-from services.router.coordinator.requests import RequestSpec
+from services.router.coordinator.events import RequestSpec
 from services.router.health import Health
 from services.router.policy import Role
 from tests.support.isolation_bench import (
@@ -265,19 +267,19 @@ def test_a_loss_that_raises_for_one_request_is_seen_through_for_the_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the worker can join again."""
-    from services.router.coordinator import failures
+    from services.router.coordinator import handoff
 
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
-    real = failures.source_gone
+    real = handoff.source_gone
 
     def raises(book: Any, request: Any, *rest: Any, **more: Any) -> None:
         if request.request_id == POISONED:
             raise Poison("loss")
         real(book, request, *rest, **more)
 
-    monkeypatch.setattr(failures, "source_gone", raises)
+    monkeypatch.setattr(handoff, "source_gone", raises)
     bench.conductor.link_lost(as_any(bench.links["p"]), "cut", crashed=True)
     bench.turn()
     bench.links["p"] = bench.join("p", Role.PREFILL)
@@ -314,7 +316,10 @@ async def test_the_ticking_task_survives() -> None:
         raise Poison("observe")
 
     bench.metrics.observe = raises  # type: ignore[method-assign]
-    task = asyncio.create_task(bench.conductor.tick_forever())
+    model: Any = SimpleNamespace(model_id="m", conductor=bench.conductor)
+    no: Any = None
+    catalogue = Catalogue(model, text_of=no, serve=no, forget=no, max_models=1, clock=bench.clock)
+    task = asyncio.create_task(catalogue.tick_forever())
     while len(ticks) < 3:
         assert not task.done(), "the tick is over"
         await asyncio.sleep(0.01)

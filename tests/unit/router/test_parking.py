@@ -21,7 +21,7 @@ from services.router.coordinator.events import (
     LeaseEnd,
     LeaseEnded,
 )
-from services.router.coordinator.requests import Phase
+from services.router.coordinator.request import Phase
 from services.router.policy import Role
 from tests.support.router_bench import Bench, started, tokens
 

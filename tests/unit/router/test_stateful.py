@@ -28,8 +28,7 @@ from services.router.coordinator.actions import (
 )
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.dispatch import can_be_served
-from services.router.coordinator.events import LeaseEnd, WorkerInfo
-from services.router.coordinator.requests import RequestSpec
+from services.router.coordinator.events import LeaseEnd, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Role
 from tests.support.fake_cluster import (
     BLOCK_SIZE,
@@ -228,7 +227,7 @@ class ClusterLife(RuleBasedStateMachine):
         ):
             return
         for request in book.queue:
-            waits_its_pause = self.now < request.not_before_s or request.refusals
+            waits_its_pause = self.now < request.setbacks.not_before_s or request.setbacks.refusals
             assert waits_its_pause or not can_be_served(book, request), f"{request.request_id} waits for nobody"
 
     def teardown(self) -> None:

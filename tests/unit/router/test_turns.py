@@ -7,9 +7,8 @@ import random
 import pytest
 
 from services.router.coordinator.actions import SendDecode, SendPrefill
-from services.router.coordinator.alarms import Alarms
-from services.router.coordinator.events import DecodeAdmitted, DecodeRefused
-from services.router.coordinator.requests import RequestSpec
+from services.router.coordinator.book import Alarms
+from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
 from services.router.policy import Cluster, Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over
 from tests.support.router_bench import Bench, started

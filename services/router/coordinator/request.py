@@ -1,4 +1,4 @@
-"""A live request's record: what the client asked, the output received, the current legs, the phase.
+"""Keeps a live request's record: what the client asked, the output received, the current legs, the phase.
 
 Pure data and the phase's transition table. `book.py` opens and ends legs and moves the phase; `handoff.py` notes in the
 record what workers report.
@@ -10,47 +10,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.router.coordinator.events import WorkerInfo
+from services.router.coordinator.actions import Stage, StageEnded, Summary
+from services.router.coordinator.events import RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Job, Role
 
 if TYPE_CHECKING:
-    from baton.v1 import inference_pb2, types_pb2
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
-    """A validated, tokenised request."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    max_tokens: int | None = None
-    """None: what the context leaves."""
-    priority: int = 0
-    deadline_s: float | None = None
-    """On the coordinator's clock."""
-    cache_salt: str = ""
-    session: str = ""
-    """The conversation it belongs to, as the client names it; empty for none."""
-    tenant: str = ""
-    """Whose it is, by the caller's credentials."""
-    min_tokens: int = 0
-    """Fewest that make it complete; for what a deadline allows."""
-    payload: inference_pb2.GenerateRequest | None = None
-    """Sampling, stopping and response options, for the commands; pure code never looks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedRequest:
-    """A validated request whose prompt is about to be tokenised."""
-
-    fewest_tokens: int
-    """Tokens that its prompt has at least, by the text's length."""
-    tokenise_s: float
-    """How long it will wait for the tokenizer, by what was measured so far."""
-    max_tokens: int | None = None
-    priority: int = 0
-    deadline_s: float | None = None
-    min_tokens: int = 0
+    from baton.v1 import types_pb2
 
 
 class Phase(enum.Enum):
@@ -125,7 +90,7 @@ class PlacedDecode:
     """In awake time. Its source went away before it was ready; it will say whether it had everything, but not for
     ever."""
     lapsed_source: WorkerInfo | None = None
-    """The source, if that gave the lease up while this leg had it."""
+    """The source, if its lease expired or was aborted while this leg had it."""
 
 
 PlacedLeg = PlacedPrefill | PlacedDecode
@@ -162,6 +127,38 @@ class BackOff:
 
 
 @dataclass(slots=True)
+class Setbacks:
+    """What has gone wrong under a request, and what follows for its next placement."""
+
+    crashes: list[Crash] = field(default_factory=list)
+    newest_leg_at_crash: int = 0
+    """The newest leg of all when the last crash was counted: a leg up to this one is no further crash."""
+    refusals: dict[str, BackOff] = field(default_factory=dict)
+    """By worker id."""
+    not_before_s: float = 0.0
+    """It is not placed earlier: workers have just been lost under it."""
+
+
+@dataclass(slots=True)
+class Story:
+    """What the client, the trace and the metrics will be told of a request. No rule looks at it."""
+
+    announced: bool = False
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    num_retries: int = 0
+    """Times it was placed again; refusals do not count."""
+    num_prefills: int = 0
+    num_decodes: int = 0
+    queued_s: float = 0.0
+    first_token_s: float | None = None
+    prefill_wait_s: float | None = None
+    prefill_compute_s: float | None = None
+    worker_timings: list[types_pb2.PhaseTimings] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Request:
     spec: RequestSpec
     max_tokens: int
@@ -174,37 +171,20 @@ class Request:
     """All tokens received, from output position 0."""
     prefill: PlacedPrefill | None = None
     decode: PlacedDecode | None = None
-    fingerprint: Fingerprint | None = None
-    """That of the worker that computes the prompt. From the first token on it stays: a replay goes only to the same."""
     released_leg: int | None = None
     """Prefill leg whose lease was taken over: what it still reports is no stale leg's doing."""
-    crashes: list[Crash] = field(default_factory=list)
-    newest_leg_at_crash: int = 0
-    """The newest leg of all when the last crash was counted: a leg up to this one is no further crash."""
-    refusals: dict[str, BackOff] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
+    """That of the worker that computes the prompt. From the first token on it stays: a replay goes only to the same."""
     waiting_since_s: float = 0.0
     """When it last became in need of a worker; refusals do not make it younger."""
     unserved_since_s: float | None = None
     """While waiting: since when no ready worker could serve it at all."""
-    not_before_s: float = 0.0
-    """It is not placed earlier: workers have just been lost under it."""
     placing_since_s: float | None = None
     """Since when the current handoff has been looking for a decode worker."""
     tokens_in_flight: int = 0
     """What it counts for among the handoffs in flight."""
-    num_retries: int = 0
-    """Times it was placed again; refusals do not count."""
-    num_prefills: int = 0
-    num_decodes: int = 0
-    announced: bool = False
-    cached_tokens: int = 0
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    queued_s: float = 0.0
-    first_token_s: float | None = None
-    prefill_wait_s: float | None = None
-    prefill_compute_s: float | None = None
-    worker_timings: list[types_pb2.PhaseTimings] = field(default_factory=list)
+    setbacks: Setbacks = field(default_factory=Setbacks)
+    story: Story = field(default_factory=Story)
 
     @property
     def request_id(self) -> str:
@@ -228,9 +208,9 @@ class Request:
         return Job(
             num_tokens=num_tokens,
             total_tokens=self.total_tokens,
-            avoid=frozenset(crash.worker_id for crash in self.crashes),
+            avoid=frozenset(crash.worker_id for crash in self.setbacks.crashes),
             fingerprint=self.fingerprint if self.output else None,
-            session=self.spec.session,
+            conversation=self.spec.conversation,
             tenant=self.spec.tenant,
             prompt=self.spec,
         )
@@ -238,3 +218,46 @@ class Request:
     def next_job(self) -> Job:
         """Of a request without legs."""
         return self.job(len(self.spec.token_ids) + len(self.output))
+
+
+# What is told of it: spans, and the summary.
+
+
+def leg_stage(request: Request, stage: Stage, leg: PlacedLeg, now: float, outcome: str) -> StageEnded:
+    return StageEnded(request.request_id, stage, leg.leg, leg.worker.worker_id, leg.attempt, leg.sent_s, now, outcome)
+
+
+def queue_stage(request: Request, now: float, *, outcome: str) -> StageEnded:
+    attempt = request.story.num_retries + 1
+    return StageEnded(request.request_id, Stage.QUEUE, 0, "", attempt, request.phase_since_s, now, outcome)
+
+
+def place_stage(request: Request, started_s: float, now: float, outcome: str) -> StageEnded:
+    num_refusals = sum(refusal.count for refusal in request.setbacks.refusals.values())
+    return StageEnded(
+        request.request_id,
+        Stage.PLACE,
+        0,
+        request.story.decode_worker,
+        max(1, request.story.num_prefills),
+        started_s,
+        now,
+        outcome,
+        num_refusals,
+    )
+
+
+def summary(request: Request, now: float) -> Summary:
+    return Summary(
+        num_output_tokens=len(request.output),
+        cached_tokens=request.story.cached_tokens,
+        prefill_worker=request.story.prefill_worker,
+        decode_worker=request.story.decode_worker,
+        num_retries=request.story.num_retries,
+        queue_s=request.story.queued_s,
+        ttft_s=None if request.story.first_token_s is None else request.story.first_token_s - request.arrived_s,
+        total_s=now - request.arrived_s,
+        prefill_wait_s=request.story.prefill_wait_s,
+        prefill_compute_s=request.story.prefill_compute_s,
+        worker_timings=tuple(request.story.worker_timings),
+    )
