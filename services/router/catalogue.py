@@ -20,19 +20,31 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from services.core.clock import Clock
-from services.core.errors import Overloaded, UnknownModel, UnknownWorker
+from services.core.errors import BatonError, Draining, NoWorker, Overloaded, UnknownModel, UnknownWorker, unforeseen
 from services.router.conductor import TICK_S, Conductor
 from services.router.coordinator.events import WorkerInfo
 from services.router.request_metrics import ModelMetrics
 from services.router.token_texts import TokenTexts
 from services.router.tokenisation import ModelText
+from services.router.tokeniser_line import TokeniserLine
 from services.router.validation import ModelFacts
 
 log = logging.getLogger(__name__)
 
 UNUSED_S = 60.0
 """How long a model that was brought is served without a worker that is known, in seconds."""
-_MOST_COMPLAINTS = 1024
+FAILURE_PAUSE_S = 5.0
+"""Between two attempts to have a model's text from the same worker, in seconds: a large text is parsed each time."""
+_PATIENCE_S = 1.0
+"""How long a worker that registers waits for the text of its model, in seconds: less than it waits for an answer."""
+_MOST_FAILURES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: BatonError
+    until_s: float
+    """The same worker is not asked again before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +55,8 @@ class ServedModel:
     text: ModelText
     conductor: Conductor
     metrics: ModelMetrics
+    line: TokeniserLine
+    """Its own: the time that a chat template takes is at the cost of its model's requests."""
     created_s: float = field(default_factory=time.time)
     """Wall clock, for clients."""
 
@@ -93,9 +107,10 @@ class Catalogue:
         self._forget = forget
         self._max_models = max_models
         self._clock = clock
+        self._stopping = False
         self._learning: dict[str, asyncio.Task[ServedModel]] = {}
-        self._complaints: dict[str, str] = {}
-        """Why models could not be brought, so that it is logged once."""
+        self._failures: dict[tuple[str, int], _Failure] = {}
+        """By model and the incarnation of the worker whose text could not be had."""
         self._unused_since_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -140,8 +155,13 @@ class Catalogue:
 
     async def _learn(self, info: WorkerInfo) -> ServedModel:
         """Returns the worker's model once its text is fetched. Several workers of one model wait for one attempt, which
-        goes on when they no longer do."""
+        goes on when they no longer do: each waits for a short while, and is then told to come again."""
         name = info.model_id
+        if self._stopping:
+            raise Draining("the router is stopping")
+        failure = self._failures.get((name, info.incarnation))
+        if failure is not None and self._clock.now() < failure.until_s:
+            raise failure.error.with_traceback(None)
         task = self._learning.get(name)
         if task is None:
             if len(self._models) + len(self._learning) >= self._max_models:
@@ -150,25 +170,36 @@ class Catalogue:
                 )
             task = asyncio.create_task(self._fetch(info), name=f"learn model {name}")
             self._learning[name] = task
-            task.add_done_callback(lambda done: self._learned(name, done))
-        return await asyncio.shield(task)
+            task.add_done_callback(lambda done: self._learned(info, done))
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise NoWorker(f"the router is fetching the text of model {name!r}", retry_after_s=_PATIENCE_S) from None
 
     async def _fetch(self, info: WorkerInfo) -> ServedModel:
         text = await self._text_of(info)
+        if self._stopping:
+            raise Draining("the router is stopping")
         model = self._models[info.model_id] = self._serve(info.model_id, text)
         log.info("model %s: brought by worker %s", model.model_id, info.worker_id)
         return model
 
-    def _learned(self, name: str, task: asyncio.Task[ServedModel]) -> None:
+    def _learned(self, info: WorkerInfo, task: asyncio.Task[ServedModel]) -> None:
+        name, key = info.model_id, (info.model_id, info.incarnation)
         del self._learning[name]
         error = None if task.cancelled() else task.exception()
         if error is None:
-            self._complaints.pop(name, None)
-        elif self._complaints.get(name) != str(error):
-            if len(self._complaints) >= _MOST_COMPLAINTS:
-                self._complaints.clear()
-            self._complaints[name] = str(error)
+            self._failures.pop(key, None)
+            return
+        if not isinstance(error, BatonError):
+            error = unforeseen(error) if isinstance(error, Exception) else BatonError(type(error).__name__)
+        before = self._failures.get(key)
+        if before is None or str(before.error) != str(error):
             log.warning("model %s: it cannot be served: %s", name, error)
+        if len(self._failures) >= _MOST_FAILURES:
+            self._failures.clear()
+        self._failures[key] = _Failure(error, self._clock.now() + FAILURE_PAUSE_S)
 
     def _served(self) -> str:
         names = ", ".join(repr(model_id) for model_id in self._models)
@@ -193,22 +224,28 @@ class Catalogue:
 
     def _drop(self, model: ServedModel) -> None:
         name = model.model_id
-        model.conductor.coordinator.stop_admission()  # a request that has just found it must not wait there for ever
+        # A request that has just found it must not wait there for ever.
+        model.conductor.coordinator.stop_admission(UnknownModel(f"model {name!r} is served no longer"))
         del self._models[name], self._unused_since_s[name]
         self._forget(name)
+        model.line.close()
         closing = asyncio.create_task(model.conductor.close(), name=f"close model {name}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         log.info("model %s: served no longer, it has no workers", name)
 
     async def drain(self, deadline_s: float) -> None:
-        """Admits no more requests, and waits for those under way, at most `deadline_s` seconds."""
+        """Admits no more requests and models, and waits for requests under way, at most `deadline_s` seconds."""
+        self._stopping = True
         await asyncio.gather(*(model.conductor.drain(deadline_s) for model in self.all()))
 
     async def close(self) -> None:
         """Fails the requests that still live and ends every session. Leaves no task."""
+        self._stopping = True
         learning = list(self._learning.values())
         for task in learning:
             task.cancel()
         await asyncio.gather(*learning, return_exceptions=True)
         await asyncio.gather(*(model.conductor.close() for model in self.all()), *self._closing)
+        for model in self.all():
+            model.line.close()

@@ -56,8 +56,8 @@ def check_description(worker: control_pb2.WorkerDescription) -> None:
         raise InvalidRequest("worker.address", "is not HOST:PORT that others can dial")
     if not worker.incarnation:
         raise InvalidRequest("worker.incarnation", "is missing")
-    if not worker.layout.model_id:
-        raise InvalidRequest("worker.layout.model_id", "is missing")
+    if not worker.layout.model_id or worker.layout.model_id != worker.layout.model_id.strip():
+        raise InvalidRequest("worker.layout.model_id", "is missing, or has blanks at an end")
     if not _DIGEST.fullmatch(worker.fingerprint.kv):
         raise InvalidRequest("worker.fingerprint.kv", "must be 32 hex digits")
     _check_fields(worker, "")

@@ -24,7 +24,6 @@ from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.request_metrics import RequestMetrics, RequestRecord
 from services.router.tokenisation import too_long
-from services.router.tokeniser_line import TokeniserLine
 from services.router.tracing import RequestTrace
 from services.router.validation import (
     check_fits_one_message,
@@ -54,13 +53,11 @@ class Intake:
         clock: Clock,
         tracer: Tracer,
         metrics: RequestMetrics,
-        line: TokeniserLine,
         log_prompts: bool = False,
     ) -> None:
         self._clock = clock
         self._tracer = tracer
         self._metrics = metrics
-        self._line = line
         self._log_prompts = log_prompts
 
     @contextlib.asynccontextmanager
@@ -184,7 +181,7 @@ class Intake:
         coordinator.expect(
             ExpectedRequest(
                 fewest_tokens=min(fewest_tokens, model.context_tokens - 1),
-                tokenise_s=self._line.wait_s(num_bytes),
+                tokenise_s=model.line.wait_s(num_bytes),
                 max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
                 priority=request.priority,
                 deadline_s=deadline_s,
@@ -194,7 +191,7 @@ class Intake:
         )
         try:
             async with asyncio.timeout(None if deadline_s is None else deadline_s - now):
-                return await self._line.run(num_bytes, work)
+                return await model.line.run(num_bytes, work)
         except TimeoutError as error:
             raise DeadlineExceeded("the deadline passed before the prompt was tokenised") from error
         finally:

@@ -89,14 +89,13 @@ class Router:
         self._dial = partial(dial, token=token)
         self._metrics = RouterMetrics(config, instance="router")
         self.catalogue = Catalogue(
-            self._serve(model_id, _own_text(config.model)),
+            self._serve(model_id, _own_text(config.model), _tokenizer_threads(config)),
             text_of=self._text_of,
             serve=self._serve,
             forget=self._metrics.forget,
             max_models=config.max_models,
             clock=clock,
         )
-        self._line = TokeniserLine(_tokenizer_threads(config), most_bytes=config.max_text_bytes)
         self._trimmer = Trimmer()
         budget = ByteBudget(config.max_pending_bytes, freed=self._trimmer.soon)
         self._server = GrpcServer(
@@ -114,7 +113,6 @@ class Router:
             clock=clock,
             tracer=tracer,
             metrics=self._metrics.requests,
-            line=self._line,
             log_prompts=config.log_prompts,
         )
         self._inference = servicer.InferenceServicer(intake, self.catalogue)
@@ -203,7 +201,6 @@ class Router:
         if self._http is not None:
             await self._http.stop()
         await asyncio.gather(self._server.stop(grace_s=1.0), self._control_server.stop(grace_s=1.0))
-        self._line.close()
         self._trimmer.close()
         self._metrics.close()
 
@@ -217,8 +214,8 @@ class Router:
         """Returns the coordinator of the router's own model."""
         return self.conductor.coordinator
 
-    def _serve(self, model_id: str, text: ModelText) -> ServedModel:
-        """Makes what serves a model, at first without workers."""
+    def _serve(self, model_id: str, text: ModelText, num_threads: int = 1) -> ServedModel:
+        """Makes what serves a model, at first without workers. `num_threads` tokenise its long texts."""
         conductor = Conductor(
             Coordinator(_coordinator_config(self._config, text)),
             clock=self._clock,
@@ -228,7 +225,8 @@ class Router:
             incarnation=self._incarnation,
         )
         facts = ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes)
-        return ServedModel(facts, text, conductor, self._metrics.requests.of(model_id))
+        line = TokeniserLine(num_threads, most_bytes=self._config.max_text_bytes)
+        return ServedModel(facts, text, conductor, self._metrics.requests.of(model_id), line)
 
     async def _text_of(self, worker: WorkerInfo) -> ModelText:
         assert worker.description is not None, "whoever registers has described itself"

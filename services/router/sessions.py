@@ -20,6 +20,7 @@ from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.clock import Clock
 from services.router import wire
 from services.router.coordinator.events import WorkerInfo
+from services.router.panics import panics_are_errors
 from services.rpc.silence import PeerWatch
 
 log = logging.getLogger(__name__)
@@ -177,6 +178,7 @@ class WorkerLink:
                 yield request
 
     async def _read(self, call: Any) -> None:
+        deliver = panics_are_errors(self._owner.worker_message)  # else a panic ends this task, and nobody hears of it
         try:
             async for message in call:
                 self._watch.heard()
@@ -184,7 +186,7 @@ class WorkerLink:
                     self._note(message.load)
                 if not self.is_open:
                     self._opened()
-                self._owner.worker_message(self, message)
+                deliver(self, message)
         finally:
             self.is_open = False
             call.cancel()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from services.router.panics import panics_are_errors
+
 _REPLACEMENT = "\ufffd"
 # Tokens may end within characters many times in a row; a character still incomplete after so many stays broken.
 _MAX_HELD_TOKENS = 32
@@ -46,6 +48,7 @@ class Detokeniser:
         before = self._decode(self._context)
         return self._decode(self._context + self._held)[len(before) :]
 
+    @panics_are_errors
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from services.router.panics import panics_are_errors
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -24,6 +26,7 @@ class TokenTexts:
     A token with half a character has U+FFFD as its text, and its own bytes.
     """
 
+    @panics_are_errors
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # Decoders drop the space at the beginning of a text, so each token is decoded after another one.
@@ -34,10 +37,12 @@ class TokenTexts:
     def __getitem__(self, token_id: int) -> TokenText:
         return self._of(token_id)
 
+    @panics_are_errors
     def join(self, token_ids: Iterable[int]) -> str:
         """Returns the text of a tokenised prompt."""
         return str(self._tokenizer.decode(list(token_ids)))
 
+    @panics_are_errors
     def _look_up(self, token_id: int) -> TokenText:
         text = self._decode([*self._anchor, token_id]).removeprefix(self._anchor_text)
         if "\ufffd" not in text:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from services.router.chat_template import ChatTemplate
+from services.router.panics import panics_are_errors
 from services.router.token_bounds import TextBound, text_bound
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -63,6 +64,7 @@ class ModelText:
             asked = f"the prompt's {len(text)} characters are at least {fewest_tokens}"
             raise ContextLengthExceeded.of(field, most_tokens, asked)
 
+    @panics_are_errors
     def _encode(self, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
         # Encoded as a batch, since only that releases the interpreter lock meanwhile.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
@@ -76,15 +78,13 @@ def too_long(num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
     return ContextLengthExceeded.of("prompt", context_tokens, asked)
 
 
+@panics_are_errors
 def load_model_text(directory: str | pathlib.Path) -> ModelText:
     """Reads tokenizer.json, config.json and related files. Raises a ConfigError that names what is missing."""
     folder = pathlib.Path(directory)
     path = folder / TOKENIZER
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     config = _read_json(folder / CONFIG)
     if not config:
         raise ConfigError(f"{folder / CONFIG} does not exist")
@@ -92,13 +92,17 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
     context_tokens = next((config[name] for name in _CONTEXT_NAMES if config.get(name)), None)
     if context_tokens is None:
         raise ConfigError(f"{folder / CONFIG} does not say how long a sequence may be")
+    template = _template(folder)
+    tokenizer = Tokenizer.from_file(str(path))  # last, since a large one takes a second
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     vocab_size = config.get("vocab_size") or tokenizer.get_vocab_size()
     for name, size in (("vocabulary", vocab_size), ("context", context_tokens)):
         if not (isinstance(size, int) and 0 < size <= _MOST_TOKENS):
             raise ConfigError(f"{folder / CONFIG}: its {name} is {size!r}")
     return ModelText(
         tokenizer=tokenizer,
-        template=_template(folder),
+        template=template,
         vocab_size=vocab_size,
         context_tokens=context_tokens,
         bound=text_bound(json.loads(tokenizer.to_str())),

@@ -66,10 +66,8 @@ class SimRouter:
             incarnation=new_incarnation(),
         )
         self._server = SimServer(node, network)
-        own = ServedModel(
-            ModelFacts("sim", vocab_size=VOCAB_SIZE, max_text_bytes=0), _any(None), self.conductor, _any(None)
-        )
         no: Any = None
+        own = ServedModel(ModelFacts("sim", vocab_size=VOCAB_SIZE, max_text_bytes=0), no, self.conductor, no, no)
         self.catalogue = Catalogue(own, text_of=no, serve=no, forget=no, max_models=1, clock=node)
         registry = RegistryServicer(self.catalogue, incarnation=self.conductor.incarnation, interval_s=2.0)
         self._server.add("baton.v1.RegistryService", control_pb2_grpc.add_RegistryServiceServicer_to_server, registry)

@@ -39,7 +39,8 @@ class Coordinator:
         self._book = Book(config)
         self._config = config
         self._canaries = Canaries(self._book)
-        self._stopping = False
+        self._stopping: BatonError | None = None
+        """Why it admits nothing more."""
         self._ready = False
         self._groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -53,8 +54,7 @@ class Coordinator:
     def submit(self, spec: RequestSpec, now: float) -> None:
         """Queues a request. Raises InvalidRequest, DuplicateRequest, Overloaded, DeadlineExceeded or Draining; then
         nothing is kept."""
-        if self._stopping:
-            raise Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
+        self._raise_if_stopping()
         if spec.request_id in self._book.requests:
             raise DuplicateRequest(f"request {spec.request_id!r} is being served")
         max_tokens = policy.resolve_max_tokens(len(spec.token_ids), spec.max_tokens, self.context_tokens())
@@ -64,8 +64,7 @@ class Coordinator:
     def expect(self, expected: ExpectedRequest, now: float) -> None:
         """Keeps a place in the queue while a prompt is tokenised; `arrived` gives it back. Raises what `submit` does;
         then nothing is kept."""
-        if self._stopping:
-            raise Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
+        self._raise_if_stopping()
         room = max(1, self.context_tokens() - expected.fewest_tokens)
         max_tokens = room if expected.max_tokens is None else min(room, expected.max_tokens)
         admission.expect(self._book, expected, max_tokens, now)
@@ -89,8 +88,13 @@ class Coordinator:
             with self._book.isolated("event", request, now):
                 self._book.finish(request, FinishReason.STOP, None, now)
 
-    def stop_admission(self) -> None:
-        self._stopping = True
+    def stop_admission(self, why: BatonError | None = None) -> None:
+        """`why` is what requests are told from now on; by default that the router is stopping."""
+        self._stopping = why or Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
+
+    def _raise_if_stopping(self) -> None:
+        if self._stopping is not None:
+            raise self._stopping.with_traceback(None)  # one and the same error must not gather frames
 
     # Workers
 
@@ -274,7 +278,7 @@ class Coordinator:
     def ready(self) -> bool:
         """A short request would be placed now or queued with someone to serve it. At first not before the deep checks
         of all that is there: whoever waits for a cluster to be ready gets one that works."""
-        return not self._stopping and self._ready
+        return self._stopping is None and self._ready
 
     def context_tokens(self) -> int:
         """Longest sequence any known worker could hold."""

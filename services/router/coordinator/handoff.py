@@ -149,11 +149,16 @@ def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tok
 
 def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseEnded, now: float) -> None:
     if event.reason is not LeaseEnd.RELEASED:
-        if request.decode is None:
-            # Nobody had it, and it was held.
-            blame(book, request, leg, Role.PREFILL, ProtocolViolation(f"lease {event.reason.value}"), now)
+        decode = request.decode
+        if leg.lease is not None and leg.lease.num_failed_imports:
+            # Who failed to fetch it has been blamed, and cost the lease its time; only the request is the poorer.
+            if not is_leaving(book, leg.worker):
+                note_failed_import(book, request, leg.leg, leg.worker, now)
+        elif decode is not None and decode.admitted_s is not None and leg.sealed_s is not None:
+            decode.lapsed_source = leg.worker
         else:
-            request.decode.lapsed_source = leg.worker
+            # Nobody was to take it over yet, and it was held or not even sealed.
+            blame(book, request, leg, Role.PREFILL, ProtocolViolation(f"lease {event.reason.value}"), now)
     # Released without a decode leg: to one that was lost since, and counted then. With one, perhaps that one released
     # it, and its own report is on the way.
     source_gone(book, request, now, f"lease {event.reason.value}", cancel=False)
@@ -190,9 +195,10 @@ def _import_failed(
     book: Book, request: Request, leg: PlacedDecode, worker: Worker, event: ImportFailed, now: float
 ) -> None:
     source = request.prefill
-    lapsed(book, request, leg, now)
     if source is not None and isinstance(event.error, Draining):
         leaves(book, source.worker, now)
+    if not isinstance(event.error, (Draining, Cancelled, *FATAL)):
+        lapsed(book, request, leg, now)
     leaving = source is not None and is_leaving(book, source.worker)
     if source is not None and not leaving and is_the_pairs(event.error):
         reason = f"{event.error.reason}: {event.error}"
@@ -207,7 +213,7 @@ def _import_failed(
             note_refusal(book, request, leg, worker, now)
         else:
             if not leaving:
-                note_failed_import(book, request, leg, source.worker, now)
+                note_failed_import(book, request, leg.leg, source.worker, now)
             book.end_prefill(request, now, "import failed")
     book.settle(request, now)
 
@@ -342,10 +348,10 @@ def is_leaving(book: Book, worker: WorkerInfo) -> bool:
     return known.info.incarnation == worker.incarnation and known.draining
 
 
-def note_failed_import(book: Book, request: Request, leg: PlacedDecode, source: WorkerInfo, now: float) -> None:
-    """The decode role made no progress, whoever is to blame; the source is avoided."""
+def note_failed_import(book: Book, request: Request, leg: int, source: WorkerInfo, now: float) -> None:
+    """Notes that the decode role made no progress, whoever is to blame; the source is avoided. `leg` took part."""
     crash = Crash(source.worker_id, source.incarnation, Role.DECODE, session_lost=False, failed_import=True)
-    _count(book, request, leg.leg, crash, now)
+    _count(book, request, leg, crash, now)
 
 
 def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> None:
@@ -367,7 +373,7 @@ def lapsed(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
     if source is not None and not is_leaving(book, source):
         reason = "the lease ended before its blocks were taken over"
         book.workers.transfer_failed(source, leg.worker.worker_id, reason, now)
-        note_failed_import(book, request, leg, source, now)
+        note_failed_import(book, request, leg.leg, source, now)
 
 
 def is_the_pairs(error: BatonError) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2, inference_pb2
-from services.core.errors import Draining
+from services.core.errors import UnknownModel
+from services.core.ids import new_incarnation
 from services.router.call import Call, Caller
 from services.router.catalogue import UNUSED_S
 from services.router.incoming import Incoming
@@ -141,12 +143,16 @@ async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, 
         (None, grpc.StatusCode.FAILED_PRECONDITION),
         (broken, grpc.StatusCode.INVALID_ARGUMENT),
     ):
+        worker.incarnation = new_incarnation()  # the same process is asked again only after a pause
         error = await refused(worker.register(several.control_channel))
         assert code_of(error) is code
         assert str(tmp_path) not in (error.details() or "")
         assert "baton-model-" not in (error.details() or ""), "where the router kept it is nobody's business"
         assert await names(several) == [MODEL_ID]
     worker.text = text
+    assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
+    assert worker.num_texts_given == 2, "it was not asked again at once"
+    worker.incarnation = new_incarnation()
     await several.join(worker)
     assert await names(several) == [MODEL_ID, OTHER]
 
@@ -175,7 +181,7 @@ async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> No
     assert await names(several) == [MODEL_ID]
     late = inference_pb2.GenerateRequest(text="x")
     call = Call(Caller(), gone, Incoming(late), timeout_s=None, stream=True)
-    with pytest.raises(Draining):  # it was found before it was dropped, and must not wait for ever
+    with pytest.raises(UnknownModel):  # it was found before it was dropped, and must not wait for ever
         async with several.router._inference._intake.answer(call):
             pass
     await several.join(third)
@@ -213,6 +219,99 @@ async def test_of_two_models_workers_of_one_name_only_one_joins(several: Cluster
     await several.join(other)
     assert served.coordinator.worker_ids() == set(), "its name is the other's now"
     assert (await several.control.GetStatus(control_pb2.GetStatusRequest())).models[1].num_workers == 1
+
+
+async def test_a_router_that_drains_takes_no_model(several: Cluster, text: Path) -> None:
+    """Not one whose text is under way either: it would be ready again, and take requests."""
+    early, late = (ScriptedWorker("mixed", [], worker_id=name, model_id=name, text=text) for name in ("early", "late"))
+    several.workers += [early, late]
+    await early.start()
+    await late.start()
+    early.text_gate.clear()
+    joining = asyncio.create_task(early.register(several.control_channel))
+    await several.until(lambda: _is(early.num_texts_given > 0))
+    await several.router.drain(0.1)
+    early.text_gate.set()
+    assert code_of(await refused(joining)) is grpc.StatusCode.UNAVAILABLE
+    assert code_of(await refused(late.register(several.control_channel))) is grpc.StatusCode.UNAVAILABLE
+    assert late.num_texts_given == 0
+    assert [model.model_id for model in several.router.catalogue.all()] == [MODEL_ID]
+    assert not several.router.catalogue.ready
+
+
+async def test_a_router_that_stops_leaves_no_fetch(model: str, text: Path) -> None:
+    cluster = Cluster(replace(CONFIG, model=model))
+    await cluster.start()
+    worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
+    cluster.workers.append(worker)
+    await worker.start()
+    worker.text_gate.clear()
+    joining = asyncio.create_task(worker.register(cluster.control_channel))
+    await cluster.until(lambda: _is(worker.num_texts_given > 0))
+    await cluster.stop()
+    await asyncio.gather(joining, return_exceptions=True)
+    assert not [task for task in asyncio.all_tasks() if "model" in task.get_name()]
+
+
+async def test_models_that_are_being_fetched_count(several: Cluster, text: Path) -> None:
+    first, second = (ScriptedWorker("mixed", [], worker_id=name, model_id=name, text=text) for name in ("a", "b"))
+    several.workers += [first, second]
+    for worker in (first, second):
+        await worker.start()
+    first.text_gate.clear()
+    joining = asyncio.create_task(first.register(several.control_channel))
+    await several.until(lambda: _is(first.num_texts_given > 0))
+    error = await refused(second.register(several.control_channel))
+    assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    first.text_gate.set()
+    await joining
+
+
+def _panicking(folder: Path, changes: dict[str, Any]) -> Path:
+    """A tokenizer with which the library panics, which it does by an exception that is no Exception."""
+    write_model(folder, template=None)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    for name, change in changes.items():
+        tokenizer[name] = {**tokenizer[name], **change}
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+async def test_a_tokenizer_that_panics_when_it_is_read(several: Cluster, tmp_path: Path) -> None:
+    text = _panicking(tmp_path, {"model": {"continuing_subword_prefix": "#" * 50}})
+    worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
+    several.workers.append(worker)
+    await worker.start()
+    async with asyncio.timeout(10):
+        assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_tokenizer_that_panics_on_an_answer(several: Cluster, tmp_path: Path) -> None:
+    """It ends that request, and no more: its worker keeps its session."""
+    text = _panicking(tmp_path, {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}})
+    worker = await several.add("mixed", model_id=OTHER, text=text)
+    bad: Any = several.router.catalogue.get(OTHER).text.tokenizer.token_to_id("a")
+    good = worker.output
+    worker.output = [bad, bad, good[-1]]
+    async with asyncio.timeout(10):
+        assert code_of(await refused(generate(several, model=OTHER))) is grpc.StatusCode.INTERNAL
+    worker.output = [*several.router.catalogue.get(OTHER).text.tokenizer.encode("bcd").ids[1:], good[-1]]
+    assert await generate(several, model=OTHER)
+    assert worker.num_sessions == 1
+
+
+async def test_a_template_that_does_not_end_is_its_models_own_trouble(several: Cluster, tmp_path: Path) -> None:
+    """The chats of other models go on, and the router can be stopped."""
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    await several.add("mixed", worker_id="first")
+    await several.add("mixed", worker_id="second", model_id=OTHER, text=write_model(tmp_path, template=endless))
+    said = inference_pb2.GenerateRequest(model=OTHER)
+    said.messages.messages.add(role="user", content="hi")
+    error = await refused(several.inference.Generate(said, timeout=0.5))
+    assert code_of(error) is grpc.StatusCode.DEADLINE_EXCEEDED
+    said.model = MODEL_ID
+    assert (await several.inference.Generate(said, timeout=10)).output.text == TEXT
 
 
 async def test_a_failure_to_fetch_is_told_once(several: Cluster, caplog: pytest.LogCaptureFixture) -> None:

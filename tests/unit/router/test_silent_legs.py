@@ -320,6 +320,61 @@ def test_a_lease_that_ends_in_a_targets_hands_counts_against_the_way_between_the
     assert bench.coordinator.worker("p").health.usable
 
 
+@pytest.fixture
+def three() -> Bench:
+    """A source, and two workers that could take over from it."""
+    bench = Bench()
+    for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
+        bench.join(worker_id, role)
+    return bench
+
+
+def handed_over_to_d(bench: Bench) -> tuple[SendPrefill, SendDecode]:
+    """Whichever is asked is called "d" below; both are alike."""
+    prefill, decode = bench.handed_over()
+    bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
+    bench.say("p", tokens(prefill, 100))
+    return prefill, decode
+
+
+def test_whoever_is_asked_next_is_not_blamed_for_a_lease_that_another_let_end(three: Bench) -> None:
+    """The first has failed, and its report and the end of the lease come together: the second was never tried."""
+    prefill, first = handed_over_to_d(three)
+    three.say(first.worker_id, ImportFailed(first.leg, True, TransferFailed("stalled")))
+    second = three.take(SendDecode)
+    assert second.worker_id != first.worker_id
+    three.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    three.say(second.worker_id, ImportFailed(second.leg, False, LeaseInvalid("expired")))
+    (pair,) = three.coordinator.worker(second.worker_id).sources.all()
+    assert (pair.health.state, pair.health.num_failures) == (Health.UP, 0)
+    assert three.coordinator.worker("p").health.num_failures == 0
+    (request,) = three.coordinator._book.requests.values()
+    assert len(request.setbacks.crashes) == 1, "its own chances are used up all the same"
+
+
+def test_a_source_is_not_blamed_for_a_lease_whose_import_failed(bench: Bench) -> None:
+    prefill, decode = handed_over_to_d(bench)
+    bench.say("d", ImportFailed(decode.leg, True, TransferFailed("stalled")))
+    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    assert bench.coordinator.worker("p").health.num_failures == 0
+    (request,) = bench.coordinator._book.requests.values()
+    assert len(request.setbacks.crashes) == 1
+
+
+@pytest.mark.parametrize(("admitted", "sealed"), [(False, True), (True, False)])
+def test_a_source_is_blamed_for_a_lease_that_was_held_or_not_sealed(bench: Bench, admitted: bool, sealed: bool) -> None:
+    prefill, decode = bench.handed_over()
+    if admitted:
+        bench.say("d", DecodeAdmitted(decode.leg))
+    if sealed:
+        bench.say("p", tokens(prefill, 100))
+    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.ABORTED))
+    bench.wait(2.1)
+    (pair,) = bench.coordinator.worker("d").sources.all()
+    assert pair.health.num_failures == 0
+    assert bench.coordinator.worker("p").health.num_failures == 1
+
+
 def test_a_lease_of_a_source_that_leaves_counts_against_nobody(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d", DecodeAdmitted(decode.leg))
