@@ -135,7 +135,8 @@ class FetchStream:
             raise MalformedMessage("the bytes received are not an answer of Fetch")
         kind = response.WhichOneof("message")
         if kind == "blocks":
-            return response.blocks
+            blocks: kvtransfer_pb2.FetchBlocks = response.blocks
+            return blocks
         if kind == "sealed":
             return Seal(response.sealed.num_tokens, response.sealed.first_token, self._clock.now())
         raise ProtocolViolation("an empty message in a fetch stream")

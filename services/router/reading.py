@@ -37,9 +37,10 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        handler: Any = await continuation(handler_call_details)
+        found = await continuation(handler_call_details)
+        handler: Any = found
         if handler is None or handler_call_details.method not in self._methods:
-            return handler
+            return found
         if handler.response_streaming:
             streaming = self._streaming(handler.unary_stream)
             return grpc.stream_stream_rpc_method_handler(streaming, _boxed, handler.response_serializer)

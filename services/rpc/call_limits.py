@@ -48,10 +48,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        handler: Any = await continuation(handler_call_details)
+        found = await continuation(handler_call_details)
+        handler: Any = found
         method = handler_call_details.method
         if handler is None or method.rpartition("/")[0].removeprefix("/") not in FOR_ANYONE:
-            return handler
+            return found
         if handler.response_streaming:
             make, behavior = grpc.stream_stream_rpc_method_handler, handler.stream_stream or handler.unary_stream
             respond = self._streaming(behavior, handler.request_streaming)

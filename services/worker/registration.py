@@ -103,7 +103,8 @@ class Registrations:
         else:
             router.answered(answer.router_incarnation)
             self._note(router, joined=True)
-            return min(max(answer.interval_ms / 1000, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
+            interval_s: float = answer.interval_ms / 1000
+            return min(max(interval_s, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
         self._note(router, joined=False)
         return pause_s(router.num_failures, f"{self._worker_id} {router.address}")
 

@@ -48,7 +48,9 @@ class Chunk:
 
     @property
     def num_keys(self) -> int:
-        return self.keys.stop - self.keys.start
+        first: int = self.keys.start
+        end: int = self.keys.stop
+        return end - first
 
     @property
     def starts_fresh(self) -> bool:

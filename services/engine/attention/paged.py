@@ -48,7 +48,8 @@ class StepLayout:
         it, the others share it."""
         if key not in self._derived:
             self._derived[key] = make()
-        return self._derived[key]
+        made: T = self._derived[key]
+        return made
 
 
 @dataclass(frozen=True, slots=True)

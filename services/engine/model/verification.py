@@ -75,7 +75,8 @@ def _long_length(model: PreTrainedModel) -> int:
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or 0
     length = window + _LENGTH if window <= _WINDOW_LIMIT else _LENGTH
-    return min(length, text.max_position_embeddings)
+    longest: int = text.max_position_embeddings
+    return min(length, longest)
 
 
 def _token_ids(vocab_size: int, length: int) -> list[int]:
