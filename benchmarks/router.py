@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from benchmarks.figure import Figure
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -89,7 +89,7 @@ class _Cluster:
         self._workers: dict[str, WorkerInfo] = {}
         self._num_snapshots = 0
         self._num_submitted = 0
-        self._live: deque[SendDecode] = deque()
+        self._live: deque[SendLeg] = deque()
         self._join(number)
         self._report(busy=False)
         for _ in range(num_live - num_queued):
@@ -118,7 +118,7 @@ class _Cluster:
         """Of requests that find room at once; for each that comes, one goes."""
         samples = []
         for _ in range(_NUM_SAMPLES):
-            sent: list[SendPrefill] = []
+            sent: list[SendLeg] = []
             samples.append(self._timed(lambda sent=sent: sent.append(self._submit(_PROMPT))))  # type: ignore[misc]
             self._live.append(self._decode(sent[0]))
             self._finish(self._live.popleft())
@@ -148,25 +148,27 @@ class _Cluster:
         self._coordinator.tick(self._now)
         self._turn()
 
-    def _submit(self, num_tokens: int) -> SendPrefill | None:
+    def _submit(self, num_tokens: int) -> SendLeg | None:
         self._num_submitted += 1
         spec = RequestSpec(f"r{self._num_submitted}", tuple(range(num_tokens)), _OUTPUT)
         self._coordinator.submit(spec, self._now)
-        return next((action for action in self._turn() if isinstance(action, SendPrefill)), None)
+        return next(
+            (action for action in self._turn() if isinstance(action, SendLeg) and action.phase is Role.PREFILL), None
+        )
 
-    def _decode(self, sent: SendPrefill | None) -> SendDecode:
+    def _decode(self, sent: SendLeg | None) -> SendLeg:
         """Hands it over, as far as its second token."""
         assert sent is not None, "no room"
         source, leg = self._workers[sent.worker_id], sent.leg
         started = PrefillStarted(leg, leg.to_bytes(16, "big"), source=None)
         self._coordinator.worker_events(source.worker_id, 1, (started, Tokens(leg, 0, (1,))), None, self._now)
-        decode = next(action for action in self._turn() if isinstance(action, SendDecode))
+        decode = next(action for action in self._turn() if isinstance(action, SendLeg) and action.phase is Role.DECODE)
         events = (DecodeAdmitted(decode.leg), ImportReady(decode.leg), Tokens(decode.leg, 0, (1, 2)))
         self._coordinator.worker_events(decode.worker_id, 1, events, None, self._now)
         self._turn()
         return decode
 
-    def _finish(self, decode: SendDecode) -> None:
+    def _finish(self, decode: SendLeg) -> None:
         last = Tokens(decode.leg, 2, (3,), finish=SequenceEnd(FinishReason.STOP))
         self._coordinator.worker_events(decode.worker_id, 1, (last,), None, self._now)
         self._turn()

@@ -34,8 +34,7 @@ from services.router.coordinator.actions import (
     EmitTokens,
     GroupsChanged,
     HealthChanged,
-    SendDecode,
-    SendPrefill,
+    SendLeg,
     Stage,
     StageEnded,
 )
@@ -43,6 +42,7 @@ from services.router.coordinator.events import FinishReason, LegEvent, RequestSp
 from services.router.drains import Drains
 from services.router.health import Health
 from services.router.metrics import ConductorMetrics
+from services.router.policy import Role
 from services.router.request_metrics import RequestRecord
 from services.router.sessions import Dial, SessionTimes, WorkerLink
 from services.router.tracing import RequestTrace
@@ -269,7 +269,7 @@ class Conductor:
     def _do(self, action: Action) -> None:
         """Performs one action, except where its request has ended meanwhile because an earlier action of it failed."""
         match action:
-            case SendPrefill() | SendDecode():
+            case SendLeg():
                 try:
                     self._send(action)
                 except Exception as error:  # reported by leg, since a canary has no request id here
@@ -320,13 +320,13 @@ class Conductor:
         log.error("internal error (%s)", where, exc_info=error, extra=ids(request_id, traceparent))
         self._metrics.internal_error(where)
 
-    def _send(self, command: SendPrefill | SendDecode) -> None:
+    def _send(self, command: SendLeg) -> None:
         live = self._live.get(command.spec.request_id)
         if live is None and command.spec.payload is not None:
             return
         # Canaries are the coordinator's own requests: they have no client, no payload and no trace.
         traceparent = live.trace.leg_sent(command, self._clock.now()) if live is not None else UNTRACED
-        kind = "prefill" if isinstance(command, SendPrefill) else "decode"
+        kind = "prefill" if command.phase is Role.PREFILL else "decode"
         log.log(
             logging.INFO if live is not None else logging.DEBUG,
             "leg %d: %s on %s",
@@ -413,7 +413,7 @@ class Conductor:
 def _request_of(action: Action) -> str:
     """Returns the request that a failure of the action would end; empty if it would end none by this way."""
     match action:
-        case SendPrefill() | SendDecode() | CancelLeg():
+        case SendLeg() | CancelLeg():
             return ""  # a leg's, which `_do` handles
         case HealthChanged() | GroupsChanged() | Defect():
             return ""

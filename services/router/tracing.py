@@ -9,8 +9,9 @@ import asyncio
 
 from baton.v1 import inference_pb2
 from services.core.errors import BatonError, Cancelled
-from services.router.coordinator.actions import SendDecode, SendPrefill, Stage, StageEnded, Summary
+from services.router.coordinator.actions import SendLeg, Stage, StageEnded, Summary
 from services.router.coordinator.events import FinishReason
+from services.router.policy import Role
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Attributes, OpenSpan, Tracer
 
@@ -52,9 +53,9 @@ class RequestTrace:
         self._root.set({Attr.INPUT_TOKENS: num_tokens})
         self._child(Span.TOKENIZE, start_s, end_s, {Attr.NUM_TOKENS: num_tokens})
 
-    def leg_sent(self, command: SendPrefill | SendDecode, now: float) -> str:
+    def leg_sent(self, command: SendLeg, now: float) -> str:
         """Opens the leg's span. Returns its traceparent, the parent of the worker's spans."""
-        stage = Span.PREFILL if isinstance(command, SendPrefill) else Span.DECODE
+        stage = Span.PREFILL if command.phase is Role.PREFILL else Span.DECODE
         attributes: Attributes = {
             Attr.LEG: command.leg,
             Attr.WORKER: command.worker_id,

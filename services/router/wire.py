@@ -16,7 +16,7 @@ from typing import Any
 from baton.v1 import control_pb2, inference_pb2, types_pb2, worker_pb2
 from services.core.config import DAY_S
 from services.core.errors import InvalidRequest, ProtocolViolation
-from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -111,15 +111,15 @@ def _figure(value: Any) -> Any:
     return max(value, 0)
 
 
-def request_of(command: SendPrefill | SendDecode, traceparent: str) -> worker_pb2.SessionRequest:
-    if isinstance(command, SendDecode):
+def request_of(command: SendLeg, traceparent: str) -> worker_pb2.SessionRequest:
+    if command.phase is Role.DECODE:
         return worker_pb2.SessionRequest(decode=_decode_command(command, traceparent))
     message = worker_pb2.PrefillCommand()
     _fill(message, command, traceparent)
     return worker_pb2.SessionRequest(prefill=message)
 
 
-def _decode_command(command: SendDecode, traceparent: str) -> worker_pb2.DecodeCommand:
+def _decode_command(command: SendLeg, traceparent: str) -> worker_pb2.DecodeCommand:
     message = worker_pb2.DecodeCommand(age_ms=milliseconds(command.age_s))
     _fill(message, command, traceparent)
     if command.handoff is not None:
@@ -128,7 +128,7 @@ def _decode_command(command: SendDecode, traceparent: str) -> worker_pb2.DecodeC
     return message
 
 
-def _fill(message: Any, command: SendPrefill | SendDecode, traceparent: str) -> None:
+def _fill(message: Any, command: SendLeg, traceparent: str) -> None:
     """Fills in the fields that both commands have."""
     request = _CANARY if command.spec.payload is None else command.spec.payload
     message.leg = command.leg

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.core.errors import BatonError, TransferFailed
-from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
@@ -20,7 +20,7 @@ DEEP = HealthConfig(deep_checks=True)
 BROKEN = TransferFailed("nothing is offered")
 
 
-def is_canary(command: SendPrefill | SendDecode) -> bool:
+def is_canary(command: SendLeg) -> bool:
     return command.spec.payload is None and command.spec.request_id.startswith("canary-")
 
 
@@ -30,26 +30,26 @@ class Deep(Bench):
     def __init__(self, **config: Any) -> None:
         super().__init__(**{"health": DEEP, **config})
 
-    def canary(self, kind: type[Any]) -> Any:
-        command = self.take(kind)
+    def canary(self, phase: Role) -> SendLeg:
+        command = self.take_leg(phase)
         assert is_canary(command)
         return command
 
     def pass_generation(self) -> None:
         """One canary generation is under way."""
-        for command in self.take_all(SendPrefill):
+        for command in self.take_legs(Role.PREFILL):
             self.say(command.worker_id, started(command), tokens(command, 7, finish=FinishReason.LENGTH))
-        for command in self.take_all(SendDecode):
+        for command in self.take_legs(Role.DECODE):
             self.say(command.worker_id, DecodeAdmitted(command.leg))
             self.say(command.worker_id, tokens(command, 7, 8, finish=FinishReason.LENGTH))
 
-    def begin_transfer(self) -> tuple[SendPrefill, SendDecode]:
+    def begin_transfer(self) -> tuple[SendLeg, SendLeg]:
         """The next canary transfer, up to its handoff."""
-        prefill = self.canary(SendPrefill)
+        prefill = self.canary(Role.PREFILL)
         self.say(prefill.worker_id, started(prefill), tokens(prefill, 7))
-        return prefill, self.canary(SendDecode)
+        return prefill, self.canary(Role.DECODE)
 
-    def pass_transfer(self) -> SendDecode:
+    def pass_transfer(self) -> SendLeg:
         _, decode = self.begin_transfer()
         self.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
         self.say(decode.worker_id, tokens(decode, 7, 8, finish=FinishReason.LENGTH))

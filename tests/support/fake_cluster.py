@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from services.core.errors import BatonError, LeaseInvalid, StepFailed
 from services.core.hashing import num_blocks_for
-from services.router.coordinator.actions import Action, CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.actions import Action, CancelLeg, SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -30,7 +30,7 @@ from services.router.coordinator.events import (
     Tokens,
     WorkerInfo,
 )
-from services.router.policy import Load
+from services.router.policy import Load, Role
 
 BLOCK_SIZE = 4
 
@@ -64,7 +64,7 @@ class LeaseState(enum.Enum):
 @dataclass
 class FakeLease:
     lease_id: bytes
-    command: SendPrefill
+    command: SendLeg
     state: LeaseState = LeaseState.OPEN
     token: int = -1
     highest_leg: int = 0
@@ -72,7 +72,7 @@ class FakeLease:
 
 @dataclass
 class Generation:
-    command: SendDecode
+    command: SendLeg
     token_ids: tuple[int, ...]
     importing: bool
 
@@ -91,7 +91,7 @@ class FakeWorker:
     connected: bool = False
     inbox: deque[Action] = field(default_factory=deque)
     outbox: deque[LegEvent | Listing] = field(default_factory=deque)
-    waiting: dict[int, SendPrefill] = field(default_factory=dict)
+    waiting: dict[int, SendLeg] = field(default_factory=dict)
     leases: dict[int, FakeLease] = field(default_factory=dict)
     generations: dict[int, Generation] = field(default_factory=dict)
     num_snapshots: int = 0
@@ -134,10 +134,10 @@ class FakeWorker:
     def receive(self) -> None:
         command = self.inbox.popleft()
         match command:
-            case SendPrefill():
+            case SendLeg(phase=Role.PREFILL):
                 self.newest_leg = command.leg
                 self.waiting[command.leg] = command
-            case SendDecode():
+            case SendLeg():
                 self.newest_leg = command.leg
                 self._admit(command)
             case CancelLeg():
@@ -145,7 +145,7 @@ class FakeWorker:
             case _:
                 raise AssertionError(command)
 
-    def _admit(self, command: SendDecode) -> None:
+    def _admit(self, command: SendLeg) -> None:
         in_place = command.handoff is not None and command.handoff.source == self.info.worker_id
         if in_place or self._has_room(len(command.token_ids) + 1):
             self.generations[command.leg] = Generation(command, command.token_ids, command.handoff is not None)
@@ -179,7 +179,7 @@ class FakeWorker:
             if reason is not None:
                 self.outbox.append(LeaseEnded(leg, lease.lease_id, reason))
 
-    def decode(self, source_of: Callable[[SendDecode], FakeWorker | None]) -> None:
+    def decode(self, source_of: Callable[[SendLeg], FakeWorker | None]) -> None:
         """Advances every import and every sequence by one step."""
         for leg, generation in list(self.generations.items()):
             if generation.importing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from services.core.clock import ManualClock
 from services.core.errors import BatonError
@@ -16,8 +16,7 @@ from services.router.coordinator.actions import (
     EmitFinished,
     EmitStarted,
     EmitTokens,
-    SendDecode,
-    SendPrefill,
+    SendLeg,
 )
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
@@ -118,14 +117,14 @@ class Bench:
 
     # Scripts
 
-    def handed_over(self, request_id: str = "r", **spec: Any) -> tuple[SendPrefill, SendDecode]:
+    def handed_over(self, request_id: str = "r", **spec: Any) -> tuple[SendLeg, SendLeg]:
         """A request whose prefill runs on "p" and whose handoff was sent to a decode worker."""
         self.submit(request_id, **spec)
-        prefill = self.take(SendPrefill)
+        prefill = self.take_leg(Role.PREFILL)
         self.say(prefill.worker_id, started(prefill))
-        return prefill, self.take(SendDecode)
+        return prefill, self.take_leg(Role.DECODE)
 
-    def decoding(self, request_id: str = "r", **spec: Any) -> tuple[SendPrefill, SendDecode]:
+    def decoding(self, request_id: str = "r", **spec: Any) -> tuple[SendLeg, SendLeg]:
         """A request with token 0 received, whose decode worker has the blocks."""
         prefill, decode = self.handed_over(request_id, **spec)
         self.say(decode.worker_id, DecodeAdmitted(decode.leg))
@@ -135,10 +134,10 @@ class Bench:
 
     # What it wants done
 
-    def finish(self, prefill: SendPrefill, expected: list[int], request_id: str = "r") -> None:
+    def finish(self, prefill: SendLeg, expected: list[int], request_id: str = "r") -> None:
         """Carries a prefill leg through to the end with one token from each role."""
         self.say(prefill.worker_id, started(prefill), tokens(prefill, 201))
-        decode = self.take(SendDecode)
+        decode = self.take_leg(Role.DECODE)
         base = decode.output_base
         self.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 201))
         self.say(decode.worker_id, tokens(decode, 202, at=base + 1, finish=FinishReason.STOP))
@@ -155,6 +154,17 @@ class Bench:
         found = self.take_all(kind)
         assert len(found) == 1, f"{len(found)} {kind.__name__}: {self.actions}"
         return found[0]
+
+    def take_leg(self, phase: Role) -> SendLeg:
+        """The only leg of that phase that was sent since the last look."""
+        found = self.take_legs(phase)
+        assert len(found) == 1, f"{len(found)} legs: {self.actions}"
+        return found[0]
+
+    def take_legs(self, phase: Role) -> list[SendLeg]:
+        found = [action for action in self.actions if is_leg(action, phase)]
+        self.actions = [action for action in self.actions if not is_leg(action, phase)]
+        return found
 
     def take_all(self, kind: type[A]) -> list[A]:
         found = [action for action in self.actions if isinstance(action, kind)]
@@ -207,15 +217,17 @@ class Bench:
         assert request_id not in self.failed
 
 
-def started(command: SendPrefill, *, cached_tokens: int = 0) -> PrefillStarted:
+def is_leg(action: object, phase: Role) -> TypeGuard[SendLeg]:
+    return isinstance(action, SendLeg) and action.phase is phase
+
+
+def started(command: SendLeg, *, cached_tokens: int = 0) -> PrefillStarted:
     return PrefillStarted(
         command.leg, command.leg.to_bytes(16, "big"), source=command.worker_id, cached_tokens=cached_tokens
     )
 
 
-def tokens(
-    command: SendPrefill | SendDecode, *token_ids: int, at: int | None = None, finish: FinishReason | None = None
-) -> Tokens:
+def tokens(command: SendLeg, *token_ids: int, at: int | None = None, finish: FinishReason | None = None) -> Tokens:
     """Of a leg; by default at its first position."""
     position = command.output_base if at is None else at
     return Tokens(command.leg, position, token_ids, finish=SequenceEnd(finish) if finish else None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from services.core.errors import BatonError
 from services.router.coordinator.events import FinishReason, RequestSpec
 from services.router.health import Health
+from services.router.policy import Role
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2
@@ -26,33 +27,24 @@ class HandoffRef:
 
 
 @dataclass(frozen=True, slots=True)
-class SendPrefill:
+class SendLeg:
+    """A command for one phase of a request."""
+
+    phase: Role
+    """PREFILL or DECODE."""
     worker_id: str
     incarnation: int
     leg: int
     spec: RequestSpec
     max_tokens: int
     token_ids: tuple[int, ...]
+    """The prompt, and the output received so far. With a handoff: exactly what its KV covers."""
     output_base: int
     remaining_s: float | None
     attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendDecode:
-    worker_id: str
-    incarnation: int
-    leg: int
-    spec: RequestSpec
-    max_tokens: int
-    token_ids: tuple[int, ...]
-    """With a handoff: exactly what its KV covers."""
-    output_base: int
-    remaining_s: float | None
-    attempt: int
-    handoff: HandoffRef | None
-    """None: prefill there."""
-    age_s: float
+    handoff: HandoffRef | None = None
+    """The lease that a decode leg takes over. None: it computes the prompt itself."""
+    age_s: float = 0.0
     """How long the handoff has been waiting."""
 
 
@@ -175,8 +167,7 @@ class Defect:
 
 
 Action = (
-    SendPrefill
-    | SendDecode
+    SendLeg
     | CancelLeg
     | EmitStarted
     | EmitTokens

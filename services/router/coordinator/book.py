@@ -31,8 +31,7 @@ from services.router.coordinator.actions import (
     EmitStarted,
     HandoffRef,
     HealthChanged,
-    SendDecode,
-    SendPrefill,
+    SendLeg,
     Stage,
 )
 from services.router.coordinator.config import CoordinatorConfig
@@ -120,7 +119,8 @@ class Book:
             heard_s=self.awake.at(now),
         )
         self.actions.append(
-            SendPrefill(
+            SendLeg(
+                Role.PREFILL,
                 worker.info.worker_id,
                 worker.info.incarnation,
                 leg,
@@ -164,7 +164,8 @@ class Book:
             has_handoff=handoff is not None,
         )
         self.actions.append(
-            SendDecode(
+            SendLeg(
+                Role.DECODE,
                 worker.info.worker_id,
                 worker.info.incarnation,
                 leg,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError, DeadlineExceeded, Draining
-from services.router.coordinator.actions import CancelLeg, HandoffRef, SendDecode, SendPrefill
+from services.router.coordinator.actions import CancelLeg, HandoffRef, SendLeg
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -35,6 +35,7 @@ from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs,
 from services.router.coordinator.known_answers import KnownAnswers, Said, said
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.health import Health
+from services.router.policy import Role
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2
@@ -90,10 +91,11 @@ def new_canary(
     return Canary(RequestSpec(name, token_ids, _NUM_TOKENS, _PRIORITY, cache_salt=name), source, target, now, awake_s)
 
 
-def prefill_command(canary: Canary, timeout_s: float) -> SendPrefill:
+def prefill_command(canary: Canary, timeout_s: float) -> SendLeg:
     """For its source. Alone, its first token is its last."""
     assert canary.source is not None
-    return SendPrefill(
+    return SendLeg(
+        Role.PREFILL,
         canary.source.worker_id,
         canary.source.incarnation,
         canary.prefill_leg,
@@ -106,10 +108,11 @@ def prefill_command(canary: Canary, timeout_s: float) -> SendPrefill:
     )
 
 
-def decode_command(canary: Canary, handoff: HandoffRef | None, timeout_s: float) -> SendDecode:
+def decode_command(canary: Canary, handoff: HandoffRef | None, timeout_s: float) -> SendLeg:
     """For its target."""
     assert canary.target is not None
-    return SendDecode(
+    return SendLeg(
+        Role.DECODE,
         canary.target.worker_id,
         canary.target.incarnation,
         canary.decode_leg,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded
-from services.router.coordinator.actions import SendPrefill
 from services.router.coordinator.events import ExpectedRequest, FinishReason
 from services.router.coordinator.request import Phase
 from services.router.policy import Ahead, Costs, Load, Role, Work, WorkerView
@@ -222,7 +221,7 @@ def test_a_higher_priority_takes_the_place_of_the_youngest_of_the_lowest(bench: 
 def test_a_request_that_has_begun_keeps_its_place(bench: Bench) -> None:
     _, decode_command = bench.decoding("begun")
     bench.lose("d")
-    bench.take_all(SendPrefill)
+    bench.take_legs(Role.PREFILL)
     bench.lose("p")
     assert bench.phase() is Phase.QUEUED
     bench.submit("a", priority=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import BatonError, Draining, InvalidRequest, LeaseInvalid, StepFailed
-from services.router.coordinator.actions import CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -38,16 +38,16 @@ def bench() -> Deep:
 # Joining
 
 
-@pytest.mark.parametrize(("role", "kind"), [(Role.PREFILL, SendPrefill), (Role.DECODE, SendDecode)])
-def test_a_worker_is_checked_before_it_is_used(role: Role, kind: type[Any]) -> None:
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_is_checked_before_it_is_used(role: Role) -> None:
     bench = Deep()
     bench.join("w", role)
-    canary = bench.canary(kind)
+    canary = bench.canary(role)
     assert (canary.worker_id, canary.max_tokens, canary.remaining_s) == ("w", 1 if role is Role.PREFILL else 2, 10.0)
     assert canary.spec.cache_salt == canary.spec.request_id, "it finds nothing cached, and nobody finds it"
     assert not bench.coordinator.ready
     bench.submit()
-    assert not bench.take_all(kind), "nothing is placed on what is new"
+    assert not bench.take_legs(role), "nothing is placed on what is new"
     bench.actions.append(canary)
     bench.pass_generation()
     assert bench.health("w") is Health.UP
@@ -74,9 +74,9 @@ def test_ready_does_not_wait_for_ever() -> None:
     bench.add("d", Role.DECODE)
     for _ in range(11):
         bench.wait(1.0)
-        for command in bench.take_all(SendPrefill):
+        for command in bench.take_legs(Role.PREFILL):
             bench.say("p", started(command), tokens(command, 7))
-        for command in bench.take_all(SendDecode):
+        for command in bench.take_legs(Role.DECODE):
             bench.say("d", DecodeRefused(command.leg))
     assert bench.coordinator.ready
     assert bench.pair() is Health.NEW, "a refusal says nothing"
@@ -88,11 +88,11 @@ def test_every_pair_is_tried_a_worker_at_a_time() -> None:
         bench.join(worker_id, role)
     bench.pass_generation()
     tried = []
-    while commands := bench.take_all(SendPrefill):
+    while commands := bench.take_legs(Role.PREFILL):
         for prefill in commands:
             assert is_canary(prefill)
             bench.say(prefill.worker_id, started(prefill), tokens(prefill, 7))
-        decodes = bench.take_all(SendDecode)
+        decodes = bench.take_legs(Role.DECODE)
         busy = [prefill.worker_id for prefill in commands] + [decode.worker_id for decode in decodes]
         assert len(set(busy)) == len(busy)
         tried += [(str(decode.handoff.source), decode.worker_id) for decode in decodes if decode.handoff]
@@ -107,16 +107,16 @@ def test_every_pair_is_tried_a_worker_at_a_time() -> None:
 def test_workers_of_other_layouts_are_no_pair(bench: Deep) -> None:
     bench.add("e", Role.DECODE, fingerprint=Fingerprint("M"))
     bench.wait(1.0)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     assert [pair.source.worker_id for pair in bench.coordinator.worker("e").sources.all()] == []
 
 
 def test_one_canary_at_a_time(bench: Deep) -> None:
     bench.join("d2", Role.DECODE)
     bench.join("d3", Role.DECODE)
-    assert len(bench.take_all(SendDecode)) == 2, "of different workers"
+    assert len(bench.take_legs(Role.DECODE)) == 2, "of different workers"
     bench.wait(0.3)
-    assert not bench.take_all(SendDecode)
+    assert not bench.take_legs(Role.DECODE)
 
 
 # What they say of a worker
@@ -137,7 +137,7 @@ def test_one_canary_at_a_time(bench: Deep) -> None:
 def test_what_a_generation_says(answer: Callable[[int], Any] | None, expected: int) -> None:
     bench = Deep()
     bench.join("d", Role.DECODE)
-    leg = bench.canary(SendDecode).leg
+    leg = bench.canary(Role.DECODE).leg
     if answer is not None:
         bench.say("d", answer(leg))
     bench.wait(10.0)
@@ -148,7 +148,7 @@ def test_a_worker_that_others_fill_is_not_blamed() -> None:
     bench = Deep()
     bench.join("d", Role.DECODE)
     bench.load("d", num_running=8, blocks_active=64, blocks_free=0)
-    canary = bench.canary(SendDecode)
+    canary = bench.canary(Role.DECODE)
     bench.wait(10.0)
     assert bench.health("d") is Health.UP
     assert bench.take(CancelLeg).leg == canary.leg
@@ -158,7 +158,7 @@ def test_three_failed_checks_take_a_worker_down_and_two_good_ones_bring_it_back(
     bench = Deep()
     bench.join("d", Role.DECODE)
     for _ in range(3):
-        bench.say("d", LegFailed(bench.canary(SendDecode).leg, StepFailed("no")))
+        bench.say("d", LegFailed(bench.canary(Role.DECODE).leg, StepFailed("no")))
         bench.wait(1.0)
     assert bench.health("d") is Health.PROBING
     assert "STEP_FAILED" in bench.coordinator.worker("d").health.reason
@@ -176,9 +176,9 @@ def test_a_suspect_is_checked_while_it_serves(bench: Deep) -> None:
     bench.add("q", Role.PREFILL)
     bench.pass_transfer()
     bench.submit()
-    bench.say("p", LegFailed(bench.take(SendPrefill).leg, StepFailed("x")))
+    bench.say("p", LegFailed(bench.take_leg(Role.PREFILL).leg, StepFailed("x")))
     assert bench.health("p") is Health.SUSPECT
-    assert bench.take(SendPrefill).worker_id == "q"
+    assert bench.take_leg(Role.PREFILL).worker_id == "q"
     for _ in range(2):
         bench.wait(1.0)
         bench.pass_generation()
@@ -203,7 +203,7 @@ def test_a_session_that_broke_leaves_what_was_proven(bench: Deep) -> None:
 
 def test_a_worker_cannot_speak_for_another(bench: Deep) -> None:
     bench.join("e", Role.DECODE)
-    canary = bench.canary(SendDecode)
+    canary = bench.canary(Role.DECODE)
     bench.say("d", LegFailed(canary.leg, StepFailed("not mine")), DecodeAdmitted(canary.leg))
     assert (bench.health("d"), bench.health("e")) == (Health.UP, Health.NEW)
     assert bench.take(CancelLeg).worker_id == "d"
@@ -246,7 +246,7 @@ def test_with_no_pair_that_works_the_whole_of_it_runs_on_a_decode_worker() -> No
         bench.fail_transfer()
         bench.wait(0.9)
     bench.submit()
-    whole = bench.take(SendDecode)
+    whole = bench.take_leg(Role.DECODE)
     assert (whole.worker_id, whole.handoff) == ("d", None)
 
 
@@ -254,12 +254,12 @@ def test_an_unproven_pair_is_used_while_there_is_no_other() -> None:
     bench = Deep()
     bench.add("p", Role.PREFILL)
     bench.add("d", Role.DECODE)
-    assert is_canary(bench.take(SendPrefill))
+    assert is_canary(bench.take_leg(Role.PREFILL))
     bench.submit()
-    request = bench.take(SendPrefill)
+    request = bench.take_leg(Role.PREFILL)
     assert not is_canary(request), "the first request waits for nothing"
     bench.say("p", started(request))
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say("d", DecodeAdmitted(decode.leg), ImportReady(decode.leg))
     assert bench.pair() is Health.UP, "a request's transfer proves as much"
 
@@ -272,7 +272,7 @@ def test_a_request_whose_import_fails_makes_a_canary_look_at_the_pair(bench: Dee
     assert decode.worker_id == "d"
     bench.say("d", DecodeAdmitted(decode.leg), ImportFailed(decode.leg, True, BROKEN))
     assert bench.pair() is Health.SUSPECT
-    assert bench.take(SendDecode).worker_id == "e"
+    assert bench.take_leg(Role.DECODE).worker_id == "e"
     bench.wait(0.3)
     _, check = bench.begin_transfer()
     assert check.worker_id == "d"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.coordinator.actions import CancelLeg, SendDecode
+from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
@@ -13,7 +13,7 @@ from services.router.coordinator.events import (
 from services.router.health import Health, HealthConfig
 from services.router.policy import Role
 from tests.support.canary_bench import Deep, is_canary
-from tests.support.router_bench import tokens
+from tests.support.router_bench import is_leg, tokens
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ class Asked(Deep):
 
     def reply_once(self) -> list[str]:
         """Answers the canaries that were asked; the workers that were."""
-        commands = [each for each in self.take_all(SendDecode) if is_canary(each)]
+        commands = [each for each in self.take_legs(Role.DECODE) if is_canary(each)]
         for command in commands:
             self.say(command.worker_id, DecodeAdmitted(command.leg))
             token_ids = self.answer[command.worker_id]
@@ -78,17 +78,17 @@ def test_a_worker_that_is_busy_is_asked_later_and_not_never() -> None:
 def test_requests_of_a_worker_that_was_found_wrong_are_moved() -> None:
     bench = Asked()
     bench.submit()
-    begun = bench.take(SendDecode)
+    begun = bench.take_leg(Role.DECODE)
     assert begun.worker_id == "d"
     bench.say("d", DecodeAdmitted(begun.leg), tokens(begun, 100))
     bench.answer["d"] = (7, 9)
-    moved: list[SendDecode] = []
+    moved: list[SendLeg] = []
     while not moved:
         bench.wait(1.0)
-        asked = bench.take_all(SendDecode)
+        asked = bench.take_legs(Role.DECODE)
         bench.actions += [each for each in asked if is_canary(each)]
         bench.reply_once()
-        moved = [each for each in bench.actions if isinstance(each, SendDecode) and not is_canary(each)]
+        moved = [each for each in bench.actions if is_leg(each, Role.DECODE) and not is_canary(each)]
     assert bench.health("d") is Health.DOWN
     assert [each.worker_id for each in moved] == ["e"]
     assert bench.take(CancelLeg).leg == begun.leg
@@ -128,7 +128,7 @@ def test_an_answer_that_is_too_short_is_none(answer: tuple[int, ...]) -> None:
     bench.join("d", Role.DECODE)
     for _ in range(3):
         bench.wait(1.1)
-        decode = bench.canary(SendDecode)
+        decode = bench.canary(Role.DECODE)
         bench.say("d", DecodeAdmitted(decode.leg), tokens(decode, *answer, finish=FinishReason.LENGTH))
         assert bench.health("d") is not Health.UP
     assert bench.health("d") is Health.DOWN

@@ -11,7 +11,7 @@ from services.core.errors import (
     UnknownWorker,
     WorkerFailed,
 )
-from services.router.coordinator.actions import CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
@@ -44,7 +44,7 @@ def test_three_crashes_without_progress_end_a_request(bench: Bench) -> None:
     bench.submit()
     for _ in range(3):
         assert not bench.failed
-        crash(bench, bench.take(SendPrefill).worker_id, Role.PREFILL)
+        crash(bench, bench.take_leg(Role.PREFILL).worker_id, Role.PREFILL)
     assert isinstance(bench.failed["r"], WorkerFailed)
     assert bench.failed["r"].retry_after_s
     bench.assert_idle()
@@ -55,23 +55,23 @@ def test_workers_that_are_lost_together_do_not_spend_all_chances(bench: Bench) -
     prefill, decode = bench.handed_over()
     bench.lose(prefill.worker_id)
     bench.lose(decode.worker_id)
-    assert bench.take(SendPrefill).worker_id == "p2"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2"
     bench.lose("p2")
     bench.lose("d2")
     bench.wait(0.5)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     for worker_id, role in (("p2", Role.PREFILL), ("d2", Role.DECODE)):
         bench.join(worker_id, role, incarnation=2)
     bench.wait(0.5)
     assert not bench.failed
-    assert bench.take(SendPrefill).worker_id == "p2"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2"
 
 
 def test_one_fault_takes_a_leg_after_another(bench: Bench) -> None:
     """Each loss is told when the request has just been placed on the next one that fell."""
     prefill, decode = bench.handed_over()
     bench.lose(decode.worker_id)
-    second = bench.take(SendDecode)
+    second = bench.take_leg(Role.DECODE)
     assert second.worker_id != decode.worker_id
     bench.lose(prefill.worker_id)  # a leg from before the first loss: the same fault
     bench.lose(second.worker_id)  # placed since: a second failure
@@ -80,16 +80,16 @@ def test_one_fault_takes_a_leg_after_another(bench: Bench) -> None:
     for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
         bench.join(worker_id, role, incarnation=2)
     bench.wait(1.0)
-    crash(bench, bench.take(SendPrefill).worker_id, Role.PREFILL)
+    crash(bench, bench.take_leg(Role.PREFILL).worker_id, Role.PREFILL)
     assert isinstance(bench.failed["r"], WorkerFailed), "what it was placed on afterwards was its last chance"
 
 
 def test_a_source_that_fell_with_the_decode_worker_leaves_a_last_chance(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.lose(decode.worker_id)
-    second = bench.take(SendDecode)
+    second = bench.take_leg(Role.DECODE)
     bench.say(second.worker_id, ImportFailed(second.leg, False, TransferFailed("no answer")))
-    assert not bench.take_all(SendPrefill), "not at once"
+    assert not bench.take_legs(Role.PREFILL), "not at once"
     bench.lose(prefill.worker_id)
     bench.lose("p2" if prefill.worker_id == "p1" else "p1")
     assert not bench.failed
@@ -99,10 +99,10 @@ def test_the_prefills_token_is_no_progress_of_decode(bench: Bench) -> None:
     """A sequence that kills decode workers gains a token with each replay, and must not live on that."""
     bench.submit(max_tokens=100)
     for number in range(3):
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         assert prefill.output_base == number
         bench.say(prefill.worker_id, started(prefill))
-        decode = bench.take(SendDecode)
+        decode = bench.take_leg(Role.DECODE)
         # The decode worker may even be first to report it.
         bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 50))
         crash(bench, decode.worker_id, Role.DECODE)
@@ -113,9 +113,9 @@ def test_the_prefills_token_is_no_progress_of_decode(bench: Bench) -> None:
 def test_progress_in_the_crashed_role_resets_the_counter(bench: Bench) -> None:
     bench.submit(max_tokens=100)
     for number in range(6):
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         bench.say(prefill.worker_id, started(prefill), tokens(prefill, 50))
-        decode = bench.take(SendDecode)
+        decode = bench.take_leg(Role.DECODE)
         bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
         bench.say(decode.worker_id, tokens(decode, 50, 51))
         crash(bench, decode.worker_id, Role.DECODE)
@@ -126,7 +126,7 @@ def test_progress_in_the_crashed_role_resets_the_counter(bench: Bench) -> None:
 def test_a_lost_session_of_a_living_worker_is_no_crash(bench: Bench) -> None:
     bench.submit()
     for _ in range(6):
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         bench.lose(prefill.worker_id)
         bench.join(prefill.worker_id, Role.PREFILL)  # the same incarnation
     assert not bench.failed
@@ -135,7 +135,7 @@ def test_a_lost_session_of_a_living_worker_is_no_crash(bench: Bench) -> None:
 def test_orderly_ends_and_migrations_are_no_crashes(bench: Bench) -> None:
     bench.submit()
     for incarnation in range(2, 8):
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         assert bench.migrate(prefill.worker_id) == 1
         assert bench.take(CancelLeg).leg == prefill.leg
         bench.lose(prefill.worker_id, crashed=False)
@@ -146,7 +146,7 @@ def test_orderly_ends_and_migrations_are_no_crashes(bench: Bench) -> None:
 def test_failed_legs_count_too(bench: Bench) -> None:
     bench.submit()
     for _ in range(3):
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         bench.say(prefill.worker_id, LegFailed(prefill.leg, StepFailed("again")))
     assert isinstance(bench.failed["r"], WorkerFailed)
 
@@ -158,9 +158,9 @@ def test_a_draining_worker_finishes_what_it_has(bench: Bench) -> None:
     _, decode = bench.decoding()
     bench.coordinator.drain("d1", bench.now)
     bench.submit("s")
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say(prefill.worker_id, started(prefill))
-    assert bench.take(SendDecode).worker_id == "d2"
+    assert bench.take_leg(Role.DECODE).worker_id == "d2"
     bench.say("d1", tokens(decode, 101, at=1, finish=FinishReason.STOP))
     assert "r" in bench.finished
     assert not bench.coordinator.worker("d1").legs
@@ -172,15 +172,15 @@ def test_migration_replays_what_a_draining_worker_still_has(bench: Bench) -> Non
     _, decode = bench.decoding()
     assert bench.migrate("d1") == 1
     assert bench.take(CancelLeg).leg == decode.leg
-    replay = bench.take(SendPrefill)
+    replay = bench.take_leg(Role.PREFILL)
     bench.say(replay.worker_id, started(replay))
-    assert bench.take(SendDecode).worker_id == "d2"
+    assert bench.take_leg(Role.DECODE).worker_id == "d2"
 
 
 def test_a_worker_may_say_that_it_drains(bench: Bench) -> None:
     bench.load("p1", draining=True)
     bench.submit()
-    assert bench.take(SendPrefill).worker_id == "p2"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2"
 
 
 def test_a_drained_worker_that_loses_its_session_stays_drained(bench: Bench) -> None:

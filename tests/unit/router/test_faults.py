@@ -13,7 +13,7 @@ from services.core.errors import (
     Overloaded,
     StepFailed,
 )
-from services.router.coordinator.actions import CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -47,9 +47,9 @@ def bench() -> Bench:
 
 def test_events_of_a_given_up_prefill_leg_change_nothing_and_cancel_it(bench: Bench) -> None:
     bench.submit()
-    old = bench.take(SendPrefill)
+    old = bench.take_leg(Role.PREFILL)
     bench.lose("p1")
-    new = bench.take(SendPrefill)
+    new = bench.take_leg(Role.PREFILL)
     assert (new.worker_id, new.output_base) == ("p2", 0)
     bench.join("p1", Role.PREFILL)  # it wakes up and still believes in its leg
     bench.say("p1", started(old))
@@ -64,7 +64,7 @@ def test_events_of_a_given_up_decode_leg_change_nothing_and_cancel_it(bench: Ben
     prefill, old = bench.handed_over()
     bench.wait(10.0)  # no answer: the leg is given up, its lease is not
     assert bench.take(CancelLeg).leg == old.leg
-    new = bench.take(SendDecode)
+    new = bench.take_leg(Role.DECODE)
     assert new.worker_id == "d2"
     assert new.handoff == old.handoff
     bench.say("d1", DecodeAdmitted(old.leg))
@@ -79,7 +79,7 @@ def test_events_of_a_given_up_decode_leg_change_nothing_and_cancel_it(bench: Ben
 
 def test_messages_of_an_old_incarnation_are_void(bench: Bench) -> None:
     bench.submit()
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.lose("p1")
     bench.join("p1", Role.PREFILL, incarnation=2)
     bench.coordinator.take_actions()
@@ -104,31 +104,31 @@ def test_tokens_out_of_place_end_the_leg_and_the_request_goes_on(
     _, decode = bench.decoding()
     bench.say("d1", Tokens(decode.leg, position, token_ids))
     assert bench.take(CancelLeg).leg == decode.leg
-    replay = bench.take(SendPrefill)
+    replay = bench.take_leg(Role.PREFILL)
     assert (replay.token_ids[-1], replay.output_base) == (100, 1)
     bench.finish(replay, [100, 201, 202])
 
 
 def test_a_token_before_its_lease_ends_the_leg(bench: Bench) -> None:
     bench.submit()
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say("p1", tokens(prefill, 1))
     assert bench.take(CancelLeg).leg == prefill.leg
-    assert bench.take(SendPrefill).worker_id == "p2", "it is tried elsewhere"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2", "it is tried elsewhere"
 
 
 def test_an_event_of_the_other_phase_ends_the_leg(bench: Bench) -> None:
     """One session carries the events of both, so a worker could say of a leg what cannot happen to it."""
     bench.submit()
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say("p1", ImportReady(prefill.leg))
     assert bench.take(CancelLeg).leg == prefill.leg
-    again = bench.take(SendPrefill)
+    again = bench.take_leg(Role.PREFILL)
     bench.say("p2", started(again))
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say("d1", LeaseEnded(decode.leg, b"", LeaseEnd.EXPIRED))
     assert bench.take(CancelLeg).leg == decode.leg
-    assert bench.take(SendDecode).handoff == decode.handoff, "its lease lives"
+    assert bench.take_leg(Role.DECODE).handoff == decode.handoff, "its lease lives"
 
 
 # Prefill failures
@@ -139,7 +139,7 @@ def test_a_prefill_failure_replays_elsewhere_and_gives_the_decode_leg_up(bench: 
     bench.say("p1", LegFailed(prefill.leg, StepFailed("out of memory")))
     assert bench.take(CancelLeg).leg == decode.leg
     assert not bench.take_all(CancelLeg)
-    bench.finish(bench.take(SendPrefill), [201, 202])
+    bench.finish(bench.take_leg(Role.PREFILL), [201, 202])
     assert bench.finished["r"].summary.num_retries == 1
 
 
@@ -154,12 +154,12 @@ def test_errors_that_no_other_worker_would_avoid_end_the_request(bench: Bench, e
 
 def test_a_draining_worker_is_left_alone_and_does_not_count(bench: Bench) -> None:
     bench.submit()
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     for incarnation in range(2, 8):
         drained = prefill.worker_id
         bench.say(drained, LegFailed(prefill.leg, Draining("bye")))
         assert bench.coordinator.worker(drained).state is WorkerState.DRAINING
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         assert prefill.worker_id != drained
         bench.lose(drained, crashed=False)
         bench.join(drained, Role.PREFILL, incarnation=incarnation)
@@ -169,10 +169,10 @@ def test_a_draining_worker_is_left_alone_and_does_not_count(bench: Bench) -> Non
 def test_a_lease_that_ends_unused_is_replayed(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d1", DecodeRefused(decode.leg))
-    second = bench.take(SendDecode)
+    second = bench.take_leg(Role.DECODE)
     bench.say("d2", DecodeRefused(second.leg))
     bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
-    replay = bench.take(SendPrefill)
+    replay = bench.take_leg(Role.PREFILL)
     assert replay.output_base == 1
     bench.finish(replay, [100, 201, 202])
 
@@ -181,7 +181,7 @@ def test_a_lease_that_ends_under_a_decode_leg_waits_for_its_report(bench: Bench)
     prefill, decode = bench.handed_over()
     bench.say("d1", DecodeAdmitted(decode.leg))
     bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     bench.say("d1", ImportReady(decode.leg), tokens(decode, 100, 101))
     bench.wait(60.0)
     assert bench.output["r"] == [100, 101]
@@ -194,25 +194,25 @@ def test_a_lease_that_ends_under_a_decode_leg_waits_for_its_report(bench: Bench)
 def test_a_failed_import_whose_lease_lives_goes_to_another_worker(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d1", DecodeAdmitted(decode.leg), ImportFailed(decode.leg, True, GONE))
-    again = bench.take(SendDecode)
+    again = bench.take_leg(Role.DECODE)
     assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
     assert not bench.take_all(CancelLeg)
     bench.say("d2", DecodeAdmitted(again.leg), ImportFailed(again.leg, True, GONE))
     assert bench.take(CancelLeg).leg == prefill.leg, "twice: the lease is of no use"
-    assert bench.take(SendPrefill).worker_id == "p2"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2"
 
 
 def test_a_failed_import_whose_lease_is_dead_is_replayed(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("p1", tokens(prefill, 100))
     bench.say("d1", DecodeAdmitted(decode.leg), ImportFailed(decode.leg, False, GONE))
-    bench.finish(bench.take(SendPrefill), [100, 201, 202])
+    bench.finish(bench.take_leg(Role.PREFILL), [100, 201, 202])
 
 
 def test_a_failed_decode_step_replays_prompt_and_output(bench: Bench) -> None:
     _, decode = bench.decoding()
     bench.say("d1", tokens(decode, 101, 102, at=1), LegFailed(decode.leg, StepFailed("x")))
-    replay = bench.take(SendPrefill)
+    replay = bench.take_leg(Role.PREFILL)
     assert replay.token_ids == (*range(20), 100, 101, 102)
     assert replay.output_base == 3
     bench.finish(replay, [100, 101, 102, 201, 202])
@@ -223,10 +223,10 @@ def test_a_failed_decode_step_replays_prompt_and_output(bench: Bench) -> None:
 
 def test_a_lost_prefill_worker_before_its_lease(bench: Bench) -> None:
     bench.submit()
-    bench.take(SendPrefill)
+    bench.take_leg(Role.PREFILL)
     bench.lose("p1")
     assert not bench.take_all(CancelLeg), "there is no session to send it on"
-    bench.finish(bench.take(SendPrefill), [201, 202])
+    bench.finish(bench.take_leg(Role.PREFILL), [201, 202])
 
 
 def test_a_lost_source_leaves_a_decode_leg_that_may_have_everything(bench: Bench) -> None:
@@ -234,7 +234,7 @@ def test_a_lost_source_leaves_a_decode_leg_that_may_have_everything(bench: Bench
     bench.say("d1", DecodeAdmitted(decode.leg))
     bench.say("p1", tokens(prefill, 100))
     bench.lose("p1")
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     bench.say("d1", ImportReady(decode.leg), tokens(decode, 100, 101))
     bench.wait(60.0)
     bench.say("d1", tokens(decode, 102, at=2, finish=FinishReason.STOP))
@@ -247,7 +247,7 @@ def test_a_lost_source_with_an_incomplete_import_is_replayed(bench: Bench) -> No
     bench.say("d1", DecodeAdmitted(decode.leg))
     bench.lose("p1")
     bench.say("d1", ImportFailed(decode.leg, True, GONE))
-    bench.finish(bench.take(SendPrefill), [201, 202])
+    bench.finish(bench.take_leg(Role.PREFILL), [201, 202])
 
 
 def test_a_decode_leg_without_source_must_report_in_time(bench: Bench) -> None:
@@ -255,30 +255,30 @@ def test_a_decode_leg_without_source_must_report_in_time(bench: Bench) -> None:
     bench.say("d1", DecodeAdmitted(decode.leg))
     bench.lose("p1")
     bench.wait(1.9)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     bench.wait(0.2)
     assert bench.take(CancelLeg).leg == decode.leg
-    bench.finish(bench.take(SendPrefill), [201, 202])
+    bench.finish(bench.take_leg(Role.PREFILL), [201, 202])
 
 
 def test_a_refused_handoff_without_source_is_replayed(bench: Bench) -> None:
     _, decode = bench.handed_over()
     bench.lose("p1")
     bench.say("d1", DecodeRefused(decode.leg))
-    assert bench.take(SendPrefill).worker_id == "p2"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2"
 
 
 def test_a_lost_decode_worker_that_was_importing_leaves_the_lease_to_another(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d1", DecodeAdmitted(decode.leg))
     bench.lose("d1")
-    again = bench.take(SendDecode)
+    again = bench.take_leg(Role.DECODE)
     assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
     assert bench.coordinator.held_leases("p1")
     # Unless the dead one had released it: then the source says so, and so does the new leg's fetch.
     bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
     bench.say("d2", DecodeAdmitted(again.leg), ImportFailed(again.leg, False, GONE))
-    bench.finish(bench.take(SendPrefill), [100, 201, 202])
+    bench.finish(bench.take_leg(Role.PREFILL), [100, 201, 202])
 
 
 def test_a_lease_that_nobody_left_can_fetch_is_given_up_for_another_place() -> None:
@@ -296,14 +296,14 @@ def test_a_lease_that_nobody_left_can_fetch_is_given_up_for_another_place() -> N
     bench.join("d2", Role.DECODE, fingerprint=Fingerprint("M"))
     bench.wait(0.1)
     assert bench.take(CancelLeg).leg == first.leg
-    assert bench.take(SendPrefill).worker_id == "p2"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2"
 
 
 def test_a_lost_decode_worker_that_was_generating_means_replay(bench: Bench) -> None:
     _, decode = bench.decoding()
     bench.say("d1", tokens(decode, 101, at=1))
     bench.lose("d1")
-    replay = bench.take(SendPrefill)
+    replay = bench.take_leg(Role.PREFILL)
     assert replay.output_base == 2
     bench.finish(replay, [100, 101, 201, 202])
 
@@ -316,7 +316,7 @@ def test_a_sequence_that_outgrew_the_prefill_pools_is_replayed_on_a_decode_worke
     _, decode = bench.decoding(num_tokens=30, max_tokens=50)
     bench.say("d1", tokens(decode, 101, 102, at=1))
     bench.lose("d1")
-    whole = bench.take(SendDecode)
+    whole = bench.take_leg(Role.DECODE)
     assert (whole.worker_id, whole.handoff, whole.output_base) == ("d2", None, 3)
     assert whole.token_ids == (*range(30), 100, 101, 102)
 
@@ -329,4 +329,4 @@ def test_a_lost_mixed_worker_counts_once_for_both_its_legs() -> None:
     bench.lose(decode.worker_id)
     assert not bench.failed
     bench.wait(1.0)
-    assert bench.take(SendPrefill).worker_id != decode.worker_id
+    assert bench.take_leg(Role.PREFILL).worker_id != decode.worker_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import NoWorker
-from services.router.coordinator.actions import GroupsChanged, SendDecode, SendPrefill
+from services.router.coordinator.actions import GroupsChanged
 from services.router.coordinator.events import DecodeAdmitted
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
@@ -42,7 +42,7 @@ def test_a_stream_waits_for_its_like_and_fails_by_name_without_it(bench: Bench) 
     for _ in range(49):
         bench.wait(0.1)
     assert bench.phase() is Phase.QUEUED
-    assert not bench.take_all(SendPrefill)[1:], "only the first, of before the change"
+    assert not bench.take_legs(Role.PREFILL)[1:], "only the first, of before the change"
     bench.wait(0.2)
     error = bench.failed["r"]
     assert isinstance(error, NoWorker)
@@ -59,7 +59,7 @@ def test_its_like_takes_it(bench: Bench, role: Role) -> None:
     bench.wait(1.0)
     bench.join("w", role, fingerprint=OLD)
     bench.join("d-old", Role.DECODE, incarnation=2, fingerprint=OLD)
-    replay = bench.take(SendPrefill)
+    replay = bench.take_leg(Role.PREFILL)
     assert (replay.worker_id, replay.output_base) == ("w", 1)
 
 
@@ -69,41 +69,41 @@ def test_before_the_first_token_nothing_is_bound(bench: Bench) -> None:
     bench.say("d-old", DecodeAdmitted(decode.leg))
     join_new(bench)
     lose_old(bench)
-    again = bench.take(SendPrefill)
+    again = bench.take_leg(Role.PREFILL)
     assert again.worker_id == "p-new"
     # From its first token on it is the new ones'.
     bench.say("p-new", started(again), tokens(again, 100))
     bench.join("p-old", Role.PREFILL, incarnation=2, fingerprint=OLD)
     bench.join("d-old", Role.DECODE, incarnation=2, fingerprint=OLD)
-    bench.take(SendDecode)
+    bench.take_leg(Role.DECODE)
     bench.lose("p-new", crashed=False)
     bench.lose("d-new", crashed=False)
     bench.wait(1.0)
     assert bench.phase() is Phase.QUEUED
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
 
 
 def test_a_whole_sequence_on_a_decode_worker_binds_too() -> None:
     bench = Bench(no_worker_timeout_s=5.0)
     bench.join("d1", Role.DECODE, fingerprint=OLD)
     bench.submit()
-    leg = bench.take(SendDecode)
+    leg = bench.take_leg(Role.DECODE)
     bench.say("d1", DecodeAdmitted(leg.leg), tokens(leg, 100))
     bench.join("d2", Role.DECODE, fingerprint=INT8)
     bench.lose("d1")
-    assert not bench.take_all(SendDecode), "the same weights in another scheme"
+    assert not bench.take_legs(Role.DECODE), "the same weights in another scheme"
     bench.join("d3", Role.DECODE, fingerprint=OLD)
     bench.wait(1.0)
-    assert bench.take(SendDecode).worker_id == "d3"
+    assert bench.take_leg(Role.DECODE).worker_id == "d3"
 
 
 def test_a_handoff_goes_to_its_kind_of_kv_however_that_is_computed(bench: Bench) -> None:
     bench.lose("d-old")
     bench.submit()
     bench.join("d-int8", Role.DECODE, fingerprint=INT8)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say("p-old", started(prefill), tokens(prefill, 100))
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     assert decode.worker_id == "d-int8"
     # It is gone; the prompt is computed again where it was, and handed over to the like of the one that decoded.
     bench.say("d-int8", DecodeAdmitted(decode.leg))
@@ -111,10 +111,10 @@ def test_a_handoff_goes_to_its_kind_of_kv_however_that_is_computed(bench: Bench)
     bench.lose("d-int8")
     bench.join("d-int8", Role.DECODE, incarnation=2, fingerprint=INT8)
     bench.wait(1.0)
-    assert not bench.take_all(SendDecode), "it did not begin on int8"
+    assert not bench.take_legs(Role.DECODE), "it did not begin on int8"
     bench.join("p-old", Role.PREFILL, incarnation=2, fingerprint=OLD)
     bench.wait(1.0)
-    assert bench.take(SendPrefill).worker_id == "p-old"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p-old"
 
 
 def test_groups_are_said_once_per_change(bench: Bench) -> None:

@@ -16,14 +16,7 @@ from services.core.errors import (
 )
 from services.engine.schedule.prefix import hash_prompt
 from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams
-from services.router.coordinator.actions import (
-    CancelLeg,
-    EmitStarted,
-    SendDecode,
-    SendPrefill,
-    Stage,
-    StageEnded,
-)
+from services.router.coordinator.actions import CancelLeg, EmitStarted, Stage, StageEnded
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -50,14 +43,14 @@ def bench() -> Bench:
 def test_a_request_from_arrival_to_finish(bench: Bench) -> None:
     bench.submit(num_tokens=20, max_tokens=3)
     assert bench.phase() is Phase.PREFILLING
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     assert (prefill.worker_id, prefill.output_base, prefill.token_ids) == ("p", 0, tuple(range(20)))
     assert prefill.max_tokens == 3
 
     bench.say("p", started(prefill, cached_tokens=16))
     announced = bench.take(EmitStarted)
     assert (announced.prefill_worker, announced.cached_tokens) == ("p", 16)
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     assert bench.phase() is Phase.BINDING
     assert decode.leg > prefill.leg
     assert decode.token_ids == prefill.token_ids
@@ -88,15 +81,15 @@ def test_the_stages_of_a_request(bench: Bench) -> None:
     bench.submit()
     bench.clock.advance(1.0)
     bench.load("p", blocks_active=0, blocks_free=64)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.clock.advance(0.5)
     bench.say("p", started(prefill))
     bench.clock.advance(0.25)
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say("d", DecodeRefused(decode.leg))
     bench.clock.advance(0.25)
     bench.load("d")
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say("d", DecodeAdmitted(decode.leg))
     bench.clock.advance(1.0)
     bench.say("p", tokens(prefill, 1))
@@ -201,32 +194,32 @@ def test_the_queue_is_served_by_priority_then_arrival() -> None:
         bench.submit(request_id, priority=priority)
     bench.join("d", Role.DECODE)
     bench.join("p", Role.PREFILL)
-    assert [sent.spec.request_id for sent in bench.take_all(SendDecode)] == ["high", "first", "second", "low"]
+    assert [sent.spec.request_id for sent in bench.take_legs(Role.DECODE)] == ["high", "first", "second", "low"]
 
 
 def test_a_small_request_passes_a_big_one_until_that_is_aged(bench: Bench) -> None:
     bench.load("p", blocks_active=40, blocks_free=24)
     bench.submit("big", num_tokens=800)
     bench.submit("small", num_tokens=20)
-    assert bench.take(SendPrefill).spec.request_id == "small"
+    assert bench.take_leg(Role.PREFILL).spec.request_id == "small"
     bench.wait(1.0)
     bench.submit("another", num_tokens=20)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     bench.load("p", blocks_active=0, blocks_free=64)
-    assert bench.take_all(SendPrefill)[0].spec.request_id == "big"
+    assert bench.take_legs(Role.PREFILL)[0].spec.request_id == "big"
 
 
 def test_prefill_starts_only_while_decode_room_covers_the_handoffs_in_flight(bench: Bench) -> None:
     bench.load("d", blocks_active=59, blocks_free=5, num_running=1)
     bench.submit("a", num_tokens=40)  # 3 blocks and one
     bench.submit("b", num_tokens=40)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     assert prefill.spec.request_id == "a"
     bench.say("p", started(prefill))
-    decode = bench.take(SendDecode)
-    assert not bench.take_all(SendPrefill)
+    decode = bench.take_leg(Role.DECODE)
+    assert not bench.take_legs(Role.PREFILL)
     bench.say("d", DecodeAdmitted(decode.leg))
-    assert bench.take(SendPrefill).spec.request_id == "b", "with none in flight one is let through"
+    assert bench.take_leg(Role.PREFILL).spec.request_id == "b", "with none in flight one is let through"
 
 
 # Waiting
@@ -234,7 +227,7 @@ def test_prefill_starts_only_while_decode_room_covers_the_handoffs_in_flight(ben
 
 def test_deadlines_in_the_queue_and_under_way(bench: Bench) -> None:
     bench.submit("a", deadline_s=bench.now + 1.0)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     assert prefill.remaining_s == pytest.approx(1.0)
     bench.wait(1.0)
     assert isinstance(bench.failed["a"], DeadlineExceeded)

@@ -11,7 +11,7 @@ import pytest
 
 from baton.v1 import inference_pb2
 from services.router.catalogue import Catalogue
-from services.router.coordinator.actions import SendPrefill
+from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import RequestSpec
 from services.router.health import Health
 from services.router.policy import Role
@@ -336,8 +336,8 @@ def test_every_action_is_poisoned_above() -> None:
 
     names = {kind.__name__ for kind in get_args(actions.Action)}
     of_requests = {
-        *("SendPrefill", "SendDecode", "CancelLeg"),
+        *("SendLeg", "CancelLeg"),
         *("EmitStarted", "EmitTokens", "EmitFinished", "EmitFailed", "StageEnded"),
     }
     assert names == {*of_requests, "HealthChanged", "GroupsChanged", "Defect"}
-    assert SendPrefill.__name__ in names
+    assert SendLeg.__name__ in names

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.core.errors import BatonError, Draining, LeaseInvalid, TransferFailed, WorkerIdInUse
-from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
@@ -36,10 +36,10 @@ def bench() -> Bench:
     return bench
 
 
-def finish(bench: Bench, prefill: SendPrefill) -> int:
+def finish(bench: Bench, prefill: SendLeg) -> int:
     """Runs the request to its end; how often it was placed again."""
     bench.say(prefill.worker_id, started(prefill))
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
     bench.say(prefill.worker_id, tokens(prefill, 100))
     bench.say(decode.worker_id, ImportReady(decode.leg))
@@ -50,16 +50,16 @@ def finish(bench: Bench, prefill: SendPrefill) -> int:
 
 def test_a_prompt_that_crosses_the_news_is_only_refused(bench: Bench) -> None:
     bench.submit()
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say("p1", LegFailed(prefill.leg, Draining("bye")))
     assert bench.coordinator.worker("p1").state is WorkerState.DRAINING
-    assert finish(bench, bench.take(SendPrefill)) == 0
+    assert finish(bench, bench.take_leg(Role.PREFILL)) == 0
 
 
 def test_a_handoff_that_crosses_the_news_is_only_refused(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d1", LegFailed(decode.leg, Draining("bye")))
-    again = bench.take(SendDecode)
+    again = bench.take_leg(Role.DECODE)
     assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
     bench.say("d2", DecodeAdmitted(again.leg))
     bench.say("p1", tokens(prefill, 100))
@@ -79,9 +79,9 @@ def test_an_import_that_fails_because_its_source_leaves_counts_for_nothing(
     """A decode worker may report it before the router has heard of the end of the source's session."""
     bench.submit()
     for incarnation in MANY:
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         bench.say(prefill.worker_id, started(prefill))
-        decode = bench.take(SendDecode)
+        decode = bench.take_leg(Role.DECODE)
         if known:
             bench.load(prefill.worker_id, draining=True)
         bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportFailed(decode.leg, False, error))
@@ -107,9 +107,9 @@ def test_a_dead_source_that_was_leaving_is_not_asked_for_ever(bench: Bench) -> N
         bench.wait(1.0)
         bench.load("d1")
         bench.load("d2")
-        if again := bench.take_all(SendDecode):
+        if again := bench.take_legs(Role.DECODE):
             [decode] = again
-    assert bench.take(SendPrefill).worker_id == "p2"
+    assert bench.take_leg(Role.PREFILL).worker_id == "p2"
     assert prefill.worker_id == "p1"
 
 
@@ -118,7 +118,7 @@ def test_the_loss_of_a_worker_that_leaves_counts_for_nothing(bench: Bench, asks_
     """However it goes: its last connection may break before the end of its session is read."""
     bench.submit()
     for incarnation in MANY:
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         bench.load(prefill.worker_id, draining=True)
         if asks_too_early:  # its successor is there before the end of the session is seen
             successor = replace(bench.infos[prefill.worker_id], incarnation=incarnation)
@@ -138,21 +138,21 @@ def test_an_aborted_lease_and_the_loss_of_its_source_are_one_failure() -> None:
     bench.join("d1", Role.DECODE)
     bench.submit()
     for incarnation in (2, 3):
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         bench.say("p1", started(prefill))
-        decode = bench.take(SendDecode)
+        decode = bench.take_leg(Role.DECODE)
         bench.say("d1", DecodeAdmitted(decode.leg))
         bench.say("d1", ImportFailed(decode.leg, False, LeaseInvalid("aborted")))
-        assert len(bench.take_all(SendPrefill)) == (incarnation == 2), "its last chance is not risked at once"
+        assert len(bench.take_legs(Role.PREFILL)) == (incarnation == 2), "its last chance is not risked at once"
         bench.lose("p1")
         bench.join("p1", Role.PREFILL, incarnation=incarnation)
         bench.wait(1.0)
-        if whole := bench.take_all(SendDecode):  # with no prefill worker in sight
+        if whole := bench.take_legs(Role.DECODE):  # with no prefill worker in sight
             bench.say("d1", LegFailed(whole[0].leg, Draining("bye")))
             bench.lose("d1")
             bench.join("d1", Role.DECODE, incarnation=incarnation)
     assert "r" not in bench.failed, "two failures, not four"
-    bench.take(SendPrefill)
+    bench.take_leg(Role.PREFILL)
     bench.lose("p1")
     assert "r" in bench.failed
 
@@ -160,7 +160,7 @@ def test_an_aborted_lease_and_the_loss_of_its_source_are_one_failure() -> None:
 def test_a_late_word_of_a_leg_that_was_migrated_changes_nothing(bench: Bench) -> None:
     _, decode = bench.decoding()
     assert bench.migrate("d1") == 1
-    replay = bench.take(SendPrefill)
+    replay = bench.take_leg(Role.PREFILL)
     bench.say("d1", Tokens(decode.leg, 1, (101,)))
     assert bench.output["r"] == [100]
     assert replay.token_ids[-1] == 100

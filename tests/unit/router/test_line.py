@@ -11,7 +11,7 @@ import pytest
 
 from services.core.errors import Overloaded
 from services.router.coordinator import dispatch
-from services.router.coordinator.actions import SendDecode, SendPrefill
+from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -37,14 +37,14 @@ def bench() -> Bench:
     return bench
 
 
-def serve(bench: Bench, prefill: SendPrefill) -> None:
+def serve(bench: Bench, prefill: SendLeg) -> None:
     """All of a request whose prefill was just sent."""
     bench.say("p", started(prefill), tokens(prefill, 1))
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     finish(bench, prefill, decode)
 
 
-def finish(bench: Bench, prefill: SendPrefill, decode: SendDecode) -> None:
+def finish(bench: Bench, prefill: SendLeg, decode: SendLeg) -> None:
     worker_id = decode.worker_id
     bench.say(worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
     bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
@@ -58,14 +58,14 @@ def test_what_no_ready_worker_can_hold_holds_up_nobody(bench: Bench, num_big: in
     for number in range(num_big):
         bench.submit(f"big{number}", **BIG)
     bench.wait(age_s)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     for number in range(20):
         bench.submit(f"r{number}", **SHORT)
-        serve(bench, bench.take(SendPrefill))
+        serve(bench, bench.take_leg(Role.PREFILL))
         bench.wait(0.05)
     assert len(bench.finished) == 20
     bench.join("b", Role.DECODE, num_blocks=64, incarnation=2)
-    assert [command.spec.request_id for command in bench.take_all(SendPrefill)][:1] == ["big0"]
+    assert [command.spec.request_id for command in bench.take_legs(Role.PREFILL)][:1] == ["big0"]
 
 
 def test_it_does_not_count_in_forecasts_either(bench: Bench) -> None:
@@ -77,7 +77,7 @@ def test_it_does_not_count_in_forecasts_either(bench: Bench) -> None:
     bench.submit("r", **SHORT, deadline_s=bench.now + 2.0)
     bench.wait(0.1)
     assert "r" not in bench.failed
-    assert bench.take(SendPrefill).spec.request_id == "r"
+    assert bench.take_leg(Role.PREFILL).spec.request_id == "r"
 
 
 def test_a_queue_of_a_thousand_such_costs_no_placement(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ def hold_the_line(bench: Bench) -> None:
     """A handoff is on its way to `a`: with none in flight, the head of the queue is let through in any case."""
     busy(bench, "b", free=0)
     bench.submit("other", **SHORT)
-    bench.say("p", started(bench.take(SendPrefill)))
-    assert bench.take(SendDecode).worker_id == "a"
+    bench.say("p", started(bench.take_leg(Role.PREFILL)))
+    assert bench.take_leg(Role.DECODE).worker_id == "a"
 
 
 def test_an_aged_request_claims_the_worker_it_waits_for_and_no_other(bench: Bench) -> None:
@@ -118,7 +118,7 @@ def test_an_aged_request_claims_the_worker_it_waits_for_and_no_other(bench: Benc
     bench.submit("big", **BIG)
     for number in range(16):  # they keep the line full
         bench.submit(f"x{number}", **SHORT)
-    for prefill in bench.take_all(SendPrefill):
+    for prefill in bench.take_legs(Role.PREFILL):
         assert prefill.spec.request_id != "big"
         bench.cancel(prefill.spec.request_id)
     bench.wait(1.1)
@@ -126,18 +126,18 @@ def test_an_aged_request_claims_the_worker_it_waits_for_and_no_other(bench: Benc
     for number, free in enumerate([0, 8, 16, 24, 31]):
         busy(bench, "b", free=free)
         bench.submit(f"r{number}", **SHORT)
-        for prefill in bench.take_all(SendPrefill):
+        for prefill in bench.take_legs(Role.PREFILL):
             assert prefill.spec.request_id != "big"
             bench.say("p", started(prefill), tokens(prefill, 1))
-            decode = bench.take(SendDecode)
+            decode = bench.take_leg(Role.DECODE)
             assert decode.worker_id == "a", "what becomes free on b is kept"
             finish(bench, prefill, decode)
             num_served += 1
         bench.wait(0.3)
     assert num_served >= 5
-    bench.take_all(SendPrefill)
+    bench.take_legs(Role.PREFILL)
     busy(bench, "b", free=33)
-    assert bench.take_all(SendPrefill)[0].spec.request_id == "big"
+    assert bench.take_legs(Role.PREFILL)[0].spec.request_id == "big"
 
 
 def test_it_also_claims_the_prefill_worker_once_it_could_be_taken_over(bench: Bench) -> None:
@@ -146,13 +146,13 @@ def test_it_also_claims_the_prefill_worker_once_it_could_be_taken_over(bench: Be
     busy(bench, "p", free=4)
     bench.submit("big", **BIG)
     bench.submit("young", **SHORT)
-    assert bench.take(SendPrefill).spec.request_id == "young", "it is passed while it is young"
+    assert bench.take_leg(Role.PREFILL).spec.request_id == "young", "it is passed while it is young"
     bench.cancel("young")
     bench.wait(1.1)
     bench.submit("late", **SHORT)
-    assert not bench.take_all(SendPrefill), "p is claimed: what becomes free there is the big one's"
+    assert not bench.take_legs(Role.PREFILL), "p is claimed: what becomes free there is the big one's"
     busy(bench, "p", free=33)
-    assert bench.take_all(SendPrefill)[0].spec.request_id == "big"
+    assert bench.take_legs(Role.PREFILL)[0].spec.request_id == "big"
 
 
 def test_other_prefill_workers_are_not_claimed(bench: Bench) -> None:
@@ -162,7 +162,7 @@ def test_other_prefill_workers_are_not_claimed(bench: Bench) -> None:
     bench.submit("big", **BIG)
     bench.wait(1.1)
     bench.submit("late", **SHORT)
-    assert bench.take(SendPrefill).worker_id == "q"
+    assert bench.take_leg(Role.PREFILL).worker_id == "q"
 
 
 def test_a_whole_sequence_that_waits_for_its_decode_worker_claims_it(bench: Bench) -> None:
@@ -173,10 +173,10 @@ def test_a_whole_sequence_that_waits_for_its_decode_worker_claims_it(bench: Benc
     bench.wait(1.1)
     busy(bench, "b", free=10)
     bench.submit("r", **SHORT)
-    assert bench.take(SendDecode).worker_id == "a"
+    assert bench.take_leg(Role.DECODE).worker_id == "a"
     assert bench.coordinator.phases()[Phase.QUEUED] == 1
     busy(bench, "b", free=33)
-    command = bench.take(SendDecode)
+    command = bench.take_leg(Role.DECODE)
     assert (command.worker_id, command.spec.request_id) == ("b", "big")
 
 
@@ -190,24 +190,24 @@ def test_aged_requests_claim_one_worker_each_in_order(bench: Bench) -> None:
         bench.submit(name, **BIG)
     bench.wait(1.1)
     bench.submit("r", **SHORT)
-    serve(bench, bench.take(SendPrefill))
+    serve(bench, bench.take_leg(Role.PREFILL))
     busy(bench, "c", free=40)
-    prefill = bench.take_all(SendPrefill)[0]
+    prefill = bench.take_legs(Role.PREFILL)[0]
     assert prefill.spec.request_id == "big0", "one claims b, and the one before it begins"
     bench.say("p", started(prefill))
-    assert bench.take(SendDecode).worker_id == "c"
+    assert bench.take_leg(Role.DECODE).worker_id == "c"
 
 
 def test_a_handoff_that_only_the_claimed_worker_can_take_goes_there(bench: Bench) -> None:
     """What is prefilled holds blocks that the claimant may wait for: it never waits for the claimant in turn."""
     middle = {"num_tokens": 200, "max_tokens": 20}
     bench.submit("middle", **middle)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     busy(bench, "b", free=20)
     bench.submit("big", **BIG, priority=1)
     bench.wait(1.1)
     bench.say("p", started(prefill))
-    assert bench.take(SendDecode).worker_id == "b"
+    assert bench.take_leg(Role.DECODE).worker_id == "b"
 
 
 def test_a_claimant_does_not_wait_for_a_handoff_that_waits_for_it(bench: Bench) -> None:
@@ -215,7 +215,7 @@ def test_a_claimant_does_not_wait_for_a_handoff_that_waits_for_it(bench: Bench) 
     claimant of `p` and `b` needs to begin."""
     bench.join("c", Role.DECODE, num_blocks=64)
     bench.submit("middle", num_tokens=400, max_tokens=20)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     busy(bench, "p", free=30)
     busy(bench, "b", free=0)
     busy(bench, "c", free=0)
@@ -224,26 +224,26 @@ def test_a_claimant_does_not_wait_for_a_handoff_that_waits_for_it(bench: Bench) 
     bench.say("p", started(prefill), tokens(prefill, 1))
     busy(bench, "b", free=40)
     bench.wait(0.1)
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     assert decode.worker_id == "b"
     busy(bench, "b", free=40)
     finish(bench, prefill, decode)
     busy(bench, "p", free=56)
-    assert bench.take(SendPrefill).spec.request_id == "big"
+    assert bench.take_leg(Role.PREFILL).spec.request_id == "big"
 
 
 def test_a_handoff_leaves_a_claimed_worker_alone_if_another_has_room(bench: Bench) -> None:
     """Also one from the source that the claimant waits for: then it need not wait either."""
     bench.join("c", Role.DECODE, num_blocks=64)
     bench.submit("middle", num_tokens=400, max_tokens=20)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     busy(bench, "p", free=30)
     busy(bench, "b", free=40)
     busy(bench, "c", free=28)
     bench.submit("big", **BIG, priority=1)
     bench.wait(1.1)
     bench.say("p", started(prefill), tokens(prefill, 1))
-    assert bench.take(SendDecode).worker_id == "c"
+    assert bench.take_leg(Role.DECODE).worker_id == "c"
 
 
 def test_a_refusal_does_not_outlive_the_process_that_refused(bench: Bench) -> None:
@@ -253,15 +253,15 @@ def test_a_refusal_does_not_outlive_the_process_that_refused(bench: Bench) -> No
     for _ in range(200):
         busy(bench, "a", free=8)
     bench.submit("r", **SHORT)
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say("p", started(prefill), tokens(prefill, 1))
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say("a", DecodeRefused(decode.leg))
     bench.lose("a")
     bench.join("a", Role.DECODE, num_blocks=8, incarnation=2)
     bench.wait(1.0)
     bench.load("a")
-    assert bench.take(SendDecode).worker_id == "a"
+    assert bench.take_leg(Role.DECODE).worker_id == "a"
 
 
 def test_the_queue_is_bounded_in_time_all_the_same(bench: Bench) -> None:

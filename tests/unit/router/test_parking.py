@@ -7,12 +7,7 @@ import pytest
 from services.core.errors import (
     Cancelled,
 )
-from services.router.coordinator.actions import (
-    CancelLeg,
-    EmitStarted,
-    SendDecode,
-    SendPrefill,
-)
+from services.router.coordinator.actions import CancelLeg, EmitStarted
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -42,17 +37,17 @@ def test_a_refused_handoff_is_parked_and_tried_again_on_a_newer_snapshot(bench: 
     lease_id = bytes(15) + bytes([prefill.leg])
     assert bench.coordinator.held_leases("p") == [lease_id]
     bench.load("d")
-    assert not bench.take_all(SendDecode), "too soon"
+    assert not bench.take_legs(Role.DECODE), "too soon"
     bench.wait(0.3)
-    again = bench.take(SendDecode)
+    again = bench.take_leg(Role.DECODE)
     assert again.leg > decode.leg
     assert again.handoff == decode.handoff
     assert again.age_s == pytest.approx(0.3)
     bench.say("d", DecodeRefused(again.leg))
     bench.wait(0.3)
-    assert not bench.take_all(SendDecode), "no newer snapshot"
+    assert not bench.take_legs(Role.DECODE), "no newer snapshot"
     bench.load("d")
-    assert bench.take(SendDecode).age_s == pytest.approx(0.6)
+    assert bench.take_leg(Role.DECODE).age_s == pytest.approx(0.6)
     assert bench.coordinator.held_leases("p") == [lease_id]
 
 
@@ -61,7 +56,7 @@ def test_a_refused_handoff_goes_to_another_worker_at_once(bench: Bench) -> None:
     _, decode = bench.handed_over()
     assert decode.worker_id == "d"
     bench.say("d", DecodeRefused(decode.leg))
-    assert bench.take(SendDecode).worker_id == "d2"
+    assert bench.take_leg(Role.DECODE).worker_id == "d2"
 
 
 def test_parked_handoffs_go_by_priority_then_arrival() -> None:
@@ -71,13 +66,13 @@ def test_parked_handoffs_go_by_priority_then_arrival() -> None:
     prefills = []
     for request_id, priority in (("first", 0), ("second", 0), ("high", 5)):
         bench.submit(request_id, priority=priority)
-        prefills.append(bench.take(SendPrefill))
+        prefills.append(bench.take_leg(Role.PREFILL))
     bench.load("d", blocks_active=64, blocks_free=0, num_running=1)
     for prefill in prefills:
         bench.say("p", started(prefill))
-    assert not bench.take_all(SendDecode)
+    assert not bench.take_legs(Role.DECODE)
     bench.load("d", blocks_active=0, blocks_free=64, num_running=0)
-    assert [sent.spec.request_id for sent in bench.take_all(SendDecode)] == ["high", "first", "second"]
+    assert [sent.spec.request_id for sent in bench.take_legs(Role.DECODE)] == ["high", "first", "second"]
 
 
 def test_an_aged_handoff_claims_a_worker_and_is_offered_there() -> None:
@@ -85,24 +80,24 @@ def test_an_aged_handoff_claims_a_worker_and_is_offered_there() -> None:
     bench.join("p", Role.PREFILL)
     bench.join("d", Role.DECODE)
     bench.submit("big", num_tokens=400)
-    big = bench.take(SendPrefill)
+    big = bench.take_leg(Role.PREFILL)
     bench.submit("small", num_tokens=20)
-    small = bench.take(SendPrefill)
+    small = bench.take_leg(Role.PREFILL)
     bench.load("d", blocks_active=44, blocks_free=20, num_running=1)
     bench.say("p", started(big))
-    assert not bench.take_all(SendDecode)
+    assert not bench.take_legs(Role.DECODE)
     bench.wait(1.0)
-    offered = bench.take(SendDecode)
+    offered = bench.take_leg(Role.DECODE)
     assert offered.spec.request_id == "big", "the worker learns its age"
     assert offered.age_s == pytest.approx(1.0)
     bench.say("d", DecodeRefused(offered.leg))
     bench.say("p", started(small))
-    assert not bench.take_all(SendDecode), "the younger one leaves that worker alone"
+    assert not bench.take_legs(Role.DECODE), "the younger one leaves that worker alone"
     bench.join("d2", Role.DECODE, num_blocks=10)
-    assert bench.take(SendDecode).worker_id == "d2", "a worker that can never hold the aged one is free for others"
+    assert bench.take_leg(Role.DECODE).worker_id == "d2", "a worker that can never hold the aged one is free for others"
     bench.wait(1.0)
     bench.load("d", blocks_active=0, blocks_free=64, num_running=0)
-    assert bench.take(SendDecode).spec.request_id == "big"
+    assert bench.take_leg(Role.DECODE).spec.request_id == "big"
 
 
 def test_a_mixed_source_adopts_its_own_lease_when_all_others_refuse() -> None:
@@ -112,7 +107,7 @@ def test_a_mixed_source_adopts_its_own_lease_when_all_others_refuse() -> None:
     _, decode = bench.handed_over()
     assert decode.worker_id == "d"
     bench.say("d", DecodeRefused(decode.leg))
-    adopted = bench.take(SendDecode)
+    adopted = bench.take_leg(Role.DECODE)
     assert adopted.worker_id == "m"
     assert adopted.handoff == decode.handoff
 
@@ -137,7 +132,7 @@ def test_without_a_prefill_worker_the_whole_sequence_runs_on_a_decode_worker() -
     bench = Bench()
     bench.join("d", Role.DECODE)
     bench.submit(max_tokens=2)
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     assert decode.handoff is None
     bench.say("d", DecodeAdmitted(decode.leg, cached_tokens=16))
     assert bench.take(EmitStarted).cached_tokens == 16
@@ -149,13 +144,13 @@ def test_without_a_prefill_worker_the_whole_sequence_runs_on_a_decode_worker() -
 def test_a_refused_whole_sequence_waits_without_hammering(bench: Bench) -> None:
     bench.lose("p", crashed=False)
     bench.submit()
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say("d", DecodeRefused(decode.leg))
     assert bench.phase() is Phase.QUEUED
     bench.wait(0.5)
-    assert not bench.take_all(SendDecode)
+    assert not bench.take_legs(Role.DECODE)
     bench.load("d")
-    bench.say("d", DecodeAdmitted(bench.take(SendDecode).leg))
+    bench.say("d", DecodeAdmitted(bench.take_leg(Role.DECODE).leg))
     bench.stop_string()
     assert bench.finished["r"].summary.num_retries == 0, "refusals are no retries"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import LeaseInvalid, Overloaded, TransferFailed, WorkerFailed
-from services.router.coordinator.actions import CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -40,9 +40,9 @@ def lists(bench: Bench, worker_id: str, newest_leg: int, *legs: int) -> None:
 
 def test_a_prefill_that_is_not_listed_is_placed_again(bench: Bench) -> None:
     bench.submit()
-    lost = bench.take(SendPrefill)
+    lost = bench.take_leg(Role.PREFILL)
     lists(bench, "p", lost.leg)
-    again = bench.take(SendPrefill)
+    again = bench.take_leg(Role.PREFILL)
     assert again.leg > lost.leg
     assert bench.phase() is Phase.PREFILLING
 
@@ -50,23 +50,23 @@ def test_a_prefill_that_is_not_listed_is_placed_again(bench: Bench) -> None:
 def test_what_the_worker_has_not_received_yet_is_not_judged(bench: Bench) -> None:
     """The command is still on its way."""
     bench.submit()
-    command = bench.take(SendPrefill)
+    command = bench.take_leg(Role.PREFILL)
     lists(bench, "p", command.leg - 1)
     lists(bench, "p", 0)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     lists(bench, "p", command.leg, command.leg)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     assert not bench.take_all(CancelLeg)
 
 
 @pytest.mark.parametrize("beyond", [1, 1 << 62])
 def test_who_claims_a_leg_that_was_never_sent_has_lost_none(bench: Bench, beyond: int) -> None:
     bench.submit()
-    command = bench.take(SendPrefill)
+    command = bench.take_leg(Role.PREFILL)
     for _ in range(3):
         lists(bench, "p", command.leg + beyond)
     assert bench.phase() is Phase.PREFILLING
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
 
 
 def test_a_lost_lease_leaves_a_decode_leg_that_may_have_everything(bench: Bench) -> None:
@@ -85,7 +85,7 @@ def test_a_lost_lease_of_an_unfinished_prompt_takes_its_decode_leg_along(bench: 
     prefill, decode = bench.handed_over()
     lists(bench, "p", prefill.leg)
     assert [cancel.leg for cancel in bench.take_all(CancelLeg)] == [decode.leg, prefill.leg]
-    assert bench.take(SendPrefill).leg > decode.leg
+    assert bench.take_leg(Role.PREFILL).leg > decode.leg
 
 
 def test_a_lost_decode_leg_leaves_the_lease_to_another_try(bench: Bench) -> None:
@@ -93,7 +93,7 @@ def test_a_lost_decode_leg_leaves_the_lease_to_another_try(bench: Bench) -> None
     bench.say("d", DecodeAdmitted(decode.leg))
     bench.say("p", tokens(prefill, 100))
     lists(bench, "d", decode.leg)
-    again = bench.take(SendDecode)
+    again = bench.take_leg(Role.DECODE)
     assert again.handoff is not None
     assert again.leg > decode.leg
 
@@ -103,7 +103,7 @@ def test_a_lost_sequence_is_computed_again(bench: Bench) -> None:
     bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
     bench.say("d", tokens(decode, 101, at=1))
     lists(bench, "d", decode.leg)
-    again = bench.take(SendPrefill)
+    again = bench.take_leg(Role.PREFILL)
     assert again.token_ids == (*range(20), 100, 101)
 
 
@@ -125,23 +125,23 @@ def test_an_orphaned_decode_leg_that_is_not_listed_is_given_up_at_once(bench: Be
     bench.lose("p")
     assert bench.phase() is Phase.DECODING
     lists(bench, "d", decode.leg)
-    assert bench.take(SendDecode).token_ids == (*range(20), 100), "the whole of it, there being no prefill worker"
+    assert bench.take_leg(Role.DECODE).token_ids == (*range(20), 100), "the whole of it, there being no prefill worker"
 
 
 def test_a_mixed_worker_lists_the_legs_of_both_phases_at_once() -> None:
     bench = Bench()
     bench.join("m", Role.MIXED)
     bench.submit()
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say("m", started(prefill))
-    decode = bench.take(SendDecode)
+    decode = bench.take_leg(Role.DECODE)
     bench.say("m", DecodeAdmitted(decode.leg))
     lists(bench, "m", decode.leg, prefill.leg, decode.leg)
     assert bench.phase() is Phase.DECODING
     assert not bench.take_all(CancelLeg)
     lists(bench, "m", decode.leg, prefill.leg)
     assert bench.take(CancelLeg).leg == decode.leg
-    assert bench.take(SendDecode).handoff == decode.handoff, "its lease lives"
+    assert bench.take_leg(Role.DECODE).handoff == decode.handoff, "its lease lives"
 
 
 @pytest.mark.parametrize("worker_id", ["p", "d"])
@@ -153,7 +153,7 @@ def test_what_nobody_knows_is_cancelled(bench: Bench, worker_id: str) -> None:
 def test_canaries_are_known() -> None:
     bench = Bench(health=HealthConfig(deep_checks=True))
     bench.join("d", Role.DECODE)
-    canary = bench.take(SendDecode)
+    canary = bench.take_leg(Role.DECODE)
     lists(bench, "d", canary.leg, canary.leg)
     assert not bench.take_all(CancelLeg)
     bench.say("d", DecodeAdmitted(canary.leg), tokens(canary, 1, 2, finish=FinishReason.LENGTH))
@@ -163,19 +163,19 @@ def test_canaries_are_known() -> None:
 
 def test_an_old_incarnation_lists_in_vain(bench: Bench) -> None:
     bench.submit()
-    command = bench.take(SendPrefill)
+    command = bench.take_leg(Role.PREFILL)
     bench.coordinator.live_legs("p", 77, command.leg, frozenset(), bench.now)
     bench.coordinator.live_legs("nobody", 1, command.leg, frozenset(), bench.now)
     bench._absorb()
     assert bench.phase() is Phase.PREFILLING
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
 
 
 def test_lost_three_times_is_enough(bench: Bench) -> None:
     bench.submit()
     for _ in range(3):
         bench.wait(1.1)
-        lost = bench.take(SendPrefill)
+        lost = bench.take_leg(Role.PREFILL)
         lists(bench, "p", lost.leg)
     bench.wait(1.1)
     assert isinstance(bench.failed["r"], WorkerFailed)
@@ -198,28 +198,28 @@ BUSY = {"num_running": 1, "blocks_active": 64, "num_waiting": 1, "blocks_free": 
 
 def test_a_prefill_that_a_worker_at_rest_does_not_begin(bench: Bench) -> None:
     bench.submit()
-    silent = bench.take(SendPrefill)
+    silent = bench.take_leg(Role.PREFILL)
     beat(bench, "p", 9.5, **AT_REST)
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     beat(bench, "p", 2.0, **AT_REST)
     assert bench.take(CancelLeg).leg == silent.leg
-    bench.take(SendPrefill)
+    bench.take_leg(Role.PREFILL)
 
 
 def test_a_router_that_was_stopped_has_not_listened(bench: Bench) -> None:
     """Its own clock says nothing of the worker."""
     bench.submit()
-    bench.take(SendPrefill)
+    bench.take_leg(Role.PREFILL)
     bench.wait(60.0)
     bench.wait(0.1)
     assert bench.phase() is Phase.PREFILLING
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
 
 
 def test_a_prefill_in_the_queue_of_a_busy_worker(bench: Bench) -> None:
     """It waits there as long as it might here, and its worker is not to blame."""
     bench.submit()
-    bench.take(SendPrefill)
+    bench.take_leg(Role.PREFILL)
     beat(bench, "p", 115.0, **BUSY)
     assert bench.phase() is Phase.PREFILLING
     beat(bench, "p", 6.0, **BUSY)
@@ -231,9 +231,9 @@ def test_a_prefill_in_the_queue_of_a_busy_worker(bench: Bench) -> None:
 def test_a_prompt_that_takes_long_is_given_its_time(bench: Bench) -> None:
     """46 ms a token were measured on a CPU whose bfloat16 is emulated."""
     bench.submit(num_tokens=900)
-    command = bench.take(SendPrefill)
+    command = bench.take_leg(Role.PREFILL)
     bench.say("p", started(command))
-    bench.say("d", DecodeAdmitted(bench.take(SendDecode).leg))
+    bench.say("d", DecodeAdmitted(bench.take_leg(Role.DECODE).leg))
     beat(bench, "p", 400.0, **BUSY, ms_per_prefill_token=46)
     assert "r" not in bench.failed
     beat(bench, "p", 200.0, **BUSY, ms_per_prefill_token=46)
@@ -245,7 +245,7 @@ def test_a_whole_sequence_that_is_never_begun(load: dict[str, int]) -> None:
     bench = Bench()
     bench.join("d", Role.DECODE)
     bench.submit()
-    command = bench.take_all(SendDecode)[-1]
+    command = bench.take_legs(Role.DECODE)[-1]
     beat(bench, "d", 12.0, **load)
     given_up = command.leg in [cancel.leg for cancel in bench.take_all(CancelLeg)]
     assert given_up == (load is AT_REST)
@@ -263,7 +263,7 @@ def test_tokens_that_stop_to_come(bench: Bench) -> None:
     assert bench.phase() is Phase.DECODING, "the last one was heard"
     beat(bench, "d", 1.0, **AT_REST)
     assert bench.take(CancelLeg).leg == decode.leg
-    assert bench.take(SendPrefill).token_ids[-2:] == (100, 101)
+    assert bench.take_leg(Role.PREFILL).token_ids[-2:] == (100, 101)
 
 
 def test_an_import_that_waits_for_its_source_has_time(bench: Bench) -> None:
@@ -295,7 +295,7 @@ def test_the_source_judges_a_handoff_that_was_admitted(bench: Bench) -> None:
     assert bench.phase() is Phase.DECODING, "perhaps it had everything, and its word is on the way"
     bench.wait(0.2)
     assert bench.take(CancelLeg).leg == decode.leg
-    assert bench.take(SendPrefill).token_ids == (*range(20), 100)
+    assert bench.take_leg(Role.PREFILL).token_ids == (*range(20), 100)
 
 
 @pytest.mark.parametrize("says", ["nothing", "that it failed"])
@@ -303,9 +303,9 @@ def test_a_lease_that_ends_in_a_targets_hands_counts_against_the_way_between_the
     """Where nothing can cross, the source gives the lease up before the target gives up: time after time, for ever."""
     bench.submit()
     for _ in range(CoordinatorConfig.max_crashes):
-        prefill = bench.take(SendPrefill)
+        prefill = bench.take_leg(Role.PREFILL)
         bench.say("p", started(prefill))
-        decode = bench.take(SendDecode)
+        decode = bench.take_leg(Role.DECODE)
         bench.say("d", DecodeAdmitted(decode.leg))
         bench.say("p", tokens(prefill, 100))
         bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
@@ -329,7 +329,7 @@ def three() -> Bench:
     return bench
 
 
-def handed_over_to_d(bench: Bench) -> tuple[SendPrefill, SendDecode]:
+def handed_over_to_d(bench: Bench) -> tuple[SendLeg, SendLeg]:
     """Whichever is asked is called "d" below; both are alike."""
     prefill, decode = bench.handed_over()
     bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
@@ -341,7 +341,7 @@ def test_whoever_is_asked_next_is_not_blamed_for_a_lease_that_another_let_end(th
     """The first has failed, and its report and the end of the lease come together: the second was never tried."""
     prefill, first = handed_over_to_d(three)
     three.say(first.worker_id, ImportFailed(first.leg, True, TransferFailed("stalled")))
-    second = three.take(SendDecode)
+    second = three.take_leg(Role.DECODE)
     assert second.worker_id != first.worker_id
     three.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
     three.say(second.worker_id, ImportFailed(second.leg, False, LeaseInvalid("expired")))
@@ -384,7 +384,7 @@ def test_a_lease_of_a_source_that_leaves_counts_against_nobody(bench: Bench) -> 
     bench.wait(2.1)
     (pair,) = bench.coordinator.worker("d").sources.all()
     assert pair.health.state is Health.UP
-    assert bench.take(SendDecode).handoff is None, "the decode worker computes it whole"
+    assert bench.take_leg(Role.DECODE).handoff is None, "the decode worker computes it whole"
 
 
 def test_a_lease_whose_import_failed_is_held_again(bench: Bench) -> None:
@@ -398,7 +398,7 @@ def test_a_lease_whose_import_failed_is_held_again(bench: Bench) -> None:
 def test_a_worker_that_was_busy_until_now_has_time_to_begin(bench: Bench) -> None:
     """It counts since when the worker rests, not how long the leg has waited for that."""
     bench.submit()
-    command = bench.take(SendPrefill)
+    command = bench.take_leg(Role.PREFILL)
     for _ in range(20):
         bench.wait(1.0)
         bench.load("p", blocks_active=60, blocks_free=4, num_running=1)
@@ -406,7 +406,7 @@ def test_a_worker_that_was_busy_until_now_has_time_to_begin(bench: Bench) -> Non
     bench.wait(0.1)
     assert not bench.take_all(CancelLeg)
     bench.say("p", started(command))
-    assert bench.take(SendDecode)
+    assert bench.take_leg(Role.DECODE)
 
 
 def test_an_orphan_has_no_more_time_because_the_router_once_was_stopped(bench: Bench) -> None:

@@ -22,8 +22,7 @@ from services.router.coordinator.actions import (
     EmitFinished,
     EmitStarted,
     EmitTokens,
-    SendDecode,
-    SendPrefill,
+    SendLeg,
     StageEnded,
 )
 from services.router.coordinator.config import CoordinatorConfig
@@ -307,7 +306,7 @@ class ClusterLife(RuleBasedStateMachine):
             self.coordinator.place(self.now)
         for action in self.coordinator.take_actions():
             match action:
-                case SendPrefill() | SendDecode() | CancelLeg():
+                case SendLeg() | CancelLeg():
                     worker = self.workers[action.worker_id]
                     if worker.connected and worker.info.incarnation == action.incarnation:
                         worker.inbox.append(action)
@@ -339,7 +338,7 @@ class ClusterLife(RuleBasedStateMachine):
         assert finish is not None
         assert (finish.reason, finish.stop_token_id) == (action.reason, action.stop_token_id)
 
-    def source_of(self, command: SendDecode) -> FakeWorker | None:
+    def source_of(self, command: SendLeg) -> FakeWorker | None:
         """The lease's owner, if it can be reached."""
         assert command.handoff is not None
         return self.workers[str(command.handoff.source)]

@@ -6,12 +6,11 @@ import random
 
 import pytest
 
-from services.router.coordinator.actions import SendDecode, SendPrefill
 from services.router.coordinator.book import Alarms
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
 from services.router.policy import Cluster, Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over
-from tests.support.router_bench import Bench, started
+from tests.support.router_bench import Bench, is_leg, started
 
 
 @pytest.fixture
@@ -27,16 +26,16 @@ def test_inputs_place_nothing_and_one_pass_places_all(bench: Bench) -> None:
     for number in range(3):
         coordinator.submit(RequestSpec(f"r{number}", tuple(range(20)), 8), bench.now)
     assert coordinator.placement_is_due
-    assert not [action for action in coordinator.take_actions() if isinstance(action, SendPrefill)]
+    assert not [action for action in coordinator.take_actions() if is_leg(action, Role.PREFILL)]
     coordinator.place(bench.now)
     assert not coordinator.placement_is_due
-    assert len([action for action in coordinator.take_actions() if isinstance(action, SendPrefill)]) == 3
+    assert len([action for action in coordinator.take_actions() if is_leg(action, Role.PREFILL)]) == 3
 
 
 def test_a_snapshot_that_shows_no_more_room_is_no_reason_to_place(bench: Bench) -> None:
     bench.load("p", blocks_free=0, blocks_active=64)
     bench.submit()
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     coordinator, busy = bench.coordinator, bench.loads["p"]
     for number, (free, running, due) in enumerate([(0, 0, False), (0, 4, False), (1, 4, True), (0, 4, False)]):
         load = Load(busy.sequence_number + 1 + number, blocks_active=64 - free, blocks_free=free, num_running=running)
@@ -52,19 +51,19 @@ def test_a_refused_handoff_is_tried_again_by_any_newer_snapshot(bench: Bench) ->
     bench.say("d", DecodeRefused(decode.leg))
     bench.clock.advance(0.05)
     bench.load("d")
-    again = bench.take(SendDecode)
+    again = bench.take_leg(Role.DECODE)
     assert again.leg > decode.leg
 
 
 def test_an_admission_makes_room_among_the_handoffs_in_flight(bench: Bench) -> None:
     bench.load("d", blocks_free=3, blocks_active=61, num_running=1)
     bench.submit("first", num_tokens=20)
-    first = bench.take(SendPrefill)
+    first = bench.take_leg(Role.PREFILL)
     bench.submit("second", num_tokens=20)
-    assert not bench.take_all(SendPrefill), "room for one only"
+    assert not bench.take_legs(Role.PREFILL), "room for one only"
     bench.say("p", started(first))
-    bench.say("d", DecodeAdmitted(bench.take(SendDecode).leg))
-    assert bench.take(SendPrefill).spec.request_id == "second"
+    bench.say("d", DecodeAdmitted(bench.take_leg(Role.DECODE).leg))
+    assert bench.take_leg(Role.PREFILL).spec.request_id == "second"
 
 
 def test_what_fits_whom_is_found_once_and_is_what_it_would_be_each_time() -> None:

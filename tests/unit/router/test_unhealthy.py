@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.core.errors import StepFailed
-from services.router.coordinator.actions import CancelLeg, SendDecode, SendPrefill
+from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import LegFailed
 from services.router.health import Health
 from services.router.policy import Role
@@ -30,7 +30,7 @@ def test_a_stuck_step_is_noticed_although_heartbeats_come() -> None:
     assert not bench.coordinator.worker("d").legs
     assert not bench.coordinator.ready
     bench.join("e", Role.DECODE)
-    assert bench.take_all(SendPrefill), "it is computed again"
+    assert bench.take_legs(Role.PREFILL), "it is computed again"
     bench.load("d", current_step_ms=40_000)
     bench.wait(0.9)
     assert health(bench, "d") is Health.DOWN, "as long as it is stuck"
@@ -46,7 +46,7 @@ def test_three_stuck_workers_are_enough_for_a_request() -> None:
     bench.submit()
     for _ in range(3):
         assert not bench.failed
-        bench.load(bench.take(SendPrefill).worker_id, current_step_ms=99_000)
+        bench.load(bench.take_leg(Role.PREFILL).worker_id, current_step_ms=99_000)
     assert bench.failed["r"].reason == "WORKER_FAILED"
 
 
@@ -60,14 +60,14 @@ def test_without_deep_checks_one_request_is_the_probe() -> None:
     bench.load("m", current_step_ms=0)
     bench.submit("a")
     bench.submit("b")
-    assert not bench.take_all(SendPrefill)
+    assert not bench.take_legs(Role.PREFILL)
     bench.wait(1.0)
-    probe = bench.take(SendPrefill)
+    probe = bench.take_leg(Role.PREFILL)
     assert probe.spec.request_id == "a"
     bench.say("m", started(probe), tokens(probe, 1))
-    bench.say("m", tokens(bench.take(SendDecode), 1, 2))
+    bench.say("m", tokens(bench.take_leg(Role.DECODE), 1, 2))
     assert health(bench, "m") is Health.RISING
-    assert bench.take(SendPrefill).spec.request_id == "b"
+    assert bench.take_leg(Role.PREFILL).spec.request_id == "b"
 
 
 def test_three_failures_in_a_row_take_a_worker_down() -> None:
@@ -76,7 +76,7 @@ def test_three_failures_in_a_row_take_a_worker_down() -> None:
     for number in range(3):
         bench.submit(f"r{number}")
         bench.wait(0.2)
-        bench.say("m", LegFailed(bench.take_all(SendPrefill)[-1].leg, StepFailed("x")))
+        bench.say("m", LegFailed(bench.take_legs(Role.PREFILL)[-1].leg, StepFailed("x")))
         bench.cancel(f"r{number}")
     assert health(bench, "m") is Health.DOWN
 
@@ -91,7 +91,7 @@ def test_a_session_that_breaks_is_a_failure_even_without_requests() -> None:
     assert health(bench, "m") is Health.SUSPECT
     bench.join("m", Role.MIXED)
     bench.submit()
-    assert bench.take(SendPrefill).worker_id == "m", "it is used all the same"
+    assert bench.take_leg(Role.PREFILL).worker_id == "m", "it is used all the same"
 
 
 def test_tokens_are_successes() -> None:
@@ -100,8 +100,8 @@ def test_tokens_are_successes() -> None:
     bench.lose("m")
     bench.join("m", Role.MIXED)
     bench.submit()
-    prefill = bench.take(SendPrefill)
+    prefill = bench.take_leg(Role.PREFILL)
     bench.say("m", started(prefill), tokens(prefill, 1))
     assert health(bench, "m") is Health.SUSPECT
-    bench.say("m", tokens(bench.take(SendDecode), 1))
+    bench.say("m", tokens(bench.take_leg(Role.DECODE), 1))
     assert health(bench, "m") is Health.UP
