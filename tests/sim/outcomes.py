@@ -77,7 +77,7 @@ def _check_refusal(world: World, cluster: Cluster, request: SimRequest) -> None:
 def _check_in_time(world: World, cluster: Cluster, request: SimRequest) -> None:
     """What was served was served soon, if someone could all along: others' faults cost it their detection only."""
     assert request.ended_s is not None
-    if not able(cluster, request, 0.0, request.ended_s):
+    if copies_may_stall(cluster) or not able(cluster, request, 0.0, request.ended_s):
         return
     took_s = request.ended_s - max(request.arrival_s, _JOINED_S)
     limit_s = recovery_s(cluster)
