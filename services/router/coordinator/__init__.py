@@ -1,4 +1,4 @@
-"""Coordination of requests and workers, without I/O. Pure, every module of it."""
+"""Coordinates requests and workers without I/O. Every module here is pure."""
 
 from services.router.coordinator.coordinator import Coordinator
 
