@@ -441,7 +441,7 @@ Key = TypeVar("Key", int, str)
 
 class Alarms(Generic[Key]):
     def __init__(self, live: Container[Key]) -> None:
-        """`live` holds the keys that still exist. Alarms of other keys are dropped before most alarms are such."""
+        """`live` holds the keys that still exist. Alarms of other keys are dropped before they outnumber the rest."""
         self._live: Container[Key] = live
         self._heap: list[tuple[float, Key]] = []
         self._most = 0

@@ -138,7 +138,7 @@ class Canaries:
         self.checking = False
         """Whether a worker or a pair that is there has not been checked yet, and soon will be."""
 
-    # When
+    # Sending
 
     def run(self, now: float) -> None:
         """Gives up canaries that take too long, and sends those that are due. To be called a few times a second."""
@@ -204,7 +204,7 @@ class Canaries:
         self._legs[leg] = canary
         return leg
 
-    # What workers say
+    # Events of workers
 
     def event(self, worker: Worker, event: LegEvent, now: float) -> bool:
         """Handles an event of a canary's leg. Returns False if the event is not about a canary."""
@@ -265,7 +265,7 @@ class Canaries:
         if (canary := self._legs.get(leg)) is not None:
             self._end(canary)
 
-    # What it means
+    # Judging
 
     def _passed(self, canary: Canary, now: float, timings: types_pb2.PhaseTimings | None = None) -> None:
         """Ends a canary whose answer is complete, and judges the workers and the pair by that answer."""

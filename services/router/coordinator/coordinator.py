@@ -103,7 +103,7 @@ class Coordinator:
 
     def _raise_if_stopping(self) -> None:
         if self._stopping is not None:
-            raise self._stopping.with_traceback(None)  # one and the same error must not gather frames
+            raise self._stopping.with_traceback(None)  # it is raised again and again, and must not collect frames
 
     # Workers
 

@@ -89,7 +89,7 @@ def margin_of(fingerprint: Fingerprint) -> float:
 class _Answer:
     said: Said
     number: int
-    """Earlier ones have lower numbers."""
+    """The answer's place in the order in which answers were first given, from 1."""
 
 
 @dataclass(slots=True)

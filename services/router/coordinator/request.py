@@ -184,7 +184,7 @@ class Request:
     placing_since_s: float | None = None
     """Since when the current handoff has been looking for a decode worker."""
     tokens_in_flight: int = 0
-    """The prompt tokens with which it counts among the handoffs in flight; 0 if it does not."""
+    """The number of tokens with which it counts among the handoffs in flight; 0 if it does not."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     story: Story = field(default_factory=Story)
 

@@ -139,7 +139,8 @@ def _silent_too_long(
 ) -> Overloaded | ProtocolViolation | None:
     worker, config = book.workers.get(leg.worker.worker_id), book.config
     if worker.load_s is not None and worker.at_rest_since_s is not None:
-        # By what the worker has said, not by this router's clock: a router that was stopped has not listened.
+        # The silence is measured to the worker's newest snapshot, not to the present: a router that was stopped has not
+        # read what the worker sent meanwhile.
         silent_s = worker.spoke_s - max(leg.heard_s, worker.at_rest_since_s)
         if silent_s >= config.answer_timeout_s:
             return ProtocolViolation(
