@@ -1,4 +1,4 @@
-"""Coordinates requests and workers without I/O. Every module here is pure."""
+"""Coordinates requests and workers without I/O. Pure in every module."""
 
 from services.router.coordinator.coordinator import Coordinator
 
