@@ -1,8 +1,9 @@
-"""Whether a decode worker takes a handoff now. Pure.
+"""Decides whether a decode worker admits a handoff now. Pure.
 
-A worker admits or refuses at once: a queue here would be hidden from the router, which may know a better
-place. Refusals carry the handoff's age: after refusing an aged one the worker refuses younger ones too, until the aged
-one fits or has not been retried for a while, so that a long prompt is not starved by short ones.
+Owns: the rule, and the memory of the oldest handoff that was refused. Never: the blocks, or what is done with a
+refusal. A worker admits or refuses at once: a queue here would be hidden from the router, which may know a better
+place. A command carries the handoff's age. After the worker has refused an aged handoff, it refuses younger ones too,
+until the aged one fits or has not been offered again for a while, so that short prompts do not starve a long one.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from services.engine.worker_engine import EngineRoom
 class Refusal:
     needed_blocks: int
     missing_blocks: int
-    """How many more blocks must become available; 0 when something else stands in the way."""
+    """How many more blocks must become available; 0 if there is another reason."""
     reason: str
 
 
 class AdmissionPolicy:
-    """Remembers the oldest handoff it had to refuse."""
+    """Admits or refuses handoffs, and remembers the oldest aged one that it refused."""
 
     def __init__(self, *, watermark: float = 0.05, aged_after_s: float = 1.0, forget_after_s: float = 2.0) -> None:
-        """`watermark`: share of the pool kept for the growth of running sequences; an idle worker ignores it."""
+        """`watermark` is the share of the pool kept for the growth of running sequences; an idle worker ignores it.
+
+        A handoff is aged after `aged_after_s`, and forgotten if it is not offered again for `forget_after_s`.
+        """
         self._watermark = watermark
         self._aged_after_s = aged_after_s
         self._forget_after_s = forget_after_s
@@ -35,8 +39,11 @@ class AdmissionPolicy:
     def decide(
         self, key: bytes, needed_blocks: int, age_s: float, room: EngineRoom, num_importing: int, now: float
     ) -> Refusal | None:
-        """Returns None to admit. `key` names the handoff over its attempts (its lease id). `num_importing`: handoffs
-        that were admitted and have not reached the engine yet."""
+        """Returns None to admit the handoff, or the refusal.
+
+        `key` names the handoff over all its attempts (its lease id), and `age_s` is how long it has waited.
+        `num_importing` counts handoffs that were admitted and have not reached the engine yet.
+        """
         refusal = self._refusal(key, needed_blocks, now - age_s, room, num_importing, now)
         if refusal is None:
             if key == self._aged_key:
@@ -61,7 +68,7 @@ class AdmissionPolicy:
         return Refusal(needed, missing, "not enough blocks") if missing > 0 else None
 
     def _oldest(self, key: bytes, born_s: float, now: float) -> bool:
-        """No older aged handoff is still being retried here."""
+        """Returns whether no older aged handoff is still being offered here."""
         if self._aged_key is None or now - self._aged_seen_s > self._forget_after_s:
             return True
         return key == self._aged_key or born_s <= self._aged_born_s

@@ -1,6 +1,6 @@
-"""How a handoff's KV comes in: reserve or refuse at once, then pull the blocks, or adopt a lease of this very worker.
+"""Takes a handoff's KV in: reserves blocks or refuses at once, then fetches them, or adopts this worker's own lease.
 
-Owns: the references of blocks between the pool and the sequence that will use them. Never: the session, or the sequence
+Owns: the references to blocks between the pool and the sequence that will use them. Never: the session, or the sequence
 once its blocks are complete.
 """
 
@@ -25,21 +25,21 @@ from services.worker.host import WorkerHost
 
 @dataclass(slots=True)
 class Held:
-    """The blocks of one handoff, from `reserve` or `adopt` until they are passed to `enter` or `give_up`."""
+    """Keeps the blocks of one handoff, from `reserve` or `adopt` until they are passed to `enter` or `give_up`."""
 
     prefix: list[int]
-    """Found in the cache; SEQUENCE references are held."""
+    """The blocks found in the prefix cache; SEQUENCE references to them are held."""
     block_ids: tuple[int, ...]
-    """What follows the prefix; references of kind `holder` are held."""
+    """The blocks after the prefix; references of kind `holder` to them are held."""
     holder: Holder
     import_: Import | None = None
-    """Its table keeps the references to `block_ids` until it is READY or FREED."""
+    """The import, whose table keeps the references to `block_ids` until it is READY or FREED; None after `adopt`."""
     over: bool = False
-    """Nothing is held any more."""
+    """Whether the blocks were passed on, so that nothing is held any more."""
 
 
 class Refused(BatonError):
-    """No room now."""
+    """Says that there is no room for the handoff now."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.reason)
@@ -57,14 +57,17 @@ class ImportIntake:
         return handoff.source.incarnation == self._host.incarnation
 
     def reserve(self, command: worker_pb2.DecodeCommand, sequence: Sequence, owner: Hashable) -> Held:
-        """Takes the blocks, or raises Refused or LayoutMismatch. Never waits."""
+        """Reserves the blocks of a handoff and adds its import. It never waits.
+
+        Raises Refused if there is no room, and LayoutMismatch if the source's layout is another.
+        """
         mismatch = self._host.layout.mismatch(layout_from_proto(command.handoff.source.layout))
         if mismatch is not None:
             raise LayoutMismatch(mismatch)
         host, age_s = self._host, min(max(0.0, command.age_ms / 1000), DAY_S)
 
         def check(num_fresh: int, room: EngineRoom) -> None:
-            # A block more than it brings: the token after token 0 must find a place.
+            # One block more than the handoff brings, since the token after token 0 needs a slot.
             refusal = self._policy.decide(
                 command.handoff.lease_id, num_fresh + 1, age_s, room, len(host.imports), host.awake.now()
             )
@@ -81,7 +84,10 @@ class ImportIntake:
         return held
 
     async def fetch(self, command: worker_pb2.DecodeCommand, held: Held) -> FetchOutcome:
-        """Pulls the blocks; whatever comes of it, they are the caller's to give up or to let enter."""
+        """Fetches the blocks. Whether it returns or raises, the caller then calls `enter` or `give_up`.
+
+        Raises what `BlockFetcher.fetch` does, and ProtocolViolation if the seal contradicts the command.
+        """
         assert held.import_ is not None, "nothing to copy into"
         outcome = await self._host.fetcher.fetch(
             FetchOrder(
@@ -94,12 +100,12 @@ class ImportIntake:
                 checksums=self._host.config.checksums,
             )
         )
-        if outcome.ready and (nonsense := self._nonsense(command, outcome)) is not None:
+        if outcome.ready and (nonsense := self._contradiction(command, outcome)) is not None:
             raise ProtocolViolation(nonsense)
         return outcome
 
     def give_up(self, held: Held) -> None:
-        """Frees the prefix now, and an import when no copy can still write it. No effect on what has entered."""
+        """Frees the prefix now, and the import once no copy can still write it. Without effect after `enter`."""
         if held.over:
             return
         held.over = True
@@ -110,10 +116,10 @@ class ImportIntake:
         self._host.release_blocks(held.prefix, Holder.SEQUENCE)
 
     async def adopt(self, command: worker_pb2.DecodeCommand) -> tuple[types_pb2.SequenceTokens, Held | None]:
-        """Takes this worker's own lease over in place, once it is sealed: references change hands, nothing moves.
+        """Waits until this worker's own lease is sealed, and takes its blocks over in place, without a copy.
 
-        Returns token 0, and the blocks unless that token ended the sequence. Raises LeaseInvalid when the lease ends
-        first.
+        Returns token 0, and the blocks unless that token ended the sequence. Raises LeaseInvalid if the lease ends
+        first, and ProtocolViolation if it has another number of tokens than the command.
         """
         leases, awake = self._host.leases, self._host.awake
         lease = leases.get(command.handoff.lease_id)
@@ -136,8 +142,10 @@ class ImportIntake:
         return first_token, Held([], lease.block_ids, Holder.LEASE)
 
     def enter(self, sequence: Sequence, first_token: types_pb2.SequenceTokens, held: Held) -> None:
-        """The sequence joins the batch with its blocks, all of them valid, and token 0. When it raises, they are still
-        the caller's."""
+        """Passes the sequence to the engine with token 0 and its blocks, all of them valid.
+
+        If it raises, the caller still has the blocks.
+        """
         sequence.block_ids = [*held.prefix, *held.block_ids]
         sequence.num_cached = len(held.prefix) * self._host.engine.info.block_size
         sequence.num_computed = len(sequence.token_ids)
@@ -145,8 +153,11 @@ class ImportIntake:
         self._host.engine.adopt(sequence, held.block_ids, held.holder)
         held.over = True
 
-    def _nonsense(self, command: worker_pb2.DecodeCommand, outcome: FetchOutcome) -> str | None:
-        """What is wrong with a source's seal; such a token or length would fail a step, and others with it."""
+    def _contradiction(self, command: worker_pb2.DecodeCommand, outcome: FetchOutcome) -> str | None:
+        """Returns what is wrong with a source's seal, or None if nothing is.
+
+        A wrong token or length would fail a step, and with it other sequences.
+        """
         if outcome.num_tokens != len(command.token_ids):
             return f"the lease is of {outcome.num_tokens} tokens, not of {len(command.token_ids)}"
         token_ids = outcome.first_token.token_ids

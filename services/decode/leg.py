@@ -1,6 +1,6 @@
 """Carries out DecodeCommands, each from its arrival to its last token.
 
-Owns: the leg's place in the session, in the hub and in the engine. Never: how KV comes in (`intake`).
+Owns: the leg's place in the session, in the hub and in the engine. Never: how KV is taken in (`intake`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecodePhase:
 
 
 class DecodeLeg:
-    """Registered in `session.legs` from `start` until `_close`."""
+    """A decode leg is registered in `session.legs` from `start` until `_close`."""
 
     def __init__(
         self, host: WorkerHost, intake: ImportIntake, session: RouterSession, command: worker_pb2.DecodeCommand
@@ -47,7 +47,7 @@ class DecodeLeg:
         self._sequence = host.new_sequence(command, Mode.GENERATE)
         self._record = DecodeRecord(host, command)
         self._held: Held | None = None
-        """Blocks that are not the sequence's yet."""
+        """The blocks that the sequence does not have yet."""
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._over = False
@@ -57,8 +57,11 @@ class DecodeLeg:
         return self._command.leg
 
     def start(self) -> None:
-        """Queues a command without handoff in the engine. A handoff is admitted or refused as soon as its tokens are
-        hashed."""
+        """Starts the leg: without a handoff the engine queues the sequence, else the handoff's KV is taken in.
+
+        A handoff from another worker is admitted or refused as soon as its tokens are hashed; one of this worker's own
+        is admitted at once.
+        """
         self._session.legs[self.number] = self
         if self._command.HasField("remaining_ms"):
             self._deadline = self._host.call_later(self._command.remaining_ms / 1000, self._deadline_passed)
@@ -72,12 +75,12 @@ class DecodeLeg:
             self._run(self._import, f"import leg {self.number}")
 
     def cancel(self) -> None:
-        """A running sequence leaves with the step in flight; an import's blocks follow their last copy."""
+        """Gives the leg up: its sequence leaves after the step in flight, an import's blocks after their last copy."""
         if self._over:
             return
         self._over = True
         if self._task is not None:
-            self._task.cancel()  # the leg closes when nothing of it is left
+            self._task.cancel()  # the leg closes when its task has ended
         else:
             self._host.engine.abort(self._sequence.seq_id)
             self._close()
@@ -106,8 +109,10 @@ class DecodeLeg:
         self._task.add_done_callback(lambda _: self._task_over())
 
     async def _telling(self, work: Callable[[], Awaitable[None]]) -> None:
-        """What raises here is no failed import, which another worker could repeat, but a defect of this one. Whatever
-        it is, the router must hear of it."""
+        """Runs the work, and reports to the router any exception that the work does not handle itself.
+
+        Such an exception is no failed import, which another worker could repeat, but a defect of this one.
+        """
         try:
             await work()
         except Exception as error:
@@ -115,17 +120,20 @@ class DecodeLeg:
             self._fail(unforeseen(error))
 
     def _task_over(self) -> None:
-        """Also when it was cancelled before it ever ran."""
-        if self._task is not None:  # the sequence did not reach the engine
+        """Closes the leg if its task has ended and the sequence did not reach the engine.
+
+        This holds for a task that was cancelled before it ran, too.
+        """
+        if self._task is not None:
             self._task = None
             self._close()
 
     async def _fetch(self, held: Held) -> None:
         try:
-            # Transfers do not know whose they are; their log lines do.
+            # A transfer does not know its request; its log lines get the ids here.
             with log_ids(self._command.request_id, self._command.traceparent):
                 outcome = await self._intake.fetch(self._command, held)
-        except Exception as error:  # whatever went wrong, the router must hear of it
+        except Exception as error:  # whatever went wrong, the router must learn of it
             self._import_failed(error)
             return
         self._record.transferred(outcome)
@@ -143,8 +151,11 @@ class DecodeLeg:
         self._take_over(first_token, self._held)
 
     def _take_over(self, first_token: types_pb2.SequenceTokens, held: Held | None) -> None:
-        """The KV is here and valid: token 0 is repeated to the router, and the sequence joins the batch."""
-        if self._over:  # cancelled in the very moment the release was answered
+        """Reports valid KV and repeats token 0 to the router, and lets the sequence join the batch.
+
+        `held` has its blocks; None if token 0 ended the sequence.
+        """
+        if self._over:  # the leg was cancelled just when the Release was answered
             return
         self._emit(worker_pb2.LegEvent(ready=worker_pb2.ImportReady(leg=self.number)))
         tokens = types_pb2.SequenceTokens()

@@ -1,6 +1,6 @@
-"""When things happened to a decode leg: feeds its spans and the timings in its last message.
+"""Keeps the times of a decode leg's events, for its spans and for the timings in its last message.
 
-Never: decides anything.
+Owns: those times, and the counts of transfers that metrics show. Never: decides anything.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from services.worker.host import WorkerHost
 
 
 class DecodeRecord:
-    """`admitted` … `token` as they happen; `close` once, which writes the spans."""
+    """Keeps the record of one decode leg.
+
+    `admitted`, `transferred`, `adopted`, `token` and `preempted` are called as these happen, and `close`, which writes
+    the spans, once at the end.
+    """
 
     def __init__(self, host: WorkerHost, command: worker_pb2.DecodeCommand) -> None:
         self._host = host
         self._command = command
         self._arrival_s = host.clock.now()
-        self._admitted_s: float | None = None  # prefill here
-        self._ready_s: float | None = None  # KV taken over
+        self._admitted_s: float | None = None  # when the engine admitted the sequence, if it prefills here
+        self._ready_s: float | None = None  # when the KV was taken over, if it was
         self._first_step_s = 0.0
         self._first_step_ended_s = 0.0
         self._last_token_s = 0.0
@@ -65,7 +69,7 @@ class DecodeRecord:
         self._preempted_s.append(now)
 
     def timings(self) -> types_pb2.PhaseTimings:
-        """What is known now; milliseconds."""
+        """Returns the timings known so far, in milliseconds."""
         if self._num_steps:
             if self._ready_s is not None:
                 self._timings.decode_wait_ms = (self._first_step_s - self._ready_s) * 1000
@@ -100,7 +104,8 @@ class DecodeRecord:
 
     @property
     def _run_start_s(self) -> float:
-        """With prefill here, what follows its first token; else from the first step on."""
+        """Returns when the decode run began: after the first token if the prompt was computed here, else at the first
+        step."""
         return self._first_step_s if self._ready_s is not None else self._first_step_ended_s
 
     def _transfer(
@@ -148,5 +153,5 @@ class DecodeRecord:
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:
-    """Nearest rank."""
+    """Returns the quantile by nearest rank; None if there are no values."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

@@ -1,7 +1,7 @@
-"""All imports of one worker: the destination's side of the handoff.
+"""Keeps all imports of one worker: the destination's side of the handoff. Pure; for one thread.
 
 Owns: the import's states, and the rule of reuse: blocks are freed only when no copy can still write them. Never: the
-references behind an import, which `on_freed` makes the owner drop, exactly once; nor I/O. Pure; one thread.
+references behind an import, which the caller drops when `on_freed` is called, exactly once; nor I/O.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class ImportState(enum.Enum):
     COPYING = "copying"
     """The fetch is open: copies may be writing."""
     VALIDATING = "validating"
-    """Everything was copied; the owner of the lease is asked whether it still held."""
+    """Everything was copied; the source is asked, by a Release, whether the lease still held."""
     READY = "ready"
-    """It did. The blocks' references pass to the sequence."""
+    """The Release was valid. The blocks' references pass to the sequence."""
     DRAINING = "draining"
-    """Given up; a copy may still be writing."""
+    """The import was given up; a copy may still be writing."""
     FREED = "freed"
 
 
@@ -39,10 +39,10 @@ _NEXT: dict[ImportState, frozenset[ImportState]] = {
 
 @dataclass(slots=True, eq=False)
 class Import:
-    """Blocks set aside for one handoff, until a sequence has them or they are free again."""
+    """Keeps the blocks set aside for one handoff, until a sequence has them or they are free again."""
 
     owner: Hashable
-    """The session it belongs to and ends with."""
+    """The session that the import belongs to and ends with."""
     block_ids: tuple[int, ...]
     state: ImportState = ImportState.RESERVED
     entered_s: dict[ImportState, float] = field(default_factory=dict)
@@ -61,14 +61,18 @@ class Import:
 
 
 class ImportTable:
-    """Every method but `drain` raises Cancelled once the import was given up: whoever was working on it stops."""
+    """Keeps a worker's imports and moves them from state to state.
+
+    `begin`, `copy_started`, `validate` and `ready` raise Cancelled if the import was given up, so that the work on it
+    stops. `on_freed(import)` is called once when an import is FREED.
+    """
 
     def __init__(self, *, on_freed: Callable[[Import], None]) -> None:
         self._on_freed = on_freed
         self._imports: dict[Import, None] = {}
 
     def __len__(self) -> int:
-        """Imports that are neither READY nor FREED."""
+        """Returns the number of imports that are neither READY nor FREED."""
         return len(self._imports)
 
     def __iter__(self) -> Iterator[Import]:
@@ -78,44 +82,47 @@ class ImportTable:
         return [import_ for import_ in self if import_.owner == owner]
 
     def reserve(self, *, owner: Hashable, block_ids: Sequence[int], now: float) -> Import:
-        """Takes over one reference to each block."""
+        """Adds an import, which takes over one reference to each block."""
         import_ = Import(owner, tuple(block_ids))
         import_.entered_s[ImportState.RESERVED] = now
         self._imports[import_] = None
         return import_
 
     def begin(self, import_: Import, now: float) -> None:
-        """The fetch opens: RESERVED to COPYING."""
+        """Notes that the fetch opens: RESERVED to COPYING."""
         self._require_live(import_)
         import_.advance(ImportState.COPYING, now)
 
     def copy_started(self, import_: Import) -> None:
-        """A copy is about to be able to write the blocks."""
+        """Counts a copy that can write the blocks from now on."""
         self._require_live(import_)
         assert import_.state is ImportState.COPYING, f"copy while {import_.state.name}"
         import_.num_copies += 1
 
     def copy_ended(self, import_: Import, now: float) -> None:
-        """It cannot any more, whatever became of it."""
+        """Notes that a copy can write the blocks no more, whether it succeeded or not."""
         assert import_.num_copies > 0, "a copy ended twice"
         import_.num_copies -= 1
         if import_.state is ImportState.DRAINING:
             self._free_if_quiet(import_, now)
 
     def validate(self, import_: Import, now: float) -> None:
-        """Everything was copied: COPYING to VALIDATING."""
+        """Notes that everything was copied: COPYING to VALIDATING."""
         self._require_live(import_)
         assert import_.num_copies == 0, "validated under a copy"
         import_.advance(ImportState.VALIDATING, now)
 
     def ready(self, import_: Import, now: float) -> None:
-        """The Release was valid: VALIDATING to READY, and the caller owns the references."""
+        """Notes that the Release was valid: VALIDATING to READY. The references pass to the caller."""
         self._require_live(import_)
         import_.advance(ImportState.READY, now)
         del self._imports[import_]
 
     def drain(self, import_: Import, now: float) -> bool:
-        """Gives the import up. It is FREED at once, or when the last copy ends. False if it is READY or given up."""
+        """Gives the import up; it is FREED at once, or when its last copy ends.
+
+        Returns False if it is READY, or was given up before.
+        """
         if import_.given_up or import_.state is ImportState.READY:
             return False
         import_.advance(ImportState.DRAINING, now)
@@ -123,7 +130,7 @@ class ImportTable:
         return True
 
     def drain_owned(self, owner: Hashable, now: float) -> None:
-        """The session is over, and all that it started."""
+        """Gives up all imports of a session that is over."""
         for import_ in self.owned_by(owner):
             self.drain(import_, now)
 

@@ -1,7 +1,7 @@
-"""The source's record of one handoff: a lease and the fetch that follows it.
+"""Keeps the source's record of one handoff: a lease and the fetch that follows it. Pure.
 
-Owns: the lease's states, its one transition table, and when its two clocks run. Never: who may do what to a lease
-(`lease_table`), the blocks' references, I/O. Pure.
+Owns: the lease's states, its one transition table, and when its two clocks run. Never: which calls a lease allows
+(`lease_table`), the blocks' references, I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class LeaseState(enum.Enum):
     OPEN = "open"
-    """Prefill is progressing; blocks are published as they become final."""
+    """The prompt is being computed; blocks are published as they become final."""
     SEALED = "sealed"
     """All blocks are published and token 0 is known."""
     RELEASED = "released"
@@ -38,7 +38,7 @@ _NEXT: dict[LeaseState, frozenset[LeaseState]] = {
 
 
 class FetchEnd(enum.Enum):
-    """Why a fetch is over. The value is what its destination is told."""
+    """Says why a fetch is over. The value is the text that its destination gets."""
 
     COMPLETE = "everything was copied"
     RELEASED = "its leg released the lease"
@@ -52,23 +52,23 @@ class FetchEnd(enum.Enum):
 
     @property
     def broken(self) -> bool:
-        """The destination cannot go on to Release."""
+        """Says whether the fetch has failed, so that its destination cannot go on to the Release."""
         return self not in (FetchEnd.COMPLETE, FetchEnd.RELEASED, FetchEnd.FINISHED)
 
 
 @dataclass(slots=True, eq=False)
 class FetchTicket:
-    """One fetch of a lease."""
+    """Keeps the state of one fetch of a lease."""
 
     lease: Lease
     leg: int
     first_block: int
-    """Index in the sequence of the first block the destination lacks."""
+    """Index in the sequence of the first block that the destination lacks."""
     opened_s: float
     copied: int = field(init=False)
-    """The destination has all blocks before this index."""
+    """The destination has acknowledged all blocks before this index."""
     announced: int = field(init=False)
-    """It was told of all blocks before this index."""
+    """All blocks before this index were announced to the destination."""
     ended: FetchEnd | None = None
 
     def __post_init__(self) -> None:
@@ -76,23 +76,23 @@ class FetchTicket:
 
     @property
     def releasable(self) -> bool:
-        """Its leg's Release may yet be valid, also when the fetch is over."""
+        """Says whether the leg's Release may still be valid, even if the fetch is over."""
         return self.lease.live and not self.lease.refuses(self.leg)
 
 
 class LeaseListener(Protocol):
-    """Is told that a lease has ended."""
+    """Gets notice when a lease has ended."""
 
     def lease_ended(self, lease: Lease) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Blocks of one prompt, held for whoever will decode it."""
+    """Keeps the blocks of one prompt for the decode worker that will fetch them."""
 
     lease_id: bytes
     owner: Hashable
-    """The session it belongs to and ends with."""
+    """The session that the lease belongs to and ends with."""
     listener: LeaseListener | None
     block_ids: tuple[int, ...]
     """Pool blocks, in the order of the sequence."""
@@ -103,25 +103,27 @@ class Lease:
     entered_s: dict[LeaseState, float] = field(default_factory=dict)
     """When each state was entered."""
     num_published: int = 0
-    """Blocks whose content is final, from the start of the sequence."""
+    """How many blocks, from the start of the sequence, have final content."""
     first_token: types_pb2.SequenceTokens | None = None
-    """What the seal brought, passed through."""
+    """Token 0 as given to `seal`; it is passed through unread."""
     held: bool = False
-    """The router's newest heartbeat lists it."""
+    """Whether the router's newest heartbeat lists the lease."""
     fetch: FetchTicket | None = None
     leg: int = 0
     """The newest decode leg that fetched. Lower ones are refused."""
     stalled: bool = False
-    """A fetch of `leg` stalled. The leg may still release what it has, but not fetch again: it could stall for ever."""
+    """Whether a fetch of `leg` stalled. The leg may still release the lease, but not fetch again: it could stall for
+    ever."""
     fenced: bool = False
-    """`leg` itself is refused from now on, although no higher one took over."""
+    """Whether `leg` itself is refused, although no higher one took over."""
     most_copied: int = 0
-    """The furthest `leg` got in any of its fetches: only beyond it a copy counts as progress."""
+    """The most blocks that `leg` had acknowledged in any of its fetches: a copy is progress only beyond it."""
     released_leg: int | None = None
+    """The leg whose Release was valid."""
     adopted: bool = False
-    """The owner's own worker took the blocks over in place: the references change hands instead of being dropped."""
+    """Whether this worker adopted the blocks in place: their references pass to a sequence instead of being dropped."""
     finished: bool = False
-    """Token 0 ended the sequence: there is nothing to hand over."""
+    """Whether token 0 ended the sequence, so that there is nothing to hand over."""
 
     @property
     def num_blocks(self) -> int:
@@ -133,16 +135,16 @@ class Lease:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the next of its clocks runs out, or None while neither runs."""
+        """Returns when the next of the lease's clocks runs out, or None while neither runs."""
         return min((d for d in (self.ttl.deadline_s, self.stall.deadline_s) if d is not None), default=None)
 
     def tombstone(self) -> Tombstone:
-        """What is remembered of it when it has ended."""
+        """Returns what is remembered of the lease when it has ended."""
         token = self.first_token if self.finished else None
         return Tombstone(self.state, self.released_leg, self.finished, token, self.num_tokens)
 
     def refuses(self, leg: int) -> bool:
-        """The leg was given up: neither Fetch nor Release is open to it."""
+        """Says whether the leg was given up, so that neither its Fetch nor its Release is allowed."""
         return leg < self.leg or (leg == self.leg and self.fenced)
 
     def advance(self, to: LeaseState, now: float) -> None:
@@ -155,8 +157,11 @@ class Lease:
             self.fetch.ended, self.fetch = why, None
 
     def set_clocks(self, now: float) -> None:
-        """Neither clock may measure a queue: the first waits for anyone's interest to end, the second for a block that
-        was announced and not yet copied."""
+        """Starts or pauses the lease's two clocks, so that neither counts time in which the lease only waits its turn.
+
+        The time to live runs while a sealed lease is neither fetched nor held; the stall clock runs while an announced
+        block is not copied.
+        """
         fetch = self.fetch
         self.ttl.run(self.state is LeaseState.SEALED and fetch is None and not self.held, now)
         self.stall.run(fetch is not None and fetch.copied < fetch.announced, now)
@@ -164,17 +169,17 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """The answers that an ended lease still owes, and nothing else of it: prompt, leg and session are gone."""
+    """Keeps what is needed to answer repeated calls for an ended lease, and nothing else of it."""
 
     state: LeaseState
     released_leg: int | None
     finished: bool
     first_token: types_pb2.SequenceTokens | None
-    """Of a lease that token 0 ended; else None."""
+    """Token 0 of a lease that it ended; else None."""
     num_tokens: int
 
     def ghost(self, lease_id: bytes) -> Lease:
-        """A lease without blocks, for a fetch that comes after token 0 has ended the sequence."""
+        """Returns a lease without blocks, for a fetch that comes after token 0 has ended the sequence."""
         ghost = Lease(lease_id, None, None, (), self.num_tokens, Countdown(0.0), Countdown(0.0), self.state)
         ghost.first_token, ghost.finished = self.first_token, True
         return ghost

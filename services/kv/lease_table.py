@@ -1,7 +1,7 @@
-"""All leases of one worker: the source's side of the handoff.
+"""Keeps all leases of one worker: the source's side of the handoff. Pure; for one thread.
 
-Owns: which request a lease allows, fencing by leg, expiry, and the answers remembered for repeated Releases. Never: the
-references behind a lease, which `on_end` makes the owner drop, exactly once; nor I/O. Pure; one thread.
+Owns: which calls a lease allows, fencing by leg, expiry, and the answers remembered for repeated Releases. Never: the
+references behind a lease, which the caller drops when `on_end` is called, exactly once; nor I/O.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ def _ignore(lease: Lease) -> None:
 
 
 class LeaseTable:
-    """`on_end(lease)` is called once per lease, when it has left OPEN or SEALED: its blocks are no longer held for
-    anyone (`lease.adopted`: they pass to a sequence here). `on_change(lease)` follows every change of a lease or of its
-    fetches; whoever drives streams and timers sets it."""
+    """Keeps a worker's leases, moves them from state to state, and answers the calls for them.
+
+    `on_end(lease)` is called once per lease, when it has left OPEN or SEALED: its blocks are no longer held for a
+    destination. If `lease.adopted`, they pass to a sequence here. `on_change(lease)` is called after every change of a
+    lease or of its fetches; the driver of streams and timers sets it.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,10 @@ class LeaseTable:
         remember_s: float = 60.0,
         most_remembered: int = 10_000,
     ) -> None:
-        """`remember_s`, `most_remembered`: how long, and of how many, an ended lease's answers are given again."""
+        """`ttl_s` and `stall_s` are the limits of a lease's two clocks.
+
+        An ended lease's answers are given again for `remember_s`, and for at most `most_remembered` leases.
+        """
         self.on_change: Callable[[Lease], None] = _ignore
         self._block_size = block_size
         self._on_end = on_end
@@ -56,17 +62,17 @@ class LeaseTable:
         self._leases: dict[bytes, Lease] = {}
         self._ended: dict[bytes, Tombstone] = {}
         self._forget: deque[tuple[float, bytes]] = deque()
-        """When each of them is forgotten, the next one first."""
+        """When each ended lease is forgotten, the next one first."""
 
     def __len__(self) -> int:
-        """Leases OPEN or SEALED."""
+        """Returns the number of leases that are OPEN or SEALED."""
         return len(self._leases)
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self._leases.values()))
 
     def get(self, lease_id: bytes) -> Lease | None:
-        """The lease, if it is OPEN or SEALED."""
+        """Returns the lease if it is OPEN or SEALED, else None."""
         return self._leases.get(lease_id)
 
     def owned_by(self, owner: Hashable) -> list[Lease]:
@@ -74,14 +80,14 @@ class LeaseTable:
 
     @property
     def num_remembered(self) -> int:
-        """Ended leases whose answers are given again."""
+        """Returns the number of ended leases whose answers are given again."""
         return len(self._ended)
 
     @property
     def num_fetches(self) -> int:
         return sum(lease.fetch is not None for lease in self._leases.values())
 
-    # The owner's side: prefill.
+    # The source's side.
 
     def open(
         self,
@@ -93,7 +99,10 @@ class LeaseTable:
         now: float,
         listener: LeaseListener | None = None,
     ) -> Lease:
-        """Takes over one reference to each block. `block_ids` hold exactly `num_tokens` tokens."""
+        """Opens a lease, which takes over one reference to each block.
+
+        `block_ids` are in token order, just as many as `num_tokens` tokens need.
+        """
         assert len(block_ids) == num_blocks_for(num_tokens, self._block_size), "blocks do not match tokens"
         assert lease_id not in self._leases, "lease ids are never reused"
         assert lease_id not in self._ended, "lease ids are never reused"
@@ -106,8 +115,10 @@ class LeaseTable:
         return lease
 
     def publish(self, lease_id: bytes, num_computed_tokens: int, now: float) -> bool:
-        """The first tokens are in the pool and final: their full blocks may be copied; a partial one waits for the
-        seal. False if the lease is over (its last step was still running)."""
+        """Notes that the KV of the first `num_computed_tokens` tokens is final: their full blocks may be copied.
+
+        A partial block waits for the seal. Returns False if the lease ended while its last step was still running.
+        """
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -120,8 +131,10 @@ class LeaseTable:
     def seal(
         self, lease_id: bytes, first_token: types_pb2.SequenceTokens, now: float, *, finished: bool = False
     ) -> bool:
-        """Every block is final and token 0 is known. `finished`: token 0 ended the sequence, so the lease ends too;
-        a fetch that is open still gets the token. False if the lease is over."""
+        """Seals the lease: every block is final and token 0 is known. Returns False if the lease is over.
+
+        `finished` says that token 0 ended the sequence: the lease ends too, and an open fetch still gets the token.
+        """
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -136,7 +149,7 @@ class LeaseTable:
         return True
 
     def abort(self, lease_id: bytes, now: float) -> bool:
-        """Ends a lease. False if it is over already."""
+        """Aborts a lease. Returns False if it is over already."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -144,12 +157,15 @@ class LeaseTable:
         return True
 
     def abort_owned(self, owner: Hashable, now: float) -> None:
-        """The session is over, and all that it started."""
+        """Aborts all leases of a session that is over."""
         for lease in self.owned_by(owner):
             self.abort(lease.lease_id, now)
 
     def hold(self, owner: Hashable, lease_ids: Collection[bytes], now: float) -> None:
-        """The owner's newest heartbeat: of its leases, those listed do not expire and the others may."""
+        """Holds those leases that the owner's newest heartbeat lists: they do not expire, and its other leases may.
+
+        A lease whose hold begins or ends has its full time to live again.
+        """
         wanted = frozenset(lease_ids)
         for lease in self.owned_by(owner):
             held = lease.lease_id in wanted
@@ -159,7 +175,7 @@ class LeaseTable:
                 self._changed(lease, now)
 
     def adopt(self, lease_id: bytes, leg: int, now: float) -> Lease:
-        """A decode leg on this very worker takes the blocks over in place.
+        """Lets a decode leg on this very worker take the blocks over in place. Returns the lease.
 
         Raises LeaseInvalid and LeaseNotSealed where a Release would be refused.
         """
@@ -174,10 +190,10 @@ class LeaseTable:
     # The destination's side.
 
     def open_fetch(self, lease_id: bytes, leg: int, first_block: int, now: float) -> FetchTicket:
-        """Follows a lease, OPEN or SEALED. A higher leg ends an older fetch, the same leg replaces its own.
+        """Opens a fetch of a lease that is OPEN or SEALED. A higher leg ends an older fetch; a leg replaces its own.
 
-        Where token 0 has ended the sequence already, the ticket is FINISHED from the start: that token is all there is
-        to fetch, and the router may hear of it later than of a refusal.
+        If token 0 has ended the sequence already, the ticket is FINISHED from the start and brings only that token; it
+        is not refused, since the router may learn of the refusal before it learns of the token.
         Raises LeaseInvalid (unknown, over, or the leg was given up) and InvalidRequest (no such block).
         """
         ended = self._ended.get(lease_id)
@@ -201,9 +217,11 @@ class LeaseTable:
         return ticket
 
     def announce(self, ticket: FetchTicket, upto: int, now: float) -> None:
-        """The destination is about to be told of all blocks before index `upto`: from now on it is expected to copy
-        them. What waits at the source, for a thread or a staging slot, runs no clock. No effect on a fetch that is
-        over."""
+        """Notes that the destination is being told of all blocks before index `upto`, and must copy them from now on.
+
+        A block that still waits at the source, for a thread or a staging slot, is not announced and runs no clock.
+        Without effect on a fetch that is over.
+        """
         if ticket.ended is not None:
             return
         assert ticket.announced <= upto <= ticket.lease.num_published, "announced what is not final"
@@ -211,7 +229,11 @@ class LeaseTable:
         self._changed(ticket.lease, now)
 
     def ack(self, ticket: FetchTicket, copied: int, now: float) -> None:
-        """The destination has all blocks before index `copied`. Late ones, of a fetch that is over, mean nothing."""
+        """Notes that the destination has all blocks before index `copied`.
+
+        Without effect on a fetch that is over. Raises ProtocolViolation if `copied` goes back, or beyond what was
+        announced.
+        """
         if ticket.ended is not None:
             return
         lease = ticket.lease
@@ -224,21 +246,24 @@ class LeaseTable:
         self._changed(lease, now)
 
     def fence(self, lease: Lease, now: float) -> None:
-        """Gives its newest leg up: that one may neither fetch nor release any more. A higher one may."""
+        """Gives the lease's newest leg up: it may neither fetch nor release any more. A higher leg may."""
         if lease.live:
             lease.fenced = True
             lease.end_fetch(FetchEnd.FENCED)
             self._changed(lease, now)
 
     def close_fetch(self, ticket: FetchTicket, now: float) -> None:
-        """The stream is gone. No effect on a fetch that is over already."""
+        """Ends a fetch because its stream is gone. Without effect on a fetch that is over already."""
         if ticket.ended is None:
             ticket.lease.end_fetch(FetchEnd.CLOSED)
             self._changed(ticket.lease, now)
 
     def release(self, lease_id: bytes, leg: int, now: float) -> ReleaseAnswer:
-        """Valid iff the lease is SEALED at this moment and the leg not given up (no higher one took over, it was not
-        fenced); it is RELEASED then, and the same leg gets the same answer again. LeaseNotSealed while it is OPEN."""
+        """Releases the lease, if it is SEALED at this moment and the leg was not given up. Returns whether that is so.
+
+        After a valid Release the same leg gets the same answer again. A leg is given up when a higher one takes over,
+        or when it is fenced. Raises LeaseNotSealed while the lease is OPEN.
+        """
         self.forget(now)
         ended = self._ended.get(lease_id)
         if ended is not None and ended.released_leg == leg:
@@ -255,8 +280,10 @@ class LeaseTable:
     # Time.
 
     def expire(self, now: float) -> list[Lease]:
-        """Ends every fetch that stalls and every lease whose time to live is over; returns those leases. To be called
-        at `next_deadline` even if nothing else happens."""
+        """Ends every fetch that stalls, and every lease whose time to live is over. Returns the leases that it ended.
+
+        To be called at `next_deadline` even if nothing else happens.
+        """
         expired = []
         for lease in self:
             if lease.stall.over(now):
@@ -270,16 +297,19 @@ class LeaseTable:
         return expired
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to end, if nothing changes until then. O(leases)."""
+        """Returns when `expire` has something to end, if nothing changes until then; None if never. O(leases)."""
         return min((d for lease in self._leases.values() if (d := lease.deadline_s) is not None), default=None)
 
     def forget(self, now: float) -> None:
-        """Drops what was remembered long enough. To be called at `next_forgetting` even if nothing else happens."""
+        """Forgets the answers of leases that ended `remember_s` ago, and the oldest of too many.
+
+        To be called at `next_forgetting` even if nothing else happens.
+        """
         while self._forget and (self._forget[0][0] <= now or len(self._forget) > self._most_remembered):
             del self._ended[self._forget.popleft()[1]]
 
     def next_forgetting(self) -> float | None:
-        """When `forget` has something to drop."""
+        """Returns when `forget` has something to drop; None if nothing is remembered."""
         return self._forget[0][0] if self._forget else None
 
     def _require_sealed(self, lease: Lease) -> None:
@@ -294,7 +324,7 @@ class LeaseTable:
 
     def _changed(self, lease: Lease, now: float) -> None:
         if lease.state is LeaseState.SEALED and lease.fetch is not None and lease.fetch.copied == lease.num_blocks:
-            # Nothing is left to wait for but the Release, and that must come within the time to live.
+            # Only the Release is still to come, and it must come within the time to live.
             lease.end_fetch(FetchEnd.COMPLETE)
         lease.set_clocks(now)
         self.on_change(lease)

@@ -1,7 +1,7 @@
-"""Who holds which block of the KV pool: reference counts by kind of holder, the prefix index, eviction.
+"""Keeps the holders of every block of the KV pool. Pure and not thread-safe: callers hold `Engine.lock`.
 
-Owns: the state of every block id. Never: the memory behind it, tokens, or the decision who gets a block. Pure and not
-thread-safe: callers hold `Engine.lock`.
+Owns: the state of every block id: reference counts by kind of holder, the prefix index, and eviction. Never: the memory
+behind a block, tokens, or the decision which sequence gets a block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from services.core.hashing import BlockHash
 
 
 class OutOfBlocks(Overloaded):
-    """Fewer blocks are available than were asked for. Nothing was taken."""
+    """Says that fewer blocks are available than were asked for. None was taken."""
 
 
 class Holder(enum.IntEnum):
-    """Kinds of holder of a reference. A block may have several of several kinds (shared prefixes)."""
+    """Names the kinds of holder of a reference. A block with a shared prefix may have several of several kinds."""
 
     IMPORT = 0
     LEASE = 1
@@ -28,19 +28,19 @@ class Holder(enum.IntEnum):
 
 
 class BlockClass(enum.IntEnum):
-    """The one class of a block: the first that applies. The first three are "held by" the `Holder` of equal value."""
+    """Names the one class of a block: the first that applies. The first three mean a `Holder` of equal value."""
 
     IMPORTING = 0
     LEASED = 1
     ACTIVE = 2
     CACHED = 3
-    """No reference, but indexed: found by its hash until evicted."""
+    """The block has no reference but is indexed: it is found by its hash until it is evicted."""
     FREE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Blocks per class. They sum to the pool's size."""
+    """Counts the blocks of each class. The counts add up to the pool's size."""
 
     importing: int
     leased: int
@@ -54,7 +54,7 @@ class Ledger:
 
     @property
     def idle(self) -> bool:
-        """Nobody holds anything."""
+        """Says whether no block has a holder."""
         return self.importing == self.leased == self.active == 0
 
 
@@ -66,7 +66,7 @@ def _ignore(hash: BlockHash, block_id: int) -> None:
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens each.
+    """Keeps the holders, the prefix index and the free blocks of `num_blocks` blocks of `block_size` tokens each.
 
     `on_index(hash, block_id)` and `on_evict(hash, block_id)` are called as blocks enter and leave the prefix index.
     """
@@ -97,11 +97,14 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could give: free or evictable."""
+        """Returns how many blocks `allocate` could give: the free and the cached ones."""
         return len(self._free) + len(self._cached)
 
     def match_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Blocks of the longest indexed run from the start of `hashes`. Takes no reference: acquire, then allocate."""
+        """Returns the blocks of the longest indexed run from the start of `hashes`.
+
+        It takes no reference. `acquire` them before `allocate`, which could evict them.
+        """
         matched: list[int] = []
         for hash in hashes:
             block_id = self._block_of.get(hash)
@@ -111,13 +114,16 @@ class BlockPool:
         return matched
 
     def acquire(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """One more reference of that kind on each. A free block has no content to share: allocate it instead."""
+        """Adds one reference of that kind to each block. None may be free: such a block has no content to share."""
         for block_id in block_ids:
             assert self.class_of(block_id) is not BlockClass.FREE, f"block {block_id} is free"
             self._change(block_id, holder, +1)
 
     def allocate(self, num_blocks: int, holder: Holder) -> list[int]:
-        """Fresh blocks with one reference each. Evicts the least recently used cached ones; raises OutOfBlocks."""
+        """Returns fresh blocks with one reference each.
+
+        If there are not enough free blocks, it evicts the least recently used cached ones. Raises OutOfBlocks.
+        """
         if num_blocks > self.num_available:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_available} available")
         block_ids = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
@@ -126,24 +132,24 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int], holder: Holder) -> None:
-        """One reference less on each. Without references a block is cached if indexed, else free.
+        """Drops one reference of that kind from each block. Without references a block is cached if indexed, else free.
 
-        `block_ids` are in token order. Backwards, so that the tail of a sequence is evicted before its head: a head is
-        useful without its tail, and shared more often.
+        `block_ids` are in token order. They are released backwards, so that the tail of a sequence is evicted before
+        its head: a head is useful without its tail, and shared more often.
         """
         for block_id in reversed(block_ids):
             self._change(block_id, holder, -1)
 
     def transfer(self, block_ids: Iterable[int], from_: Holder, to: Holder) -> None:
-        """One reference on each changes its kind: an import turns READY, a lease is adopted in place."""
+        """Changes the kind of one reference to each block, when an import is READY or a lease is adopted in place."""
         for block_id in block_ids:
             self._change(block_id, to, +1)
             self._change(block_id, from_, -1)
 
     def index(self, block_id: int, hash: BlockHash) -> None:
-        """Makes a full block findable. Only after the step that wrote it has completed; from then on it is read-only.
+        """Adds a full block to the prefix index, after the step that wrote it has completed.
 
-        The first block of a hash wins; a later twin stays private to its holders.
+        From then on it is read-only. The first block of a hash is indexed; a later one stays private to its holders.
         """
         held = self._refs[Holder.SEQUENCE][block_id] or self._refs[Holder.LEASE][block_id]
         assert held, f"block {block_id} has no holder that could have written it"
@@ -165,7 +171,7 @@ class BlockPool:
         return Ledger(*self._num_of_class)
 
     def references(self, holder: Holder, block_id: int | None = None) -> int:
-        """References of that kind, on one block or in all."""
+        """Returns the number of references of that kind, to one block or to all together."""
         return self._num_refs[holder] if block_id is None else self._refs[holder][block_id]
 
     def check(self) -> None:
@@ -184,7 +190,10 @@ class BlockPool:
         assert indexed == self._block_of, "the index is one to one"
 
     def _change(self, block_id: int, holder: Holder, by: int) -> None:
-        """The only writer of references: keeps the counts, and the lists of blocks without references."""
+        """Changes a block's references, and with them the counts and the lists of blocks without references.
+
+        No other code changes references.
+        """
         before = self.class_of(block_id)
         refs = self._refs[holder]
         refs[block_id] += by

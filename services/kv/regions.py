@@ -1,4 +1,4 @@
-"""What kvtransfer sees of a worker's block pool: numbered blocks of bytes. The engine (or the store) owns them."""
+"""Defines what kvtransfer sees of a worker's block pool: numbered blocks of bytes. The engine owns them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class BlockMemory(Protocol):
-    """Read and written from this package's copy threads, never from the event loop."""
+    """Gives access to the bytes of blocks. Only kvtransfer's copy threads read and write them, never the event loop."""
 
     @property
     def fd(self) -> int | None:
-        """memfd behind the pool, block after block from offset 0; None if a peer cannot map it."""
+        """Returns the memfd that has the pool, block after block from offset 0; None if a peer cannot map it."""
         ...
 
     @property
@@ -23,11 +23,11 @@ class BlockMemory(Protocol):
     def num_blocks(self) -> int: ...
 
     def read_block(self, block_id: int) -> Buffer:
-        """The block's bytes: a view, or a copy off the device."""
+        """Returns the block's bytes: a view of them, or a copy off the device."""
         ...
 
     def copy_block(self, block_id: int, target: memoryview) -> None:
-        """Writes the block's bytes to `target`, host memory of that size. They are in place when it returns."""
+        """Writes the block's bytes to `target`, host memory of `block_bytes`. They are in place when it returns."""
         ...
 
     def write_block(self, block_id: int, data: Buffer) -> None:

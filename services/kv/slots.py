@@ -1,11 +1,11 @@
-"""Which staging slot is whose. A slot holds a copy of one block in host memory, where a destination reads it.
+"""Assigns staging slots to fetches. A slot keeps a copy of one block in host memory, where a destination reads it.
 
-Owns: the slots, and the line of fetches that wait for one. Never: what is in them, a lease's rules, I/O. Pure; one
+Owns: the slots, and the line of fetches that wait for one. Never: what is in them, a lease's rules, I/O. Pure; for one
 thread.
 
-A slot stays with its fetch until its destination has acknowledged the block or could not use it any more: the lease is
-over, or Release is refused to that leg. That a stream has ended frees nothing: its destination may have read the seal,
-copy on, and be told that its Release is valid.
+A slot stays with its fetch until the destination has acknowledged the block or cannot use it any more, because the
+lease is over or the leg's Release would be refused. The end of the stream frees nothing: the destination may have read
+the seal, go on copying, and then get a valid answer to its Release.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _Staged:
     slot: int
     ticket: FetchTicket
     block: int
-    """Index in the sequence."""
+    """The block's index in the sequence."""
     writing: bool = True
-    """Our own copy into it is not known to be through: until then it is nobody else's, whatever became of the fetch."""
+    """Whether the source's copy into the slot may still run. Until it has ended, no other fetch may have the slot."""
 
     @property
     def needed(self) -> bool:
@@ -32,7 +32,10 @@ class _Staged:
 
 
 class SlotTable:
-    """`settle` is to be called after every change of a lease or its fetches, `written` after every copy."""
+    """Keeps which fetch has which slot.
+
+    `settle` is to be called after every change of a lease or its fetches, `written` after every copy.
+    """
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0, "nothing could ever be staged"
@@ -50,9 +53,11 @@ class SlotTable:
         return len(self._line)
 
     def take(self, ticket: FetchTicket, first_block: int, num_blocks: int) -> tuple[int, ...]:
-        """Slots for the first of `num_blocks` blocks of the sequence, which count as being written from now on. Empty
-        if none is free or others were first: the fetch then has a place in the line, and whoever was served goes to
-        its end, so that all get their turn."""
+        """Takes slots for as many of `num_blocks` blocks, from index `first_block` of the sequence on, as are free.
+
+        They count as being written from now on. Returns none if none is free or another fetch is before this one in the
+        line; then this one has a place in the line. A fetch that was served goes to the end, so that all have a turn.
+        """
         assert ticket.ended is None, "the fetch is over"
         assert num_blocks > 0, "nothing to stage"
         self._line.setdefault(ticket)
@@ -65,7 +70,7 @@ class SlotTable:
         return slots
 
     def written(self, ticket: FetchTicket, slots: Collection[int]) -> None:
-        """The copies into them are through, or will never be made."""
+        """Notes that the copies into the slots have ended, or will never be made."""
         for staged in self._staged[ticket.lease]:
             if staged.slot in slots:
                 assert staged.ticket is ticket, "written by another fetch"
@@ -73,7 +78,7 @@ class SlotTable:
         self.settle(ticket.lease)
 
     def settle(self, lease: Lease) -> None:
-        """Frees what the lease's fetches no longer need, and the places of those that are over."""
+        """Frees the slots that the lease's fetches no longer need, and takes fetches that are over out of the line."""
         for ticket in [ticket for ticket in self._line if ticket.ended is not None]:
             del self._line[ticket]
         staged = self._staged.pop(lease, [])
@@ -83,15 +88,17 @@ class SlotTable:
             self._staged[lease] = kept
 
     def next_in_line(self) -> FetchTicket | None:
-        """The fetch that can be served now: a slot is free for it, or can be had from an abandoned lease."""
+        """Returns the first fetch in the line if it can be served: a slot is free, or an abandoned lease has one."""
         first = self._first
         return first if first is not None and (self._free or self.abandoned() is not None) else None
 
     def abandoned(self) -> Lease | None:
-        """A lease to be fenced for its slots: every slot is kept for a fetch that is over, so that nobody's next step
-        would free one. Of such leases, the one with most of them. As a rule its leg is dead; if it lives, it costs
-        another prefill, where waiting for it could last for ever (its lease may be held for a decode worker whose room
-        is taken by those that wait here)."""
+        """Returns the lease to be fenced for its slots, the one with most of them; None if slots will become free.
+
+        There is one only if every slot is kept for a fetch that is over: then no progress of another fetch would free a
+        slot. As a rule the leg of such a fetch is dead. If it lives, the fence costs another prefill, but to wait could
+        last for ever: the lease may be held for a decode worker whose room is taken by the imports that wait here.
+        """
         if self._free:
             return None
         if any(one.writing or one.ticket.ended is None for staged in self._staged.values() for one in staged):
@@ -103,7 +110,7 @@ class SlotTable:
         return next(iter(self._line), None)
 
     def check(self) -> None:
-        """Every slot is free or one fetch's, and nothing is kept without need. For tests."""
+        """Raises AssertionError unless every slot is free or one fetch's, and none is kept without need. For tests."""
         held = [one for staged in self._staged.values() for one in staged]
         assert sorted([*self._free, *(one.slot for one in held)]) == list(range(self.num_slots)), (
             "a slot is lost or shared"

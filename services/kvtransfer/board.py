@@ -1,7 +1,7 @@
-"""The lease table on the event loop: wakes the streams that follow a lease and lets its clocks run out in time.
+"""Drives the lease table on the event loop: wakes the streams that follow a lease, and ends in time what is due.
 
 Owns: the timers of live leases and of what is remembered of ended ones, and the wake-ups of open streams. Never: a
-rule about leases. The worker changes the table directly; the board hears of it through `on_change`.
+rule about leases. The worker changes the table directly; the board learns of it by `on_change`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _ignore(lease: Lease) -> None:
 
 
 class LeaseBoard:
-    """Made on the event loop that runs the table. `close` when its server has stopped."""
+    """Drives one lease table. It is made on the table's event loop, and closed when its server has stopped."""
 
     def __init__(self, table: LeaseTable, clock: Clock) -> None:
         self.table = table
@@ -33,17 +33,17 @@ class LeaseBoard:
         self._forgetting: asyncio.TimerHandle | None = None
         self._closed = False
         self.on_change: Callable[[Lease], None] = _ignore
-        """Follows every change of a lease or its fetches."""
+        """Called after every change of a lease or its fetches."""
         table.on_change = self._changed
 
     @property
     def num_followers(self) -> int:
-        """Streams that follow a lease, also one that has just ended."""
+        """Returns the number of streams that follow a lease, even one that has just ended."""
         return sum(len(events) for events in self._followers.values())
 
     @contextlib.contextmanager
     def follow(self, ticket: FetchTicket) -> Iterator[asyncio.Event]:
-        """An event that is set at every change of the lease or its fetches. The fetch ends with the context."""
+        """Yields an event that is set at every change of the lease or its fetches. The fetch ends with the block."""
         event = asyncio.Event()
         self._followers.setdefault(ticket.lease, {})[event] = None
         try:
@@ -56,12 +56,12 @@ class LeaseBoard:
             self.table.close_fetch(ticket, self._clock.now())
 
     def wake(self, lease: Lease) -> None:
-        """Its streams look again at what they can do."""
+        """Wakes the streams that follow the lease, so that they look again at what they can do."""
         for event in self._followers.get(lease, ()):
             event.set()
 
     def tick(self) -> None:
-        """Ends what is due. The timer does this by itself."""
+        """Ends the fetches and leases that are due. The timer calls it."""
         self._stop_timer()
         self.table.expire(self._clock.now())
         self._arm(self.table.next_deadline())
@@ -81,7 +81,7 @@ class LeaseBoard:
         self.on_change(lease)
 
     def _arm_forgetting(self) -> None:
-        """What ended first is forgotten first, so that a timer that is set is early enough."""
+        """Sets the timer for forgetting, unless it is set: what ended first is forgotten first, so one is enough."""
         at_s = self.table.next_forgetting()
         if self._closed or self._forgetting is not None or at_s is None:
             return
@@ -93,7 +93,10 @@ class LeaseBoard:
         self._arm_forgetting()
 
     def _arm(self, deadline_s: float | None) -> None:
-        """A deadline may move back after this; the timer then fires early, finds nothing due and arms again."""
+        """Sets the timer for a deadline, unless it is set for an earlier one.
+
+        If the deadline moves back later, the timer fires early, finds nothing due and is set again.
+        """
         if self._closed or deadline_s is None:
             return
         if self._timer is not None and self._timer_deadline_s <= deadline_s:

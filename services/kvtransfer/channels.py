@@ -1,4 +1,4 @@
-"""Channels to the workers that blocks are fetched from: one per address, kept while it works and is used."""
+"""Keeps a channel for each source address, as long as it works and is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 from services.core.errors import TransferFailed
 
 IDLE_S = 60.0
-"""Sources come and go, each at an address of its own; to dial one again that was not used for so long costs little."""
+"""How long an unused channel is kept. Sources come and go, each at its own address, and to dial again costs little."""
 
 
 @dataclass(slots=True)
@@ -20,11 +20,11 @@ class _Cached:
     channel: grpc.aio.Channel
     num_users: int = 0
     expiry: asyncio.TimerHandle | None = None
-    """Set while nobody uses it."""
+    """The timer that closes the channel; set while it has no user."""
 
 
 class ChannelCache:
-    """Dials with `dial`: limits and keepalive, which is what notices a dead host, are set there. Event loop only."""
+    """Keeps channels made by `dial`, which sets limits and the keepalive that detects a dead host. Event loop only."""
 
     def __init__(self, dial: Callable[[str], grpc.aio.Channel], *, idle_s: float = IDLE_S) -> None:
         self._dial = dial
@@ -37,7 +37,7 @@ class ChannelCache:
 
     @contextlib.contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """A channel to the address. It is given up if its last user fails, or if there is none for `idle_s`."""
+        """Yields a channel to the address. It is closed if its last user fails, or after `idle_s` without a user."""
         cached = self._cached.get(address) or self._cached.setdefault(address, _Cached(self._dial(address)))
         cached.num_users += 1
         if cached.expiry is not None:

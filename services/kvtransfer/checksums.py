@@ -1,4 +1,4 @@
-"""Optional per-block checksums (xxh3-64): they turn a corrupted block into DATA_LOSS instead of another answer."""
+"""Computes and checks a block's optional checksum (xxh3-64): a corrupted block ends as DATA_LOSS, not a wrong token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ def checksum(block: Buffer) -> int:
 
 
 def verify(memory: BlockMemory, block_ids: Sequence[int], expected: Sequence[int]) -> None:
-    """Raises CorruptBlock unless the blocks, as they now stand in memory, are what the source announced. No checksums
-    were sent: nothing to verify."""
+    """Raises CorruptBlock unless the blocks, as they now are in memory, have the checksums that the source announced.
+
+    Without checksums it checks nothing.
+    """
     if not expected:
         return
     for block_id, announced in zip(block_ids, expected, strict=True):

@@ -1,7 +1,7 @@
-"""The destination's side of a handoff, from the open Fetch to the valid Release.
+"""Fetches a handoff's blocks: the destination's side, from the open Fetch to the valid Release.
 
 Owns: the copy threads, the channels, which of the offered transports is taken, and the order of steps: copy,
-acknowledge, validate, only then READY. Never: which blocks, or what becomes of the sequence.
+acknowledge, validate, only then READY. Never: which blocks are fetched, or what becomes of the sequence.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ log = logging.getLogger(__name__)
 
 Stub: TypeAlias = "kvtransfer_pb2_grpc.KVTransferServiceStub"
 
-# The answer to a Release may be lost with the connection; the source gives the same leg the same one again.
+# The answer to a Release may be lost with the connection; the source gives the same leg the same answer again.
 _RELEASE_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class FetchOutcome:
-    """What a fetch brought, and when (clock seconds)."""
+    """Says what a fetch brought, and when. Times are in seconds on the fetcher's clock."""
 
     ready: bool
-    """The import is READY. False: token 0 ended the sequence, and the import was dropped."""
+    """Whether the import is READY; if not, token 0 ended the sequence, and the import is dropped."""
     first_token: types_pb2.SequenceTokens
     num_tokens: int
-    """Tokens the lease's KV covers."""
+    """How many tokens the lease's KV covers."""
     transport: types_pb2.Transport
     num_blocks: int
     num_bytes: int
     started_s: float
     first_copy_s: float | None
-    """None: nothing had to be copied."""
+    """When the first copy began; None if nothing had to be copied."""
     sealed_s: float
     """When SEALED was received."""
     ended_s: float
@@ -57,41 +57,41 @@ class FetchOutcome:
 
     @property
     def overlapped_ms(self) -> float:
-        """Transfer beside the remaining prefill."""
+        """Returns how long the transfer ran beside the remaining prefill, in milliseconds."""
         return 0.0 if self.first_copy_s is None else max(0.0, self.sealed_s - self.first_copy_s) * 1e3
 
     @property
     def exposed_ms(self) -> float:
-        """From receiving SEALED to the valid Release."""
+        """Returns the exposed transfer, from receiving SEALED to the valid Release, in milliseconds."""
         return (self.ended_s - self.sealed_s) * 1e3
 
 
 def lease_may_live(error: BaseException) -> bool:
-    """Whether another worker may still fetch the lease after a fetch that raised `error`."""
+    """Returns whether another worker may still fetch the lease after a fetch that raised `error`."""
     return not isinstance(error, LeaseInvalid | StaleIncarnation | Draining)
 
 
 @dataclass(frozen=True, slots=True)
 class FetchOrder:
-    """One handoff to fetch."""
+    """Describes one handoff to fetch."""
 
     source: types_pb2.KVSource
     lease_id: bytes
     leg: int
     import_: Import
     first_block: int
-    """Index in the sequence of the first block this worker lacks."""
+    """Index in the sequence of the first block that this worker lacks."""
     targets: Sequence[int]
-    """Pool blocks, all of the import's, for the sequence's blocks from `first_block` to the last of the prompt."""
+    """This pool's blocks, all of them the import's, for the prompt's blocks from `first_block` to the last."""
     checksums: bool = False
 
 
 class BlockFetcher:
     """Fetches leases into `memory`, each by the first of `transports` that its source offers and that works from here.
 
-    `dial(address)` makes channels (rpc.channels.dial); `error_of(call error)` gives the error a failed call stands for
-    (rpc.status.from_call). `silence_s`, in the time of `awake`, bounds every single answer that the source owes at
-    once; never the prefill.
+    `dial(address)` makes channels (rpc.channels.dial); `error_of(call error)` returns the error that a failed call
+    stands for (rpc.status.from_call). `silence_s`, measured by `awake`, bounds each answer that the source owes at
+    once, but not the prefill.
     """
 
     def __init__(
@@ -121,7 +121,10 @@ class BlockFetcher:
         self._copy_threads = copy_threads or ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
 
     async def close(self) -> None:
-        """After the last fetch ended. Waits for copies under way; afterwards the memory may be closed."""
+        """Closes the transports and channels after copies under way have ended; then the memory may be closed.
+
+        To be called after the last fetch has ended.
+        """
         await asyncio.to_thread(self._copy_threads.shutdown)
         for end in self._transports:
             end.close()
@@ -130,10 +133,10 @@ class BlockFetcher:
     async def fetch(self, order: FetchOrder) -> FetchOutcome:
         """Runs the import to READY; the caller must pass its references on before the next await.
 
-        When it raises, cancellation included, the import is given up: FREED now, or when a copy under way ends. (A task
-        cancelled before it ever ran does nothing, so who cancels also drains.) Raises LeaseInvalid, StaleIncarnation,
-        LayoutMismatch, CorruptBlock, ProtocolViolation, TransferFailed, Draining if the source leaves, and Cancelled if
-        the import was drained.
+        When it raises, on cancellation too, the import is given up: it is FREED now, or when a copy under way ends. (A
+        task that is cancelled before it ran does nothing, so its canceller also drains the import.) Raises
+        LeaseInvalid, StaleIncarnation, LayoutMismatch, CorruptBlock, ProtocolViolation, TransferFailed, Draining if the
+        source leaves, and Cancelled if the import was drained.
         """
         assert set(order.targets) <= set(order.import_.block_ids), "targets must be the import's"
         try:
@@ -205,7 +208,7 @@ class BlockFetcher:
         )
 
     async def _pull(self, order: FetchOrder, stream: FetchStream, copier: Copier, progress: _Progress) -> Seal:
-        """Copies and acknowledges every announcement, in order, up to the seal."""
+        """Copies and acknowledges every announcement in order, and returns the seal. Raises ProtocolViolation."""
         end = order.first_block + len(order.targets)
         while not isinstance(item := await stream.next(), Seal):
             upto = progress.copied + copier.count(item)
@@ -226,8 +229,11 @@ class BlockFetcher:
     def _copy(
         self, import_: Import, copier: Copier, message: kvtransfer_pb2.FetchBlocks, targets: Sequence[int]
     ) -> asyncio.Future[None]:
-        """Starts a copy. Whoever stops waiting for it does not stop it: the import counts it until its thread is
-        through (or it was cancelled before a thread took it), and only then can the blocks be freed."""
+        """Starts a copy, and returns a future of its end.
+
+        Cancelling the future does not stop a copy that has begun: the import counts the copy until its thread is done
+        with it, or until it was cancelled before a thread took it. Only then can the blocks be freed.
+        """
         self._imports.copy_started(import_)
         copier.pin()
         copy = self._copy_threads.submit(self._write, copier, message, targets)

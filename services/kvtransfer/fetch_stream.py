@@ -1,4 +1,4 @@
-"""One Fetch call as the destination reads it: announcements in order, then the seal.
+"""Reads one Fetch call at the destination: announcements in order, then the seal.
 
 Owns: the stream's reader, and what is a protocol violation. Never: copies, the import, the Release.
 """
@@ -28,13 +28,13 @@ from services.core.timeouts import timeout_after
 Call: TypeAlias = "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, kvtransfer_pb2.FetchResponse]"
 ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
 
-# Messages read ahead of the copies when they carry the blocks. Announcements are small and all are read at once, so
-# that SEALED is stamped when it arrives.
+# How many messages are read ahead of the copies if they carry the blocks' bytes. Other announcements are small, and all
+# are read as they come, so that the time of SEALED is noted when it arrives.
 _CARRIED_AHEAD = 4
 
 
 def as_transfer_error(error: grpc.RpcError, error_of: ErrorOf) -> BatonError:
-    """What a failed call means here: the source's own error where it sent one, TransferFailed where the runtime did."""
+    """Returns what a failed call means: the source's own error if it sent one, else TransferFailed."""
     meaning = error_of(error)
     if type(meaning) in (BatonError, NoWorker, DeadlineExceeded, Cancelled):
         return TransferFailed(str(meaning))
@@ -43,7 +43,7 @@ def as_transfer_error(error: grpc.RpcError, error_of: ErrorOf) -> BatonError:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The end of the announcements."""
+    """Ends the announcements: it brings token 0 and the number of tokens that the lease's KV covers."""
 
     num_tokens: int
     first_token: types_pb2.SequenceTokens
@@ -51,18 +51,20 @@ class Seal:
 
     @property
     def finished(self) -> bool:
-        """Token 0 ended the sequence: the lease is over and there is nothing to take."""
+        """Says whether token 0 ended the sequence, so that the lease is over and there is nothing to take over."""
         return self.first_token.HasField("finish")
 
 
 class FetchStream:
-    """A context: `open` first, then `next` until it returns the seal."""
+    """Reads one Fetch call. It is a context: call `open` first, then `next` until that returns the seal."""
 
     def __init__(
         self, call: Call, clock: Clock, error_of: ErrorOf, *, carried: bool, awake: Clock, silence_s: float
     ) -> None:
-        """`carried`: the messages bring the blocks' bytes. `silence_s`, in the time of `awake`, bounds what the source
-        owes at once."""
+        """`carried` says that the messages bring the blocks' bytes.
+
+        `silence_s`, measured by `awake`, bounds each answer that the source owes at once.
+        """
         self._call = call
         self._clock = clock
         self._error_of = error_of
@@ -82,8 +84,11 @@ class FetchStream:
             await asyncio.wait([self._reader])
 
     async def open(self, opened: kvtransfer_pb2.FetchOpen) -> None:
-        """Returns when the source has accepted the fetch (or refused: `next` raises what it said). How long the prompt
-        then takes is not for this stream to judge."""
+        """Sends the first message, and returns when the source has accepted or refused the fetch.
+
+        After a refusal `next` raises the source's error. Raises TransferFailed if the source does not answer in time.
+        The time that the prompt then takes has no bound here.
+        """
         try:
             async with timeout_after(self._silence_s, self._awake):
                 await self._call.write(kvtransfer_pb2.FetchRequest(open=opened))
@@ -91,13 +96,13 @@ class FetchStream:
         except TimeoutError:
             raise TransferFailed("the source does not answer") from None
         except asyncio.InvalidStateError:
-            pass  # the call is over already: the reader learns why
+            pass  # the call is over already: the reader gets the reason
         except grpc.aio.AioRpcError as error:
             raise as_transfer_error(error, self._error_of) from error
         self._reader = asyncio.create_task(self._read(), name="kv-fetch-reader")
 
     async def next(self) -> kvtransfer_pb2.FetchBlocks | Seal:
-        """The next announcement, or the seal. Raises what ended the stream before it."""
+        """Returns the next announcement, or the seal. Raises the error that ended the stream before it."""
         item = await self._inbox.get()
         if isinstance(item, Exception):
             raise item
@@ -111,7 +116,7 @@ class FetchStream:
         except TimeoutError:
             raise TransferFailed("the source does not take acknowledgements") from None
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            pass  # the stream is over: the reader says why, or SEALED came before and the Release decides
+            pass  # the stream is over: the reader has the reason, or SEALED came before and the Release decides
 
     async def _read(self) -> None:
         try:
@@ -124,14 +129,14 @@ class FetchStream:
             failure = as_transfer_error(error, self._error_of)
             failure.__cause__ = error
             self._fail(failure)
-        except Exception as error:  # whatever it is: `next` raises it, instead of waiting for ever
+        except Exception as error:  # `next` raises any error, since it would otherwise wait for ever
             self._fail(error)
 
     async def _receive(self) -> kvtransfer_pb2.FetchBlocks | Seal:
         response: Any = await self._call.read()
         if response is grpc.aio.EOF:
             raise TransferFailed("the stream ended before it was sealed")
-        if response is None:  # what the runtime makes of bytes that do not parse
+        if response is None:  # the runtime returns None for bytes that do not parse
             raise MalformedMessage("the bytes received are not an answer of Fetch")
         kind = response.WhichOneof("message")
         if kind == "blocks":
@@ -146,6 +151,6 @@ class FetchStream:
         self._inbox.put_nowait(error)
 
     def _forget_announced(self) -> None:
-        """What was announced is no longer worth copying."""
+        """Drops the announcements not yet returned: they are no longer worth copying."""
         while not self._inbox.empty():
             self._inbox.get_nowait()

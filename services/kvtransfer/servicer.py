@@ -1,8 +1,8 @@
-"""The KVTransferService: serves the leases of one worker's pool.
+"""Serves the leases of one worker's pool, as the KVTransferService.
 
-A thin shell over `LeaseBoard` and a transport's source end; the lease table decides.
-
-Raises BatonErrors; the host's interceptor turns them into statuses. Never: opens, publishes or seals a lease.
+Owns: the streams of open fetches. It is a thin shell over `LeaseBoard` and a transport's source end: the lease table
+decides. It raises BatonErrors, which the host's interceptor turns into statuses. Never: opens, publishes or seals a
+lease.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ _LEASE_ID_BYTES = 16
 
 
 class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
-    """`transports`: those that this worker offers. `silence_s` bounds the wait for a client's first message, and for
-    one that does not read what it is sent. `clock` is the board's; `awake` the one that these waits are measured by."""
+    """Answers Fetch and Release.
+
+    `transports` are those that this worker offers. `silence_s` bounds the wait for a client's first message, and for a
+    client that does not read what it is sent; it is measured by `awake`. `clock` is the board's.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         self._leaving = False
 
     def leave(self) -> None:
-        """This worker is to leave: leases that are aborted from now on are so for that, and nobody is to blame."""
+        """Notes that this worker leaves: calls for leases that are aborted from now on get Draining as the reason."""
         self._leaving = True
 
     async def Fetch(self, requests: Requests, context: Context) -> None:
@@ -85,7 +88,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                 acks.cancel()
                 await asyncio.wait([acks])
                 if not acks.cancelled():
-                    acks.exception()  # `_serve` has raised it, or something worse
+                    acks.exception()  # marks it as retrieved: `_serve` has raised this error, or another
 
     async def Release(self, request: kvtransfer_pb2.ReleaseRequest, context: Context) -> kvtransfer_pb2.ReleaseResponse:
         _check_lease_id("lease_id", request.lease_id)
@@ -120,7 +123,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
             self._board.table.ack(ticket, request.ack.copied_blocks, self._clock.now())
 
     async def _serve(self, followed: _Followed, announcer: Announcer, context: Context) -> None:
-        """Sends every block as it is published and there is room for it, then the seal; ends with the fetch."""
+        """Announces blocks as they are published and find room, then sends the seal; ends with the fetch."""
         lease, sent = followed.ticket.lease, followed.ticket.first_block
         while not followed.over:
             num_left = max(0, lease.num_published - sent)
@@ -151,7 +154,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
 
 
 class _Followed:
-    """A fetch as its stream sees it."""
+    """Keeps what a stream waits for: changes of its fetch, and the end of the acknowledgements."""
 
     def __init__(self, ticket: FetchTicket, changed: asyncio.Event, acks: asyncio.Task[None]) -> None:
         self.ticket = ticket
@@ -160,18 +163,21 @@ class _Followed:
 
     @property
     def over(self) -> bool:
-        """Whether the fetch has ended well. Raises if it broke, or what was wrong with an acknowledgement."""
-        if self._acks.done():  # without an error: the client sends no more, which the stall clock judges
+        """Returns whether the fetch has ended well.
+
+        Raises TransferFailed if it stalled, LeaseInvalid if it failed otherwise, and the error of an acknowledgement.
+        """
+        if self._acks.done():  # if it has no error, the client sends no more, and the stall clock judges that
             self._acks.result()
         ended = self.ticket.ended
-        if ended is FetchEnd.STALLED:  # for another leg the lease is as good as before
+        if ended is FetchEnd.STALLED:  # another leg may still fetch the lease
             raise TransferFailed(ended.value)
         if ended is not None and ended.broken:
             raise LeaseInvalid(ended.value)
         return ended is not None
 
     async def change(self) -> None:
-        """Returns when something has changed since the last return."""
+        """Waits for a change of the fetch since the last call."""
         await self._changed.wait()
         self._changed.clear()
 

@@ -1,4 +1,4 @@
-"""Between kvtransfer's records and their proto form. Nothing but translation."""
+"""Translates layouts to their proto form and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layout_to_proto(layout: Layout) -> types_pb2.KVLayout:
 
 
 def layout_from_proto(layout: types_pb2.KVLayout) -> Layout:
-    """As received: not checked to make sense."""
+    """Returns the layout as received. Its values are not checked."""
     return Layout(
         model_id=layout.model_id,
         weights_digest=layout.weights_digest,

@@ -42,7 +42,7 @@ class PrefillPhase:
 
 
 class PrefillLeg:
-    """A prefill leg, registered in `session.legs` and in the hub from `start` until `_close`."""
+    """A prefill leg is registered in `session.legs` and in the hub from `start` until `_close`."""
 
     def __init__(self, host: WorkerHost, session: RouterSession, command: worker_pb2.PrefillCommand) -> None:
         self._host = host

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
-    """The figures of one activity line. The first four are counts since the start."""
+    """Keeps the figures of one activity line. The first four are counts since the start."""
 
     prefill_tokens: int
     sampled_tokens: int
@@ -23,7 +23,7 @@ class WorkerFigures:
     running: int
     waiting: int
     kv_used: float
-    """Share of the pool's blocks that cannot be evicted."""
+    """The share of the pool's blocks that are neither free nor cached."""
 
 
 def read(engine: WorkerEngine) -> WorkerFigures:

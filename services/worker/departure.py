@@ -14,7 +14,7 @@ from services.core.config import DAY_S
 
 
 class Departure:
-    """The state of a worker's departure. It may be asked for any number of times: the earliest deadline counts.
+    """Keeps the state of a worker's departure. It may be asked for any number of times: the earliest deadline counts.
 
     Make it on the event loop.
     """

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 MAX_STEP_FAILURES = 3
 """Number of failed steps in a row after which the worker reports that it does not serve."""
 _INLINE_HASHED_TOKENS = 1024
-"""Hashing so many takes no longer than handing them to a thread and back."""
+"""Hashing this many tokens on the event loop takes no longer than handing them to a thread and back."""
 _STOP_GRACE_S = 3.0
 """Seconds for answers still under way at the stop, such as that to a Release.
 
@@ -56,7 +56,7 @@ The stop does not wait for anything else.
 
 
 class WorkerHost:
-    """A worker: an engine with its pool, and the phases, sessions and transfers around it.
+    """Has the parts of a worker: an engine with its pool, and the phases, sessions and transfers around it.
 
     Make it on the event loop with a loaded engine; `start` serves and registers, `leave` and `stop` end it.
     """
@@ -163,7 +163,7 @@ class WorkerHost:
         self._flush_sessions()
 
     async def left(self) -> None:
-        """Returns when the worker was asked to leave and either every leg has ended or the time is up."""
+        """Waits until the worker was asked to leave, and then until every leg has ended or the time is up."""
         if num_legs := await self._departure.complete(lambda: self.num_legs):
             log.warning("drain deadline: %d legs are given up", num_legs)
 

@@ -70,7 +70,7 @@ async def serve(
 
 
 async def _live(host: WorkerHost, lifecycle: Lifecycle) -> None:
-    """Returns when the worker was told to leave, by a signal or by a router, and has drained.
+    """Waits until the worker was told to leave, by a signal or by a router, and has drained.
 
     Raises WorkerFailed when the step thread has ended: a worker that cannot compute must not stay; its supervisor
     starts another.

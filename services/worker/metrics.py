@@ -34,7 +34,7 @@ _LEASE_ENDS = [LeaseState.RELEASED.value, LeaseState.EXPIRED.value, LeaseState.A
 
 
 class WorkerMetrics:
-    """The registry of one worker, and its endpoint unless the port is -1."""
+    """Has the registry of one worker, and its endpoint unless the port is -1."""
 
     def __init__(self, host: WorkerHost, clock: Clock | None = None) -> None:
         """`clock` measures the time for the worker's cost; by default it is the host's."""

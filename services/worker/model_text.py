@@ -76,7 +76,7 @@ class ModelTextHost:
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file as it was when it was found.
+    """Describes a file as it was when it was found.
 
     It is opened anew for each part, so that a call which ends while a thread reads leaves nothing open.
     """

@@ -27,5 +27,5 @@ def phase_name(role: types_pb2.WorkerRole) -> str:
 
 
 def role_name(roles: Collection[types_pb2.WorkerRole]) -> str:
-    """Returns what a worker of these roles is called: that of its one phase, or "mixed"."""
+    """Returns the name of a worker with these roles: that of its one phase, or "mixed"."""
     return phase_name(*roles) if len(roles) == 1 else "mixed"

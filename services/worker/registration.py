@@ -33,7 +33,7 @@ _CALL_TIMEOUT_S = 2.0
 
 
 class Registrations:
-    """A worker's registrations.
+    """Keeps a worker's registrations.
 
     Make it on the event loop. Each `join` runs in a task of its caller's until cancelled.
     """
@@ -115,14 +115,14 @@ class Registrations:
 
 
 class _Router:
-    """One address, and the state of the router there. It logs each change of that state."""
+    """Keeps one address and the state of the router there. It logs each change of that state."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.num_failures = 0
         """Failed attempts in a row."""
         self._state: int | str | None = None
-        """Its incarnation, or the code of the last failure; None before the first answer."""
+        """The router's incarnation, or the code of the last failure; None before the first answer."""
 
     def answered(self, incarnation: int) -> None:
         self.num_failures = 0

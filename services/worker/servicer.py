@@ -1,4 +1,4 @@
-"""Puts the RPCs of WorkerService on what answers them. Never: an answer of its own."""
+"""Passes the RPCs of WorkerService on to their hosts (`session`, `model_text`). Never: an answer of its own."""
 
 from __future__ import annotations
 

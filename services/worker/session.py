@@ -28,7 +28,7 @@ _MOST_BYTES = 4 << 20
 
 
 class Leg(Protocol):
-    """One command of a session, from its arrival until nothing of it is left."""
+    """A leg carries out one command of a session, from its arrival until nothing of it is left."""
 
     def cancel(self) -> None:
         """Gives the leg up: compute and transfer stop as soon as the rule of reuse allows.
@@ -39,7 +39,7 @@ class Leg(Protocol):
 
 
 class Outbox:
-    """Events not yet sent.
+    """Keeps events not yet sent.
 
     A leg's tokens are merged into one event, so a slow router adds tokens to it, not messages.
     """
@@ -79,7 +79,7 @@ class Outbox:
 
 
 class RouterSession:
-    """One open session. Legs of all phases add themselves, and remove themselves when they have ended."""
+    """Keeps one open session. Legs of all phases add themselves, and remove themselves when they have ended."""
 
     def __init__(self, hello: worker_pb2.SessionHello) -> None:
         self.router_incarnation = hello.router_incarnation

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the start. Counters of transfers are keyed by the transport's name."""
+    """Keeps counts since the start. Counters of transfers are keyed by the transport's name."""
 
     leases_ended: Counter[str] = field(default_factory=Counter)
     imports: Counter[str] = field(default_factory=Counter)

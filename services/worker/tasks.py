@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnedTasks:
-    """A set of tasks with one owner. Make it on the event loop, and call `close` at the end."""
+    """Keeps a set of tasks with one owner. Make it on the event loop, and call `close` at the end."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

@@ -37,14 +37,14 @@ TRANSFER_SERVICE = "baton.v1.KVTransferService"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the ends of a worker's transports may need of it."""
+    """Has what the ends of a worker's transports may need of it."""
 
     config: WorkerConfig
     engine: WorkerEngine
     machine: Machine
     board: LeaseBoard
     reader: Executor
-    """For what reads the pool."""
+    """The thread on which the pool is read."""
     worker_id: str
     incarnation: int
 
@@ -72,9 +72,9 @@ TRANSPORTS: dict[str, tuple[Callable[[Site], SourceEnd], Callable[[Site], Destin
         lambda site: GrpcDestination(site.engine.cache.block_bytes),
     ),
 }
-"""By the names that `--transport` knows, the best first: what makes the source's end, and the destination's."""
+"""The makers of the source's end and the destination's, by the transports' names in `--transport`, the best first."""
 _OFFERED_ALWAYS = "grpc"
-"""It needs nothing but the connection, so a worker that pulls by another may still be pulled from."""
+"""This transport needs nothing but the connection, so a worker offers it even if it pulls by another."""
 
 
 class Transfer:
@@ -117,7 +117,7 @@ class Transfer:
 
     @property
     def offers(self) -> list[types_pb2.KVOffer]:
-        """Returns the ways in which this worker's blocks can be had."""
+        """Returns the offers of this worker's transports."""
         return [end.offer() for end in self.sources]
 
     @property
@@ -129,7 +129,7 @@ class Transfer:
         server.add(TRANSFER_SERVICE, kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, self._servicer)
 
     def leave(self) -> None:
-        """Ends the fetches that others have open here, and tells them why."""
+        """Notes that this worker leaves: fetches of leases that are aborted from now on get Draining as the reason."""
         self._servicer.leave()
 
     async def close(self) -> None:

@@ -25,11 +25,11 @@ _MAX_EXAMINED = 8
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
-    """Most tokens of one step over all its sequences; a sequence that decodes has one."""
+    """The most tokens of one step over all its sequences; a sequence that decodes has one."""
     max_model_len: int
-    """Most tokens of a sequence, prompt and output."""
+    """The most tokens of a sequence, prompt and output."""
     max_leased_blocks: int | None = None
-    """Most blocks that leases may hold, except a worker's only lease. Set on mixed workers; None: no limit."""
+    """The most blocks that leases may hold, except a worker's only lease; None for no limit. Mixed workers set it."""
     overtake_limit_s: float = 1.0
     """Seconds of waiting after which a sequence that does not fit is no longer overtaken by others."""
 
@@ -47,7 +47,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks:
-    """The blocks with which a sequence enters the batch: `hits` from the prefix cache, then `num_fresh` new ones."""
+    """Names the blocks with which a sequence enters the batch: `hits` of the prefix cache, then `num_fresh` others."""
 
     hits: list[int]
     num_fresh: int
@@ -69,8 +69,10 @@ def never_fits(pool: BlockPool, sequence: Sequence) -> bool:
 
 
 class Admission:
-    """The three queues in front of the batch, served in this order: adopted (they hold blocks already), preempted,
-    waiting."""
+    """Keeps the three queues in front of the batch.
+
+    They are served in this order: adopted (these sequences hold blocks already), preempted, waiting.
+    """
 
     def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
         self._pool = pool
@@ -152,7 +154,7 @@ class Admission:
         # A sequence that fills the pool to the last slot may still end with the token it samples.
         num_blocks = min(num_blocks_for(num_tokens, pool.block_size), pool.num_blocks)
         if num_blocks - (len(sequence.token_ids) - 1) // pool.block_size > pool.num_available:
-            return None  # it does not fit even if its whole prefix is cached: spares the look-up
+            return None  # it would not fit even if its whole prefix were cached, so no look-up is needed
         hits = pool.match_prefix(cacheable_prefix(sequence, pool.block_size))
         num_fresh = num_blocks - len(hits)
         # Hits without a holder count as available until the sequence takes them.

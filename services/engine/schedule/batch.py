@@ -15,7 +15,7 @@ from services.kv.pool import BlockPool, Holder
 
 
 class Batch:
-    """The sequences that run, in order of admission."""
+    """Keeps the sequences that run, in order of admission."""
 
     def __init__(self, pool: BlockPool, max_running: int) -> None:
         self._pool = pool

@@ -36,8 +36,7 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """The scheduler of one engine. It handles one step at a time: call `schedule`, run the plan, then call `update` or
-    `fail` with the same plan.
+    """Schedules one engine's steps, one at a time: call `schedule`, run the plan, then call `update` or `fail` with it.
 
     An empty plan needs neither. Events of `add` and `schedule` are returned by `take_events`, or first by the next
     `update` or `fail`.
@@ -54,7 +53,7 @@ class Scheduler:
         self._batch = Batch(pool, config.max_running)
         self._step_number = 0
         self._in_flight: frozenset[int] = frozenset()
-        self._aborted: set[int] = set()  # in the running step: they leave when it is over
+        self._aborted: set[int] = set()  # sequences of the running step that leave when it is over
         self._events: list[SequenceEvent] = []
 
     # -- what comes in ------------------------------------------------------------------------------------------------

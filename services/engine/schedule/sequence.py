@@ -14,8 +14,10 @@ from services.core.hashing import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters by which the next token is chosen. Their ranges are those of `baton.v1.SamplingParams`, and are
-    checked on arrival."""
+    """Keeps the parameters by which the next token is chosen.
+
+    Their ranges are those of `baton.v1.SamplingParams`, and are checked on arrival.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,14 +29,16 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     num_logprobs: int | None = None
-    """Most likely tokens whose log-probabilities are reported, besides the chosen one; 0: only the chosen token's;
-    None: no log-probabilities."""
+    """How many of the most likely tokens are reported with their log-probabilities, besides the chosen one. With 0 only
+    the chosen token's is reported, with None none is."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """The parameters that end a sequence. `max_tokens` and `min_tokens` count from output position 0, so a replay keeps
-    their meaning."""
+    """Keeps the parameters that end a sequence.
+
+    `max_tokens` and `min_tokens` count from output position 0, so a replay keeps their meaning.
+    """
 
     max_tokens: int
     min_tokens: int = 0
@@ -43,7 +47,7 @@ class StoppingParams:
 
 
 class Mode(enum.Enum):
-    """The work of a sequence on this worker."""
+    """Says what a sequence does on this worker."""
 
     GENERATE = "generate"
     """The sequence is prefilled if needed, then decodes to its end."""
@@ -52,17 +56,17 @@ class Mode(enum.Enum):
 
 
 class State(enum.Enum):
-    """The place of a sequence in the scheduler."""
+    """Says where a sequence is in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Its blocks were taken. It is computed again in chunks, before any new sequence is admitted."""
+    """The sequence's blocks were taken. It is computed again in chunks, before any new sequence is admitted."""
     FINISHED = "finished"
 
 
 class Finish(enum.Enum):
-    """The reason why a sequence ended."""
+    """Says why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -70,8 +74,10 @@ class Finish(enum.Enum):
 
 @dataclass(slots=True)
 class Sequence:
-    """The tokens of one leg and its state. `token_ids` is the prompt, then the output received before a replay, then
-    the output produced here."""
+    """Keeps the tokens of one leg and its state.
+
+    `token_ids` is the prompt, then the output received before a replay, then the output produced here.
+    """
 
     seq_id: int
     """Id of the sequence, never used again by this engine."""
@@ -119,7 +125,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What the choice of one token depends on, besides the logits."""
+    """Keeps what the choice of one token depends on, besides the logits."""
 
     position: int
     """Output position of the token; a part of the noise's key."""
@@ -134,7 +140,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A sequence's part of one step, which computes the KV of its tokens from position `start` on."""
+    """Describes a sequence's part of one step, which computes the KV of its tokens from position `start` on."""
 
     seq_id: int
     start: int
@@ -163,7 +169,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The parts that one step runs, decodes first. Without parts there is nothing to run."""
+    """Lists the parts that one step runs, decodes first. Without parts there is nothing to run."""
 
     step_number: int
     sequences: tuple[ScheduledSequence, ...]
@@ -192,21 +198,21 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that was sampled, with log-probabilities if they were asked for."""
+    """Keeps a token that was sampled, with log-probabilities if they were asked for."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens, best first: (token id, log-probability) each."""
+    """The most likely tokens as (token id, log-probability), the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one step."""
+    """Keeps the result of one step."""
 
     sampled: Mapping[int, tuple[SampledToken, ...]]
-    """By seq_id, the tokens sampled from the rows of each part that has some. `step.accepted` tells which of them are
-    output: those after a wrong draft are not."""
+    """The tokens sampled from the rows of each part that has rows, by seq_id. `step.accepted` returns those that are
+    output: tokens after a wrong draft are not."""
     inputs_s: float = 0.0
     """Seconds that it took to prepare the inputs."""
     model_s: float = 0.0

@@ -1,8 +1,8 @@
-"""How blocks travel. A transport has two ends, each an object: the source's makes `FetchBlocks` messages, the
-destination's turns each into bytes of its own pool. Memory is read and written on copy threads.
+"""Defines what a transport is. It has two ends, each an object.
 
-Which of them a worker has is said in one place, `services.worker.transfer.TRANSPORTS`; nothing else knows one from
-another.
+The source's end makes `FetchBlocks` messages, and the destination's end turns each into bytes of its own pool. Memory
+is read and written on copy threads. Only `services.worker.transfer.TRANSPORTS` says which transports a worker has; no
+other code depends on one.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ T = TypeVar("T")
 
 
 class TransportUnavailable(TransferFailed):
-    """Blocks cannot be had this way, here or from here; another transport may work."""
+    """Says that this transport does not work between the two workers; another may."""
 
 
 class SourceEnd(Protocol):
-    """One way out of this worker's pool. Made on the event loop; `close` when its server has stopped."""
+    """Sends blocks of this worker's pool. It is made on the event loop, and closed when its server has stopped."""
 
     transport: types_pb2.Transport
 
     @property
     def description(self) -> str:
-        """For people."""
+        """Returns the transport's name and details, for people."""
         ...
 
     def offer(self) -> types_pb2.KVOffer:
-        """What destinations are told of it."""
+        """Returns what destinations must know to use the transport."""
         ...
 
     def announcer(self, ticket: FetchTicket, *, checksums: bool) -> Announcer:
-        """For one fetch by this transport."""
+        """Returns the announcer for one fetch by this transport."""
         ...
 
     def close(self) -> None: ...
 
 
 class DestinationEnd(Protocol):
-    """One way into this worker's pool. `close` when no copy is under way any more."""
+    """Brings blocks into this worker's pool. It is closed when no copy is under way any more."""
 
     transport: types_pb2.Transport
 
     async def connect(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> Copier:
-        """For one fetch from a source that offers this transport; to be pinned before the next await.
+        """Returns the copier for one fetch from a source that offers this transport; pin it before the next await.
 
-        TransportUnavailable if it does not work from here, so that another is tried. Whatever else it raises speaks
-        against the source.
+        Raises TransportUnavailable if the transport does not work from here, so that another is tried. Any other error
+        counts against the source.
         """
         ...
 
@@ -62,40 +62,49 @@ class DestinationEnd(Protocol):
 
 
 class Announcer(Protocol):
-    """Source end, of one fetch. Called on the event loop; what reads memory is done on the thread it was given."""
+    """Makes the messages of one fetch at its source.
+
+    It is called on the event loop, and reads memory on the reader thread it was given.
+    """
 
     def room(self, first_block: int, num_blocks: int) -> int:
-        """How many of the next blocks can be announced now, in one message; they are `announce`d before the next await.
-        0: none, and the fetch's stream is woken when that may have changed. `first_block`: index in the sequence."""
+        """Returns how many of the next `num_blocks` blocks can be announced now, in one message.
+
+        The caller must `announce` them before the next await. If it is 0, the fetch's stream is woken when that may
+        have changed. `first_block` is the index of the first of them in the sequence.
+        """
         ...
 
     async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        """The message for as many blocks as there was room for."""
+        """Returns the message for as many blocks as `room` returned. `pool_blocks` are their ids in this pool."""
         ...
 
 
 async def on_thread(reader: Executor, read: Callable[[], T]) -> T:
-    """What a read of memory gives. Cancelled, it goes on to its end on the thread if it has begun."""
+    """Returns what `read` returns on the thread. A read that has begun is not stopped by cancellation."""
     return await asyncio.wrap_future(reader.submit(read))
 
 
 class Copier(Protocol):
-    """Destination end, of one fetch."""
+    """Copies the blocks of one fetch at its destination."""
 
     transport: types_pb2.Transport
     carried: bool
-    """The messages bring the blocks' bytes."""
+    """Whether the messages bring the blocks' bytes."""
 
     def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
-        """How many blocks it brings. ProtocolViolation unless they can be copied."""
+        """Returns how many blocks the message brings. Raises ProtocolViolation if they cannot be copied."""
         ...
 
     def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
-        """Writes the message's blocks to `targets`, one each. Reads and writes nothing after it has returned."""
+        """Writes the message's blocks to the pool blocks `targets`, one each.
+
+        It reads and writes nothing after it has returned.
+        """
         ...
 
     def pin(self) -> None:
-        """Keeps what the copies read from in place, until as many `unpin`. Event loop only."""
+        """Keeps the memory that copies read from in place until as many calls of `unpin`. Event loop only."""
         ...
 
     def unpin(self) -> None: ...

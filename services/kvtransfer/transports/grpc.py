@@ -1,4 +1,4 @@
-"""Blocks inside the Fetch stream's messages: the transport that needs nothing but the connection."""
+"""Carries blocks inside the messages of the Fetch stream. This transport needs nothing but the connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 class GrpcSource:
-    """The `SourceEnd`. Whoever can open a fetch can have the blocks in it."""
+    """Implements `SourceEnd`: every client that can open a fetch gets the blocks in its messages."""
 
     transport = types_pb2.TRANSPORT_GRPC
     description = "grpc"
@@ -33,11 +33,11 @@ class GrpcSource:
         return GrpcAnnouncer(self._memory, self._reader, checksums=checksums)
 
     def close(self) -> None:
-        """The server is its host's."""
+        """Does nothing: the gRPC server belongs to the worker's host."""
 
 
 class GrpcDestination:
-    """The `DestinationEnd`."""
+    """Implements `DestinationEnd`. It works with any source whose address can be dialled."""
 
     transport = types_pb2.TRANSPORT_GRPC
 
@@ -48,7 +48,7 @@ class GrpcDestination:
         return GrpcCopier(self._block_bytes)
 
     def close(self) -> None:
-        """Channels are the fetcher's."""
+        """Does nothing: the channels belong to the fetcher."""
 
 
 class GrpcAnnouncer:
@@ -87,7 +87,7 @@ class GrpcCopier:
             memory.write_block(block_id, data)
 
     def pin(self) -> None:
-        """The message owns its bytes."""
+        """Does nothing: the message owns its bytes."""
 
     def unpin(self) -> None:
         pass

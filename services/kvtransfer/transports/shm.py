@@ -1,4 +1,4 @@
-"""Shared memory, the source's end: hands a memfd, a pool's or its staging's, to destinations on the same host.
+"""Hands a memfd, a pool's or its staging area's, to destinations on the same host.
 
 Owns: the Unix socket, its connections and a read-only handle of the memfd. A connection stays open as long as its
 peer maps the pool, so that the peer learns at once when this process is gone. Never: the pool; a named segment.
@@ -25,20 +25,22 @@ from services.kvtransfer.transports import on_thread
 log = logging.getLogger(__name__)
 
 GREETING = struct.Struct("<8sQQQ")
-"""Sent with the descriptor: magic, incarnation, block_bytes, num_blocks."""
+"""The message sent with the descriptor: magic, incarnation, block_bytes, num_blocks."""
 MAGIC = b"baton-kv"
 
-# Announcements are small; this bounds what a single copy takes, and so the wait of a cancelled import.
+# The most bytes of blocks that one message announces. It bounds the time of a single copy, for which a cancelled import
+# must wait.
 MESSAGE_BYTES = 16 << 20
 _PEER_CREDENTIALS = struct.Struct("3i")
 _RETRY_ACCEPT_S = 1.0
 _SAY_REFUSED_EVERY_S = 10.0
 MAX_CONNECTIONS = 256
-"""One for each worker of this host that fetches here. Whoever comes beyond is refused, and fetches over gRPC."""
+"""The most connections; each worker of this host that fetches here has one. Further ones are refused, and fetch over
+gRPC."""
 
 
 def socket_address(name: str) -> str:
-    """What `socket.bind` and `connect` take: a path, or, for a leading '@', a name in the abstract namespace."""
+    """Returns what `socket.bind` and `connect` take: a path or, for a leading '@', a name in the abstract namespace."""
     return "\0" + name[1:] if name.startswith("@") else name
 
 
@@ -47,7 +49,7 @@ def default_socket_name(incarnation: int) -> str:
 
 
 class ShmAnnouncer:
-    """Of a pool that is mapped itself: its blocks are announced where they lie."""
+    """Announces the blocks of a pool that destinations map themselves, by their ids in the pool."""
 
     def __init__(self, memory: BlockMemory, reader: Executor, *, checksums: bool) -> None:
         self._memory = memory
@@ -67,8 +69,10 @@ class ShmAnnouncer:
 
 
 class ShmServer:
-    """Listens from construction on, on the running event loop, until `close`. Only processes of the same user are
-    served. ConfigError if the socket cannot be bound."""
+    """Listens on the running event loop, from construction until `close`. It serves processes of the same user only.
+
+    Raises ConfigError if the socket cannot be bound.
+    """
 
     def __init__(self, memory: BlockMemory, incarnation: int, name: str | None = None) -> None:
         assert memory.fd is not None, "this pool cannot be mapped"
@@ -89,7 +93,7 @@ class ShmServer:
         return len(self._connections)
 
     def close(self) -> None:
-        """Peers drop their mappings. Leaves nothing behind."""
+        """Closes the connections, so that peers drop their mappings, and removes the socket."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
@@ -106,7 +110,7 @@ class ShmServer:
         except BlockingIOError:  # the peer has left again
             return
         except OSError as error:
-            # Out of descriptors, most likely. The listener would stay readable and spin the loop.
+            # The process is most likely out of descriptors. The listener would stay readable and keep the loop busy.
             log.warning("shared memory: cannot accept on %s: %s", self.name, error)
             self._loop.remove_reader(self._listener)
             self._retry = self._loop.call_later(_RETRY_ACCEPT_S, self._loop.add_reader, self._listener, self._accept)
@@ -132,7 +136,7 @@ class ShmServer:
         return f"one more than {MAX_CONNECTIONS} connections" if len(self._connections) >= MAX_CONNECTIONS else None
 
     def _refused(self, what: str) -> None:
-        """Said at once, and then from time to time: whoever is refused may come again and again."""
+        """Logs a refusal, at most one in `_SAY_REFUSED_EVERY_S`: a refused peer may come again and again."""
         self._num_refused += 1
         now = self._loop.time()
         if now >= self._say_refused_at_s:
@@ -140,7 +144,7 @@ class ShmServer:
             log.warning("shared memory: refused %s on %s (%d refused so far)", what, self.name, self._num_refused)
 
     def _hang_up(self, connection: socket.socket) -> None:
-        """The peer closed (it never says anything), or we do."""
+        """Closes a connection: it is readable only when the peer has closed it, or this server closes."""
         self._loop.remove_reader(connection)
         self._connections.discard(connection)
         connection.close()
@@ -159,7 +163,7 @@ def _listen(name: str) -> socket.socket:
 
 
 def _remove_stale(name: str) -> None:
-    """After `kill -9` a path outlives its listener; it is ours to replace only if nobody answers there."""
+    """Removes a socket path that a killed process has left. A path at which a process answers is left alone."""
     if name.startswith("@") or not Path(name).is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
@@ -171,6 +175,6 @@ def _remove_stale(name: str) -> None:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other end: of who connected, or of who listens."""
+    """Returns the user id of the process at the other end, which has connected or listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return int(_PEER_CREDENTIALS.unpack(credentials)[1])

@@ -1,8 +1,8 @@
-"""Shared memory, the destination's end: read-only mappings of other workers' pools.
+"""Maps other workers' pools read-only: the destination's end of the shared memory transport.
 
-Owns: the mappings, one per source incarnation, and the connection that tells when the source is gone: a mapping never
-survives its owner (but for a copy under way, whose result the owner's death makes worthless anyway). What a socket
-hands out is mapped only if it is this user's and sealed. Never: writes.
+Owns: the mappings, one per source incarnation, and for each the connection whose end says that the source is gone. A
+mapping is dropped when its source is gone; a copy under way may still finish, but its result is worthless. Memory that
+a socket hands out is mapped only if it belongs to this user and is sealed. Never: writes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class ShmUnavailable(TransportUnavailable):
-    """The source's pool cannot be mapped from here."""
+    """Says that the source's pool cannot be mapped from here."""
 
 
 class Mapping:
-    """One source's pool, mapped PROT_READ. Unmapped when it was dropped and nothing pins it."""
+    """Maps one source's pool with PROT_READ. It is unmapped once it was dropped and has no pin."""
 
     def __init__(self, connection: socket.socket, fd: int, block_bytes: int, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -71,12 +71,12 @@ class Mapping:
 
 
 class MappingCache:
-    """Mappings by source incarnation: the `DestinationEnd`. Event loop only."""
+    """Implements `DestinationEnd`: keeps the mappings by source incarnation. Event loop only."""
 
     transport = types_pb2.TRANSPORT_SHM
 
     def __init__(self, block_bytes: int, *, clock: Clock | None = None, timeout_s: float = 2.0) -> None:
-        """`clock`: of awake time, since it judges sources."""
+        """`clock` keeps awake time, by which sources are judged. `timeout_s` bounds the wait for a greeting."""
         self._block_bytes = block_bytes
         self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
@@ -89,9 +89,9 @@ class MappingCache:
         return ShmCopier(await self.get(source, offer.shm_socket))
 
     async def get(self, source: types_pb2.KVSource, name: str) -> Mapping:
-        """The source's mapping, made on first use from its socket `name`. Pin it before the next await.
+        """Returns the source's mapping, made on first use from its socket `name`. Pin it before the next await.
 
-        Raises ShmUnavailable, StaleIncarnation (another process answers there) and LayoutMismatch.
+        Raises ShmUnavailable, StaleIncarnation (another process answers there), LayoutMismatch and ProtocolViolation.
         """
         mapping = self._mappings.get(source.incarnation)
         if mapping is not None:
@@ -116,7 +116,7 @@ class MappingCache:
             self._drop(incarnation)
 
     def _drop(self, incarnation: int) -> None:
-        """The source is gone (it never says anything more), or we are."""
+        """Drops a mapping: its connection is readable only when the source is gone, or this worker closes."""
         mapping = self._mappings.pop(incarnation)
         asyncio.get_running_loop().remove_reader(mapping.connection)
         mapping.drop()
@@ -188,8 +188,11 @@ class ShmCopier:
 
 
 def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int], bool]:
-    """What was said, the descriptor that came with it, and whether there were more: there is room for one, and the
-    kernel closes the others. (Python's `recv_fds` takes flags and ignores them; a child process would inherit it.)"""
+    """Returns the greeting's bytes, the descriptor that came with it, and whether there were more.
+
+    There is room for one descriptor, and the kernel closes the others. (Python's `recv_fds` ignores the flags it takes,
+    so that a child process would inherit the descriptor.)
+    """
     fds = array("i")
     greeting, ancillary, flags, _ = connection.recvmsg(
         GREETING.size, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC

@@ -1,6 +1,6 @@
-"""Shared memory, the source's end: what is shared, and how its blocks are announced.
+"""Offers this worker's blocks by shared memory: the source's end of the transport.
 
-Owns: the server that hands the memory out and, of a pool that no peer can map, the staging. Never: the pool.
+Owns: the server that hands the memory out and, for a pool that no peer can map, the staging. Never: the pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.kvtransfer.transports.staging import Staging
 
 
 class ShmSource:
-    """The `SourceEnd`. `server` hands out `memory` itself or, with `staging`, the area of that."""
+    """Implements `SourceEnd`. `server` hands out `memory` itself or, with `staging`, the staging area."""
 
     transport = types_pb2.TRANSPORT_SHM
 
@@ -42,7 +42,7 @@ class ShmSource:
         return ShmAnnouncer(self._memory, self._reader, checksums=checksums)
 
     def close(self) -> None:
-        """When nothing is copied any more."""
+        """Closes the server and the staging area. To be called when no copy is under way any more."""
         self._server.close()
         if self.staging is not None:
             self.staging.area.close()

@@ -1,8 +1,7 @@
-"""Shared memory for a pool that no peer can map, such as one on a GPU: its blocks are copied into slots of host memory,
-and the slots are announced.
+"""Shares a pool that no peer can map, such as one on a GPU: it copies blocks into slots of host memory.
 
-Owns: the slots' memory, and the copies into it. Never: whose a slot is (`slots`), the copies out of it (the destination
-maps the slots as it would map a pool), the pool.
+Owns: the slots' memory, and the copies into it. The slots are announced, and a destination maps them as it would map a
+pool. Never: which fetch has a slot (`services.kv.slots`), the copies out of the slots, the pool.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from services.kvtransfer.transports.shm import MESSAGE_BYTES
 
 _FEWEST_SLOTS = 4
 _MESSAGES_AT_ONCE = 4
-"""Into which the slots are divided at least: one is filled while another is copied, and fetches beside each other get
+"""The slots are enough for at least this many messages: one is filled while another is copied, and several fetches get
 their share."""
 
 
 def num_slots_for(memory: BlockMemory, num_bytes: int) -> int:
-    """As many as `num_bytes` hold, but some in any case, and never more than there are blocks."""
+    """Returns how many slots `num_bytes` can hold, but at least `_FEWEST_SLOTS`, and at most as many as `memory` has
+    blocks."""
     return min(memory.num_blocks, max(_FEWEST_SLOTS, num_bytes // memory.block_bytes))
 
 
 class StagingArea:
-    """A memfd of slots; a `BlockMemory`. Pages become real when first written."""
+    """Has a memfd of slots, as a `BlockMemory`. A page takes memory when it is first written."""
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         self.num_blocks = num_slots
@@ -44,12 +44,12 @@ class StagingArea:
 
     @property
     def fd(self) -> int | None:
-        """None where it cannot be sealed, and after `close`."""
+        """Returns the memfd; None if it cannot be sealed, and after `close`."""
         return self._memory.fd
 
     @property
     def bytes(self) -> memoryview:
-        """All slots. None of it may be referred to at `close`."""
+        """Returns a view of all slots. No view may be left at `close`."""
         return memoryview(self._map)
 
     def read_block(self, block_id: int) -> memoryview:
@@ -66,7 +66,7 @@ class StagingArea:
         return self.bytes[number * self.block_bytes : (number + 1) * self.block_bytes]
 
     def close(self) -> None:
-        """When nothing is copied any more. Peers keep what they have mapped."""
+        """Frees the memory. To be called when no copy is under way any more; peers keep what they have mapped."""
         if not self._map.closed:
             self.before_close()
             self._map.close()
@@ -74,7 +74,7 @@ class StagingArea:
 
 
 class Staging:
-    """Drives the slot table by what happens to leases, on the event loop."""
+    """Drives the slot table by the changes of leases, on the event loop."""
 
     def __init__(self, memory: BlockMemory, area: StagingArea, board: LeaseBoard, clock: Clock) -> None:
         self.slots = SlotTable(area.num_blocks)
@@ -90,8 +90,10 @@ class Staging:
         return StagingAnnouncer(self, ticket, reader, checksums=checksums)
 
     def take(self, ticket: FetchTicket, first_block: int, num_blocks: int) -> tuple[int, ...]:
-        """Slots for one message. Takes back those of fetches that are over, if there are no others: their legs are
-        refused from then on."""
+        """Takes slots for one message; returns none if the fetch must wait.
+
+        If there are no others, it takes back those of a lease whose fetch is over: that leg is refused from then on.
+        """
         num_blocks = min(num_blocks, self.slots_per_message)
         slots = self.slots.take(ticket, first_block, num_blocks)
         if not slots and self.slots.next_in_line() is ticket:
@@ -99,20 +101,20 @@ class Staging:
             assert lease is not None, "its turn, and neither a free slot nor one to take back"
             self._board.table.fence(lease, self._clock.now())
             assert self.slots.num_free, "a leg was fenced, and its slots are still kept"
-            if ticket.ended is None:  # it could be of the very leg
+            if ticket.ended is None:  # this fetch may be one of the fenced leg
                 slots = self.slots.take(ticket, first_block, num_blocks)
         self._wake_next()
         return slots
 
     def fill(self, slots: Sequence[int], pool_blocks: Sequence[int], checksums: bool) -> list[int]:
-        """The checksums of what is now in the slots, if wanted. On the reader's thread."""
+        """Copies blocks into the slots, on the reader's thread. Returns the slots' checksums, if wanted, else []."""
         for slot, block_id in zip(slots, pool_blocks, strict=True):
             with self.area.slot(slot) as target:
                 self._memory.copy_block(block_id, target)
         return [checksum(self.area.read_block(slot)) for slot in slots] if checksums else []
 
     def filled(self, ticket: FetchTicket, slots: Sequence[int]) -> None:
-        """On the reader's thread, or wherever the copy was cancelled before it began."""
+        """Notes that a copy has ended. Called on the reader's thread, or where a copy was cancelled before it began."""
         self._loop.call_soon_threadsafe(self._filled, ticket, slots)
 
     def _filled(self, ticket: FetchTicket, slots: Sequence[int]) -> None:
@@ -143,7 +145,7 @@ class StagingAnnouncer:
     async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
         ticket, slots = self._ticket, self._slots
         copy = self._reader.submit(self._staging.fill, slots, pool_blocks, self._checksums)
-        # Whoever stops waiting for the copy does not stop it: the slots are written until the thread says otherwise.
+        # Cancelling the wait does not stop the copy: the slots count as being written until the thread is done.
         copy.add_done_callback(lambda _: self._staging.filled(ticket, slots))
         checksums = await asyncio.wrap_future(copy)
         return kvtransfer_pb2.FetchBlocks(first_block=first_block, pool_blocks=slots, checksums=checksums)

@@ -1,4 +1,4 @@
-"""Coordination of requests and workers, without I/O. Pure, every module of it."""
+"""Coordinates requests and workers without I/O. Pure in every module."""
 
 from services.router.coordinator.coordinator import Coordinator
 

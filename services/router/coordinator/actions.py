@@ -1,6 +1,7 @@
-"""What the coordinator wants done, as plain data. Shells do it; the simulator does it on a simulated network.
+"""Defines the coordinator's actions: plain data that says what is to be done.
 
-Sends to a worker whose session has just ended may be dropped: the coordinator hears of the loss by itself.
+The shells carry them out; the simulator does so on a simulated network. A command to a worker whose session has just
+ended may be dropped: the coordinator learns of the lost session by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRef:
-    """The lease a decode worker is to take over."""
+    """Names the lease that a decode worker is to take over, and its source."""
 
     lease_id: bytes
     source: types_pb2.KVSource
@@ -57,7 +58,7 @@ class CancelLeg:
 
 @dataclass(frozen=True, slots=True)
 class EmitStarted:
-    """Once per request, before its first token."""
+    """Tells the client which worker prefills its prompt. It comes once per request, before the first token."""
 
     request_id: str
     prefill_worker: str
@@ -66,7 +67,7 @@ class EmitStarted:
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    """In order, without gap or repeat."""
+    """Brings new output tokens. A request's tokens come in order, without a gap or a repeat."""
 
     request_id: str
     position: int
@@ -76,7 +77,7 @@ class EmitTokens:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A finished request's story. Durations in seconds; None: did not happen."""
+    """Tells what happened to a finished request. Durations are in seconds; None means that the event did not happen."""
 
     num_output_tokens: int
     cached_tokens: int
@@ -87,9 +88,9 @@ class Summary:
     ttft_s: float | None
     total_s: float
     prefill_wait_s: float | None
-    """From command to lease, as the router saw it."""
+    """From the prefill command to the opened lease, as the router saw it."""
     prefill_compute_s: float | None
-    """From lease to the first token, as the router saw it."""
+    """From the opened lease to the first token, as the router saw it."""
     worker_timings: tuple[types_pb2.PhaseTimings, ...]
     """What the workers measured, in order of arrival."""
 
@@ -109,7 +110,7 @@ class EmitFailed:
 
 
 class Stage(enum.Enum):
-    """The router's spans below a request's root."""
+    """Names the router's spans below a request's root span."""
 
     QUEUE = "queue"
     PLACE = "place"
@@ -119,50 +120,55 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageEnded:
-    """One span. PREFILL and DECODE belong to the leg a Send* action started; a refused DECODE never ran."""
+    """Reports a span that has ended.
+
+    PREFILL and DECODE belong to the leg that a `SendLeg` started; a refused DECODE never ran.
+    """
 
     request_id: str
     stage: Stage
     leg: int
-    """0 for QUEUE and PLACE."""
+    """The leg's number; 0 for QUEUE and PLACE."""
     worker_id: str
     attempt: int
     started_s: float
     ended_s: float
     outcome: str
-    """"done", "refused", "lost", "cancelled", ...: how it ended."""
+    """How the stage ended: "done", "refused", "lost", "cancelled", ..."""
     num_refusals: int = 0
-    """PLACE: workers that said no."""
+    """For PLACE, how many times a worker refused the handoff."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthChanged:
-    """For the log."""
+    """Reports, for the log, that the health of a worker or of a pair has changed."""
 
     worker_id: str
     source_id: str
-    """With one: not the worker's health, but that of its transfers from there."""
+    """Empty if the worker's own health changed; else the source of the pair whose health changed."""
     state: Health
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsChanged:
-    """For the log: ready workers of one model that compute differently, or that no longer do."""
+    """Reports, for the log, that ready workers of one model compute differently, or no longer do."""
 
     groups: tuple[tuple[str, tuple[str, ...]], ...]
-    """(kv fingerprint, worker ids) each; those of different groups do not pair."""
+    """Each group as (kv fingerprint, worker ids). Workers of different groups do not pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """The coordinator met an exception that it did not expect. For the log and the metrics; the request it happened to,
-    if to one, has been ended."""
+    """Reports, for the log and the metrics, an exception that the coordinator did not expect.
+
+    If it was met on behalf of a request, that request has been ended.
+    """
 
     where: str
-    """"event", "tick" or "placement": what was being done."""
+    """What was being done: "event", "tick" or "placement"."""
     request_id: str
-    """Empty: nobody's."""
+    """The request on whose behalf it was met; empty if there is none."""
     error: Exception
 
 

@@ -1,12 +1,12 @@
-"""Who may wait in the queue, and for how long: refusals at the door, and of what waits in vain. Pure.
+"""Decides which requests may wait in the queue, and for how long. Pure.
 
 Owns: load shedding and the bounds on waiting. Never: the queue's order (`book`), or what work costs (`policy`).
 
-A deadline that cannot be met is refused at once, not when it has passed. If what is queued stands in the way, the
-client hears RESOURCE_EXHAUSTED and when to try again; if even an idle cluster were too slow, DEADLINE_EXCEEDED, since
-another try would not help. A busy cluster also refuses what it expects to finish late: taken on, it would make others
-late too. In a full queue an arrival takes the place of the youngest request of the lowest priority,
-if its own is higher.
+A request whose deadline cannot be met is refused at once, not when the deadline has passed. If queued work stands in
+the way, the client gets RESOURCE_EXHAUSTED and a time to try again; if even an idle cluster would be too slow, it gets
+DEADLINE_EXCEEDED, since another try would not help. A busy cluster also refuses a request that it expects to finish
+late: to serve it would make others late too. In a full queue an arrival takes the place of the youngest request of the
+lowest priority, if its own priority is higher.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from services.router.policy import Ahead, Costs, Work
 
 
 def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
-    """Sees that there is a place in the queue, and a point in taking it. Raises Overloaded or DeadlineExceeded.
+    """Checks that a request may be queued, and fails a queued request of lower priority if it takes that one's place.
 
-    max_tokens: the longest output, as far as the context lets it.
+    `max_tokens` is the longest output that the request and the context allow. Raises DeadlineExceeded if the deadline
+    is too short even for an idle cluster, and Overloaded if queued work stands in the way or the queue is full.
     """
     _not_hopeless(book, spec, _work(book, len(spec.token_ids), spec.min_tokens, max_tokens), now)
     if len(book.queue) + book.num_expected < book.config.max_queue:
@@ -35,11 +36,11 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
 
 
 def end_overdue(book: Book, now: float) -> None:
-    """Fails live requests whose time is up, and queued ones whose time is certain to be too short."""
+    """Fails requests whose deadline has passed or that waited too long, and queued ones that cannot finish in time."""
     ringing = [book.requests[request_id] for request_id in book.deadlines.due(now)]
     for request in (*ringing, *book.queue, *book.parked):
         if request.request_id not in book.requests:
-            continue  # it has just been ended, and stands in two of the lists
+            continue  # it is in two of the lists, and has just been ended
         with book.isolated("tick", request, now):
             if (error := _waited_too_long(book, request, now)) is not None:
                 book.fail(request, error, now)
@@ -47,8 +48,11 @@ def end_overdue(book: Book, now: float) -> None:
 
 
 def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -> None:
-    """Does what `admit` does, before the prompt is tokenised, which costs time and memory as well. Nobody is crowded
-    out yet: each queued request that could be counts as one more place. Raises Overloaded or DeadlineExceeded."""
+    """Checks what `admit` does, before the prompt is tokenised, which costs time and memory as well.
+
+    No queued request is failed yet: each one whose place could be taken counts as one more place. Raises what `admit`
+    does.
+    """
     work = _work(book, expected.fewest_tokens, expected.min_tokens, max_tokens)
     _not_hopeless(book, expected, work, now, before_s=expected.tokenise_s)
     num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
@@ -59,7 +63,7 @@ def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -
 
 
 def _end_those_in_vain(book: Book, now: float) -> None:
-    """Queued requests that have received nothing yet: what has begun goes on to its deadline."""
+    """Fails queued requests that cannot meet their deadlines, unless some output was received: those may go on."""
     if not len(book.queue):
         return
     costs, longest = _costs(book), book.workers.cluster.whole.longest_sequence
@@ -73,7 +77,7 @@ def _end_those_in_vain(book: Book, now: float) -> None:
                 book.fail(request, error, now)
                 continue
         if request.total_tokens > longest:
-            continue  # in nobody's way
+            continue  # no ready worker could serve it, so it delays nobody
         ahead = Ahead(ahead.num_tokens + _num_tokens(request), ahead.num_sequences + 1)
 
 
@@ -108,7 +112,7 @@ def _costs(book: Book) -> Costs:
 
 
 def _num_on_their_way(book: Book) -> int:
-    """Requests between the queue and a decode worker."""
+    """Returns how many requests are between the queue and a decode worker."""
     return book.num_in[Phase.PREFILLING] + book.num_in[Phase.PARKED]
 
 
@@ -117,7 +121,7 @@ def _not_hopeless(
 ) -> None:
     if spec.deadline_s is None:
         return
-    # What no ready worker could serve is in nobody's way.
+    # A request that no ready worker could serve delays nobody.
     longest = book.workers.cluster.whole.longest_sequence
     before = [other for other in book.queue if other.spec.priority >= spec.priority and other.total_tokens <= longest]
     ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book))
@@ -136,8 +140,11 @@ def _hopeless(
     *,
     before_s: float = 0.0,
 ) -> BatonError | None:
-    """Where there is no doubt, the bounds missing the deadline by far; and where others would pay for the attempt.
-    `before_s`: until it can be queued."""
+    """Returns the error for a request that cannot meet its deadline, or None if it may try.
+
+    It is refused if even the lower bounds of its time exceed what is left by `deadline_margin`, or if the cluster is
+    crowded and the expected time is too long. `before_s` is the time until the request can be queued.
+    """
     if spec.deadline_s is None:
         return None
     forecast = costs.forecast(work, ahead, overtakes=spec.priority > 0)
@@ -157,7 +164,10 @@ def _hopeless(
 
 
 def _work(book: Book, num_tokens: int, min_tokens: int, max_tokens: int) -> Work:
-    """Expects an output as long as others' were, within its own bounds; before the first, the shortest."""
-    fewest = min(min_tokens, max_tokens)  # more are asked for than the context holds: it ends there
+    """Returns a request's work. The expected output is as long as others' were, within the request's own bounds.
+
+    Before the first request has finished, it is the shortest output allowed.
+    """
+    fewest = min(min_tokens, max_tokens)  # the output ends at the context's end, even if more tokens are asked for
     expected = max(float(fewest), book.typical_output_tokens or 0.0)
     return Work(num_tokens, fewest, min(expected, float(max_tokens)))

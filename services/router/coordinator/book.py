@@ -1,14 +1,12 @@
-"""Keeps the book of live requests: the only code that opens and ends legs, moves phases and ends requests. Pure.
+"""Keeps the book of live requests. No other code opens or ends legs, moves phases or ends requests. Pure.
 
-Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, and that a defect met on behalf
-of one request ends that one only (`isolated`). Never: decides where something runs (`dispatch.py`) or what an event
-means (`handoff.py`).
+Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, the counts of requests by phase
+and of handoffs in flight, the alarms of deadlines and of silent legs, and that a defect met on behalf of one request
+ends that one only (`isolated`). Never: decides where something runs (`dispatch.py`) or what an event means
+(`handoff.py`).
 
-Also counts what would else be counted again and again: requests by phase, handoffs in flight; and keeps the alarms of
-deadlines and of silent legs.
-
-Invariant: after every input a request's phase is what its legs say it is (`settle`), it is in the queue iff QUEUED and
-among the parked iff PARKED, and each current leg is listed with its worker.
+Invariant: after every input a request's phase follows from its legs (`settle`), it is in the queue iff QUEUED and among
+the parked iff PARKED, and each current leg is listed with its worker.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from services.router.health import HealthRecord
 from services.router.policy import HandoffsInFlight, Role
 
 _WEIGHT = 0.05
-"""Of the newest request in a running average."""
+"""The weight of the newest request in a running average."""
 
 
 class Book:
@@ -65,24 +63,26 @@ class Book:
         self.num_in: Counter[Phase] = Counter()
         """Live requests by phase."""
         self.handoffs_in_flight = HandoffsInFlight()
-        """Those that still need room on a decode worker. A mixed source can adopt its own lease."""
+        """The handoffs that still need room on a decode worker. One from a mixed worker does not count, since that
+        worker can adopt its own lease."""
         self.placement_is_due = False
-        """Something waits that may find a place now. (Or workers have news: `WorkerTable.has_news`.)"""
+        """Whether a request that waits may find a place now. (`WorkerTable.has_news` says the same of workers.)"""
         self.deadlines: Alarms[str] = Alarms(self.requests)
         self.queue = WaitList()
         self.parked = WaitList()
         self.claims: dict[str, tuple[int, int]] = {}
-        """Workers that aged queued requests wait for, and these requests' `order`; renewed with each dispatch."""
+        """The workers that aged queued requests have claimed, with the `order` of the claimant; each dispatch makes it
+        anew."""
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
-        """Current legs, and the last released prefill leg of each request."""
+        """Current legs, and the last released prefill leg of each request, by leg number."""
         self.silent_legs: Alarms[int] = Alarms(self.legs)
-        """When it is next to be asked whether one has been silent for too long; in awake time."""
+        """When each leg is next checked for having been silent too long, in awake time."""
         self.newest_leg = 0
         self.typical_output_tokens: float | None = None
         """A running average over complete requests; None before the first."""
         self.awake = self.workers.awake
-        """The time by which workers' answers are judged. What a client may wait is judged by the real clock."""
+        """The time by which workers' answers are judged. A client's waiting time is judged by the real clock."""
         self._num_arrivals = 0
 
     def add(self, spec: RequestSpec, max_tokens: int, now: float) -> Request:
@@ -99,7 +99,7 @@ class Book:
     # Legs
 
     def new_leg(self) -> int:
-        """Never the same again."""
+        """Returns a leg number that was never used before."""
         self.newest_leg += 1
         return self.newest_leg
 
@@ -135,7 +135,7 @@ class Book:
         self.settle(request, now)
 
     def open_decode(self, request: Request, worker: Worker, now: float) -> None:
-        """Hands the request's lease to `worker`; without one, the whole sequence runs there."""
+        """Opens a decode leg at `worker` for the request's lease; without a lease, the whole sequence runs there."""
         source = request.prefill
         handoff, age_s, tokens_to_prefill = None, 0.0, 0
         if source is None:
@@ -182,7 +182,7 @@ class Book:
         self.settle(request, now)
 
     def end_prefill(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
-        """Gives the leg up, and with it the lease. `cancel`: the worker does not know yet."""
+        """Ends the prefill leg, and with it the lease. `cancel` says that the worker must be told."""
         leg = request.prefill
         assert leg is not None
         request.prefill = None
@@ -193,7 +193,7 @@ class Book:
             self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
 
     def end_decode(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
-        """Gives the leg up; the prefill leg and its lease stay. `cancel`: the worker does not know yet."""
+        """Ends the decode leg; the prefill leg and its lease stay. `cancel` says that the worker must be told."""
         leg = request.decode
         assert leg is not None
         request.decode = None
@@ -203,19 +203,19 @@ class Book:
             self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
 
     def seal_prefill(self, request: Request, now: float) -> None:
-        """The prefill leg's token arrived: its compute is over, its lease goes on."""
+        """Notes that token 0 has arrived: the prefill leg's computation is over, and its lease is sealed."""
         leg = request.prefill
         assert leg is not None
         assert leg.lease is not None
         leg.sealed_s = now
         if request.decode is not None:
-            request.decode.heard_s = self.awake.at(now)  # until now it had to wait
+            request.decode.heard_s = self.awake.at(now)  # until now the decode worker had to wait for the source
         request.story.prefill_wait_s = leg.lease.opened_s - leg.sent_s
         request.story.prefill_compute_s = now - leg.lease.opened_s
         self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, "done"))
 
     def release_prefill(self, request: Request, now: float) -> None:
-        """The decode leg has everything: the prefill leg is over. Its last reports may still come."""
+        """Ends the prefill leg because the decode leg has its blocks. The leg's last reports may still come."""
         leg = request.prefill
         assert leg is not None
         request.prefill = None
@@ -232,7 +232,7 @@ class Book:
             request.released_leg = None
 
     def announce(self, request: Request) -> None:
-        """Tells the client who runs its prompt, once."""
+        """Tells the client, once, which worker prefills its prompt."""
         if not request.story.announced:
             request.story.announced = True
             self.actions.append(
@@ -242,7 +242,11 @@ class Book:
     # Phases
 
     def settle(self, request: Request, now: float, *, refused: bool = False) -> None:
-        """Makes the phase what the legs say. Call after every change of legs."""
+        """Moves the request to the phase that follows from its legs. To be called after every change of legs.
+
+        Fails the request if workers have crashed under it too often. `refused` says that a worker has refused a leg:
+        then the request neither counts a retry nor becomes younger.
+        """
         self._count_handoff(request)
         if request.decode is not None:
             self._move(request, Phase.BINDING if request.decode.admitted_s is None else Phase.DECODING, now)
@@ -277,7 +281,7 @@ class Book:
         self.actions.append(EmitFailed(request.request_id, error))
 
     def _bind(self, request: Request, worker: Worker) -> None:
-        """It computes the prompt: if anything is streamed of that, only its like may go on with the stream."""
+        """Notes which worker computes the prompt: only workers of its fingerprint may go on with the output."""
         assert not request.output or worker.info.fingerprint == request.fingerprint, "replayed by other weights"
         request.fingerprint = worker.info.fingerprint
 
@@ -285,21 +289,20 @@ class Book:
 
     @contextlib.contextmanager
     def isolated(self, where: str, request: Request | None, now: float) -> Iterator[None]:
-        """Whatever raises in here has happened to this request only: it is told, and ends the request. Without one, it
-        is told."""
+        """Reports an exception of the block as a defect, and ends only the request it was met for, if there is one."""
         try:
             yield
         except Exception as error:
             self.spoil(where, request, error, now)
 
     def spoil(self, where: str, request: Request | None, error: Exception, now: float) -> None:
-        """A defect was met on behalf of this request."""
+        """Reports a defect, and fails the request on whose behalf it was met, if there is one."""
         self.actions.append(Defect(where, request.request_id if request is not None else "", error))
         if request is not None:
             self.fail_surely(request, unforeseen(error), now)
 
     def fail_surely(self, request: Request, error: BatonError, now: float) -> None:
-        """Fails a request, whatever state it is in: nothing of it stays, here or with the workers."""
+        """Fails a request even if its record is broken: nothing of it is left, here or at the workers."""
         if self.requests.get(request.request_id) is not request:
             return
         try:
@@ -310,7 +313,7 @@ class Book:
             self.actions.append(EmitFailed(request.request_id, error))
 
     def _tear_out(self, request: Request) -> None:
-        """Its record is not to be trusted, so all the others are looked through."""
+        """Removes every trace of a request whose own record cannot be trusted: it searches all other records."""
         for worker in self.workers.all():
             info = worker.info
             for leg in [leg for leg, request_id in worker.legs.items() if request_id == request.request_id]:
@@ -328,7 +331,7 @@ class Book:
         self.placement_is_due = True
 
     def _count_handoff(self, request: Request) -> None:
-        """A handoff is in flight from the prompt's placement to its admission by a decode worker."""
+        """Updates the handoffs in flight: one is, from the prompt's placement to its admission by a decode worker."""
         leg, before = request.prefill, request.tokens_in_flight
         waits = request.decode is None or request.decode.admitted_s is None
         after = len(leg.token_ids) if leg is not None and leg.worker.roles is not Role.MIXED and waits else 0
@@ -377,11 +380,11 @@ class Book:
         else:
             request.unserved_since_s = None
         if phase in (Phase.QUEUED, Phase.PARKED, Phase.FINISHED):
-            self.placement_is_due = True  # it waits; or somebody may have waited for what it has claimed
+            self.placement_is_due = True  # the request waits now, or others may have waited for what it had claimed
         self._follow_placing(request, now)
 
     def _follow_placing(self, request: Request, now: float) -> None:
-        """PLACE lasts from the lease to a worker's admission, over all refusals."""
+        """Begins and ends the PLACE span, which lasts from the lease to a worker's admission, over all refusals."""
         if request.phase is Phase.PARKED and request.placing_since_s is None:
             request.placing_since_s = now
         if request.phase in (Phase.PARKED, Phase.BINDING) or request.placing_since_s is None:
@@ -414,7 +417,7 @@ class WaitList:
         return len(self._ordered)
 
     def __iter__(self) -> Iterator[Request]:
-        """A snapshot: requests may leave while it is walked."""
+        """Walks over a copy, so that requests may leave the list meanwhile."""
         return iter([request for _, request in self._ordered])
 
     def add(self, request: Request) -> None:
@@ -426,7 +429,7 @@ class WaitList:
         del self._ordered[index]
 
     def discard(self, request: Request) -> None:
-        """Wherever it is, if it is there at all."""
+        """Removes the request if it is in the list, wherever that is."""
         self._ordered = [entry for entry in self._ordered if entry[1] is not request]
 
 
@@ -439,7 +442,7 @@ Key = TypeVar("Key", int, str)
 
 class Alarms(Generic[Key]):
     def __init__(self, live: Container[Key]) -> None:
-        """`live`: the keys of what still is. Alarms of others are dropped, before they are most of what is kept."""
+        """`live` holds the keys that still exist. Alarms of other keys are dropped before they outnumber the rest."""
         self._live: Container[Key] = live
         self._heap: list[tuple[float, Key]] = []
         self._most = 0
@@ -455,7 +458,7 @@ class Alarms(Generic[Key]):
             self._most = 2 * len(self._heap) + 64
 
     def due(self, now: float) -> list[Key]:
-        """In order of time. Each is returned once."""
+        """Returns the keys whose alarms have rung, in order of time. Each alarm is returned once."""
         keys: dict[Key, None] = {}
         while self._heap and self._heap[0][0] <= now:
             keys[heapq.heappop(self._heap)[1]] = None

@@ -1,14 +1,15 @@
-"""Checks workers deeply: sends canaries, hears what workers make of them, and judges by it. Pure.
+"""Sends canaries to workers and pairs, and judges their health by the answers. Pure.
 
-A canary is a small request of the router's own, on the ordinary way, that shows what a heartbeat cannot. A *generation*
-is pinned to one worker: a prompt on a prefill worker, a whole tiny sequence on the others. A *transfer* is pinned to a
-pair: a prompt of a block and a token on the one, its handoff to the other, and a token decoded from it there. Its cache
-salt is its own, so that it finds nothing cached and all its blocks are moved. What it asks is always the same, so that
-answers can be compared.
+A canary is a small request of the router's own that takes a request's ordinary path and shows what a heartbeat cannot.
+A *generation* is bound to one worker: a prompt on a prefill worker, a whole tiny sequence on any other. A *transfer* is
+bound to a pair: the source computes a prompt of one block and one token, and the destination takes its lease over and
+decodes a token. Each canary has its own cache salt, so that nothing of it is cached and all its blocks are copied. The
+prompt is always the same, so that answers can be compared.
 
-Owns: which canaries are under way, and what the end of each says of whom. Never: requests, queues, metrics, or which
-answer is right (`known_answers.py`). A canary is never retried or moved and is given up after `canary_timeout_s`; a
-worker has at most one at a time, and a full one may refuse it without harm. What is up is asked again every so often.
+Owns: which canaries are under way, and what the end of each means for whose health. Never: requests, queues, metrics,
+or which answer is right (`known_answers.py`). A canary is never retried or moved and is given up after
+`canary_timeout_s`. A worker has at most one at a time, and may refuse it without harm when it is full. Workers that are
+up are checked again from time to time.
 """
 
 from __future__ import annotations
@@ -41,39 +42,39 @@ if TYPE_CHECKING:
     from baton.v1 import types_pb2
 
 _PRIORITY = 100
-"""Before all others: it is over in a step or two, and its time to answer is not spent in a queue."""
+"""A canary goes before all requests: it is over in a step or two, and its time limit must not run out in a queue."""
 _NUM_TOKENS = 2
 _NUM_TOKEN_IDS = 8
-"""Any model has at least so many tokens."""
+"""A prompt uses only token ids below this one; every model has these."""
 
 
 @dataclass(slots=True)
 class Canary:
     spec: RequestSpec
     source: WorkerInfo | None
-    """Runs the prompt; with a target, that one takes its lease over."""
+    """The worker that computes the prompt; the target, if there is one, takes its lease over."""
     target: WorkerInfo | None
-    """Decodes; without a source, it runs the prompt too."""
+    """The destination, which decodes; without a source, it computes the prompt too."""
     started_s: float
     asked_s: float
-    """`started_s` in awake time: how long it has waited for what could be heard."""
+    """`started_s` in awake time, by which the time limit is judged."""
     prefill_leg: int = 0
     decode_leg: int = 0
     begun: bool = False
-    """The worker that is at work has admitted it: the source, later the target."""
+    """Whether the worker whose turn it is, first the source and then the target, has admitted the canary."""
     sealed: bool = False
     imported: bool = False
     answer: list[Said] = field(default_factory=list)
-    """From the first position on."""
+    """What was received, from output position 0 on."""
 
     def hear(self, tokens: Tokens) -> None:
-        """The first token of a handoff is said twice."""
+        """Adds tokens to the answer, except those received before: both workers of a handoff report token 0."""
         if tokens.position <= len(self.answer):
             self.answer += said(tokens)[len(self.answer) - tokens.position :]
 
     @property
     def num_asked(self) -> int:
-        """Tokens of its answer: it is never over before its length. A prompt alone ends with its first."""
+        """Returns how many tokens the answer must have: 1 if only a prompt is computed, else `_NUM_TOKENS`."""
         return 1 if self.target is None else _NUM_TOKENS
 
     def involves(self, worker_id: str) -> bool:
@@ -83,7 +84,10 @@ class Canary:
 def new_canary(
     name: str, source: WorkerInfo | None, target: WorkerInfo | None, now: float, awake_s: float = 0.0
 ) -> Canary:
-    """`name`: of its own, also its salt. `awake_s`: `now` in awake time."""
+    """Returns a canary for a source, a target, or a pair.
+
+    `name` is unique; it is the canary's request id and its cache salt. `awake_s` is `now` in awake time.
+    """
     workers = [worker for worker in (source, target) if worker is not None]
     room = min(worker.max_model_len for worker in workers) - _NUM_TOKENS
     num_tokens = max(1, min(workers[0].block_size + 1, room))
@@ -92,7 +96,7 @@ def new_canary(
 
 
 def prefill_command(canary: Canary, timeout_s: float) -> SendLeg:
-    """For its source. Alone, its first token is its last."""
+    """Returns the command for the canary's source. Alone, its first token is its last."""
     assert canary.source is not None
     return SendLeg(
         Role.PREFILL,
@@ -109,7 +113,7 @@ def prefill_command(canary: Canary, timeout_s: float) -> SendLeg:
 
 
 def decode_command(canary: Canary, handoff: HandoffRef | None, timeout_s: float) -> SendLeg:
-    """For its target."""
+    """Returns the command for the canary's target."""
     assert canary.target is not None
     return SendLeg(
         Role.DECODE,
@@ -135,12 +139,12 @@ class Canaries:
         self._num_sent = 0
         self._answers = KnownAnswers()
         self.checking = False
-        """Something that is there has not been checked yet."""
+        """Whether a worker or a pair that is there has not been checked yet, and soon will be."""
 
-    # When
+    # Sending
 
     def run(self, now: float) -> None:
-        """Gives up those that take too long, and sends those that are due. A few times a second."""
+        """Gives up canaries that take too long, and sends those that are due. To be called a few times a second."""
         awake_s = self._book.awake.at(now)
         for canary in list(self._live):
             if awake_s - canary.asked_s >= self._book.config.canary_timeout_s:
@@ -166,7 +170,10 @@ class Canaries:
         self.checking = any(self._unchecked(worker, usable, now) for worker in ready.values())
 
     def _unchecked(self, worker: Worker, usable: set[str], now: float) -> bool:
-        """Nothing is known yet, and soon will be: of itself, or of the way to it from another that is there."""
+        """Says whether the first check is still to come: of the worker, or of a pair in which it is the destination.
+
+        A check that has not come within `canary_timeout_s` is no longer waited for.
+        """
         pairs = (
             [pair for pair in worker.sources.unsettled if pair.source.worker_id in usable]
             if worker.health.usable
@@ -200,10 +207,10 @@ class Canaries:
         self._legs[leg] = canary
         return leg
 
-    # What workers say
+    # Events of workers
 
     def event(self, worker: Worker, event: LegEvent, now: float) -> bool:
-        """Returns False if the event is not about a canary."""
+        """Handles an event of a canary's leg. Returns False if the event is not about a canary."""
         canary = self._legs.get(event.leg)
         if canary is None:
             return False
@@ -235,7 +242,7 @@ class Canaries:
             case DecodeAdmitted():
                 canary.begun = True
             case DecodeRefused():
-                self._end(canary)  # no room now; it is asked again
+                self._end(canary)  # the worker has no room now; a later canary checks it
             case ImportReady():
                 canary.imported = True
             case ImportFailed():
@@ -248,7 +255,7 @@ class Canaries:
                     self._passed(canary, now, event.finish.timings)
 
     def worker_gone(self, worker_id: str) -> None:
-        """Its canaries have said nothing: what has become of it counts by itself."""
+        """Ends the canaries of a worker that is gone. They say nothing of its health; the loss counts by itself."""
         for canary in [canary for canary in self._live if canary.involves(worker_id)]:
             self._end(canary)
         self._answers.gone(worker_id)
@@ -257,14 +264,14 @@ class Canaries:
         return leg in self._legs
 
     def give_up(self, leg: int) -> None:
-        """What was said of it could not be handled, which says nothing of the worker."""
+        """Ends the canary of a leg whose event could not be handled. That says nothing of the worker's health."""
         if (canary := self._legs.get(leg)) is not None:
             self._end(canary)
 
-    # What it means
+    # Judging
 
     def _passed(self, canary: Canary, now: float, timings: types_pb2.PhaseTimings | None = None) -> None:
-        """It has an answer. Whether that is right is another matter."""
+        """Ends a canary whose answer is complete, and judges the workers and the pair by that answer."""
         self._end(canary, cancel=False)
         first, last = canary.source or canary.target, canary.target or canary.source
         assert first is not None
@@ -273,7 +280,8 @@ class Canaries:
             short = f"deep check: {len(canary.answer)} tokens instead of {canary.num_asked}"
             self._book.workers.failed(last.worker_id, short, now)
             return
-        # What a source has said is its own; what follows from its blocks may be the fault of either, or of the way.
+        # The source alone answers for its own token. If a token decoded from its blocks is wrong, the source, the
+        # destination or the transfer may be at fault, so that counts against the pair.
         num_own = len(canary.answer) if first is last else 1
         prompt = canary.spec.token_ids
         own, moved = canary.answer[:num_own], canary.answer[num_own:]
@@ -290,12 +298,12 @@ class Canaries:
         self.run(now)
 
     def _wrong(self, info: WorkerInfo, reason: str, now: float) -> None:
-        """Its weights, or what computes with them, have changed: nothing that it says is to be believed."""
+        """Takes a worker whose answer is wrong out of use: its weights or its computation cannot be trusted."""
         self._book.workers.failed(info.worker_id, reason, now, at_once=True)
         migrate(self._book, self._book.workers.get(info.worker_id), now)
 
     def _ask_outvoted(self, heard: WorkerInfo, now: float) -> None:
-        """Those that seemed right before this one was heard."""
+        """Has those workers checked again at once whose answers are wrong by the votes as they now are."""
         for worker_id in self._answers.outvoted(heard.fingerprint) - {heard.worker_id}:
             if worker_id in self._book.workers:
                 self._book.workers.get(worker_id).health.wants_one_now(now)
@@ -306,7 +314,7 @@ class Canaries:
         if isinstance(error, Draining):
             self._book.workers.drain(worker, now)
         elif isinstance(error, FATAL) and not isinstance(error, DeadlineExceeded):
-            # Even a canary is too long for it. It has answered, which is all that can be asked of it.
+            # The canary itself is at fault, for instance too long for the worker. The worker has answered: it is alive.
             self._book.workers.succeeded(worker.info.worker_id, now)
         else:
             self._book.workers.failed(worker.info.worker_id, f"deep check: {error.reason}: {error}", now)
@@ -323,7 +331,10 @@ class Canaries:
             self._book.workers.transfer_failed(canary.source, canary.target.worker_id, reason, now)
 
     def _timed_out(self, canary: Canary, now: float) -> None:
-        """Counts against who was to act next, unless that one shows that it only has much to do."""
+        """Ends a canary that took too long, and counts that against the worker, or the pair, that was to act next.
+
+        It does not count against a worker that has succeeded meanwhile, or that is busy with other sequences.
+        """
         self._end(canary)
         seconds = self._book.config.canary_timeout_s
         source, target = canary.source, canary.target
@@ -336,7 +347,7 @@ class Canaries:
         if worker.health.last_success_s >= canary.started_s:
             return
         if not canary.begun and worker.load is not None and worker.load.num_running:
-            # Full of others' work, another router's perhaps. Were its step stuck, its clock would tell.
+            # The worker is full of other work, perhaps another router's. A stuck step would show in its snapshot.
             self._book.workers.succeeded(culprit.worker_id, now)
         else:
             self._book.workers.failed(culprit.worker_id, f"deep check: no answer within {seconds:g} s", now)

@@ -1,8 +1,9 @@
-"""The router's brain without I/O: inputs are method calls with a time, outputs are actions.
+"""Makes the router's decisions without I/O: inputs are method calls with a time, outputs are actions.
 
 Owns: that inputs change state only, and mark that placement is due; `place` is called once per turn of the event loop.
-Never: gRPC, text, clocks. After every input and every `place`, drain `take_actions`. The rules live in `handoff.py`
-(events), `handoff.py`, `silent_legs.py`, `canaries.py`, `admission.py`, `dispatch.py` (placement), `book.py` (legs).
+Never: gRPC, text, clocks. The caller takes the actions (`take_actions`) after every input and every `place`. The rules
+are in `admission.py`, `dispatch.py` (placement), `handoff.py` (events of workers), `silent_legs.py`, `canaries.py` and
+`book.py` (legs and phases).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
 
 CLIENTS_CLOCK_S = 0.1
-"""A client counts its deadline from before the request reached this process, and so gives up a little before ours: that
-is its deadline and no change of mind."""
+"""A cancel that comes at most this long before the deadline counts as a passed deadline: the client's clock started
+before the request reached this process."""
 
 
 class Coordinator:
@@ -40,20 +41,23 @@ class Coordinator:
         self._config = config
         self._canaries = Canaries(self._book)
         self._stopping: BatonError | None = None
-        """Why it admits nothing more."""
+        """The error that new requests get; None while requests are admitted."""
         self._ready = False
         self._groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def take_actions(self) -> list[Action]:
-        """What is to be done, in order; each action is returned once."""
+        """Returns what is to be done, in order. Each action is returned once."""
         actions, self._book.actions = self._book.actions, []
         return actions
 
     # Clients
 
     def submit(self, spec: RequestSpec, now: float) -> None:
-        """Queues a request. Raises InvalidRequest, DuplicateRequest, Overloaded, DeadlineExceeded or Draining; then
-        nothing is kept."""
+        """Queues a request.
+
+        Raises InvalidRequest, DuplicateRequest, Overloaded, DeadlineExceeded, or the error given to `stop_admission`;
+        then nothing is kept.
+        """
         self._raise_if_stopping()
         if spec.request_id in self._book.requests:
             raise DuplicateRequest(f"request {spec.request_id!r} is being served")
@@ -62,8 +66,10 @@ class Coordinator:
         self._book.add(spec, max_tokens, now)
 
     def expect(self, expected: ExpectedRequest, now: float) -> None:
-        """Keeps a place in the queue while a prompt is tokenised; `arrived` gives it back. Raises what `submit` does;
-        then nothing is kept."""
+        """Keeps a place in the queue while a prompt is tokenised; `arrived` gives it back.
+
+        Raises Overloaded, DeadlineExceeded, or the error given to `stop_admission`; then nothing is kept.
+        """
         self._raise_if_stopping()
         room = max(1, self.context_tokens() - expected.fewest_tokens)
         max_tokens = room if expected.max_tokens is None else min(room, expected.max_tokens)
@@ -71,38 +77,41 @@ class Coordinator:
         self._book.num_expected += 1
 
     def arrived(self) -> None:
-        """The prompt is tokenised, or nobody wants it any more."""
+        """Gives a place back that `expect` has kept: the prompt is tokenised, or nobody wants it any more."""
         self._book.num_expected -= 1
 
     def cancel(self, request_id: str, now: float, error: BatonError | None = None) -> None:
-        """The client gave up, perhaps because its deadline passed. Unknown requests have ended already."""
+        """Ends a request because its client gave up, perhaps because its deadline passed.
+
+        `error` is the reason, if it is known. Without effect for an unknown request: it has ended already.
+        """
         request = self._book.requests.get(request_id)
         if request is not None:
             late = admission.passed_deadline(request, now + CLIENTS_CLOCK_S)
             self._book.fail_surely(request, error or late or Cancelled("cancelled"), now)
 
     def finish_stopped(self, request_id: str, now: float) -> None:
-        """A stop string was found in the text: the request is complete, whatever its workers still produce."""
+        """Finishes a request because a stop string was found in its text, whatever its workers still produce."""
         request = self._book.requests.get(request_id)
         if request is not None:
             with self._book.isolated("event", request, now):
                 self._book.finish(request, FinishReason.STOP, None, now)
 
     def stop_admission(self, why: BatonError | None = None) -> None:
-        """`why` is what requests are told from now on; by default that the router is stopping."""
+        """Refuses all requests from now on with the error `why`; by default it says that the router is stopping."""
         self._stopping = why or Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
 
     def _raise_if_stopping(self) -> None:
         if self._stopping is not None:
-            raise self._stopping.with_traceback(None)  # one and the same error must not gather frames
+            raise self._stopping.with_traceback(None)  # it is raised again and again, and must not collect frames
 
     # Workers
 
     def worker_joined(self, info: WorkerInfo, now: float) -> bool:
-        """A registration. True if a session should be opened: the worker is new, restarted, or was lost.
+        """Takes a registration. Returns whether to open a session: the worker is new, restarted, or was lost.
 
-        Raises WorkerIdInUse while another process of that name has a session: it lives, or its silence is not long
-        enough yet to tell. Raises Overloaded when as many as may be known at once are there.
+        Raises WorkerIdInUse while another process of that name has a session: that process is alive, or has not been
+        silent for long enough to be lost. Raises Overloaded if `max_workers` workers are known and all have sessions.
         """
         workers = self._book.workers
         if info.worker_id in workers:
@@ -119,8 +128,10 @@ class Coordinator:
         return True
 
     def withdraw(self, worker_id: str, now: float) -> None:
-        """Forgets a worker whose name is another's from now on. Raises WorkerIdInUse while it has a session: only that
-        shows that its process lives."""
+        """Forgets a worker whose name another worker takes over.
+
+        Raises WorkerIdInUse while the known one has a session: only a session shows that its process is alive.
+        """
         workers = self._book.workers
         if worker_id not in workers:
             return
@@ -146,18 +157,21 @@ class Coordinator:
     def worker_lost(
         self, worker_id: str, incarnation: int, now: float, *, crashed: bool, reason: str = "session lost"
     ) -> None:
-        """Its session broke or fell silent (`crashed`), or it ended it in order."""
+        """Notes that a worker's session is over: it broke or fell silent (`crashed`), or the worker ended it."""
         if worker_id not in self._book.workers:
             return
         worker = self._book.workers.get(worker_id)
         if worker.info.incarnation == incarnation:
-            # However one that was leaving has gone: no request is to blame for it.
+            # A draining worker was about to leave, so its loss counts as no crash, however it came about.
             self._lose(worker, now, reason, crashed=crashed and not worker.draining)
 
     def worker_events(
         self, worker_id: str, incarnation: int, events: Iterable[LegEvent], load: Load | None, now: float
     ) -> None:
-        """Takes one message of a worker's session."""
+        """Handles the events and the snapshot of one message of a worker's session.
+
+        Without effect if that incarnation has no session any more.
+        """
         worker = self._book.workers.current(worker_id, incarnation)
         if worker is None:
             return
@@ -170,34 +184,43 @@ class Coordinator:
         self._take_load(worker, load, now)
 
     def live_legs(self, worker_id: str, incarnation: int, newest_leg: int, legs: Collection[int], now: float) -> None:
-        """A worker lists what it has, after all that it said before."""
+        """Compares the legs that a worker's heartbeat lists with those that the router believes to be there.
+
+        `newest_leg` is the highest leg number that the worker has received.
+        """
         worker = self._book.workers.current(worker_id, incarnation)
         if worker is not None:
             silent_legs.reconcile(self._book, worker, newest_leg, legs, self._canaries.has_leg, now)
 
     def spoil_leg(self, leg: int, where: str, error: Exception, now: float) -> None:
-        """What was said of this leg could not be handled: whatever it belongs to ends, and nothing else."""
+        """Reports a defect met with an event of this leg, and ends only the canary or request that it belongs to."""
         self._canaries.give_up(leg)
         self._book.spoil(where, self._book.legs.get(leg), error, now)
 
     def drain(self, worker_id: str, now: float) -> None:
-        """Places nothing there any more. Raises UnknownWorker."""
+        """Places nothing on the worker any more. Raises UnknownWorker."""
         self._book.workers.drain(self._book.workers.get(worker_id), now)
 
     def migrate(self, worker_id: str, now: float) -> int:
-        """Moves what still runs at a worker; returns how many requests. Raises UnknownWorker."""
+        """Ends all legs at a worker, so that their requests go on elsewhere. Returns how many requests these are.
+
+        Raises UnknownWorker.
+        """
         return handoff.migrate(self._book, self._book.workers.get(worker_id), now)
 
     # Time
 
     @property
     def placement_is_due(self) -> bool:
-        """Something has changed since `place`, so that what waits may find a place, or time has passed."""
+        """Returns whether anything has changed since the last `place` by which a waiting request may find a place."""
         return self._book.placement_is_due or self._book.workers.has_news
 
     def place(self, now: float) -> None:
-        """Places what waits, as far as there is room. To be called once in each turn of the event loop after which it
-        is due, however many inputs that turn had: it looks at everything that waits."""
+        """Places waiting requests and handoffs, as far as there is room.
+
+        To be called once in each turn of the event loop after which it is due, however many inputs that turn had: it
+        looks at everything that waits.
+        """
         book = self._book
         if not self.placement_is_due:
             return
@@ -208,11 +231,11 @@ class Coordinator:
             dispatch(book, now)
 
     def tick(self, now: float) -> None:
-        """Ends what has waited too long; the rest is to be placed again. To be called ten times a second: whatever
-        passes between two calls beyond half a second counts as time in which the router was stopped, and heard no
-        worker (`core/awake.py`).
+        """Ends what has waited too long, and marks placement as due.
 
-        A defect in one part, however often it is met, leaves the bounds that the other parts keep.
+        To be called ten times a second: of the time between two calls, what exceeds half a second counts as time in
+        which the router was stopped and heard no worker (`core/awake.py`). A defect in one part does not keep the other
+        parts from running.
         """
         book = self._book
         book.awake.at(now)
@@ -233,7 +256,7 @@ class Coordinator:
     # For shells and operators
 
     def held_leases(self, worker_id: str) -> list[bytes]:
-        """Returns the leases at a worker that must not expire: those that no decode worker has taken yet.
+        """Returns the leases at a worker that must not expire: those that no decode worker has admitted yet.
 
         A decode worker fetches a handoff as soon as it has admitted it. From then on the source's own clocks judge the
         handoff: a lease that is neither fetched nor released any more expires, however healthy both workers look.
@@ -250,19 +273,19 @@ class Coordinator:
         return lease_ids
 
     def workers(self) -> list[Worker]:
-        """Read only."""
+        """Returns all known workers. The caller must not change them."""
         return self._book.workers.all()
 
     def kv_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Ready workers by what they compute; see `WorkerTable.kv_groups`."""
+        """Returns the ready workers, grouped by the `kv` part of their fingerprints (`WorkerTable.kv_groups`)."""
         return self._book.workers.kv_groups()
 
     def worker(self, worker_id: str) -> Worker:
-        """Read only. Raises UnknownWorker."""
+        """Returns a worker, which the caller must not change. Raises UnknownWorker."""
         return self._book.workers.get(worker_id)
 
     def phases(self) -> Counter[Phase]:
-        """Live requests by phase."""
+        """Returns the number of live requests by phase."""
         return +self._book.num_in
 
     @property
@@ -271,17 +294,23 @@ class Coordinator:
 
     @property
     def num_expected(self) -> int:
-        """Requests whose prompts are being tokenised."""
+        """Returns how many requests have prompts that are being tokenised."""
         return self._book.num_expected
 
     @property
     def ready(self) -> bool:
-        """A short request would be placed now or queued with someone to serve it. At first not before the deep checks
-        of all that is there: whoever waits for a cluster to be ready gets one that works."""
+        """Returns whether the router takes requests and a ready worker could serve a short one.
+
+        At first it is False until all workers and pairs that are there have been checked by canaries, so that a cluster
+        that is ready also works.
+        """
         return self._stopping is None and self._ready
 
     def context_tokens(self) -> int:
-        """Longest sequence any known worker could hold."""
+        """Returns the longest sequence, in tokens, that any worker with a past or present session could hold.
+
+        Without such a worker it is the model's own bound.
+        """
         longest = self._book.workers.longest_proven
         return self._config.model_context_tokens if longest is None else longest
 
@@ -295,11 +324,11 @@ class Coordinator:
     def _take_load(self, worker: Worker, load: Load | None, now: float) -> None:
         if load is not None:
             with self._book.isolated("event", None, now):
-                self._heed_load(worker, load, now)
+                self._take_snapshot(worker, load, now)
             if len(self._book.parked):
-                self._book.placement_is_due = True  # who refused a handoff is asked again by newer numbers
+                self._book.placement_is_due = True  # a worker that refused a handoff may be asked after a new snapshot
 
-    def _heed_load(self, worker: Worker, load: Load, now: float) -> None:
+    def _take_snapshot(self, worker: Worker, load: Load, now: float) -> None:
         self._book.workers.set_load(worker, load, now)
         if load.current_step_ms >= self._config.step_timeout_s * 1000:
             self._stuck(worker, load.current_step_ms / 1000, now)
@@ -317,7 +346,10 @@ class Coordinator:
         handoff.worker_gone(self._book, worker, legs, now, crashed=crashed)
 
     def _stuck(self, worker: Worker, seconds: float, now: float) -> None:
-        """Its step does not end, although heartbeats go on: as good as lost. Said again with every snapshot."""
+        """Treats a worker whose step does not end as lost, although its heartbeats go on.
+
+        Called with every snapshot that shows such a step. `seconds` is how long the step has run.
+        """
         reason = f"a device step has run for {seconds:.0f} s"
         self._book.workers.failed(worker.info.worker_id, reason, now, at_once=True)
         self._canaries.worker_gone(worker.info.worker_id)

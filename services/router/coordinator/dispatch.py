@@ -1,19 +1,20 @@
 """Places what waits: parked handoffs first, then the queue, each in order. Pure.
 
-Owns: who is tried when, and that nobody starves and nobody stands in the way of whom others could serve. Never: how
-good a worker is (`services.router.policy`).
+Owns: the order in which placements are tried, that no request starves, and that none holds up requests that other
+workers could serve. Never: how good a worker is (`services.router.policy`).
 
-No one starves: a handoff that has waited longer than `overtake_limit_s` claims the worker nearest to having room, and
-younger ones leave that worker alone. It is offered there again and again: its age tells the worker to keep room for it,
-and the worker knows better than its snapshot.
+Whatever has waited longer than `overtake_limit_s` is *aged*. An aged handoff claims the worker nearest to having room,
+and younger ones do not use that worker. The handoff is offered there again and again: its age tells the worker to keep
+room for it, and the worker knows its room better than its snapshot does.
 
-A queued request that old claims the decode worker nearest to room and, once that could take it, the prefill worker
-nearest to room. Younger ones begin nowhere where that worker would be needed, so its room only grows until the claimant
-begins; the rest of the line moves. Handoffs go before the queue, since they hold blocks that it may wait for: they
-avoid a worker claimed by an older request as long as there is another that could ever take them, unless their source is
-claimed too: then the claimant waits for them.
+An aged request of the queue claims the decode worker nearest to having room and, once that one has room, the prefill
+worker nearest to having room. Younger requests are not placed where they would need a claimed worker, so
+its room only grows until the claimant starts; the rest of the queue goes on. Handoffs go before the queue, since they
+hold blocks that the queue may wait for. A handoff avoids a worker that an older request has claimed as long as another
+worker could ever take it; but if its source is claimed too, it may go anywhere, since the claimant waits for its
+blocks.
 
-A request that no ready worker could serve, were it idle, is passed by: it neither ages nor holds up the line.
+A request that no ready worker could serve, even an idle one, is passed over: it neither claims nor holds up others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def dispatch(book: Book, now: float) -> None:
 
 
 def can_be_served(book: Book, request: Request) -> bool:
-    """Whether some ready worker could take what waits, were it idle."""
+    """Returns whether a ready worker could take the request, or its parked handoff, if that worker were idle."""
     whole, leg = book.workers.cluster.whole, request.prefill
     if leg is None:
         return whole.fit(request.next_job()).can_begin
@@ -46,7 +47,7 @@ def can_be_served(book: Book, request: Request) -> bool:
 
 
 def why_unserved(book: Book, request: Request) -> str:
-    """For the client, of a request that cannot be served."""
+    """Returns the message that tells the client why no ready worker can serve its request."""
     bound = request.next_job().fingerprint
     unbound = replace(request.next_job(), fingerprint=None)
     others = [view for view in book.workers.views() if view.fingerprint != bound]
@@ -64,8 +65,11 @@ def _named(fingerprint: Fingerprint) -> str:
 
 
 def give_up_stranded(book: Book, now: float) -> None:
-    """Ends the leases that no ready worker could fetch, of requests that could begin again elsewhere: to wait for the
-    source's sake would end them. (The lease of one that could not is kept: its workers may come back.)"""
+    """Ends leases that no ready worker could fetch, if their requests could be computed again elsewhere.
+
+    To go on waiting for such a handoff would end the request. The lease of a request that could not be computed
+    elsewhere is kept: its workers may come back.
+    """
     for request in book.parked:
         with book.isolated("tick", request, now):
             can_begin = book.workers.cluster.whole.fit(request.next_job()).can_begin
@@ -86,7 +90,7 @@ def _bind(book: Book, request: Request, claimed: set[str], now: float) -> None:
     source = _source(leg)
     job = request.job(len(leg.token_ids))
     able = book.workers.cluster.whole.able(job, source)
-    # Adoption in place takes no room from whoever claimed the worker; it may even be what makes room.
+    # Adoption in place takes no room from the claimant of the worker, and its end may be what makes that room.
     unclaimed = [view for view in able if view.worker_id not in claimed or view.worker_id == source.worker_id]
     ways = _ways_past_claims(book, request, source, unclaimed)
     askable = [[view for view in views if _may_ask(request, view, now)] for views in ways]
@@ -99,9 +103,12 @@ def _bind(book: Book, request: Request, claimed: set[str], now: float) -> None:
 
 
 def _ways_past_claims(book: Book, request: Request, source: Source, able: list[WorkerView]) -> list[list[WorkerView]]:
-    """Where a handoff may go beside older requests of the queue that have claimed workers: at best it avoids them all.
-    But if the claimant of its source waits for the blocks that the handoff holds there, it may go to any in the end:
-    else each of the two would wait for the other."""
+    """Returns the sets of workers that a handoff may go to, the preferred set first.
+
+    It avoids the workers that older queued requests have claimed, if any other is able. But if its source is claimed
+    too, all workers are allowed in the end: the claimant waits for the blocks that the handoff holds there, and each
+    of the two would wait for the other.
+    """
     older = {worker_id for worker_id, order in book.claims.items() if order < request.order}
     elsewhere = [view for view in able if view.worker_id not in older]
     if not elsewhere:
@@ -126,10 +133,10 @@ def _claim(
 
 
 class _Line:
-    """The queue as one dispatch walks it: the workers that aged requests have claimed, and what is left to others."""
+    """Keeps, for one walk over the queue, the workers that aged requests have claimed and those left to others."""
 
     def __init__(self, book: Book, bound: set[str], now: float) -> None:
-        """`bound`: workers that parked handoffs have claimed."""
+        """`bound` holds the workers that parked handoffs have claimed."""
         self.bound = bound
         self.now = now
         self._book = book
@@ -138,12 +145,12 @@ class _Line:
 
     @property
     def left(self) -> Part:
-        """Workers that are left to others."""
+        """Returns the workers that no queued request has claimed."""
         return self._book.workers.cluster.without(self._claimed)
 
     @property
     def is_over(self) -> bool:
-        """Every worker is claimed, or none is ready."""
+        """Returns whether every worker is claimed, or none is ready."""
         return not self.left.longest_sequence
 
     def claim(self, worker_id: str, request: Request) -> None:
@@ -154,20 +161,23 @@ class _Line:
         return self.now - request.waiting_since_s >= self._book.config.overtake_limit_s
 
     def is_out_of_reach(self, request: Request) -> bool:
-        """Nobody who is left could hold it, were all idle. A few comparisons: a queue may hold a thousand of these."""
+        """Returns whether no unclaimed worker could hold the request, even if all were idle.
+
+        It only compares a few numbers, since the queue may have a thousand such requests.
+        """
         left, num_tokens = self.left, len(request.spec.token_ids)
         if num_tokens + request.max_tokens > left.longest_sequence:
             return True
-        # Whoever could prefill it is claimed.
+        # Every worker that could prefill it is claimed.
         return left.longest_prompt <= num_tokens < self._book.workers.cluster.whole.longest_prompt
 
     def is_bound_elsewhere(self, request: Request) -> bool:
-        """It has begun, and nobody who is left may go on with it."""
+        """Returns whether the request has output, and no unclaimed worker may go on with it."""
         return bool(request.output) and not self.left.fit(request.next_job()).can_begin
 
 
 def _start_queued(book: Book, bound: set[str], now: float) -> None:
-    """In order; a short way past those that wait for room."""
+    """Starts queued requests in order, and goes past at most `max_overtaken` of those that find no room."""
     line = _Line(book, bound, now)
     num_passed = 0
     for request in book.queue:
@@ -194,7 +204,7 @@ def _start(book: Book, request: Request, line: _Line) -> bool:
 
 
 def _nearest_start(request: Request, job: policy.Job, line: _Line, config: policy.PolicyConfig) -> str | None:
-    """Where an aged prompt begins, or what it claims."""
+    """Returns the prefill worker on which an aged request starts; None if it claims workers instead, or finds none."""
     nearest = policy.nearest_start(job, line.left, config)
     if nearest is None:
         return None
@@ -207,7 +217,10 @@ def _nearest_start(request: Request, job: policy.Job, line: _Line, config: polic
 
 
 def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> bool:
-    """No prefill worker is there, or the sequence has outgrown them all: the whole of it runs on a decode worker."""
+    """Starts the whole sequence on a decode worker: no prefill worker is there, or it is too long for them all.
+
+    Returns False if no decode worker has room; an aged request then claims the nearest one.
+    """
     able = line.left.able(job, None)
     askable = [view for view in able if view.worker_id not in line.bound and _may_ask(request, view, line.now)]
     worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy)
@@ -221,5 +234,5 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
 
 def _may_ask(request: Request, view: WorkerView, now: float) -> bool:
     refusal = request.setbacks.refusals.get(view.worker_id)
-    # Not "higher": a worker that has restarted counts from 1 again.
+    # "Different" and not "higher", since a worker that has restarted counts from 1 again.
     return refusal is None or (view.load.sequence_number != refusal.load_number and now >= refusal.retry_at_s)

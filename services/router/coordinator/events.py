@@ -1,6 +1,6 @@
-"""What workers tell the router, as plain data (mirrors of the session protos; `wire.py` converts).
+"""Defines what workers tell the router, as plain data. The records mirror the session protos; `wire.py` converts.
 
-Messages of `baton.v1` are passed through and never looked into by pure code.
+Messages of `baton.v1` are passed through: pure code never reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Mirror of `baton.v1.WorkerDescription`, as far as the coordinator needs it."""
+    """Mirrors `baton.v1.WorkerDescription`, as far as the coordinator needs it."""
 
     worker_id: str
     roles: Role
@@ -31,7 +31,7 @@ class WorkerInfo:
     model_id: str = ""
     host_id: str = ""
     description: control_pb2.WorkerDescription | None = None
-    """The whole of it, for shells."""
+    """The whole description, for the shells."""
 
 
 class FinishReason(enum.Enum):
@@ -41,7 +41,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """How a worker ended a sequence."""
+    """Says how a worker ended a sequence."""
 
     reason: FinishReason
     stop_token_id: int | None = None
@@ -50,16 +50,16 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Output from `position` on. The first token of a decode leg repeats the one its prefill leg sampled."""
+    """Brings output from `position` on. A decode leg's first token repeats the one that its prefill leg sampled."""
 
     leg: int
     position: int
     token_ids: tuple[int, ...]
     logprobs: tuple[types_pb2.TokenLogprobs, ...] = ()
-    """Empty, or one per token."""
+    """Empty, or one entry per token."""
     finish: SequenceEnd | None = None
     timings: types_pb2.PhaseTimings | None = None
-    """What a prefill worker measured."""
+    """What a prefill worker measured. A decode worker's are in `finish`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class PrefillStarted:
     leg: int
     lease_id: bytes
     source: types_pb2.KVSource
-    """Where the lease is fetched; goes into the decode command."""
+    """Where the lease can be fetched; it is passed on in the decode command."""
     cached_tokens: int = 0
 
 
@@ -118,39 +118,39 @@ class ImportFailed:
 LegEvent = (
     PrefillStarted | LeaseEnded | DecodeAdmitted | DecodeRefused | ImportReady | ImportFailed | Tokens | LegFailed
 )
-"""The first two are of prefill legs, the last two of legs of both phases, the others of decode legs."""
+"""The first two come from prefill legs, the last two from legs of both phases, the others from decode legs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """A validated, tokenised request."""
+    """Describes a validated and tokenised request."""
 
     request_id: str
     token_ids: tuple[int, ...]
     max_tokens: int | None = None
-    """None: what the context leaves."""
+    """The most output tokens; None for as many as the context leaves."""
     priority: int = 0
     deadline_s: float | None = None
-    """On the coordinator's clock."""
+    """The deadline on the coordinator's clock; None for none."""
     cache_salt: str = ""
     conversation: str = ""
     """The conversation it belongs to, as the client names it; empty for none."""
     tenant: str = ""
-    """Whose it is; empty for nobody in particular."""
+    """Whose request it is; empty until there are keys."""
     min_tokens: int = 0
-    """Fewest that make it complete; for what a deadline allows."""
+    """The fewest output tokens; admission compares their cost with the deadline."""
     payload: inference_pb2.GenerateRequest | None = None
-    """Sampling, stopping and response options, for the commands; pure code never looks."""
+    """Sampling, stopping and response options, for the commands; pure code never reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRequest:
-    """A validated request whose prompt is about to be tokenised."""
+    """Describes a validated request whose prompt is about to be tokenised."""
 
     fewest_tokens: int
-    """Tokens that its prompt has at least, by the text's length."""
+    """The fewest tokens that its prompt can have, by the text's length."""
     tokenise_s: float
-    """How long it will wait for the tokenizer, by what was measured so far."""
+    """How long it is expected to wait for the tokenizer, by what was measured so far."""
     max_tokens: int | None = None
     priority: int = 0
     deadline_s: float | None = None

@@ -1,10 +1,10 @@
-"""Says what an event from a worker, or its loss, means for a request (docs/architecture.md, "What keeps the handoff
-right"). Pure.
+"""Decides what an event from a worker, or a worker's loss, means for a request. Pure.
 
-Owns: the rules, and whom a failure counts against and what survives it: giving up a decode leg leaves the prefill leg
-and its lease; without both the request is computed again from its prompt and the output received. Never: where the
-request goes next; one left without a leg is queued or parked by `Book.settle` and placed by `dispatch.py`. Events of a
-leg that is not current change nothing; if the leg may live on at its worker, it is cancelled there.
+Owns: the rules, whom a failure counts against, and what survives it (docs/architecture.md, "What keeps the handoff
+right"). The end of a decode leg leaves the prefill leg and its lease; without either, the request is computed again
+from its prompt and the output received. Never: where the request goes next: `Book.settle` queues or parks it, and
+`dispatch.py` places it. Events of a leg that is not current change nothing; if the leg may still live at its worker, it
+is cancelled there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def leg_event(book: Book, worker: Worker, event: LegEvent, now: float) -> None:
-    """Handles one event; its leg's number tells the request and the phase."""
+    """Handles one event of a worker. The number of its leg tells to which request and phase it belongs."""
     request = book.legs.get(event.leg)
     if request is not None and event.leg == request.released_leg:
         _released_leg_event(book, request, event)
@@ -112,7 +112,7 @@ def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worke
 
 
 def _released_leg_event(book: Book, request: Request, event: LegEvent) -> None:
-    """The decode leg has repeated its token, and its lease is over: only its timings are news."""
+    """Handles an event of a prefill leg whose blocks were taken over: only its timings are still of use."""
     if isinstance(event, Tokens):
         _note_timings(request, event.timings)
     elif isinstance(event, LeaseEnded):
@@ -151,16 +151,17 @@ def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseE
     if event.reason is not LeaseEnd.RELEASED:
         decode = request.decode
         if leg.lease is not None and leg.lease.num_failed_imports:
-            # Who failed to fetch it has been blamed, and cost the lease its time; only the request is the poorer.
+            # The destination that failed to fetch it was blamed then, and used up the lease's time. Now the failure
+            # only counts against the request.
             if not is_leaving(book, leg.worker):
                 note_failed_import(book, request, leg.leg, leg.worker, now)
         elif decode is not None and decode.admitted_s is not None and leg.sealed_s is not None:
             decode.lapsed_source = leg.worker
         else:
-            # Nobody was to take it over yet, and it was held or not even sealed.
+            # No decode worker had admitted it, and it was held, or not even sealed: the source is to blame.
             blame(book, request, leg, Role.PREFILL, ProtocolViolation(f"lease {event.reason.value}"), now)
-    # Released without a decode leg: to one that was lost since, and counted then. With one, perhaps that one released
-    # it, and its own report is on the way.
+    # A lease released without a current decode leg went to a leg that was lost since, and was counted then. With a
+    # current decode leg, that one may have released it, and its own report is on the way.
     source_gone(book, request, now, f"lease {event.reason.value}", cancel=False)
     book.settle(request, now)
 
@@ -226,19 +227,22 @@ def _decode_tokens(book: Book, request: Request, leg: PlacedDecode, event: Token
     fresh = _receive(book, request, event, now)
     book.workers.succeeded(leg.worker.worker_id, now)
     if fresh and len(request.output) > leg.output_base + 1:
-        # Its first token is the prefill's work: a prompt that kills decode workers must not look like progress.
+        # Its first token is the prefill's work: a prompt that kills decode workers must not count as progress.
         _made_progress(request, Role.DECODE)
     if event.finish is not None:
         book.end_decode(request, now, "done", cancel=False)
     _finish_if_over(book, request, event, now)
 
 
-# Output: merged by position, so that nothing is lost and nothing repeated
+# Output is merged by position, so that nothing is lost and nothing is repeated
 
 
 def _fits(request: Request, event: Tokens, vocab_size: int) -> bool:
-    """Returns whether the tokens can be this request's: they are the model's, leave no gap, repeat only what was
-    received, and nothing follows a finish."""
+    """Returns whether the tokens can be this request's.
+
+    They must be tokens of the model, leave no gap, repeat only what was received, stay within `max_tokens`, and not
+    finish before what was received ends; log-probabilities must be one per token, or none.
+    """
     end = event.position + len(event.token_ids)
     received = request.output[event.position : end]
     return (
@@ -273,7 +277,7 @@ def _finish_if_over(book: Book, request: Request, event: Tokens, now: float) -> 
 
 
 def _made_progress(request: Request, role: Role) -> None:
-    """Forgets the crashes in this role."""
+    """Forgets the request's crashes in this role."""
     request.setbacks.crashes = [crash for crash in request.setbacks.crashes if crash.role is not role]
 
 
@@ -284,7 +288,7 @@ def _note_timings(request: Request, timings: types_pb2.PhaseTimings | None) -> N
 
 # Legs that end without finishing their request: failed, lost, migrated
 
-# No other worker would do better.
+# The request itself is at fault: no other worker would do better.
 FATAL = (InvalidRequest, MalformedMessage, UnknownModel, Overloaded, DeadlineExceeded)
 
 
@@ -297,7 +301,7 @@ def prefill_failed(
         return
     counted = blame(book, request, leg, Role.PREFILL, error, now)
     if request.decode is not None and leg.sealed_s is None:
-        # Never sealed, so there is nothing the decode leg could still complete.
+        # The lease was never sealed, so the decode leg cannot complete its import.
         book.end_decode(request, now, "source failed")
     source_gone(book, request, now, "failed", cancel=cancel)
     book.settle(request, now, refused=not counted)
@@ -315,7 +319,7 @@ def decode_failed(
 
 
 def source_gone(book: Book, request: Request, now: float, outcome: str, *, cancel: bool) -> None:
-    """The prefill leg is over. A decode leg that may have fetched everything is left to say so itself, for a while."""
+    """Ends the prefill leg. A decode leg may have fetched everything: it has `orphan_timeout_s` to say so."""
     book.end_prefill(request, now, outcome, cancel=cancel)
     if request.decode is not None:
         request.decode.orphaned_s = book.awake.at(now)
@@ -323,7 +327,10 @@ def source_gone(book: Book, request: Request, now: float, outcome: str, *, cance
 
 
 def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: BatonError, now: float) -> bool:
-    """Whether it counts. A worker that was told to leave while a command was on its way to it has only refused."""
+    """Counts a failure against the request and the worker. Returns whether it counts.
+
+    It does not if the worker is draining: it was told to leave while the command was on its way, and has only refused.
+    """
     worker = leg.worker
     if isinstance(error, Draining):
         leaves(book, worker, now)
@@ -334,14 +341,14 @@ def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: Baton
 
 
 def leaves(book: Book, worker: WorkerInfo, now: float) -> None:
-    """Someone has heard that it is to leave, perhaps before it has said so here."""
+    """Notes that a worker is draining, which another worker may have learned before this router did."""
     current = book.workers.current(worker.worker_id, worker.incarnation)
     if current is not None:
         book.workers.drain(current, now)
 
 
 def is_leaving(book: Book, worker: WorkerInfo) -> bool:
-    """What fails there now fails because it goes."""
+    """Returns whether this incarnation drains: then its failures are not counted."""
     if worker.worker_id not in book.workers:
         return False
     known = book.workers.get(worker.worker_id)
@@ -349,14 +356,20 @@ def is_leaving(book: Book, worker: WorkerInfo) -> bool:
 
 
 def note_failed_import(book: Book, request: Request, leg: int, source: WorkerInfo, now: float) -> None:
-    """Notes that the decode role made no progress, whoever is to blame; the source is avoided. `leg` took part."""
+    """Counts a failed import against the request's decode role, whoever is to blame, so that the source is avoided.
+
+    `leg` is a leg that took part in it.
+    """
     crash = Crash(source.worker_id, source.incarnation, Role.DECODE, session_lost=False, failed_import=True)
     _count(book, request, leg, crash, now)
 
 
 def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> None:
-    """Against the request, unless the leg was placed before the last crash that was: one fault has taken both, a rack
-    of workers perhaps. For the same reason the last chance is not risked before all that fell has been noticed."""
+    """Counts a crash against the request, unless its leg was opened before the last crash that was counted.
+
+    One fault, of a rack for instance, may have ended both legs. For the same reason the last attempt is delayed by
+    `last_chance_pause_s`, until all workers that were lost together have been noticed.
+    """
     if leg <= request.setbacks.newest_leg_at_crash:
         return
     request.setbacks.newest_leg_at_crash = book.newest_leg
@@ -367,8 +380,10 @@ def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> 
 
 
 def lapsed(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
-    """Counts a lease that ended while this leg had it, against the pair and the request's decode role. The source's
-    clocks may end it before the destination has given up the fetch, and then nobody else says so."""
+    """Counts a lease that ended while this leg had it, against the pair and the request's decode role.
+
+    The source's clocks may end the lease before the destination gives up the fetch; then no other report counts it.
+    """
     source = leg.lapsed_source
     if source is not None and not is_leaving(book, source):
         reason = "the lease ended before its blocks were taken over"
@@ -377,7 +392,7 @@ def lapsed(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
 
 
 def is_the_pairs(error: BatonError) -> bool:
-    """Whether a failed import says something of the way between the two workers, or only of this lease."""
+    """Returns whether a failed import counts against the pair, and not only against this lease."""
     return not isinstance(error, (LeaseInvalid, StaleIncarnation, Draining, Cancelled, *FATAL))
 
 
@@ -394,9 +409,10 @@ def note_refusal(book: Book, request: Request, leg: PlacedDecode, worker: Worker
 def worker_gone(
     book: Book, worker: Worker, legs: dict[int, str], now: float, *, crashed: bool, stuck: bool = False
 ) -> None:
-    """Its session is over, and all it held for this router with it. `legs`: those current at the loss.
+    """Ends all legs at a worker that is lost or stuck.
 
-    `stuck`: the session lives, so the legs are cancelled too; a step that does not end may never see that.
+    `legs` holds the legs that were current at the loss, with their requests' ids. With `stuck` the session is still
+    open, so the legs are cancelled too, although the worker may never read that.
     """
     newest_legs = {request_id: leg for leg, request_id in sorted(legs.items())}
     for request_id, newest in newest_legs.items():
@@ -404,7 +420,7 @@ def worker_gone(
             assert request is not None, f"worker {worker.info.worker_id} has legs of no request"
             _worker_gone_under(book, worker, legs, request, newest, now, crashed=crashed, stuck=stuck)
     if not stuck:
-        # None is left, but for a defect that has been told; and it must not keep the worker from joining again.
+        # A leg is left only after a defect, which was reported; it must not keep the worker from joining again.
         for leg in list(worker.legs):
             book.workers.drop_leg(worker.info.worker_id, leg)
 
@@ -436,7 +452,7 @@ def _worker_gone_under(
 
 
 def worker_alive(book: Book, worker: Worker) -> None:
-    """The incarnation whose session broke is back: that was no crash."""
+    """Forgets the crashes that were assumed when this incarnation's session broke: it is back, so it did not crash."""
     back = (worker.info.worker_id, worker.info.incarnation)
     for request in book.requests.values():
         request.setbacks.crashes = [
@@ -445,7 +461,7 @@ def worker_alive(book: Book, worker: Worker) -> None:
 
 
 def migrate(book: Book, worker: Worker, now: float) -> int:
-    """Gives up all legs at `worker`; their requests go on elsewhere. Returns how many requests that were."""
+    """Ends all legs at `worker`, so that their requests go on elsewhere. Returns how many requests these are."""
     requests = {request_id: book.requests[request_id] for request_id in worker.legs.values()}
     legs = set(worker.legs)
     for request in requests.values():

@@ -1,4 +1,4 @@
-"""What must hold of the book after every input. For tests and the simulator."""
+"""Checks what must hold of the book after every input. For tests and the simulator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _lengths_in_flight(book: Book) -> list[int]:
 
 
 def _check_cluster(book: Book) -> None:
-    """What was added up as news came is what is there."""
+    """Checks that the cluster, which is updated by every change, equals one made from the workers as they are."""
     cluster = book.workers.cluster
     assert cluster.views == {worker.info.worker_id: worker.view() for worker in book.workers.all()}
     cluster.check()

@@ -1,19 +1,19 @@
-"""What the right answer to a canary is, as far as the workers that compute the same have shown it. Pure.
+"""Decides by vote among workers of one fingerprint which answer to a canary is right. Pure.
 
-Every canary asks the same, so whoever computes the same says the same, but for rounding: what else is in the batch
-decides in which order sums are taken. So an answer agrees with another if it is as good as a tie with it, by the
-log-probabilities that both give. Positions are judged one by one, each under the tokens before it: once two workers
-have chosen differently in a tie, what follows is another prompt.
+All canaries have the same prompt, so workers that compute the same give the same answer, except for rounding: the rest
+of the batch decides in which order sums are taken. So two answers agree if each is as good as tied with the other, by
+the log-probabilities that come with both. Positions are judged one by one, each with the tokens before it as its
+context: after two workers have chosen differently in a tie, they continue different prompts.
 
-Who is right: a process has one vote, its first answer. The answer with the most votes is right, and of equals the one
-that was given first. So a newcomer is right only by a third's word, a process that changes its mind is wrong, and an
-answer that two gave is not overruled by one.
+A process has one vote, its first answer. The answer with the most votes is right; of answers with equally many, the one
+that was given first. So a new worker that disagrees with one other is right only if a third agrees with it, a process
+whose answer changes is wrong, and one vote does not outweigh two.
 
-Votes are counted whenever one is given, and only those of processes that are there. So what a worker said that is gone
-is not held against one that comes later, yet its going alone makes nothing right that was found wrong beside it; and
-what it said stays the earlier answer, if it comes back with it.
+Votes are counted when one is given, and only those of processes that are there. So the answer of a worker that is gone
+is not held against one that comes later; yet an answer that was found wrong does not become right only because a worker
+has gone. If the worker comes back with its answer, that one is still the earlier of the two.
 
-Owns: votes, and who agrees with whom. Never: what follows for a worker (`canaries.py`).
+Owns: votes, and which answers agree. Never: what follows for a worker (`canaries.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ NUM_LIKELIEST = 20
 """How many of the likeliest tokens at each position are asked for, with their log-probabilities."""
 _MARGINS = (("bfloat16", 1.0), ("float16", 0.5))
 _LEAST_MARGIN = 0.1
-"""How far behind the best token one may be that ties with it, in nats: several times what was seen, by the type that
-`numerics` names. Without one of these names it is float32, which rounds less."""
+"""How far behind the likeliest token another may be and still tie with it, in nats.
+
+The margin is several times what was measured for the type that `numerics` names. Without one of these names the type is
+float32, which rounds less.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One position of an answer."""
+    """Keeps what a worker answered at one position."""
 
     token_id: int
     likeliest: dict[int, float] = field(default_factory=dict)
@@ -47,7 +50,7 @@ class Said:
 
 
 def said(tokens: Tokens) -> list[Said]:
-    """What one event says, position by position."""
+    """Returns the positions of an answer that one event brings."""
     logprobs = [*tokens.logprobs, *[None] * (len(tokens.token_ids) - len(tokens.logprobs))]
     return [Said(token_id, _likeliest(each)) for token_id, each in zip(tokens.token_ids, logprobs, strict=True)]
 
@@ -57,11 +60,12 @@ def _likeliest(logprobs: types_pb2.TokenLogprobs | None) -> dict[int, float]:
 
 
 def agree(one: Said, other: Said, margin: float) -> bool:
-    """Whether each token is one that the other's worker could have chosen as well. Both ways: to a worker whose weights
-    are damaged any token may be as good as any other, to one that is healthy they are not. Without log-probabilities
-    only the same token will do.
+    """Returns whether each worker could as well have chosen the other's token. `margin` is in nats.
 
-    How likely each finds the tokens is not compared: in bfloat16 the batch alone moved one of the 20 likeliest by
+    Both are asked, since a worker with damaged weights may find any token as likely as any other, and a healthy one
+    does not. Without log-probabilities only equal tokens agree; NaN agrees with nothing.
+
+    The log-probabilities themselves are not compared: in bfloat16 the batch alone moved one of the 20 likeliest by
     1.8 nats, while no token that was chosen instead was more than 0.25 behind.
     """
     if any(math.isnan(each) for each in (*one.likeliest.values(), *other.likeliest.values())):
@@ -72,7 +76,7 @@ def agree(one: Said, other: Said, margin: float) -> bool:
 
 
 def _behind(said: Said, token_id: int) -> float:
-    """How far the token is behind the likeliest, in nats; of one that is not listed, the least that it can be."""
+    """Returns how far the token is behind the likeliest, in nats; for one not listed, the least that it can be."""
     least, best = min(said.likeliest.values()), max(said.likeliest.values())
     return best - said.likeliest.get(token_id, least)
 
@@ -85,7 +89,7 @@ def margin_of(fingerprint: Fingerprint) -> float:
 class _Answer:
     said: Said
     number: int
-    """Earlier ones have lower numbers."""
+    """The answer's place in the order in which answers were first given, from 1."""
 
 
 @dataclass(slots=True)
@@ -93,11 +97,11 @@ class _Vote:
     incarnation: int
     answer: _Answer
     gone: bool = False
-    """Its process is; or cannot be heard, and has its vote again when it is."""
+    """Whether its process has ended or has no session; one that answers again has its vote again."""
 
 
 class _Tally:
-    """One position after one context, on one fingerprint."""
+    """Counts the votes of one fingerprint's workers for the token that follows one context."""
 
     def __init__(self, margin: float) -> None:
         self.votes: dict[str, _Vote] = {}
@@ -130,7 +134,7 @@ class _Tally:
             self._right = self._count()
 
     def outvoted(self) -> list[str]:
-        """Workers whose vote is not for what is right now."""
+        """Returns the workers whose vote is not for the answer that is right now."""
         return [worker_id for worker_id, vote in self.votes.items() if vote.answer is not self._right]
 
     def _answers(self) -> list[_Answer]:
@@ -148,8 +152,10 @@ class KnownAnswers:
         self._tallies: dict[tuple[Fingerprint, tuple[int, ...]], _Tally] = {}
 
     def wrong(self, worker: WorkerInfo, context: tuple[int, ...], answer: Sequence[Said]) -> str | None:
-        """Returns how the answer is wrong; None if it is right or nobody knows better. `context`: the prompt, and what
-        was said before `answer`."""
+        """Returns how the answer is wrong, or None if it is right or has no other to compare it with.
+
+        `context` holds the prompt's token ids and those of the answer's positions before `answer`.
+        """
         for each in answer:
             key = (worker.fingerprint, context)
             tally = self._tallies.setdefault(key, _Tally(margin_of(worker.fingerprint)))
@@ -159,12 +165,12 @@ class KnownAnswers:
         return None
 
     def outvoted(self, fingerprint: Fingerprint) -> set[str]:
-        """Workers that have said what by now is wrong; they are to be asked again."""
+        """Returns the workers whose answers are wrong by the votes as they now are; they are to be checked again."""
         tallies = [tally for (kind, _), tally in self._tallies.items() if kind == fingerprint]
         return {worker_id for tally in tallies for worker_id in tally.outvoted()}
 
     def gone(self, worker_id: str) -> None:
-        """Its process has ended, or is not to be heard for now."""
+        """Suspends a worker's votes: its process has ended, or has no session for now."""
         for tally in self._tallies.values():
             if (vote := tally.votes.get(worker_id)) is not None:
                 vote.gone = True

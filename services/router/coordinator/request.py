@@ -1,7 +1,7 @@
-"""Keeps a live request's record: what the client asked, the output received, the current legs, the phase.
+"""Keeps a live request's record: what the client asked, the output received, the current legs, the phase. Pure.
 
-Pure data and the phase's transition table. `book.py` opens and ends legs and moves the phase; `handoff.py` notes in the
-record what workers report.
+Owns: the record and the phase's transition table. Never: a change of either: `book.py` opens and ends legs and moves
+the phase, and `handoff.py` notes in the record what workers report.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """Where a request is between its arrival and its end."""
+    """Says where a request is between its arrival and its end."""
 
     QUEUED = "queued"
-    """No leg: waits for a worker."""
+    """The request has no leg and waits for a worker."""
     PREFILLING = "prefilling"
-    """A prefill command was sent; no lease yet."""
+    """A prefill command was sent; the worker has not opened a lease yet."""
     PARKED = "parked"
-    """A lease is held and no decode worker has it."""
+    """A lease is held, and no decode command for it is pending."""
     BINDING = "binding"
-    """A decode command was sent and not answered."""
+    """A decode command was sent and not answered yet."""
     DECODING = "decoding"
-    """Admitted by a decode worker: importing or generating."""
+    """A decode worker has admitted the request: it imports or generates."""
     FINISHED = "finished"
 
 
@@ -46,7 +46,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(slots=True)
 class HeldLease:
-    """A lease at the worker of a prefill leg, as far as the router knows of it."""
+    """Keeps what the router knows of the lease of a prefill leg."""
 
     lease_id: bytes
     source: types_pb2.KVSource
@@ -56,7 +56,7 @@ class HeldLease:
 
 @dataclass(slots=True)
 class PlacedPrefill:
-    """The router's record of a prefill leg."""
+    """Keeps the router's record of a prefill leg."""
 
     leg: int
     worker: WorkerInfo
@@ -65,15 +65,15 @@ class PlacedPrefill:
     attempt: int
     sent_s: float
     heard_s: float
-    """When its worker last said something of it, or else when it was sent; in awake time."""
+    """When its worker last reported on it, or else when it was sent; in awake time."""
     lease: HeldLease | None = None
     sealed_s: float | None = None
-    """The sampled token arrived."""
+    """When token 0 arrived."""
 
 
 @dataclass(slots=True)
 class PlacedDecode:
-    """The router's record of a decode leg."""
+    """Keeps the router's record of a decode leg."""
 
     leg: int
     worker: WorkerInfo
@@ -81,14 +81,14 @@ class PlacedDecode:
     attempt: int
     sent_s: float
     heard_s: float
-    """When its worker last said something of it, or its source was sealed, or else when it was sent; in awake time."""
+    """When its worker last reported on it, or its lease was sealed, or else when it was sent; in awake time."""
     asked_s: float
-    """`sent_s` in awake time: how long the worker owes an answer."""
+    """`sent_s` in awake time: since when the worker owes an answer."""
     has_handoff: bool
     admitted_s: float | None = None
     orphaned_s: float | None = None
-    """In awake time. Its source went away before it was ready; it will say whether it had everything, but not for
-    ever."""
+    """When its prefill leg ended before the import was ready, in awake time. The leg may still report that it has
+    everything, but only for `orphan_timeout_s`."""
     lapsed_source: WorkerInfo | None = None
     """The source, if its lease expired or was aborted while this leg had it."""
 
@@ -98,28 +98,29 @@ PlacedLeg = PlacedPrefill | PlacedDecode
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A worker failed under this request, in the role of one of its legs."""
+    """Records that a worker failed under this request, and in which role."""
 
     worker_id: str
     incarnation: int
     role: Role
     session_lost: bool
-    """Assumed from a broken session, which a living worker may have too."""
+    """Whether the crash is only assumed from a lost session, which a live worker may have too."""
     failed_import: bool = False
-    """What a decode worker said of its source. If that one's session is lost next, it was the same failure."""
+    """Whether it stands for a failed import from this source. A loss of its session that follows is the same
+    failure."""
 
     @property
     def process(self) -> tuple[str, int]:
         return (self.worker_id, self.incarnation)
 
     def foretold(self, loss: Crash) -> bool:
-        """The loss is what made the import fail."""
+        """Says whether this failed import was a first sign of the loss, so that the two are one failure."""
         return self.failed_import and self.process == loss.process
 
 
 @dataclass(frozen=True, slots=True)
 class BackOff:
-    """Says when a worker that refused a handoff may be asked again: with newer numbers, and after a moment."""
+    """Says when a worker that refused a handoff may be asked again: after a new snapshot and not before a time."""
 
     load_number: int
     retry_at_s: float
@@ -128,27 +129,27 @@ class BackOff:
 
 @dataclass(slots=True)
 class Setbacks:
-    """What has gone wrong under a request, and what follows for its next placement."""
+    """Keeps what has gone wrong under a request, and what follows for its next placement."""
 
     crashes: list[Crash] = field(default_factory=list)
     newest_leg_at_crash: int = 0
-    """The newest leg of all when the last crash was counted: a leg up to this one is no further crash."""
+    """The highest leg number in use when the last crash was counted: the loss of a leg up to it counts no further."""
     refusals: dict[str, BackOff] = field(default_factory=dict)
-    """By worker id."""
+    """Refusals by worker id."""
     not_before_s: float = 0.0
-    """It is not placed earlier: workers have just been lost under it."""
+    """The request is not placed earlier, since workers have just been lost under it."""
 
 
 @dataclass(slots=True)
 class Story:
-    """What the client, the trace and the metrics will be told of a request. No rule looks at it."""
+    """Keeps what the client, the trace and the metrics will be told of a request. No placement depends on it."""
 
     announced: bool = False
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
     num_retries: int = 0
-    """Times it was placed again; refusals do not count."""
+    """How many times the request went back to be placed again; refusals do not count."""
     num_prefills: int = 0
     num_decodes: int = 0
     queued_s: float = 0.0
@@ -163,7 +164,7 @@ class Request:
     spec: RequestSpec
     max_tokens: int
     number: int
-    """Order of arrival."""
+    """The request's place in the order of arrival, from 1."""
     arrived_s: float
     phase_since_s: float
     phase: Phase = Phase.QUEUED
@@ -172,17 +173,18 @@ class Request:
     prefill: PlacedPrefill | None = None
     decode: PlacedDecode | None = None
     released_leg: int | None = None
-    """Prefill leg whose lease was taken over: what it still reports is no stale leg's doing."""
+    """The prefill leg whose blocks were taken over; its last reports are still expected."""
     fingerprint: Fingerprint | None = None
-    """That of the worker that computes the prompt. From the first token on it stays: a replay goes only to the same."""
+    """The fingerprint of the worker that computes the prompt. It is fixed once there is output: a replay needs the
+    same one."""
     waiting_since_s: float = 0.0
-    """When it last became in need of a worker; refusals do not make it younger."""
+    """When the request last began to wait for a worker; a refusal does not change it."""
     unserved_since_s: float | None = None
-    """While waiting: since when no ready worker could serve it at all."""
+    """Since when, while it waits, no ready worker could serve it at all."""
     placing_since_s: float | None = None
     """Since when the current handoff has been looking for a decode worker."""
     tokens_in_flight: int = 0
-    """What it counts for among the handoffs in flight."""
+    """The number of tokens with which it counts among the handoffs in flight; 0 if it does not."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     story: Story = field(default_factory=Story)
 
@@ -192,16 +194,16 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who is served first: higher priority, then earlier arrival."""
+        """Returns the sort key of the wait lists: a higher priority comes first, then an earlier arrival."""
         return (-self.spec.priority, self.number)
 
     @property
     def total_tokens(self) -> int:
-        """How long the sequence may become."""
+        """Returns the most tokens that the sequence may have, prompt and output together."""
         return len(self.spec.token_ids) + self.max_tokens
 
     def leg_tokens(self) -> tuple[int, ...]:
-        """What a new leg computes: the prompt and all output received."""
+        """Returns the token ids that a new leg computes: the prompt and all output received."""
         return self.spec.token_ids + tuple(self.output)
 
     def job(self, num_tokens: int) -> Job:
@@ -216,11 +218,11 @@ class Request:
         )
 
     def next_job(self) -> Job:
-        """Of a request without legs."""
+        """Returns the job of a request without legs: its prompt and all output received are to be computed."""
         return self.job(len(self.spec.token_ids) + len(self.output))
 
 
-# What is told of it: spans, and the summary.
+# What is reported of a request: spans, and the summary.
 
 
 def leg_stage(request: Request, stage: Stage, leg: PlacedLeg, now: float, outcome: str) -> StageEnded:

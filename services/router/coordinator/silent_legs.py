@@ -1,13 +1,14 @@
-"""Legs of which nothing is heard although their workers' heartbeats come. Pure.
+"""Ends legs of which nothing is heard although their workers' heartbeats come. Pure.
 
-Owns: the comparison of what a worker says it has with what the router believes it has, and the bounds on how long a leg
-may say nothing. So every phase ends: none rests on a worker's goodwill. Never: what a worker does with a cancel.
+Owns: the comparison of the legs that a worker lists with those that the router believes to be there, and the bounds on
+how long nothing may be heard of a leg. So every phase ends, whatever a worker does. Never: what a worker does with a
+cancel.
 
 A worker lists its live legs in its heartbeats, with the highest leg number that it has received. Only legs up to that
-number are judged, and what it said of them before came before in the same stream: so one that is missing is lost.
-A leg that is listed and says nothing is bounded in two ways. If its worker works on nothing at all, by all snapshots of
-`answer_timeout_s`, it should have begun or gone on: the worker has failed. A busy one is not to blame for a queue, so
-there the bound is that of the router's own queue, and time to compute.
+number are judged. Whatever the worker reported of them came earlier in the same stream, so a leg that is missing is
+lost. A leg that is listed and silent has two bounds. If its worker has nothing to do, by all snapshots of
+`answer_timeout_s`, it should have begun or gone on, and the worker has failed. A busy worker is not to blame for its
+queue, so there the bound is that of the router's own queue plus the time to compute.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from services.router.coordinator.request import PlacedDecode, PlacedLeg, Request
 from services.router.coordinator.workers import Worker
 
 _SLACK_S = 1e-6
-"""Of alarms: a rounding error in a sum of times must not cost a whole tick. What is asked then compares exactly."""
+"""Alarms ring this much early, since a rounding error in a sum of times must not delay a check by a whole tick. The
+check itself compares exactly."""
 _MOST_CANCELS = 256
-"""After one heartbeat; the next one lists the rest again."""
+"""The most unknown legs cancelled after one heartbeat; the next one lists the rest again."""
 
 
 def reconcile(
@@ -35,12 +37,16 @@ def reconcile(
     is_canary: Callable[[int], bool],
     now: float,
 ) -> None:
-    """Compares what one heartbeat of a worker lists with what the router believes to be there."""
+    """Compares the legs that a worker's heartbeat lists with those that the router believes to be there.
+
+    Cancels legs that the router does not know, and ends those that the worker no longer has. `newest_leg` is the
+    highest leg number that the worker has received.
+    """
     unknown = [leg for leg in live if leg not in worker.legs and leg not in book.legs and not is_canary(leg)]
     for leg in unknown[:_MOST_CANCELS]:
         book.actions.append(CancelLeg(worker.info.worker_id, worker.info.incarnation, leg))
     if newest_leg > book.newest_leg:
-        return  # nobody has sent it such a leg, so what it says of the others means nothing
+        return  # this router never sent such a leg, so the worker's list cannot be trusted
     for leg in [leg for leg in worker.legs if leg <= newest_leg and leg not in live]:
         request = book.legs.get(leg)
         with book.isolated("event", request, now):
@@ -57,8 +63,10 @@ def _lost(book: Book, request: Request, leg: int, now: float) -> None:
 
 
 def expire_legs(book: Book, now: float) -> None:
-    """Ends the legs of which nothing was heard for too long: looks at those whose alarms ring, and at those of workers
-    that have been at rest for as long as a leg may be silent there."""
+    """Ends the legs of which nothing was heard for too long.
+
+    Checks the legs whose alarms ring, and those of workers that have been at rest for `answer_timeout_s`.
+    """
     awake_s = book.awake.at(now)
     for leg in book.silent_legs.due(awake_s + _SLACK_S):
         if (request := book.legs.get(leg)) is not None and leg != request.released_leg:
@@ -77,7 +85,7 @@ def expire_legs(book: Book, now: float) -> None:
 
 
 def _next_look_s(book: Book, request: Request, leg: int, awake_s: float) -> float:
-    """Before then it cannot have been silent for too long, whatever becomes of it meanwhile; in awake time."""
+    """Returns the earliest time, in awake time, at which the leg can have been silent for too long."""
     config = book.config
     for current in (request.prefill, request.decode):
         if current is None or current.leg != leg:
@@ -89,16 +97,16 @@ def _next_look_s(book: Book, request: Request, leg: int, awake_s: float) -> floa
             if current.orphaned_s is not None:
                 bounds_s.append(current.orphaned_s + config.orphan_timeout_s)
         return max(awake_s, min(bounds_s))
-    return awake_s + config.soonest_silence_s  # no leg of its any more, or released: it is not looked at again
+    return awake_s + config.soonest_silence_s  # the leg has ended or was released: the alarm will be dropped
 
 
 def _expire_unanswered(book: Book, request: Request, now: float) -> None:
-    """The two answers that a decode worker owes at once, in the time in which they could be heard."""
+    """Ends a decode leg that owes an answer: to its command, or on whether it had everything when its source ended."""
     leg, awake_s = request.decode, book.awake.at(now)
     if leg is None or not leg.has_handoff:
         return
     if leg.orphaned_s is not None and awake_s - leg.orphaned_s >= book.config.orphan_timeout_s:
-        # What became of its source was counted, or counts now.
+        # The end of its source was counted before, or `lapsed` counts it now.
         book.end_decode(request, now, "orphaned")
         lapsed(book, request, leg, now)
         book.settle(request, now)
@@ -107,7 +115,10 @@ def _expire_unanswered(book: Book, request: Request, now: float) -> None:
 
 
 def _expire_silent(book: Book, request: Request, now: float) -> None:
-    """Whoever waits for the other leg has no bound of its own."""
+    """Ends the leg that is to act next if it has been silent for too long; a leg that waits for the other has no bound.
+
+    The request fails instead if the worker is busy and has not begun the leg.
+    """
     source, leg = request.prefill, request.decode
     if source is not None and source.sealed_s is None:
         error = _silent_too_long(book, request, source, begun=source.lease is not None, now=now)
@@ -128,7 +139,8 @@ def _silent_too_long(
 ) -> Overloaded | ProtocolViolation | None:
     worker, config = book.workers.get(leg.worker.worker_id), book.config
     if worker.load_s is not None and worker.at_rest_since_s is not None:
-        # By what the worker has said, not by this router's clock: a router that was stopped has not listened.
+        # The silence is measured to the worker's newest snapshot, not to the present: a router that was stopped has not
+        # read what the worker sent meanwhile.
         silent_s = worker.spoke_s - max(leg.heard_s, worker.at_rest_since_s)
         if silent_s >= config.answer_timeout_s:
             return ProtocolViolation(
@@ -143,7 +155,7 @@ def _silent_too_long(
 
 
 def _compute_s(request: Request, worker: Worker) -> float:
-    """What the worker needs for its prompt and those before it."""
+    """Returns the seconds that the worker needs for the request's prompt and those queued there, by its own figures."""
     if worker.load is None:
         return 0.0
     num_tokens = len(request.spec.token_ids) + len(request.output) + worker.load.queued_prefill_tokens

@@ -1,9 +1,8 @@
-"""Keeps the workers that the router knows: state, health, newest load, legs there, and what was sent since it was
-measured. Pure.
+"""Keeps the workers that the router knows. Pure.
 
-Owns: worker records, the views policy sees, and for each worker a health record of the way from each source: which
-worker can take over whose leases, as experience shows. Never: requests (it keeps leg numbers only), sessions, clocks,
-or what counts as a failure.
+Owns: worker records (state, health, newest snapshot, current legs, and predictions of what commands take that the
+snapshot does not show yet), the views that policy sees, and a health record of every pair. Never: requests (it keeps
+their ids only), sessions, clocks, or what counts as a failure.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pair:
-    """The way from one incarnation of a source to one incarnation of a target."""
+    """Keeps the health of transfers from one incarnation of a source to one incarnation of a destination."""
 
     source: WorkerInfo
     health: HealthRecord
     timings: types_pb2.PhaseTimings | None = None
-    """What the target measured of the newest transfer that a canary made."""
+    """What the destination measured of the newest transfer that a canary made."""
 
 
 class Pairs:
-    """A target's sources, by worker id."""
+    """Keeps the pairs of one destination, by the source's worker id."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, Pair] = {}
         self._known: _Known | None = None
-        """What follows from the records; None if one of them has changed."""
+        """Sets made from the health records; None if a record has changed since."""
 
     def meet(self, source: WorkerInfo, target: WorkerInfo, config: HealthConfig, now: float) -> None:
-        """Both are there. Nothing changes for a pair that is known."""
+        """Adds the pair if the two workers can be one. Nothing changes for a pair that is known."""
         known = self._pairs.get(source.worker_id)
         if source.worker_id == target.worker_id or source.fingerprint.kv != target.fingerprint.kv:
             return
@@ -56,33 +55,33 @@ class Pairs:
             self.changed()
 
     def forget(self, source_id: str) -> bool:
-        """Whether it was known."""
+        """Drops the pair with this source. Returns whether there was one."""
         self.changed()
         return self._pairs.pop(source_id, None) is not None
 
     def changed(self) -> None:
-        """The state of a record is another."""
+        """Notes that a health record has changed."""
         self._known = None
 
     def get(self, source: WorkerInfo) -> Pair | None:
-        """None for another incarnation of it."""
+        """Returns the pair with this source, or None if it is not known in this incarnation."""
         pair = self._pairs.get(source.worker_id)
         return pair if pair is not None and pair.source.incarnation == source.incarnation else None
 
     @property
     def unsettled(self) -> list[Pair]:
-        """Those that time or a probe will change; of a cluster at rest, none."""
+        """Returns the pairs that time or a probe will change; in a cluster at rest there are none."""
         return [pair for pair in self._look().unsettled if not pair.health.settled]
 
     def all(self) -> list[Pair]:
         return list(self._pairs.values())
 
     def barred(self) -> frozenset[str]:
-        """Sources it cannot fetch from, or that are being tried again after that."""
+        """Returns the sources from which transfers have failed and are not yet known to work again."""
         return self._look().barred
 
     def untried(self) -> frozenset[str]:
-        """Sources of which that is not known."""
+        """Returns the sources of which it is not known whether transfers work."""
         return self._look().untried
 
     def _look(self) -> _Known:
@@ -102,27 +101,28 @@ class _Known:
 
 
 def _barred(health: HealthRecord) -> bool:
-    """What is new may be used: only a transfer shows whether it works, and a user's request may be the first."""
+    """Returns whether the pair must not be used. A new pair may be: a client's request may be its first transfer."""
     return health.state in (Health.DOWN, Health.PROBING) and not health.takes_one
 
 
 REPORT_LAG_S = 0.1
-"""A snapshot this much younger than a command is taken to count the command's tokens."""
+"""A snapshot that comes this much later than a command was sent is taken to count the command's tokens."""
 
 
 class WorkerState(enum.Enum):
     JOINING = "joining"
-    """Registered, session not yet open."""
+    """The worker has registered; its session is not open yet."""
     READY = "ready"
     DRAINING = "draining"
-    """Finishes what it has; nothing is placed there."""
+    """The worker finishes what it has; nothing is placed there."""
     LOST = "lost"
-    """Its session broke. Remembered for a while: requests it could hold are not refused as too long."""
+    """Its session is over. It is remembered for a while, so that requests that it could hold are not refused as too
+    long."""
 
 
 @dataclass(slots=True)
 class Prediction:
-    """What a command will take, until the worker's own numbers show it."""
+    """Keeps what a command will take, in blocks and prompt tokens, until the worker's snapshots show it."""
 
     blocks: int
     tokens: int
@@ -136,21 +136,22 @@ class Worker:
     since_s: float
     health: HealthRecord
     sources: Pairs = field(default_factory=Pairs)
-    """Whose leases it can take over."""
+    """The pairs in which it is the destination."""
     load: Load | None = None
     load_s: float | None = None
+    """When the newest snapshot came."""
     spoke_s: float = 0.0
     """`load_s` in awake time."""
     at_rest_since_s: float | None = None
-    """Since when all its snapshots say that it works on nothing."""
+    """Since when all its snapshots say that it has nothing to do, in awake time."""
     legs: dict[int, str] = field(default_factory=dict)
-    """Current legs there, and their requests' ids."""
+    """The requests' ids by the numbers of their current legs there."""
     predictions: dict[int, Prediction] = field(default_factory=dict)
     draining: bool = False
     proven: bool = False
-    """It has had a session: what it says of itself is not only a claim."""
+    """Whether it has had a session, so that its description is more than an unchecked statement."""
     reason: str = ""
-    """Why it has no session, or drains; for people."""
+    """Why it has no session or drains, in words for people."""
 
     @property
     def has_session(self) -> bool:
@@ -188,18 +189,19 @@ class WorkerTable:
     def __init__(
         self, health: HealthConfig, on_health: Callable[[str, str, HealthRecord], None] = lambda *_: None
     ) -> None:
-        """`on_health(worker id, source id or "", record)` hears of every change of state."""
+        """`on_health(worker id, source id or "", record)` is called at every change of a health record's state."""
         self._health = health
         self._pair_health = replace(health, recheck_s=0.0, starts_slowly=False)
-        """A pair has no share that could grow, and its requests show how it is."""
+        """A pair has no share of the load that could grow, and its requests show whether it works."""
         self._on_health = on_health
         self.awake = AwakeTime()
         self.has_news = False
-        """Since it was last unset, something has changed by which a request that waits may find a place."""
+        """Whether anything has changed, since the coordinator last unset it, by which a waiting request may find a
+        place."""
         self._workers: dict[str, Worker] = {}
         self._cluster = Cluster()
         self._stale: dict[str, None] = {}
-        """Workers whose views in `_cluster` are to be made anew."""
+        """Workers whose views in `_cluster` are out of date."""
         self._longest_proven: int | None = None
 
     def __contains__(self, worker_id: str) -> bool:
@@ -215,14 +217,14 @@ class WorkerTable:
         return list(self._workers.values())
 
     def current(self, worker_id: str, incarnation: int) -> Worker | None:
-        """The worker if it is this incarnation and has a session, else None: its messages are void."""
+        """Returns the worker if it is this incarnation and has a session; else None, and its messages are ignored."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.info.incarnation != incarnation or not worker.has_session:
             return None
         return worker
 
     def join(self, info: WorkerInfo, now: float) -> None:
-        """A new incarnation, or a new description of a lost one. The caller has lost the old one."""
+        """Adds a new incarnation, or a lost one with a new description. The caller has lost the old one before."""
         known = self._workers.get(info.worker_id)
         worker = Worker(info, WorkerState.JOINING, now, HealthRecord(self._health, now), reason="no session yet")
         if known is not None:
@@ -248,7 +250,7 @@ class WorkerTable:
         self._set_state(worker, WorkerState.DRAINING if worker.draining else WorkerState.READY, now)
 
     def drain(self, worker: Worker, now: float) -> None:
-        """Idempotent."""
+        """Marks the worker as draining. Idempotent."""
         worker.draining = True
         if worker.state is WorkerState.READY:
             self._set_state(worker, WorkerState.DRAINING, now, "draining")
@@ -270,7 +272,7 @@ class WorkerTable:
                 health.failed(reason, now, at_once=at_once)
 
     def succeeded(self, worker_id: str, now: float) -> None:
-        """Called with every token: cheap while nothing changes."""
+        """Notes a success of the worker. Called with every token event, so it is cheap while nothing changes."""
         if worker_id in self._workers:
             health = self._workers[worker_id].health
             if health.trusted:
@@ -295,7 +297,7 @@ class WorkerTable:
                 pair.health.succeeded(now)
 
     def tick(self, now: float) -> None:
-        """Time alone ends pauses and slow starts."""
+        """Lets time act on the health records: it ends pauses and slow starts."""
         for worker_id, worker in self._workers.items():
             if worker.health.ages:
                 with self._watch(worker_id, "", worker.health):
@@ -338,7 +340,7 @@ class WorkerTable:
         self._stale[worker.info.worker_id] = None
 
     def answered(self, worker_id: str, leg: int) -> None:
-        """The worker has reserved the leg's blocks: from here on its snapshots show them."""
+        """Drops the leg's prediction: the worker has reserved its blocks, and its snapshots show them from now on."""
         self._workers[worker_id].predictions.pop(leg, None)
         self._has_more_room(worker_id)
 
@@ -349,14 +351,17 @@ class WorkerTable:
         self._has_more_room(worker_id)
 
     def forget(self, older_than_s: float) -> None:
-        """Lost workers, and those that registered and never opened a session, since before `older_than_s`."""
+        """Forgets workers that have been without a session since before the time `older_than_s`."""
         for worker in self.all():
             if not worker.has_session and worker.since_s < older_than_s:
                 self.drop(worker)
 
     def make_room(self, most: int) -> None:
-        """Forgets a worker if there is no room for one more. Of those without a session the oldest goes first. Raises
-        Overloaded if all have one."""
+        """Forgets a worker if `most` workers are known.
+
+        It is one without a session: first one that never had any, then the one that has been without for longest.
+        Raises Overloaded if all have a session.
+        """
         if len(self._workers) < most:
             return
         idle = [worker for worker in self._workers.values() if not worker.has_session]
@@ -365,7 +370,7 @@ class WorkerTable:
         self.drop(min(idle, key=lambda worker: (worker.proven, worker.since_s)))
 
     def drop(self, worker: Worker) -> None:
-        """Nothing is known of it any more. It has no session."""
+        """Forgets a worker, which must have no session, and its pairs."""
         del self._workers[worker.info.worker_id]
         self._changed(worker.info.worker_id)
         for other in self._workers.values():
@@ -374,7 +379,7 @@ class WorkerTable:
 
     @property
     def cluster(self) -> Cluster:
-        """As policy sees it, now."""
+        """Returns the cluster as policy sees it, brought up to date."""
         for worker_id in self._stale:
             worker = self._workers.get(worker_id)
             if worker is None:
@@ -385,7 +390,10 @@ class WorkerTable:
         return self._cluster
 
     def kv_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Ready workers by the `kv` of their fingerprints: only those of one group pair. ((kv, worker ids), …)."""
+        """Returns the ready workers as ((kv, worker ids), …), grouped by the `kv` part of their fingerprints.
+
+        Only workers of one group pair.
+        """
         groups: dict[str, list[str]] = {}
         for worker_id, worker in sorted(self._workers.items()):
             if worker.state is WorkerState.READY:
@@ -397,7 +405,10 @@ class WorkerTable:
 
     @property
     def longest_proven(self) -> int | None:
-        """The longest sequence that one could hold that has had a session, lost ones too; None if there is none."""
+        """Returns the longest sequence, in tokens, that a decode worker could hold that has had a session.
+
+        Lost workers count too. None if there is no such worker.
+        """
         if self._longest_proven is None:
             views = self.cluster.views
             proven = (views[worker_id] for worker_id, worker in self._workers.items() if worker.proven)
@@ -405,7 +416,7 @@ class WorkerTable:
         return self._longest_proven
 
     def _changed(self, worker_id: str) -> None:
-        """In more than its load."""
+        """Notes that a worker has changed in more than its snapshot."""
         self._longest_proven = None
         self._has_more_room(worker_id)
 
