@@ -21,6 +21,8 @@ from tests.sim.node import Node
 from tests.sim.world import World
 
 _AGED_S = 1.0
+_ROUNDING_S = 1e-6
+"""Of sums of times: the worker adds up others than this account does."""
 _REMEMBERED_S = 2.0
 """For how long a worker that refused an aged handoff refuses younger ones."""
 
@@ -33,16 +35,17 @@ def watch_intake(node: Node, intake: Any, scheduler: Any) -> None:
 
     def reserving(command: worker_pb2.DecodeCommand, sequence: Sequence, owner: object) -> Any:
         nonlocal oldest
-        lease_id, asked_s = command.handoff.lease_id, world.now_s
-        born_s = asked_s - command.age_ms / 1000
+        # In the worker's own time, since it remembers in that.
+        lease_id, asked_s, age_s = command.handoff.lease_id, intake._host.awake.now(), command.age_ms / 1000
+        born_s = asked_s - age_s
         if oldest is not None and asked_s - oldest[2] > _REMEMBERED_S:
             oldest = None
         num_preempted = scheduler.num_preempted
-        first = oldest is None or oldest[0] == lease_id or born_s <= oldest[1]
+        first = oldest is None or oldest[0] == lease_id or born_s <= oldest[1] + _ROUNDING_S
         try:
             reservation = reserve(command, sequence, owner)
         except Refused:
-            if asked_s - born_s >= _AGED_S and first:
+            if age_s >= _AGED_S and first:
                 oldest = lease_id, born_s, asked_s
             raise
         name = node.name
