@@ -18,6 +18,7 @@ SEEDS ?= 10000
 START ?= 0
 JOBS ?= 2
 BENCH_ARGS ?=
+SIM_ARGS ?=
 DEMO_ARGS ?=
 LOADGEN_ARGS ?=
 
@@ -85,7 +86,7 @@ faults: model
 
 sim: $(INSTALLED)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START) --jobs $(JOBS) \
-		--resume out/sim-$(START)-$(SEEDS).jsonl
+		--resume out/sim-$(START)-$(SEEDS).jsonl $(SIM_ARGS)
 
 soak: $(INSTALLED)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.soak --minutes $(MINUTES)
