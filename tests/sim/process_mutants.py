@@ -148,7 +148,7 @@ def emits_repeated_tokens() -> Bug:
 
 def asks_a_worker_that_refused_never_again() -> Bug:
     """No parking: a refused handoff has nowhere to go."""
-    return replaced(dispatch, "_may_ask", lambda request, view, now: view.worker_id not in request.refusals)
+    return replaced(dispatch, "_may_ask", lambda request, view, now: view.worker_id not in request.setbacks.refusals)
 
 
 def does_not_try_again_on_heartbeats() -> Bug:
