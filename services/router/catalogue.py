@@ -247,5 +247,3 @@ class Catalogue:
             task.cancel()
         await asyncio.gather(*learning, return_exceptions=True)
         await asyncio.gather(*(model.conductor.close() for model in self.all()), *self._closing)
-        for model in self.all():
-            model.line.close()

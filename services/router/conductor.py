@@ -141,9 +141,9 @@ class Conductor:
 
     def withdraw(self, worker_id: str) -> None:
         """Forgets a worker whose name is another's from now on. Raises WorkerIdInUse while it has a session."""
-        self.coordinator.withdraw(worker_id, self._clock.now())
-        self._close_link(worker_id, "")
-        self.act()
+        if self.coordinator.withdraw(worker_id, self._clock.now()):
+            self._close_link(worker_id, "")
+            self.act()
 
     def link_opened(self, link: WorkerLink) -> None:
         if self._is_current(link):

@@ -193,7 +193,7 @@ class Router:
         await self.catalogue.drain(deadline_s)
 
     async def stop(self) -> None:
-        """Ends what still runs. Leaves no task, thread or port."""
+        """Ends what still runs. Leaves no task or port, and no thread but those that tokenise a text just then."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,6 +201,8 @@ class Router:
         if self._http is not None:
             await self._http.stop()
         await asyncio.gather(self._server.stop(grace_s=1.0), self._control_server.stop(grace_s=1.0))
+        for model in self.catalogue.all():  # last: a text that came to a closed line would wait for ever
+            model.line.close()
         self._trimmer.close()
         self._metrics.close()
 
@@ -216,17 +218,18 @@ class Router:
 
     def _serve(self, model_id: str, text: ModelText, num_threads: int = 1) -> ServedModel:
         """Makes what serves a model, at first without workers. `num_threads` tokenise its long texts."""
+        metrics = self._metrics.of(model_id)
         conductor = Conductor(
             Coordinator(_coordinator_config(self._config, text)),
             clock=self._clock,
-            metrics=self._metrics.of(model_id),
+            metrics=metrics,
             times=SessionTimes(self._config.heartbeat_s, self._config.silence_s),
             dial=self._dial,
             incarnation=self._incarnation,
         )
         facts = ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes)
         line = TokeniserLine(num_threads, most_bytes=self._config.max_text_bytes)
-        return ServedModel(facts, text, conductor, self._metrics.requests.of(model_id), line)
+        return ServedModel(facts, text, conductor, metrics.requests, line)
 
     async def _text_of(self, worker: WorkerInfo) -> ModelText:
         assert worker.description is not None, "whoever registers has described itself"

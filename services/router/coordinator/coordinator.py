@@ -119,27 +119,27 @@ class Coordinator:
             if known.info.incarnation == info.incarnation:
                 if known.state is not WorkerState.LOST:
                     return False
-            elif known.has_session:
-                raise WorkerIdInUse(f"another process is worker {info.worker_id!r}, and it lives")
+            else:
+                _check_gone(known)
             self._lose(known, now, "restarted", crashed=not known.draining)
         else:
             workers.make_room(self._book.config.max_workers)
         workers.join(info, now)
         return True
 
-    def withdraw(self, worker_id: str, now: float) -> None:
-        """Forgets a worker whose name another worker takes over.
+    def withdraw(self, worker_id: str, now: float) -> bool:
+        """Forgets a worker whose name another worker takes over. Returns whether it was known.
 
         Raises WorkerIdInUse while the known one has a session: only a session shows that its process is alive.
         """
         workers = self._book.workers
         if worker_id not in workers:
-            return
+            return False
         known = workers.get(worker_id)
-        if known.has_session:
-            raise WorkerIdInUse(f"another process is worker {worker_id!r}, and it lives")
+        _check_gone(known)
         self._lose(known, now, "its name is another's", crashed=not known.draining)
         workers.drop(known)
+        return True
 
     def worker_ids(self) -> set[str]:
         return {worker.info.worker_id for worker in self._book.workers.all()}
@@ -360,3 +360,9 @@ class Coordinator:
         before, self._groups = self._groups, self.kv_groups()
         if self._groups != before and max(len(self._groups), len(before)) > 1:
             self._book.actions.append(GroupsChanged(self._groups))
+
+
+def _check_gone(worker: Worker) -> None:
+    """Raises WorkerIdInUse while the worker has a session: only a session shows that its process is alive."""
+    if worker.has_session:
+        raise WorkerIdInUse(f"another process is worker {worker.info.worker_id!r}, and it lives")
