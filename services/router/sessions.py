@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -134,7 +134,9 @@ class WorkerLink:
         channel = self._dial(self.description.address)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(worker_pb2_grpc.WorkerServiceStub(channel).Session(self._requests())))
+                call = worker_pb2_grpc.WorkerServiceStub(channel).Session()
+                group.create_task(self._read(call))
+                group.create_task(self._write(call))
                 group.create_task(self._raise_when_silent())
         except* _Ended:
             crashed = False
@@ -157,25 +159,32 @@ class WorkerLink:
             log.info("worker %s left", self.info.worker_id)
         self._owner.link_lost(self, reason, crashed=crashed)
 
-    async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
-        """Yields hello, then requests as they are sent, with a heartbeat at each interval."""
-        with self._watch.writing():
-            yield worker_pb2.SessionRequest(hello=self._hello)
+    async def _write(self, call: Any) -> None:
+        """Writes hello, then requests as they are sent, with a heartbeat at each interval, until the call ends.
+
+        A task of this link's own does it, and not the one that grpc.aio would make for an iterator of requests: that
+        one waits for ever if its call ends before it began.
+        """
         loop = asyncio.get_running_loop()
+        request: worker_pb2.SessionRequest | None = worker_pb2.SessionRequest(hello=self._hello)
         due_s = loop.time()
         while True:
+            if request is not None:
+                try:
+                    with self._watch.writing():
+                        await call.write(request)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # the call has ended; its reader says how
             if loop.time() >= due_s:
                 held = worker_pb2.RouterHeartbeat(held_leases=self._owner.held_leases(self))
-                with self._watch.writing():
-                    yield worker_pb2.SessionRequest(heartbeat=held)
+                request = worker_pb2.SessionRequest(heartbeat=held)
                 due_s = loop.time() + self._times.heartbeat_s
+                continue
             try:
                 async with asyncio.timeout_at(due_s):
                     request = await self._outgoing.get()
             except TimeoutError:
-                continue
-            with self._watch.writing():
-                yield request
+                request = None
 
     async def _read(self, call: Any) -> None:
         deliver = panics_are_errors(self._owner.worker_message)  # else a panic ends this task, and nobody hears of it

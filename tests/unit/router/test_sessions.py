@@ -43,7 +43,7 @@ class FakeChannel:
         self._details = details
 
     def stream_stream(self, *_: Any, **__: Any) -> Any:
-        return lambda requests: self
+        return lambda: self
 
     unary_stream = stream_stream
 
@@ -51,6 +51,9 @@ class FakeChannel:
         yield worker_pb2.SessionResponse(load=self._load)
         nothing = grpc.aio.Metadata()
         raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, self._details)
+
+    async def write(self, request: worker_pb2.SessionRequest) -> None:
+        pass
 
     def cancel(self) -> None:
         pass
