@@ -43,24 +43,31 @@ def test_messages_are_judged_by_what_the_template_makes_of_them(tmp_path: pathli
 
 
 def test_other_threads_run_while_a_text_is_tokenised(tmp_path: pathlib.Path) -> None:
-    """The interpreter lock would let them only when it is over."""
+    """The interpreter lock would let them only when it is over.
+
+    The best of three counts: a machine that stands still for a moment spoils one, a lock that is held spoils all.
+    """
     text = load_model_text(write_model(tmp_path))
-    begun, turns, over = threading.Event(), 0, threading.Event()
     long = "the baton is passed from the runner that prefills " * 20_000
 
-    def encode() -> None:
-        begun.set()
-        text.encode_text(long)
-        over.set()
+    def turns_meanwhile() -> int:
+        begun, turns, over = threading.Event(), 0, threading.Event()
 
-    thread = threading.Thread(target=encode)
-    thread.start()
-    begun.wait()
-    while not over.is_set():
-        turns += 1
-        time.sleep(0)  # gives the lock away; a step of this loop is far shorter than the text
-    thread.join()
-    assert turns > 100
+        def encode() -> None:
+            begun.set()
+            text.encode_text(long)
+            over.set()
+
+        thread = threading.Thread(target=encode)
+        thread.start()
+        begun.wait()
+        while not over.is_set():
+            turns += 1
+            time.sleep(0)  # gives the lock away; a step of this loop is far shorter than the text
+        thread.join()
+        return turns
+
+    assert max(turns_meanwhile() for _ in range(3)) > 100
 
 
 def test_a_template_in_the_tokenizer_configuration(tmp_path: pathlib.Path) -> None:
