@@ -189,12 +189,12 @@ def _subject(model: pathlib.Path) -> dict[str, object]:
     """Returns all that a choice depends on: this CPU as torch may use it, torch, Baton's kernels, model shapes."""
     spec = util.find_spec("services")
     roots = [pathlib.Path(root) for root in (spec.submodule_search_locations or ())] if spec is not None else []
-    kernels = [root / "engine" / "native" / "kernels.so" for root in roots]
+    kernels = sorted(path for root in roots for path in (root / "engine" / "native").glob("kernels-*.so"))
     return {
         "cpu": _cpu(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "torch": metadata.version("torch"),
-        "kernels": [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in kernels if path.is_file()],
+        "kernels": [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in kernels],
         "model": hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:16],
         "version": _VERSION,
     }

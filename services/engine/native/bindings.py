@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.engine.native.build import LIBRARY
+from services.engine.native.instruction_sets import usable
 
 logger = logging.getLogger(__name__)
 
@@ -138,12 +138,17 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """Returns the kernels, or None if they were not built or cannot be loaded."""
-    if not LIBRARY.exists():
-        logger.info("the CPU kernels were not built")
-        return None
-    try:
-        return Kernels(LIBRARY)
-    except OSError as error:
-        logger.warning("the CPU kernels cannot be loaded: %s", error)
-        return None
+    """Returns the kernels for the best instruction set that this process may use, or None if they were not built or
+    cannot be loaded. Raises ConfigError if the environment asks for an unknown instruction set."""
+    built = [each for each in usable() if each.library.exists()]
+    for each in built:
+        try:
+            found = Kernels(each.library)
+        except OSError as error:
+            logger.warning("the CPU kernels for %s cannot be loaded: %s", each.name, error)
+        else:
+            logger.info("CPU kernels for %s", each.name)
+            return found
+    if not built:
+        logger.info("the CPU kernels were not built (no C compiler was there): decodes are slower")
+    return None

@@ -1,4 +1,4 @@
-"""Compiles `kernels.c` to `kernels.so` beside it. Run as `python -m services.engine.native.build`.
+"""Compiles the C files beside it, to one library for each instruction set. Run: `python -m services.engine.native.build`.
 
 Owns: which compiler is used, with which flags. Never: whether the result is right (each user of a kernel checks that at
 load). Baton runs without the kernels, so a missing compiler is only reported; a compiler that fails is an error.
@@ -11,35 +11,52 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.c")
-LIBRARY = Path(__file__).with_name("kernels.so")
-# Compiled for every x86-64 CPU; code for newer instruction sets is chosen when the library is loaded.
+from services.engine.native.instruction_sets import InstructionSet, instruction_sets
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
 
 
 def main() -> int:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if not compiler:
-        print("no C compiler: Baton runs without its CPU kernels (slower decodes in bfloat16)")
+        print("no C compiler: Baton runs without its CPU kernels (slower decodes on CPUs)")
         return 0
-    with tempfile.TemporaryDirectory(dir=LIBRARY.parent) as folder:
-        compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+    wanted = instruction_sets()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        errors = dict(zip(wanted, pool.map(lambda each: _build(compiler, each), wanted), strict=True))
+    for each, error in errors.items():
+        if error:
+            print(f"no CPU kernels for {each.name}: {error}", file=sys.stderr)
+    built = [each.name for each, error in errors.items() if not error]
+    if not built:
+        print("Baton runs without its CPU kernels", file=sys.stderr)
+        return 1
+    print(f"built the CPU kernels for {', '.join(built)} with {compiler}")
+    return 0
+
+
+def _build(compiler: str, wanted: InstructionSet) -> str:
+    """Builds one library; returns why it could not, or an empty text."""
+    with tempfile.TemporaryDirectory(dir=wanted.library.parent) as folder:
+        objects = [Path(folder, source.with_suffix(".o").name) for source in _SOURCES]
+        library = Path(folder, wanted.library.name)
         for command in (
-            [compiler, *_COMPILE, "-c", str(SOURCE), "-o", str(compiled)],
+            *(
+                [compiler, *_COMPILE, *wanted.compiler_flags, "-c", str(source), "-o", str(compiled)]
+                for source, compiled in zip(_SOURCES, objects, strict=True)
+            ),
             # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
-            [compiler, "-shared", str(compiled), "-o", str(library)],
+            [compiler, "-shared", *map(str, objects), "-o", str(library)],
         ):
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:
-                print(
-                    f"{' '.join(command)} failed; Baton runs without its CPU kernels\n{result.stderr}", file=sys.stderr
-                )
-                return 1
-        os.replace(library, LIBRARY)  # a process that has the old library loaded keeps it
-    print(f"built {LIBRARY.name} with {compiler}")
-    return 0
+                return f"{' '.join(command)} failed\n{result.stderr}"
+        os.replace(library, wanted.library)  # a process that has the old library loaded keeps it
+    return ""
 
 
 if __name__ == "__main__":

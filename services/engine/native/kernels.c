@@ -3,17 +3,10 @@
  *
  * It is plain C without headers of torch, so one library serves any version of torch. OpenMP's runtime is not linked
  * either: its symbols are found in the one that torch has loaded, so that both share one pool of threads.
- * Inner loops are compiled for several instruction sets, and the loader picks one (target_clones). All sums are in
- * float32.
+ * It is compiled once for each instruction set (`instruction_sets.py`). All sums are in float32.
  */
 #include <stdint.h>
 #include <string.h>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), noinline))
-#else
-#define CLONES __attribute__((noinline))
-#endif
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -170,7 +163,7 @@ static inline __attribute__((always_inline)) void attend_block(
 
 /* Attends with key heads `from` ... `to` - 1 of one sequence. It takes all of a block's heads before the next block,
  * since they lie side by side. */
-CLONES static void attend(const Decode *d, long sequence, long from, long to) {
+static void attend(const Decode *d, long sequence, long from, long to) {
     long group = d->heads / d->kv_heads, vectors = d->head_dim / 16;
     long row = d->rows[sequence], start = d->starts[sequence], stop = d->stops[sequence];
     const int64_t *table = d->tables + sequence * d->width;
@@ -216,7 +209,7 @@ void baton_decode_attention(const Decode *d) {
 
 /* -- element by element, rounded where transformers rounds --------------------------------------------------------- */
 
-CLONES static void normalise(const bf16 *x, const bf16 *weight, bf16 *y, long dim, float epsilon, float offset) {
+static void normalise(const bf16 *x, const bf16 *weight, bf16 *y, long dim, float epsilon, float offset) {
     float squares = 0;
     for (long i = 0; i < dim; i++) squares += widen(x[i]) * widen(x[i]);
     float scale = 1.0f / __builtin_sqrtf(squares / (float)dim + epsilon);
@@ -233,7 +226,7 @@ void baton_rms_norm(
     for (long row = 0; row < rows; row++) normalise(x + row * dim, weight, y + row * dim, dim, epsilon, offset);
 }
 
-CLONES static void add(bf16 *x, const bf16 *more, long count) {
+static void add(bf16 *x, const bf16 *more, long count) {
     for (long i = 0; i < count; i++) x[i] = narrow(widen(x[i]) + widen(more[i]));
 }
 
@@ -248,7 +241,7 @@ void baton_add_rms_norm(
     }
 }
 
-CLONES static void gate(const bf16 *gates, const bf16 *x, bf16 *y, long count) {
+static void gate(const bf16 *gates, const bf16 *x, bf16 *y, long count) {
     for (long i = 0; i < count; i++) {
         float value = widen(gates[i]);
         y[i] = narrow(widen(narrow(value / (1.0f + exponential(-value)))) * widen(x[i]));
@@ -261,7 +254,7 @@ void baton_silu_gate(const bf16 *gates, const bf16 *x, bf16 *y, long rows, long 
     for (long row = 0; row < rows; row++) gate(gates + row * stride, x + row * stride, y + row * dim, dim);
 }
 
-CLONES static void rotate(bf16 *x, const bf16 *cosines, const bf16 *sines, long heads, long dim) {
+static void rotate(bf16 *x, const bf16 *cosines, const bf16 *sines, long heads, long dim) {
     long half = dim / 2;
     for (long h = 0; h < heads; h++, x += dim)
         for (long i = 0; i < half; i++) {
@@ -282,7 +275,7 @@ void baton_rotate(
 
 /* -- a chunk's attention weights ----------------------------------------------------------------------------------- */
 
-CLONES static void softmax(bf16 *x, long begin, long end, long count) {
+static void softmax(bf16 *x, long begin, long end, long count) {
     float powers[MOST_KEPT], highest = -1e30f, sum = 0;
     for (long i = begin; i < end; i++) highest = widen(x[i]) > highest ? widen(x[i]) : highest;
     int keep = end - begin <= MOST_KEPT; /* otherwise they are computed twice */

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,13 +134,14 @@ def test_causal_softmax(native: Kernels, tiles: int, queries: int, keys: int, wi
 
 
 def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bindings, "LIBRARY", tmp_path / "missing.so")
+    missing = SimpleNamespace(name="avx2", library=tmp_path / "missing.so")
+    monkeypatch.setattr(bindings, "usable", lambda: (missing,))
     kernels.cache_clear()
     try:
         assert kernels() is None
         assert use_native_modules(nn.Sequential(LlamaRMSNorm(8).bfloat16())) == (0, 0)
         assert not isinstance(choice.select(CPU, torch.bfloat16, 4, 2, 16, 16), NativeAttention)
-        (tmp_path / "missing.so").write_bytes(b"not a library")
+        missing.library.write_bytes(b"not a library")
         kernels.cache_clear()
         assert kernels() is None
     finally:

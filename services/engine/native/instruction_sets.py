@@ -1,0 +1,94 @@
+"""Names the instruction sets for which the kernels are compiled, and chooses the one that this process uses.
+
+Owns: the list, from the best to the plainest, with each one's compiler flags and what a processor needs for it. One
+library is built for each, wherever they are built, so an image that was built on one processor runs well on another.
+Never: compiles (`build`) or loads (`bindings`).
+
+A process can be limited to a plainer one, to try on one machine what another would do: by the variable `BATON_CPU_ISA`,
+which takes a name of the list, or by those by which torch and oneDNN are limited.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.core.errors import ConfigError
+
+VARIABLE = "BATON_CPU_ISA"
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """One way to compile the kernels."""
+
+    name: str
+    compiler_flags: tuple[str, ...]
+    needs: frozenset[str]
+    """Flags that /proc/cpuinfo must list."""
+
+    @property
+    def library(self) -> Path:
+        """The library that is compiled for it."""
+        return Path(__file__).with_name(f"kernels-{self.name}.so")
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_X86 = (
+    InstructionSet("avx512_bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _VNNI | {"avx512_bf16"}),
+    InstructionSet("avx512_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _VNNI),
+    InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512),
+    InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2),
+)
+_GENERIC = InstructionSet("generic", (), frozenset())
+"""What every processor of this architecture has; on 64-bit Arm that includes NEON."""
+# The values by which torch and oneDNN are limited, and what is then the best for the kernels.
+_LIMITS_OF_OTHERS = {
+    "ATEN_CPU_CAPABILITY": {"default": "generic", "avx2": "avx2"},
+    "ONEDNN_MAX_CPU_ISA": {
+        "SSE41": "generic",
+        "AVX": "generic",
+        "AVX2": "avx2",
+        "AVX2_VNNI": "avx2",
+        "AVX2_VNNI_2": "avx2",
+        "AVX512_CORE": "avx512",
+        "AVX512_CORE_VNNI": "avx512_vnni",
+    },
+}
+
+
+def instruction_sets(machine: str | None = None) -> tuple[InstructionSet, ...]:
+    """Returns those of this architecture (or of `machine`, as `platform.machine` names it), the best first."""
+    return (*(_X86 if (machine or platform.machine()) in ("x86_64", "AMD64") else ()), _GENERIC)
+
+
+def usable(
+    environment: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")
+) -> tuple[InstructionSet, ...]:
+    """Returns those that this process may use, the best first. Raises ConfigError if `BATON_CPU_ISA` names none."""
+    known = instruction_sets()
+    names = [each.name for each in known]
+    first = 0
+    for variable, meanings in ((VARIABLE, {name: name for name in names}), *_LIMITS_OF_OTHERS.items()):
+        value = environment.get(variable, "")
+        if variable == VARIABLE and value and value not in names:
+            raise ConfigError(f"{VARIABLE}: {value!r} is not one of {', '.join(names)}")
+        limit = meanings.get(value)
+        if limit in names:
+            first = max(first, names.index(limit))
+    present = _flags(cpuinfo)
+    return tuple(each for each in known[first:] if each.needs <= present)
+
+
+def _flags(cpuinfo: Path) -> frozenset[str]:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    fields = (line.partition(":") for line in lines)
+    return next((frozenset(value.split()) for name, _, value in fields if name.strip() == "flags"), frozenset())

@@ -1,0 +1,83 @@
+"""Which instruction set the kernels use here, and how a process is limited to a plainer one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.core.errors import ConfigError
+from services.engine.native import bindings
+from services.engine.native.instruction_sets import instruction_sets, usable
+
+ZEN4 = "fma avx f16c avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16 avx512_vnni"
+SKYLAKE = "fma avx f16c avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl"
+ZEN3 = "fma avx f16c avx2 bmi2"
+SANDY_BRIDGE = "avx"
+
+pytestmark = pytest.mark.skipif(len(instruction_sets()) == 1, reason="this architecture has one instruction set")
+
+
+def names(cpuinfo: Path, flags: str, **environment: str) -> list[str]:
+    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\nbugs\t\t: x\n\nprocessor\t: 1\nflags\t\t: none\n")
+    return [each.name for each in usable(environment, cpuinfo)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (ZEN4, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "generic"]),
+        (SKYLAKE, ["avx512", "avx2", "generic"]),
+        (ZEN3, ["avx2", "generic"]),
+        (SANDY_BRIDGE, ["generic"]),
+    ],
+)
+def test_what_the_processor_lacks_is_left_out(tmp_path: Path, flags: str, expected: list[str]) -> None:
+    assert names(tmp_path / "cpuinfo", flags) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "best"),
+    [
+        ("BATON_CPU_ISA", "avx512", "avx512"),
+        ("BATON_CPU_ISA", "generic", "generic"),
+        ("ATEN_CPU_CAPABILITY", "avx2", "avx2"),
+        ("ATEN_CPU_CAPABILITY", "default", "generic"),
+        ("ATEN_CPU_CAPABILITY", "avx512", "avx512_bf16"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", "avx2"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", "avx512"),
+        ("ONEDNN_MAX_CPU_ISA", "ALL", "avx512_bf16"),
+    ],
+)
+def test_a_process_can_be_limited(tmp_path: Path, variable: str, value: str, best: str) -> None:
+    assert names(tmp_path / "cpuinfo", ZEN4, **{variable: value})[0] == best
+
+
+def test_the_plainest_limit_counts_and_a_limit_adds_nothing(tmp_path: Path) -> None:
+    limits = {"BATON_CPU_ISA": "avx512", "ATEN_CPU_CAPABILITY": "avx2"}
+    assert names(tmp_path / "cpuinfo", ZEN4, **limits)[0] == "avx2"
+    assert names(tmp_path / "cpuinfo", ZEN3, BATON_CPU_ISA="avx512_bf16")[0] == "avx2"
+
+
+def test_an_unknown_name_is_refused_with_the_variable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="BATON_CPU_ISA: 'avx3' is not one of avx512_bf16, "):
+        names(tmp_path / "cpuinfo", ZEN4, BATON_CPU_ISA="avx3")
+
+
+def test_a_machine_that_lists_nothing_has_the_plainest(tmp_path: Path) -> None:
+    assert [each.name for each in usable({}, tmp_path / "missing")] == ["generic"]
+    assert [each.name for each in instruction_sets("aarch64")] == ["generic"]
+
+
+@pytest.mark.parametrize("name", [each.name for each in instruction_sets()])
+def test_each_library_loads_where_the_processor_can(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name not in {each.name for each in usable({})}:
+        pytest.skip(f"this processor has no {name}")
+    monkeypatch.setenv("BATON_CPU_ISA", name)
+    bindings.kernels.cache_clear()
+    try:
+        if not usable()[0].library.exists():
+            pytest.skip("the kernels were not built here")
+        assert bindings.kernels() is not None
+    finally:
+        bindings.kernels.cache_clear()
