@@ -1,4 +1,4 @@
-"""Compiles the C files beside it, to one library for each instruction set. Run: `python -m services.engine.native.build`.
+"""Compiles the C files beside it once for each instruction set. Run as `python -m services.engine.native.build`.
 
 Owns: which compiler is used, with which flags. Never: whether the result is right (each user of a kernel checks that at
 load). Baton runs without the kernels, so a missing compiler is only reported; a compiler that fails is an error.
