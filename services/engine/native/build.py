@@ -18,6 +18,8 @@ from services.engine.native.instruction_sets import InstructionSet, instruction_
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
+_ALSO = {"quantised.c": ("-fno-fast-math",)}
+"""Flags of single files. Quantised products round where they say they do, so that they never differ by a step."""
 
 
 def main() -> int:
@@ -46,7 +48,7 @@ def _build(compiler: str, wanted: InstructionSet) -> str:
         library = Path(folder, wanted.library.name)
         for command in (
             *(
-                [compiler, *_COMPILE, *wanted.compiler_flags, "-c", str(source), "-o", str(compiled)]
+                [compiler, *_flags(source, wanted), "-c", str(source), "-o", str(compiled)]
                 for source, compiled in zip(_SOURCES, objects, strict=True)
             ),
             # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
@@ -57,6 +59,10 @@ def _build(compiler: str, wanted: InstructionSet) -> str:
                 return f"{' '.join(command)} failed\n{result.stderr}"
         os.replace(library, wanted.library)  # a process that has the old library loaded keeps it
     return ""
+
+
+def _flags(source: Path, wanted: InstructionSet) -> tuple[str, ...]:
+    return *_COMPILE, *_ALSO.get(source.name, ()), *wanted.compiler_flags
 
 
 if __name__ == "__main__":
