@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
+from services.engine.cpu.quantised_linear import QuantisedLinear, side_by_side
 from services.engine.cpu.replacement import relative_difference
 from services.engine.model.paged_model import attending, current_attention
 from services.engine.native.bindings import Kernels
@@ -74,8 +75,8 @@ def layer_for(layer: nn.Module, native: Kernels) -> NativeDecoderLayer | None:
     head_dim = getattr(attention, "head_dim", None)
     if set(parts) != _ATTENTION_PARTS or not isinstance(head_dim, int) or not isinstance(mlp, NativeGatedMLP):
         return None
-    plain = all(type(part) is nn.Linear for part in (*parts.values(), *mlp.children()))
-    if not plain or not all(isinstance(norm, NativeRMSNorm) for norm in norms):
+    linears = {type(part) for part in (*parts.values(), *mlp.children())}
+    if linears not in ({nn.Linear}, {QuantisedLinear}) or not all(isinstance(norm, NativeRMSNorm) for norm in norms):
         return None
     try:
         expected = _Trial(layer, head_dim)
@@ -90,8 +91,10 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, module.get_submodule(name))
 
 
-def _side_by_side(*linears: nn.Linear) -> nn.Linear:
+def _side_by_side(*linears: nn.Linear) -> nn.Module:
     """Returns one linear layer whose output is the outputs of these one after the other."""
+    if type(linears[0]) is not nn.Linear:
+        return side_by_side(cast(tuple[QuantisedLinear, ...], linears))
     weight = torch.cat([linear.weight.detach() for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     joined.weight = nn.Parameter(weight, requires_grad=False)

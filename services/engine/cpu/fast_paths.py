@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from services.engine.cpu.decoder_layer import layer_for
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
 from services.engine.cpu.packed_linear import pack_linears
+from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.cpu.replacement import relative_difference, replace_modules
 from services.engine.native.bindings import Kernels, kernels
 
@@ -62,7 +63,11 @@ def _norm_for(module: nn.Module, native: Kernels) -> nn.Module | None:
 
 def _mlp_for(module: nn.Module, native: Kernels) -> nn.Module | None:
     gate = getattr(module, "gate_proj", None)
-    if not isinstance(gate, nn.Linear) or not hasattr(module, "up_proj") or not hasattr(module, "down_proj"):
+    if (
+        not isinstance(gate, nn.Linear | QuantisedLinear)
+        or not hasattr(module, "up_proj")
+        or not hasattr(module, "down_proj")
+    ):
         return None
     if not _usable(gate.weight):
         return None

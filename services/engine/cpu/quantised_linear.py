@@ -82,11 +82,23 @@ class QuantisedLinear(nn.Module):
             self._packed = None
 
 
-def side_by_side(layers: Sequence[QuantisedLinear]) -> QuantisedLinear | None:
-    """Returns one layer whose output is the outputs of these one after the other, or None if their forms differ."""
+class _OneAfterTheOther(nn.Module):
+    """Linear layers of the same inputs whose outputs stand side by side."""
+
+    def __init__(self, layers: Sequence[QuantisedLinear]) -> None:
+        super().__init__()
+        self._layers = nn.ModuleList(layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([layer(inputs) for layer in self._layers], dim=-1)
+
+
+def side_by_side(layers: Sequence[QuantisedLinear]) -> nn.Module:
+    """Returns a module whose output is the outputs of these layers one after the other: one layer, if their weights are
+    of one form."""
     weights = joined([layer.grouped for layer in layers])
     if weights is None:
-        return None
+        return _OneAfterTheOther(layers)
     like, bias = layers[0].weight, None
     if any(layer.bias is not None for layer in layers):
         zeros = (like.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)

@@ -23,6 +23,8 @@ spaced elements are read: a checkpoint of 100 GB would take minutes to read, and
 elements of one matrix."""
 _SAMPLES = 4096
 _LARGEST_FLOAT32 = 3.4e38
+_PACKING_VERSION = 1
+"""The version of the ways in which weights are rounded to fewer bits. Increase it when one gives other values."""
 
 IRRELEVANT = frozenset(
     {
@@ -90,11 +92,21 @@ def config_digest(config: PreTrainedConfig, eos_token_ids: Collection[int]) -> s
     return hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def numerics(model: PreTrainedModel) -> str:
-    """Returns the types of weights and activations in words. Weights are used in the type they were loaded in; a scheme
-    that packs them into fewer bits will have to say so here."""
+def numerics(model: PreTrainedModel, scheme: str = "") -> str:
+    """Returns the types of weights and activations in words. `scheme` names the way in which weights were packed into
+    fewer bits; without one they are used in the type they were loaded in."""
     dtype = str(model.dtype).removeprefix("torch.")
+    if scheme:
+        return f"{scheme} weights, {dtype} activations rounded to 8 bits"
     return f"{dtype} weights, {dtype} activations"
+
+
+def quantised_digest(loaded: str, scheme: str) -> str:
+    """Returns the digest of weights that were packed by a scheme from those with the digest `loaded`; the same one if
+    there is no scheme. A packed weight follows from the scheme and from the weight as it was loaded."""
+    if not scheme:
+        return loaded
+    return hashlib.blake2b(f"{loaded} {_PACKING_VERSION} {scheme}".encode(), digest_size=16).hexdigest()
 
 
 def _described(config: PreTrainedConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ GROUP = 32
 """Inputs of a group, and the unit to which `GroupedWeights` are padded with zeros."""
 _AT_ONCE = 1 << 21
 """Weights that are rounded at a time: copies of so many stay small."""
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
+_SHRINKS = (1.0, 0.93, 0.86)
 """Parts of a group's range that rounding to 4 bits tries: a narrower one rounds what is inside it more finely, and cuts
 off what is outside."""
 
@@ -107,8 +107,8 @@ def _round_to_8(weight: Tensor) -> GroupedWeights:
 
 
 def _round_to_4(weight: Tensor) -> GroupedWeights:
-    """Rounds to the scale and minimum, of those tried, with the least squared error. They are numbers of 16 bits, as in
-    GGUF's Q4_1."""
+    """Rounds to the scale and minimum, of those tried, with the least squared error. They are numbers of 16 bits, as
+    in GGUF's Q4_1."""
     more = -weight.shape[1] % GROUP  # the last weight again, which neither widens a range nor moves it
     grouped = torch.cat((weight, weight[:, -1:].expand(-1, more)), dim=1).unflatten(1, (-1, GROUP))
     lowest, highest = grouped.amin(2), grouped.amax(2)
@@ -116,9 +116,8 @@ def _round_to_4(weight: Tensor) -> GroupedWeights:
     scales, minimums, values = torch.zeros_like(lowest), lowest.clone(), torch.zeros_like(grouped)
     for shrink in _SHRINKS:
         cut = (highest - lowest) * ((1 - shrink) / 2)
-        scale = _in_16_bits((highest - lowest) * (shrink / 15))
-        minimum = _in_16_bits(lowest + cut)
-        tried = (grouped - minimum[:, :, None]).div_(scale.clamp_min(1e-30)[:, :, None]).round_().clamp_(0, 15)
+        scale, minimum = _line_through(grouped, _nearest(grouped, (highest - lowest) * (shrink / 15), lowest + cut))
+        tried = _nearest(grouped, scale, minimum)
         error = (tried * scale[:, :, None]).add_(minimum[:, :, None]).sub_(grouped).square_().sum(2)
         better = error < best
         best = torch.where(better, error, best)
@@ -126,6 +125,21 @@ def _round_to_4(weight: Tensor) -> GroupedWeights:
         values = torch.where(better[:, :, None], tried, values)
     inside = torch.arange(values[0].numel()) < weight.shape[1]
     return GroupedWeights((values.flatten(1) * inside).to(torch.int8), scales, minimums, 4, GROUP, weight.shape[1])
+
+
+def _nearest(grouped: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Returns the values from 0 to 15 nearest to the weights [rows, groups, 32], under scales and minimums [rows,
+    groups]."""
+    return (grouped - minimum[:, :, None]).div_(scale.clamp_min(1e-30)[:, :, None]).round_().clamp_(0, 15)
+
+
+def _line_through(grouped: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scales and minimums with which these values give the least squared error: linear regression."""
+    mean_value, mean_weight = values.mean(2), grouped.mean(2)
+    apart = values - mean_value[:, :, None]
+    scale = (apart * grouped).sum(2) / apart.square().sum(2).clamp_min(1e-30)
+    scale = _in_16_bits(scale)
+    return scale, _in_16_bits(mean_weight - scale * mean_value)
 
 
 def _in_16_bits(numbers: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def test_against_torch(bits: int, dtype: torch.dtype, built: bool, monkeypatch: 
         monkeypatch.setattr(quantised_linear, "products", lambda: None)
     found = layer(33, bits, dtype)
     assert (found.weight.dtype, found.weight.numel(), found.in_features, found.out_features) == (dtype, 0, 70, 33)
-    assert (found.nbytes < 33 * 70 * 4) == built or bits == 8
+    assert found.nbytes < 48 * 96 * 2
     inputs = torch.randn(2, 5, 70).to(dtype)
     outputs = found(inputs)
     assert outputs.dtype == dtype
@@ -58,7 +58,7 @@ def test_a_product_that_disagrees_is_left_to_torch(
 def test_layers_side_by_side(bits: int) -> None:
     one, other = layer(20, bits, torch.bfloat16), layer(7, bits, torch.bfloat16, bias=False)
     both = side_by_side([one, other])
-    assert both is not None
     inputs = torch.randn(3, 70).bfloat16()
     assert torch.equal(both(inputs), torch.cat((one(inputs), other(inputs)), dim=1))
-    assert side_by_side([one, layer(7, 12 - bits, torch.bfloat16)]) is None
+    different = layer(7, 12 - bits, torch.bfloat16)
+    assert torch.equal(side_by_side([one, different])(inputs), torch.cat((one(inputs), different(inputs)), dim=1))
