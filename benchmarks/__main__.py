@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import router
 from benchmarks.figure import Figure, table
+from benchmarks.machine import cpu_name
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("out/bench.json"))
     arguments = parser.parse_args()
     chosen = arguments.only.split(",")
-    machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
     print(f"{machine['cpu']}, {machine['cores']} cores; {platform.platform()}; Python {machine['python']}")
     figures: list[Figure] = []
     if "router" in chosen:
@@ -66,14 +67,6 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, machine: dict[
         machine["threads"] = 1
         figures += dtype.measure(model, arguments.prompt_tokens, arguments.repeats)
     return figures
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-    amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    return f"{name} ({'with' if amx else 'no'} AMX)"
 
 
 if __name__ == "__main__":
