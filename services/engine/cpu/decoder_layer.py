@@ -1,4 +1,4 @@
-"""Computes a whole Llama-like decoder layer in a dozen calls instead of fifty, on CPUs in bfloat16.
+"""Computes a whole Llama-like decoder layer in a dozen calls instead of fifty, on CPUs.
 
 This is only an optimisation: a layer is replaced if, on random input, what it passes to attention and its output stay
 the same, whatever its class is called. Features that are not supported here (norms of heads, other gates) show as a
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
-from services.engine.cpu.replacement import relative_difference
+from services.engine.cpu.replacement import ROUNDINGS, relative_difference
 from services.engine.model.paged_model import attending, current_attention
 from services.engine.native.bindings import Kernels
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = 0.02
-"""Largest root mean square of the difference of each tensor, relative to its own: a few roundings of bfloat16."""
+_TOLERANCE = {dtype: 2 * difference for dtype, difference in ROUNDINGS.items()}
+"""Largest root mean square of the difference of each tensor, relative to its own: a layer rounds more than a part."""
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NUM_TOKENS = 5
@@ -109,11 +109,11 @@ class _Trial:
         self.options: dict[str, Any] = {}
         self._tensors: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
-        hidden = layer.get_submodule("input_layernorm").get_parameter("weight").shape[0]
-        inputs = torch.randn(1, _NUM_TOKENS, hidden, generator=generator).bfloat16()
+        weight = layer.get_submodule("input_layernorm").get_parameter("weight")
+        inputs = torch.randn(1, _NUM_TOKENS, len(weight), generator=generator).to(weight.dtype)
         angles = torch.rand(1, _NUM_TOKENS, head_dim // 2, generator=generator).repeat(1, 1, 2) * 6
         with attending(self._attend):
-            output = layer(inputs, position_embeddings=(angles.cos().bfloat16(), angles.sin().bfloat16()))
+            output = layer(inputs, position_embeddings=(angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)))
         self._tensors.append(output)
 
     def _attend(
@@ -128,6 +128,6 @@ class _Trial:
     def agrees_with(self, expected: _Trial) -> bool:
         """Returns whether the inputs of attention and the output are the same, but for roundings."""
         return all(
-            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE
+            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE[found.dtype]
             for found, wanted in zip(self._tensors, expected._tensors, strict=True)
         )
