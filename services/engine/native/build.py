@@ -15,11 +15,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LIBRARY = Path(__file__).with_name("kernels.so")
-# Compiled for every x86-64 CPU; code for newer instruction sets is chosen when the library is loaded.
+# Without -march, so that the library runs on every x86-64 CPU. The loader chooses code for newer instruction sets.
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
 
 
 def main() -> int:
+    """Builds the library. Returns the exit status: 1 if the compiler fails, else 0, also if there is no compiler."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if not compiler:
         print("no C compiler: Baton runs without its CPU kernels (slower decodes in bfloat16)")
@@ -28,7 +29,7 @@ def main() -> int:
         compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
         for command in (
             [compiler, *_COMPILE, "-c", str(SOURCE), "-o", str(compiled)],
-            # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
+            # It is linked without -fopenmp: an OpenMP runtime beside torch's would have a second pool of threads.
             [compiler, "-shared", str(compiled), "-o", str(library)],
         ):
             result = subprocess.run(command, capture_output=True, text=True, check=False)
