@@ -1,7 +1,8 @@
 """Chooses the attention backend of a worker: the fastest that agrees with the reference on its device.
 
-`dense` (any device) gathers blocks and multiplies; `varlen` (CUDA) calls flash attention;
-`native` (CPU, bfloat16) reads the blocks of decodes in place.
+`dense` (any device) gathers blocks and multiplies matrices; `varlen` (CUDA) calls flash attention; `native` (CPU,
+bfloat16) reads the blocks of decodes in place.
+Owns: the order of backends by speed. Never: how a backend computes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 def select(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> PagedAttention:
-    """Returns the first backend, fastest first, that agrees with the reference on this device, else the reference."""
+    """Returns the fastest backend that agrees with the reference on this device, or the reference if none does."""
     for name, backend in _candidates(device, dtype):
         try:
             verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size)

@@ -1,8 +1,9 @@
-"""Computes paged attention by gathering blocks and multiplying, on any device and with every feature.
+"""Computes paged attention by gathering blocks and multiplying matrices, on any device and with every feature.
 
-Decodes of similar length run as one padded batch, prefill chunks one sequence at a time. The kind of product was chosen
-by measurement on CPUs: scaled_dot_product_attention in float32; in bfloat16 plain matrix products, which take half the
-time for batches of decodes, and two thirds for chunks unless the CPU has AMX.
+Decodes of similar length run as one padded batch, prefill chunks one sequence at a time. The function that multiplies
+was chosen by measurement on CPUs: scaled_dot_product_attention in float32; in bfloat16 plain matrix products, which
+take half the time for batches of decodes, and two thirds for chunks unless the CPU has AMX.
+Owns: the choice of products by type and device. Never: which rows and keys are multiplied (`dense_products`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from services.engine.attention.paged import Scoring, StepLayout
 
 CausalSoftmax = Callable[[Tensor, int, int], Tensor]
 """Function (scores, first, last) that returns the softmax of scores [tiles, queries, keys], where query q sees the keys
-first + q … last + q. It may work in place."""
+first + q … last + q, counted from the first key of `scores`. It may work in place."""
 
 _MAX_BLOCK_DIAGONAL_WIDTH = 1024
-"""Largest num_kv_heads * head_dim for which decodes use a block-diagonal query. Beyond it, the zeros of that query cost
-more than the copies it saves."""
+"""Largest num_kv_heads * head_dim for which decodes use a block-diagonal query. Beyond it, multiplying the zeros of
+that query costs more than the copies it saves."""
 _QUERY_TILE = 256
-"""Rows of a chunk in one product. Small enough that the scores stay in the CPU's cache, and that keys which no row of
-the tile sees are left out."""
+"""Rows of a chunk in one product. They are few, so that the scores stay in the CPU's cache, and so that keys which no
+row of the tile sees are left out."""
 
 
 def paged_attention(
@@ -37,8 +38,10 @@ def paged_attention(
     scoring: Scoring,
     causal_softmax: CausalSoftmax | None = None,
 ) -> Tensor:
-    """Computes attention as `paged.PagedAttention` defines it. `causal_softmax`: a faster softmax for the products
-    of chunks; None: torch's."""
+    """Computes attention as `paged.PagedAttention` defines it.
+
+    causal_softmax: a faster softmax for the products of chunks. With None, torch's is used.
+    """
     window, softcap = scoring.sliding_window, scoring.softcap
     products = layout.derived(("dense", window), lambda: products_of(layout, key_cache.shape[1], window, query))
     decode_by_products = softcap is not None or _prefers_products(query.dtype, query.device.type)
@@ -67,11 +70,15 @@ def _has_amx() -> bool:
 
 
 def _gather(blocks: Tensor, index: Tensor) -> Tensor:
-    """Copies some blocks: [num_blocks, block_size, heads, head_dim] -> [len(index) * block_size, heads, head_dim]."""
+    """Returns a copy of some blocks, [len(index) * block_size, heads, head_dim].
+
+    blocks: [num_blocks, block_size, heads, head_dim].
+    """
     return blocks.flatten(1).index_select(0, index).view(-1, *blocks.shape[2:])
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Returns softcap * tanh(scores / softcap), computed in place."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -88,7 +95,8 @@ def _decode_fused(
     bias: Tensor | None = group.bias
     if group.only_keys is not None:
         keys, values, bias = keys[:, group.only_keys], values[:, group.only_keys], None
-    # The query heads of one key head stand in the dimension of query positions, so that no key is copied for them.
+    # The query heads that share a key head (GQA, arXiv 2305.13245) are put into the dimension of query positions, so
+    # that no key is copied for them.
     grouped = query.view(batch, heads, -1, head_dim)
     mask = None if bias is None else bias[:, None]
     return scaled_dot_product_attention(
@@ -103,7 +111,8 @@ def _decode_by_products(
     heads = key_cache.shape[2]
     if scoring.softcap is None and (group.only_keys is not None or heads * head_dim > _MAX_BLOCK_DIAGONAL_WIDTH):
         return _decode_fused(query, key_cache, value_cache, group, scoring)
-    # Each head's query, padded with zeros, multiplies the keys of all heads without a copy: [keys, heads * head_dim].
+    # Each head's query is padded with zeros to all heads (a block-diagonal query), so that it multiplies the gathered
+    # keys as they lie, [keys, heads * head_dim], without a copy.
     keys = _gather(key_cache, group.blocks).view(batch, -1, heads * head_dim)
     values = _gather(value_cache, group.blocks).view(batch, -1, heads * head_dim)
     queries = (query * scoring.scale).view(batch, heads, -1, 1, head_dim)
@@ -119,7 +128,7 @@ def _identity_of(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _identity(heads: int, like: Tensor) -> Tensor:
-    """Returns the identity matrix as [1, heads, 1, heads, 1], with the dtype and device of `like`."""
+    """Returns the identity matrix in the shape [1, heads, 1, heads, 1], with the dtype and device of `like`."""
     return _identity_of(heads, like.dtype, like.device)
 
 

@@ -1,5 +1,7 @@
-"""Computes paged attention with the C kernel for decodes. Chunks go to `dense`, whose products are faster for
-them."""
+"""Computes paged attention with the C kernel for decodes; chunks go to `dense`, whose matrix products are faster.
+
+Owns: the division of a step into decodes and chunks, and the kernel's arguments. Never: the kernel (`engine.native`).
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,26 @@ from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, DecodeArgum
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A step's sequences, divided into decodes, as the kernel takes them, and chunks."""
+    """Describes a step's sequences, divided into decodes, in the form that the kernel takes, and chunks."""
 
     num_decodes: int
+    """Sequences with one new token."""
     extents: Tensor
     """Row in the step, and start and end of the visible tokens, of each decode: [3, num_decodes] int64."""
     tables: Tensor
     """Blocks of each decode: [num_decodes, most blocks] int64, padded with 0, which the extents hide."""
     chunks: StepLayout | None
-    """The chunks as a layout of their own; None if there are none."""
+    """Layout of the chunks alone; None if there are none."""
     chunk_rows: Tensor | slice
     """Rows of the chunks in the step, one chunk after the other."""
 
 
 class NativeAttention:
-    """The `paged.PagedAttention` for bfloat16 on CPUs. Raises ValueError for heads beyond the kernel's limits."""
+    """Computes attention in bfloat16 on CPUs, as `paged.PagedAttention` defines it.
+
+    A call raises ValueError for more heads or larger ones than the kernel takes, and for a head dimension that is not a
+    multiple of 16.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -40,7 +47,7 @@ class NativeAttention:
     ) -> Tensor:
         head_dim = key_cache.shape[-1]
         if query.shape[1] > MAX_HEADS or head_dim > MAX_HEAD_DIM or head_dim % 16:
-            raise ValueError(f"heads {query.shape[1]} x {head_dim}: not within the kernel's limits")
+            raise ValueError(f"the kernel does not take {query.shape[1]} heads of {head_dim}")
         window = scoring.sliding_window
         split = layout.derived(("native", window), lambda: _split(layout, window))
         output = torch.empty(query.shape, dtype=query.dtype)

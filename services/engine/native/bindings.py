@@ -1,7 +1,8 @@
 """Offers the compiled kernels as functions of tensors.
 
-Owns: loading the library, and turning tensors into pointers. Never: when to use a kernel. Callers must see to dtypes
-(bfloat16 throughout), contiguity and limits: a kernel checks nothing.
+Owns: loading the library, and turning tensors into pointers. Never: when to use a kernel, or checks of arguments.
+Callers must see to dtypes (bfloat16 unless stated otherwise), contiguity and limits: a kernel that is given a wrong
+argument reads or writes memory out of bounds.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from services.engine.native.instruction_sets import usable
 logger = logging.getLogger(__name__)
 
 MAX_HEADS, MAX_HEAD_DIM = 128, 256
+"""Largest numbers that `decode_attention` takes; the head dimension must be a multiple of 16 too."""
 
 
 class DecodeArguments(ctypes.Structure):
-    """The struct `Decode` of kernels.c."""
+    """Mirrors the struct `Decode` of kernels.c, which describes its fields."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "keys", "values", "output", "rows", "tables", "starts", "stops")),
@@ -36,10 +38,10 @@ class DecodeArguments(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of one library. Each uses as many threads as torch does."""
+    """Calls the functions of one compiled library. Each uses as many threads as torch does."""
 
     def __init__(self, path: Path) -> None:
-        """Loads the library at `path`. Raises OSError if that fails."""
+        """Loads the library at `path`. Raises OSError if that fails, and AttributeError if a function is missing."""
         library = ctypes.CDLL(str(path))
         self._attention = library.baton_decode_attention
         self._attention.argtypes = [c_void_p]
@@ -64,11 +66,14 @@ class Kernels:
             function.restype = None
 
     def decode_attention(self, arguments: DecodeArguments) -> None:
-        """Computes the attention of decodes, and writes it to `arguments.output`."""
+        """Computes the attention of decodes with an online softmax, and writes it to `arguments.output`."""
         self._attention(ctypes.byref(arguments))
 
     def rms_norm(self, inputs: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        """Returns the root mean square norm of inputs [..., dim], with weight [dim]; for `offset` see kernels.c."""
+        """Returns the root mean square norm (arXiv 1910.07467) of inputs [..., dim], with weight [dim].
+
+        The normalised inputs are multiplied by `weight` if `offset` is 0 (Llama), by 1 + `weight` if it is 1 (Gemma).
+        """
         result = torch.empty_like(inputs)
         dim = inputs.shape[-1]
         self._rms_norm(
@@ -84,7 +89,7 @@ class Kernels:
         return result
 
     def add_rms_norm(self, sums: Tensor, more: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        """Adds `more` to `sums` in place, both [..., dim], and returns the root mean square norm of the result."""
+        """Adds `more` to `sums` in place, both [..., dim], and returns the norm of the sums (see `rms_norm`)."""
         result = torch.empty_like(sums)
         dim = sums.shape[-1]
         self._add_rms_norm(
@@ -101,7 +106,10 @@ class Kernels:
         return result
 
     def silu_gate(self, gates: Tensor, inputs: Tensor) -> Tensor:
-        """Returns silu(gates) * inputs. Both are [..., dim], with the same stride between rows and contiguous rows."""
+        """Returns silu(gates) * inputs, [..., dim] (SwiGLU, arXiv 2002.05202).
+
+        Both are [..., dim]. Each row is contiguous, and both have the same stride between rows.
+        """
         dim, stride = inputs.shape[-1], inputs.stride(-2)
         result = torch.empty(inputs.shape, dtype=inputs.dtype)
         self._silu_gate(
@@ -116,8 +124,11 @@ class Kernels:
         return result
 
     def rotate(self, rows: Tensor, num_heads: int, cosines: Tensor, sines: Tensor) -> None:
-        """Applies rotary positions in place to the first `num_heads` heads of rows [num_rows, width]; cosines and sines
-        are [..., num_rows, head_dim]."""
+        """Applies rotary position embeddings (RoPE, arXiv 2104.09864) in place to the first `num_heads` heads of rows.
+
+        rows: [num_rows, width]. cosines, sines: [..., num_rows, head_dim] of any float type. As in transformers, the
+        halves of a head are rotated against each other.
+        """
         cosines, sines = cosines.to(rows.dtype).contiguous(), sines.to(rows.dtype).contiguous()
         self._rotate(
             rows.data_ptr(),
@@ -131,7 +142,7 @@ class Kernels:
         )
 
     def causal_softmax(self, scores: Tensor, first: int, last: int) -> Tensor:
-        """Computes the softmax as `attention.dense.CausalSoftmax` describes, in place."""
+        """Computes the softmax of scores [tiles, queries, keys] in place (see `attention.dense.CausalSoftmax`)."""
         self._causal_softmax(scores.data_ptr(), *scores.shape, first, last, torch.get_num_threads())
         return scores
 
@@ -144,7 +155,7 @@ def kernels() -> Kernels | None:
     for each in built:
         try:
             found = Kernels(each.library)
-        except OSError as error:
+        except (OSError, AttributeError) as error:  # AttributeError: built from older sources
             logger.warning("the CPU kernels for %s cannot be loaded: %s", each.name, error)
         else:
             logger.info("CPU kernels for %s", each.name)

@@ -1,9 +1,10 @@
-/* Computes on CPUs in bfloat16 what torch does in many small operators, or only after copying: the attention of decodes
- * over paged blocks, norms, gates. Matrix products are left to oneDNN.
+/* Computes on CPUs, in bfloat16, what torch computes by many small operators or only after copies: the attention of
+ * decodes over paged blocks, norms, gates, rotary positions and causal softmaxes. Matrix products are left to oneDNN.
  *
- * It is plain C without headers of torch, so one library serves any version of torch. OpenMP's runtime is not linked
- * either: its symbols are found in the one that torch has loaded, so that both share one pool of threads.
- * It is compiled once for each instruction set (`instruction_sets.py`). All sums are in float32.
+ * It is plain C without headers of torch, so one library works with any version of torch. It is not linked with an
+ * OpenMP runtime: its symbols are found in the runtime that torch has loaded, so both share one pool of threads.
+ * It is compiled once for each instruction set (`instruction_sets.py`). All sums are in float32. The functions check no
+ * argument.
  */
 #include <stdint.h>
 #include <string.h>
@@ -15,8 +16,8 @@
 #endif
 
 #define MAX_HEADS 128
-#define MAX_VECTORS 16 /* of 16 elements: a head dimension of 256 */
-#define MOST_KEPT 8192 /* exponentials that a softmax keeps between its two passes */
+#define MAX_VECTORS 16 /* vectors of 16 elements in a head, for head dimensions up to 256 */
+#define MOST_KEPT 8192 /* exponentials that a softmax keeps between its two passes, at most */
 
 typedef uint16_t bf16;
 
@@ -25,12 +26,15 @@ static inline float widen(bf16 value) {
     return wide.number;
 }
 
-static inline bf16 narrow(float value) { /* to nearest, ties to even; not for NaN */
+/* Rounds to the nearest bfloat16, ties to even. The result for NaN is undefined. */
+static inline bf16 narrow(float value) {
     union { float number; uint32_t bits; } wide = {.number = value};
     return (bf16)((wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16);
 }
 
-static inline float exponential(float x) { /* x is clamped to -87 ... 87; in a form that compilers vectorise */
+/* Returns e^x for x clamped to -87 ... 87, as 2^whole * e^rest with a Taylor polynomial for e^rest. Unlike expf, this
+ * is arithmetic only, which compilers vectorise. */
+static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
     float scaled = x * 1.44269504f;
     int32_t whole = (int32_t)(scaled + (scaled < 0 ? -0.5f : 0.5f));
@@ -41,17 +45,18 @@ static inline float exponential(float x) { /* x is clamped to -87 ... 87; in a f
     return sum * power.number;
 }
 
-/* -- attention of one new token per sequence over its blocks ------------------------------------------------------- */
+/* -- attention of decodes: one new token for each sequence over its blocks ----------------------------------------- */
 
+/* The arguments of baton_decode_attention. `DecodeArguments` in bindings.py has the same fields. */
 typedef struct {
-    const bf16 *query, *keys, *values;
-    bf16 *output;
-    const int64_t *rows;   /* [batch]: where the sequence's token stands in query and output */
-    const int64_t *tables; /* [batch, width] */
-    const int64_t *starts, *stops; /* [batch]: visible tokens, counted from the table's first */
+    const bf16 *query, *keys, *values; /* keys and values of one layer, from block 0 of the pool on */
+    bf16 *output;                      /* [rows, heads, head_dim], contiguous */
+    const int64_t *rows;               /* [batch]: row of each sequence's token in query and output */
+    const int64_t *tables;             /* [batch, width]: blocks of each sequence, in the order of its tokens */
+    const int64_t *starts, *stops;     /* [batch]: first visible token of each sequence, and one beyond the last */
     long batch, width, heads, kv_heads, head_dim, block_size;
-    long query_row, query_head, block, token; /* strides, in elements; output is [rows, heads, head_dim] */
-    float scale, softcap; /* softcap 0: none */
+    long query_row, query_head, block, token; /* strides of query, and of keys and values, in elements */
+    float scale, softcap;                     /* softcap 0 means that there is none */
     int threads;
 } Decode;
 
@@ -59,6 +64,7 @@ typedef float floats __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef bf16 halves __attribute__((vector_size(32), aligned(2)));
 
+/* Widens 16 elements that begin at `from`. */
 static inline floats widen16(const bf16 *from) {
     words wide = __builtin_convertvector(*(const halves *)from, words) << 16;
     floats result;
@@ -66,7 +72,8 @@ static inline floats widen16(const bf16 *from) {
     return result;
 }
 
-/* Returns the sum of parts[t] in lane t. Halves of vectors are added in pairs until one vector has one sum per lane. */
+/* Returns a vector whose lane t is the sum of the lanes of parts[t], for 16 parts. Each of the four rounds shuffles and
+ * adds pairs of vectors, which halves their number. */
 static inline floats sums16(const floats *parts) {
     floats by8[8], by4[4], by2[2];
     for (int i = 0; i < 8; i++)
@@ -82,7 +89,8 @@ static inline floats sums16(const floats *parts) {
            SHUFFLE(by2[0], by2[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-static inline float reduce(floats parts, int largest) { /* returns the largest lane, or the sum of all lanes */
+/* Returns the largest lane if `largest` is set, else the sum of all lanes. */
+static inline float reduce(floats parts, int largest) {
     float result = parts[0];
     for (int i = 1; i < 16; i++) result = !largest ? result + parts[i] : parts[i] > result ? parts[i] : result;
     return result;
@@ -93,15 +101,20 @@ static inline floats exponentials(floats x) {
     return x;
 }
 
-/* The state of a query head during an online softmax (Milakov and Gimelshein, arXiv 1805.02867). */
+/* The state of a query head during an online softmax (Milakov and Gimelshein, arXiv 1805.02867). All weights are
+ * relative to the largest score so far; when a larger one comes, `mixed` and `total` are scaled down.
+ * query: the query times the scale. mixed: the weighted sum of the values so far. total: lanes that add up to the sum
+ * of the weights so far. largest: the largest score so far. */
 typedef struct {
-    floats query[MAX_VECTORS], mixed[MAX_VECTORS], total; /* total: its lanes add up to the sum */
+    floats query[MAX_VECTORS], mixed[MAX_VECTORS], total;
     float largest;
 } Head;
 
-/* Attends to at most 16 tokens of one block, with `group` query heads over one key head. vectors = head_dim / 16.
- * `ahead`: elements from here to the same place in the next block, which is prefetched meanwhile, since blocks lie
- * anywhere and the hardware cannot predict it. Inlined with constants, so that sums stay in registers. */
+/* Attends to `count` (at most 16) tokens of one block with `group` (at most 4) query heads that share a key head.
+ * `keys` and `values` point to the first of these tokens, and `vectors` is head_dim / 16.
+ * `ahead` is the number of elements from here to the same place in the sequence's next block, which is prefetched
+ * meanwhile: it may be anywhere in the pool, so the hardware cannot predict it.
+ * The function is inlined with constants for `group` and often for `vectors`, so that its sums stay in registers. */
 static inline __attribute__((always_inline)) void attend_group(
     const Decode *d, Head *heads, const bf16 *keys, const bf16 *values, long ahead, long count, const long group,
     const long vectors) {
@@ -147,6 +160,7 @@ static inline __attribute__((always_inline)) void attend_group(
     }
 }
 
+/* Attends to the tokens `begin` ... `end` - 1 of one block with all query heads of one key head. */
 static inline __attribute__((always_inline)) void attend_block(
     const Decode *d, Head *heads, const bf16 *keys, const bf16 *values, long ahead, long begin, long end,
     const long vectors) {
@@ -161,8 +175,8 @@ static inline __attribute__((always_inline)) void attend_block(
     }
 }
 
-/* Attends with key heads `from` ... `to` - 1 of one sequence. It takes all of a block's heads before the next block,
- * since they lie side by side. */
+/* Computes the output of one sequence for the query heads of key heads `from` ... `to` - 1. It takes all of these heads
+ * in a block before the next block, because the heads of a token are contiguous in memory. */
 static void attend(const Decode *d, long sequence, long from, long to) {
     long group = d->heads / d->kv_heads, vectors = d->head_dim / 16;
     long row = d->rows[sequence], start = d->starts[sequence], stop = d->stops[sequence];
@@ -197,8 +211,9 @@ static void attend(const Decode *d, long sequence, long from, long to) {
     }
 }
 
+/* Computes the attention of decodes. It reads the blocks in place, so nothing is gathered. */
 void baton_decode_attention(const Decode *d) {
-    /* If there are few sequences, their key heads are divided too, so that every thread has work. */
+    /* If there are few sequences, each key head of a sequence is a work item, so that every thread has work. */
     long parts = d->batch >= 2 * d->threads ? 1 : d->kv_heads;
 #pragma omp parallel for num_threads(d->threads) schedule(dynamic)
     for (long item = 0; item < d->batch * parts; item++) {
@@ -207,7 +222,7 @@ void baton_decode_attention(const Decode *d) {
     }
 }
 
-/* -- element by element, rounded where transformers rounds --------------------------------------------------------- */
+/* -- norms, gates and rotary positions, rounded to bfloat16 wherever transformers rounds --------------------------- */
 
 static void normalise(const bf16 *x, const bf16 *weight, bf16 *y, long dim, float epsilon, float offset) {
     float squares = 0;
@@ -219,7 +234,8 @@ static void normalise(const bf16 *x, const bf16 *weight, bf16 *y, long dim, floa
         for (long i = 0; i < dim; i++) y[i] = narrow(widen(x[i]) * scale * (offset + widen(weight[i])));
 }
 
-/* Computes the root mean square norm (arXiv 1910.07467). offset 0: Llama's; 1: Gemma's, whose weights are about 0. */
+/* Computes y, the root mean square norm (arXiv 1910.07467) of x; both are [rows, dim]. With offset 0 the normalised row
+ * is rounded and multiplied by weight [dim], as in Llama; with offset 1 it is multiplied by 1 + weight, as in Gemma. */
 void baton_rms_norm(
     const bf16 *x, const bf16 *weight, bf16 *y, long rows, long dim, float epsilon, float offset, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 65536)
@@ -230,7 +246,7 @@ static void add(bf16 *x, const bf16 *more, long count) {
     for (long i = 0; i < count; i++) x[i] = narrow(widen(x[i]) + widen(more[i]));
 }
 
-/* Computes x += more, then y = norm(x). */
+/* Computes x += more, then y = norm(x) as baton_rms_norm does; all are [rows, dim]. */
 void baton_add_rms_norm(
     bf16 *x, const bf16 *more, const bf16 *weight, bf16 *y, long rows, long dim, float epsilon, float offset,
     int threads) {
@@ -248,12 +264,14 @@ static void gate(const bf16 *gates, const bf16 *x, bf16 *y, long count) {
     }
 }
 
-/* Computes y = silu(gates) * x, `rows` times `dim` elements; rows of gates and x lie `stride` elements apart. */
+/* Computes y = silu(gates) * x (SwiGLU, arXiv 2002.05202) for [rows, dim] elements. Rows of gates and x are `stride`
+ * elements apart; y is contiguous. */
 void baton_silu_gate(const bf16 *gates, const bf16 *x, bf16 *y, long rows, long dim, long stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 65536)
     for (long row = 0; row < rows; row++) gate(gates + row * stride, x + row * stride, y + row * dim, dim);
 }
 
+/* Rotates element i of each head against element i + dim / 2, as transformers does for Llama. */
 static void rotate(bf16 *x, const bf16 *cosines, const bf16 *sines, long heads, long dim) {
     long half = dim / 2;
     for (long h = 0; h < heads; h++, x += dim)
@@ -265,20 +283,22 @@ static void rotate(bf16 *x, const bf16 *cosines, const bf16 *sines, long heads, 
         }
 }
 
-/* Applies rotary positions (arXiv 2104.09864) in place to `heads` heads, side by side in rows `stride` elements apart.
- * cosines, sines: [rows, dim]. */
+/* Applies rotary position embeddings (RoPE, arXiv 2104.09864) in place to the first `heads` heads of each row. Rows are
+ * `stride` elements apart, and the heads of a row are contiguous. cosines, sines: [rows, dim]. */
 void baton_rotate(
     bf16 *x, const bf16 *cosines, const bf16 *sines, long rows, long heads, long dim, long stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads * dim > 65536)
     for (long row = 0; row < rows; row++) rotate(x + row * stride, cosines + row * dim, sines + row * dim, heads, dim);
 }
 
-/* -- a chunk's attention weights ----------------------------------------------------------------------------------- */
+/* -- attention weights of a chunk ---------------------------------------------------------------------------------- */
 
+/* Computes the softmax of x[begin] ... x[end - 1] in place, and sets the other elements of x[0] ... x[count - 1]
+ * to 0. */
 static void softmax(bf16 *x, long begin, long end, long count) {
     float powers[MOST_KEPT], highest = -1e30f, sum = 0;
     for (long i = begin; i < end; i++) highest = widen(x[i]) > highest ? widen(x[i]) : highest;
-    int keep = end - begin <= MOST_KEPT; /* otherwise they are computed twice */
+    int keep = end - begin <= MOST_KEPT; /* if not, exponentials are computed once for the sum and once for x */
     if (keep)
         for (long i = begin; i < end; i++) sum += powers[i - begin] = exponential(widen(x[i]) - highest);
     else
@@ -292,8 +312,8 @@ static void softmax(bf16 *x, long begin, long end, long count) {
     memset(x + end, 0, (size_t)(count - end) * sizeof *x);
 }
 
-/* Computes the softmax of scores [tiles, queries, keys] in place. Query q sees the keys first + q (not before 0) to
- * last + q. */
+/* Computes the softmax of scores [tiles, queries, keys] in place. Query q sees the keys first + q ... last + q, as far
+ * as they are within 0 ... keys - 1; the weights of the others become 0. */
 void baton_causal_softmax(bf16 *scores, long tiles, long queries, long keys, long first, long last, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 16)
     for (long row = 0; row < tiles * queries; row++) {
