@@ -85,7 +85,7 @@ def _listening(peer: Peer | None) -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield "127.0.0.1:{}".format(server.getsockname()[1])
+            yield f"127.0.0.1:{server.getsockname()[1]}"
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
