@@ -15,12 +15,13 @@ from typing import Any
 
 from services.core import ids
 from services.router.coordinator import handoff
-from tests.sim import faults, scenario
+from tests.sim import scenario
 from tests.sim.clocks import Clocks
 from tests.sim.cluster import Cluster
 from tests.sim.faults import LONGEST_S, Faults
 from tests.sim.invariants import Watch, not_idle
 from tests.sim.outcomes import check_outcomes, copies_may_stall
+from tests.sim.recovery import recovery_s
 from tests.sim.worker import SimWorker
 from tests.sim.world import Violation, World
 
@@ -119,7 +120,7 @@ class _Run:
             cluster.submit(request)
         within_s = PROBE_WITHIN_S
         if cluster.network.cut_for_ever or copies_may_stall(cluster):
-            within_s += faults.recovery_s(cluster)  # others have to be found first
+            within_s += recovery_s(cluster)  # others have to be found first
         if not all(worker.health.usable for router in served for worker in router.coordinator.workers()):
             within_s += scenario.MAX_PAUSE_S  # what has failed so often is tried no sooner
         self._world.run(lambda: all(request.over for request in probes), self._world.now_s + within_s)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.clock import MonotonicClock
@@ -23,7 +22,6 @@ from services.router.sessions import SessionTimes, WorkerLink
 from services.rpc.serving import GrpcServer
 from services.worker.host import WorkerHost
 from services.worker.session import WORKER_SERVICE, RouterSession
-from tests.support.models import tiny_model
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import PREFILL, ScriptedRouter, running_worker, until, worker_config
 
@@ -32,11 +30,6 @@ TIMES = {"silence_s": SILENCE_S, "heartbeat_s": 0.1, "lease_ttl_s": 3600.0}
 PROMPT = list(range(5, 105))
 MIB = 1 << 20
 Request = worker_pb2.SessionRequest
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 def the_session(host: WorkerHost) -> RouterSession:
