@@ -5,6 +5,7 @@ Owns: the stages of a run (busy, faults over, everything at rest, a last request
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import random
@@ -134,17 +135,35 @@ def _decodes(worker: SimWorker) -> bool:
 
 @contextlib.contextmanager
 def _deterministic(world: World) -> Iterator[None]:
-    """Random ids come from the seed."""
+    """Random ids come from the seed, and task groups cancel their tasks in the order in which these began (asyncio keeps
+    them in a set, whose order is that of their addresses)."""
     source = random.Random(world.seed ^ 0x5EED)
     real = ids.secrets
     stand_in: Any = SimpleNamespace(
         randbits=source.getrandbits, token_bytes=source.randbytes, token_hex=lambda n: source.randbytes(n).hex()
     )
-    ids.secrets = stand_in
+    group: Any = asyncio.TaskGroup
+    initialise = group.__init__
+
+    def with_order(self: Any) -> None:
+        initialise(self)
+        self._tasks = _InOrder()
+
+    ids.secrets, group.__init__ = stand_in, with_order
     try:
         yield
     finally:
-        ids.secrets = real
+        ids.secrets, group.__init__ = real, initialise
+
+
+class _InOrder(dict[Any, None]):
+    """A set, as far as a task group needs one, that keeps its order."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def test_no_fault_loses_repeats_or_corrupts_a_token(seeds: range) -> None:
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
-    seeds = range(3)
+    seeds = (0, 1, 2, 12, 1028)  # the last two stop a router: its tasks' order was their addresses'
     here = [simulate(seed) for seed in seeds]
     assert here == [simulate(seed) for seed in seeds]
     script = "from tests.sim.simulation import simulate\n" + "".join(f"print(simulate({seed}))\n" for seed in seeds)
