@@ -135,7 +135,7 @@ def _decodes(worker: SimWorker) -> bool:
 
 @contextlib.contextmanager
 def _deterministic(world: World) -> Iterator[None]:
-    """Random ids come from the seed, and task groups cancel their tasks in the order in which these began (asyncio keeps
+    """Random ids come from the seed, and task groups cancel their tasks in the order of their start (asyncio keeps
     them in a set, whose order is that of their addresses)."""
     source = random.Random(world.seed ^ 0x5EED)
     real = ids.secrets
