@@ -11,11 +11,14 @@ import hypothesis
 import pytest
 
 from services.engine.cpu.openmp import expect_shared_cores
+from tests.support.examples import num_examples
 
 expect_shared_cores()  # before anything loads torch: tests run side by side, and their workers with them
 
 # How long an example takes says how busy the machine is; what must be fast is measured on purpose.
-hypothesis.settings.register_profile("baton", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "baton", deadline=None, max_examples=num_examples(100), suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("baton")
 
 _SAID = {"faults", "faults_long", "long"}
