@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.core.errors import BatonError, Draining, InvalidRequest, LeaseInvalid, StepFailed
+from services.core.errors import BatonError, DeadlineExceeded, Draining, InvalidRequest, LeaseInvalid, StepFailed
 from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -284,12 +284,18 @@ def test_what_is_not_the_pairs_fault(bench: Deep, error: BatonError) -> None:
     )
 
 
-def test_a_transfer_that_hangs(bench: Deep) -> None:
+@pytest.mark.parametrize("who_notices", ["router", "worker"])
+def test_a_transfer_that_hangs(bench: Deep, who_notices: str) -> None:
+    """The worker has the same limit, and may be the first to say that it has passed. Its own health does not suffer."""
     bench.add("e", Role.DECODE)
     prefill, decode = bench.begin_transfer()
     bench.say("e", DecodeAdmitted(decode.leg))
-    bench.wait(10.0)
+    if who_notices == "router":
+        bench.wait(10.0)
+    else:
+        bench.say("e", LegFailed(decode.leg, DeadlineExceeded("the deadline passed on the decode worker")))
     assert [cancel.leg for cancel in bench.take_all(CancelLeg)] == [prefill.leg, decode.leg]
     pair = bench.coordinator.worker("e").sources.get(bench.infos["p"])
     assert pair is not None
     assert (pair.health.num_failures, pair.health.reason) == (1, "no transfer within 10 s")
+    assert bench.coordinator.worker("e").health.num_failures == 0
