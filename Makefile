@@ -38,7 +38,7 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt services/engine/native/kernels.c
+$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard services/engine/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Baton needs Python 3.11 or newer; $(PYTHON) is not. Try: make install PYTHON=python3.13" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)

@@ -1,14 +1,12 @@
-"""Computes paged attention by gathering blocks and multiplying matrices, on any device and with every feature.
+"""Computes paged attention by gathering blocks and multiplying, on any device and with every feature.
 
-Decodes of similar length run as one padded batch, prefill chunks one sequence at a time. The function that multiplies
-was chosen by measurement on CPUs: scaled_dot_product_attention in float32; in bfloat16 plain matrix products, which
-take half the time for batches of decodes, and two thirds for chunks unless the CPU has AMX.
-Owns: the choice of products by type and device. Never: which rows and keys are multiplied (`dense_products`).
+Decodes of similar length run as one padded batch, prefill chunks one sequence at a time. The kind of product was chosen
+by measurement on CPUs: scaled_dot_product_attention in float32; in bfloat16 plain matrix products, which take half the
+time for batches of decodes, and two thirds for chunks unless the CPU has AMX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -18,34 +16,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from services.engine.attention.dense_products import Chunk, DecodeGroup, products_of
 from services.engine.attention.paged import Scoring, StepLayout
 
-CausalSoftmax = Callable[[Tensor, int, int], Tensor]
-"""Function (scores, first, last) that returns the softmax of scores [tiles, queries, keys], where query q sees the keys
-first + q … last + q, counted from the first key of `scores`. It may work in place."""
-
 _MAX_BLOCK_DIAGONAL_WIDTH = 1024
-"""Largest num_kv_heads * head_dim for which decodes use a block-diagonal query. Beyond it, multiplying the zeros of
-that query costs more than the copies it saves."""
+"""Largest num_kv_heads * head_dim for which decodes use a block-diagonal query. Beyond it, the zeros of that query cost
+more than the copies it saves."""
 _QUERY_TILE = 256
-"""Rows of a chunk in one product. They are few, so that the scores stay in the CPU's cache, and so that keys which no
-row of the tile sees are left out."""
+"""Rows of a chunk in one product. Small enough that the scores stay in the CPU's cache, and that keys which no row of
+the tile sees are left out."""
 
 
 def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    layout: StepLayout,
-    scoring: Scoring,
-    causal_softmax: CausalSoftmax | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
 ) -> Tensor:
-    """Computes attention as `paged.PagedAttention` defines it.
-
-    causal_softmax: a faster softmax for the products of chunks. With None, torch's is used.
-    """
+    """Computes attention as `paged.PagedAttention` defines it."""
     window, softcap = scoring.sliding_window, scoring.softcap
     products = layout.derived(("dense", window), lambda: products_of(layout, key_cache.shape[1], window, query))
     decode_by_products = softcap is not None or _prefers_products(query.dtype, query.device.type)
-    chunk_by_products = softcap is not None or (decode_by_products and not _has_amx())
+    chunk_by_products = softcap is not None or (decode_by_products and not has_amx())
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in products.decodes:
         attend = _decode_by_products if decode_by_products else _decode_fused
@@ -54,7 +40,7 @@ def paged_attention(
         keys = _gather(key_cache, chunk.blocks)[chunk.keys]
         values = _gather(value_cache, chunk.blocks)[chunk.keys]
         if chunk_by_products:
-            _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scoring, causal_softmax)
+            _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scoring)
         else:
             output[chunk.rows] = _chunk_fused(query[chunk.rows], keys, values, chunk, scoring.scale)
     return output
@@ -65,20 +51,17 @@ def _prefers_products(dtype: torch.dtype, device_type: str) -> bool:
 
 
 @cache
-def _has_amx() -> bool:
+def has_amx() -> bool:
+    """Returns whether oneDNN multiplies bfloat16 with AMX here."""
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def _gather(blocks: Tensor, index: Tensor) -> Tensor:
-    """Returns a copy of some blocks, [len(index) * block_size, heads, head_dim].
-
-    blocks: [num_blocks, block_size, heads, head_dim].
-    """
+    """Copies some blocks: [num_blocks, block_size, heads, head_dim] -> [len(index) * block_size, heads, head_dim]."""
     return blocks.flatten(1).index_select(0, index).view(-1, *blocks.shape[2:])
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Returns softcap * tanh(scores / softcap), computed in place."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -95,8 +78,7 @@ def _decode_fused(
     bias: Tensor | None = group.bias
     if group.only_keys is not None:
         keys, values, bias = keys[:, group.only_keys], values[:, group.only_keys], None
-    # The query heads that share a key head (GQA, arXiv 2305.13245) are put into the dimension of query positions, so
-    # that no key is copied for them.
+    # The query heads of one key head stand in the dimension of query positions, so that no key is copied for them.
     grouped = query.view(batch, heads, -1, head_dim)
     mask = None if bias is None else bias[:, None]
     return scaled_dot_product_attention(
@@ -111,8 +93,7 @@ def _decode_by_products(
     heads = key_cache.shape[2]
     if scoring.softcap is None and (group.only_keys is not None or heads * head_dim > _MAX_BLOCK_DIAGONAL_WIDTH):
         return _decode_fused(query, key_cache, value_cache, group, scoring)
-    # Each head's query is padded with zeros to all heads (a block-diagonal query), so that it multiplies the gathered
-    # keys as they lie, [keys, heads * head_dim], without a copy.
+    # Each head's query, padded with zeros, multiplies the keys of all heads without a copy: [keys, heads * head_dim].
     keys = _gather(key_cache, group.blocks).view(batch, -1, heads * head_dim)
     values = _gather(value_cache, group.blocks).view(batch, -1, heads * head_dim)
     queries = (query * scoring.scale).view(batch, heads, -1, 1, head_dim)
@@ -128,7 +109,7 @@ def _identity_of(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _identity(heads: int, like: Tensor) -> Tensor:
-    """Returns the identity matrix in the shape [1, heads, 1, heads, 1], with the dtype and device of `like`."""
+    """Returns the identity matrix as [1, heads, 1, heads, 1], with the dtype and device of `like`."""
     return _identity_of(heads, like.dtype, like.device)
 
 
@@ -149,13 +130,7 @@ def _chunk_fused(query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scal
 
 
 def _chunk_by_products(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    output: Tensor,
-    chunk: Chunk,
-    scoring: Scoring,
-    causal_softmax: CausalSoftmax | None,
+    query: Tensor, keys: Tensor, values: Tensor, output: Tensor, chunk: Chunk, scoring: Scoring
 ) -> None:
     heads, head_dim = keys.shape[1:]
     keys = keys.permute(1, 2, 0)  # [heads, head_dim, num_keys]
@@ -170,12 +145,9 @@ def _chunk_by_products(
         scores = _capped(torch.bmm(tile, keys[:, :, seen]), scoring.softcap).view(
             -1, end - start, seen.stop - seen.start
         )
-        if causal_softmax is None:
-            masked = chunk.masked(start, end)
-            scores[:, :, masked.start - seen.start :].add_(chunk.bias(start, end, masked))
-            weights = scores.softmax(-1)
-        else:
-            weights = causal_softmax(scores, *chunk.first_and_last(start))
+        masked = chunk.masked(start, end)
+        scores[:, :, masked.start - seen.start :].add_(chunk.bias(start, end, masked))
+        weights = scores.softmax(-1)
         mixed = torch.bmm(weights.view(heads, -1, seen.stop - seen.start), values[:, seen]).view(
             heads, -1, end - start, head_dim
         )

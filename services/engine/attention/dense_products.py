@@ -1,6 +1,6 @@
-"""Decides which rows, blocks and keys of a step are multiplied together in `dense`, and makes the masks.
+"""Decides which rows, blocks and keys of a step go into which product of `dense`, and makes their masks.
 
-`Products` are made once for each step and sliding window, and the layers share them. Never: keys, values or scores.
+`Products` are made once per step and sliding window, and the layers share them.
 """
 
 from __future__ import annotations
@@ -20,33 +20,30 @@ allowed too."""
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Describes sequences with one new token each, padded to the same number of blocks."""
+    """Some sequences with one new token each, padded to the same number of blocks."""
 
     rows: slice | Tensor
     """Rows of the sequences in the step: [batch]."""
     blocks: Tensor
-    """Blocks to gather: [batch * blocks of each]. Padding repeats the sequence's own last block and is masked."""
+    """Blocks to gather: [batch * blocks_each]. Padding repeats the sequence's own last block and is masked."""
     bias: Tensor
     """Mask that is added to the scores: [batch, 1, keys], 0 where a key is visible, -inf elsewhere."""
     only_keys: slice | None
-    """Visible keys among the gathered ones if the batch is one sequence; None if it is larger."""
+    """Visible keys in a batch of one sequence; None in larger batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Describes one sequence with several new tokens. Methods count keys from the first of `keys`."""
+    """One sequence with several new tokens. Keys are counted from the first gathered token that some query sees."""
 
     rows: slice
-    """Rows of the new tokens in the step."""
     blocks: Tensor
-    """Blocks to gather: [num_blocks]."""
     keys: slice
     """The gathered tokens that some query sees."""
     query_len: int
-    """Number of new tokens."""
     sliding_window: int | None
     like: Tensor
-    """Any tensor with the dtype and device that the masks get."""
+    """A tensor with the dtype and device that the masks get."""
     _biases: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -57,7 +54,7 @@ class Chunk:
 
     @property
     def starts_fresh(self) -> bool:
-        """Returns whether attention is plainly causal: all keys are those of new tokens, and no window hides any."""
+        """Returns whether attention is plainly causal: every key is of a query's token, and no window hides any."""
         return self.query_len == self.num_keys and (self.sliding_window is None or self.sliding_window >= self.num_keys)
 
     def seen(self, start: int, end: int) -> slice:
@@ -66,22 +63,9 @@ class Chunk:
         first = 0 if self.sliding_window is None else max(0, before + start - self.sliding_window + 1)
         return slice(first, before + end)
 
-    def first_and_last(self, start: int) -> tuple[int, int]:
-        """Returns the first and last key that query `start` sees, counted from the first key of `seen(start, …)`.
-
-        For each further query both are one more. Without a window, the first is so far below 0 that it stays negative
-        for all queries, which see all keys from 0.
-        """
-        last = self.num_keys - self.query_len + start
-        first = -self.query_len if self.sliding_window is None else last - self.sliding_window + 1
-        seen = self.seen(start, start + 1).start
-        return first - seen, last - seen
-
     def masked(self, start: int, end: int) -> slice:
-        """Returns the keys that need a mask for the queries start … end - 1.
-
-        These are the keys that some but not all of the queries see; with a sliding window, all that any of them sees.
-        """
+        """Returns the keys that need a mask for the queries start … end - 1: those that some but not all of them see;
+        with a sliding window, all keys that any of them sees."""
         if self.sliding_window is None:
             return slice(self.num_keys - self.query_len + start + 1, self.num_keys - self.query_len + end)
         return self.seen(start, end)
@@ -89,7 +73,7 @@ class Chunk:
     def bias(self, start: int, end: int, keys: slice) -> Tensor:
         """Returns the mask of queries start … end - 1 over `keys`: [end - start, keys], 0 where visible, else -inf."""
         first_query = self.num_keys - self.query_len + start
-        # The mask depends only on the distances of keys to queries. They are the same in all tiles without a window.
+        # Without a window only the distance to the queries matters, so that all tiles share one mask.
         key = (end - start, keys.stop - keys.start, first_query - keys.start)
         if key not in self._biases:
             device = self.like.device
@@ -102,14 +86,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Lists the products of a step, for layers with one sliding window."""
+    """The products of a step, for layers of one sliding window."""
 
     decodes: list[DecodeGroup]
     chunks: list[Chunk]
 
 
 def products_of(layout: StepLayout, block_size: int, sliding_window: int | None, like: Tensor) -> Products:
-    """Returns the products of a step. sliding_window: in tokens, or None. Masks get the dtype and device of `like`."""
+    """Returns the products of a step. Masks get the dtype and device of `like`."""
     decodes: list[tuple[int, Sequence[int], slice]] = []  # row, visible blocks, visible keys in them
     chunks = []
     row = 0
@@ -128,7 +112,7 @@ def products_of(layout: StepLayout, block_size: int, sliding_window: int | None,
 
 
 def _similar(decodes: list[tuple[int, Sequence[int], slice]]) -> list[list[tuple[int, Sequence[int], slice]]]:
-    """Divides decodes into groups of similar length, so that little is padded (see `_SLACK_BLOCKS`)."""
+    """Divides decodes into groups of similar length, so that padding costs little (`_SLACK_BLOCKS`)."""
     groups: list[list[tuple[int, Sequence[int], slice]]] = []
     longest = 0
     for decode in sorted(decodes, key=lambda decode: (-len(decode[1]), decode[0])):
@@ -158,5 +142,4 @@ def _group(members: list[tuple[int, Sequence[int], slice]], block_size: int, lik
 
 
 def _bias(hidden: Tensor, like: Tensor) -> Tensor:
-    """Returns -inf where `hidden` is true and 0 elsewhere, in the same shape."""
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)

@@ -1,5 +1,6 @@
-"""Compiles the C files beside it once for each instruction set. Run as `python -m services.engine.native.build`.
+"""Compiles the C files beside it once for each instruction set and type of elements.
 
+Run as `python -m services.engine.native.build`.
 Owns: which compiler is used, with which flags. Never: whether the result is right (each user of a kernel checks that at
 load). Baton runs without the kernels, so a missing compiler is only reported; a compiler that fails is an error.
 """
@@ -17,6 +18,8 @@ from pathlib import Path
 from services.engine.native.instruction_sets import InstructionSet, instruction_sets
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
+"""Macros, one of which says for what type of elements a file is compiled (elements.h)."""
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
 
 
@@ -42,12 +45,12 @@ def main() -> int:
 def _build(compiler: str, wanted: InstructionSet) -> str:
     """Builds one library; returns why it could not, or an empty text."""
     with tempfile.TemporaryDirectory(dir=wanted.library.parent) as folder:
-        objects = [Path(folder, source.with_suffix(".o").name) for source in _SOURCES]
+        objects = {Path(folder, f"{source.stem}-{each}.o"): (source, each) for source in _SOURCES for each in _ELEMENTS}
         library = Path(folder, wanted.library.name)
         for command in (
             *(
-                [compiler, *_COMPILE, *wanted.compiler_flags, "-c", str(source), "-o", str(compiled)]
-                for source, compiled in zip(_SOURCES, objects, strict=True)
+                [compiler, *_COMPILE, *wanted.compiler_flags, f"-D{element}", "-c", str(source), "-o", str(compiled)]
+                for compiled, (source, element) in objects.items()
             ),
             # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
             [compiler, "-shared", *map(str, objects), "-o", str(library)],
