@@ -23,6 +23,7 @@ _ANSWER_WITHIN_S = 300.0
 @dataclass(frozen=True)
 class ReplaySettings:
     trace: str = setting("", "a trace to replay, Azure's CSV or Mooncake's JSON lines; without one, a made-up workload")
+    skip_s: float = setting(0.0, "seconds of the trace that are left out at its start")
     length_scale: float = setting(0.25, "times the trace's prompt and output lengths")
     rate_scale: tuple[float, ...] = setting((0.5, 1.0), "times the trace's arrivals a second; each is a level of load")
     replay_s: float = setting(40.0, "seconds of arrivals at each level; 0 leaves this part out")
@@ -37,7 +38,14 @@ class ReplaySettings:
     def requests(self, rate: float) -> list[TracedRequest]:
         """Returns what is sent at one level of load."""
         whole = read_trace(Path(self.trace)) if self.trace else synthetic_trace(10_000)
-        return scaled(whole, length=self.length_scale, rate=rate, seconds=self.replay_s, most_tokens=self.most_tokens)
+        return scaled(
+            whole,
+            length=self.length_scale,
+            rate=rate,
+            seconds=self.replay_s,
+            most_tokens=self.most_tokens,
+            skip_s=self.skip_s,
+        )
 
 
 @dataclass(frozen=True)

@@ -53,20 +53,28 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 
 def scaled(
-    trace: Sequence[TracedRequest], *, length: float, rate: float, seconds: float, most_tokens: int
+    trace: Sequence[TracedRequest],
+    *,
+    length: float,
+    rate: float,
+    seconds: float,
+    most_tokens: int,
+    skip_s: float = 0.0,
 ) -> list[TracedRequest]:
     """Returns the requests of the first `seconds` after scaling: lengths times `length`, arrivals `rate` times as
-    often. A request that would pass `most_tokens`, prompt and output together, loses of its prompt."""
+    often. The first `skip_s` of the trace, before scaling, are left out. A request that would pass `most_tokens`,
+    prompt and output together, loses of its prompt."""
     requests = []
     for request in trace:
-        if request.at_s / rate >= seconds:
+        at_s = (request.at_s - skip_s) / rate
+        if at_s < 0:
+            continue
+        if at_s >= seconds:
             break
         output_tokens = min(max(1, round(request.output_tokens * length)), most_tokens // 2)
         prompt_tokens = min(max(1, round(request.prompt_tokens * length)), most_tokens - output_tokens)
         block_tokens = max(1, round(request.block_tokens * length))
-        requests.append(
-            TracedRequest(request.at_s / rate, prompt_tokens, output_tokens, request.block_ids, block_tokens)
-        )
+        requests.append(TracedRequest(at_s, prompt_tokens, output_tokens, request.block_ids, block_tokens))
     return requests
 
 

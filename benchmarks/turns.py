@@ -26,7 +26,7 @@ class Turn:
         self._process = process
         self._log = log
         self._read("READY")  # so that it does not load while others measure
-        os.killpg(process.pid, signal.SIGSTOP)
+        self._stop()
 
     def run(self, count: int, num_prompt_tokens: int, max_tokens: int) -> float:
         """Seconds that the engine says it took. Raises RuntimeError if it has ended."""
@@ -39,7 +39,13 @@ class Turn:
             asks.flush()
             return float(json.loads(self._read("DONE "))["seconds"])
         finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Returns when it stands still, or has ended."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.killpg(self._process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _read(self, mark: str) -> str:
         assert self._process.stdout is not None

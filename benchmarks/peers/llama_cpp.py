@@ -20,7 +20,7 @@ def main() -> None:
     settings.model.path = options["gguf"]
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = options["threads"]
     settings.n_parallel = options["batch"]
-    settings.n_ctx = options["batch"] * 512  # one pool for all, of which a single sequence may take 2048
+    settings.n_ctx = max(options["batch"] * 512, 4096)  # one pool for all, of which a sequence may take what it needs
     settings.kv_unified = True
     settings.cache_prompt = False
     server = xllamacpp.Server(settings)

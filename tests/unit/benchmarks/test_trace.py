@@ -60,6 +60,17 @@ def test_scaling_changes_lengths_and_rate() -> None:
     assert {(request.prompt_tokens, request.output_tokens) for request in requests} == {(100, 25)}
 
 
+def test_the_start_of_a_trace_can_be_left_out() -> None:
+    trace = [TracedRequest(float(second), 400 + second, 100) for second in range(100)]
+    requests = scaled(trace, length=1.0, rate=2.0, seconds=2.0, most_tokens=2048, skip_s=10.0)
+    assert [(request.at_s, request.prompt_tokens) for request in requests] == [
+        (0, 410),
+        (0.5, 411),
+        (1, 412),
+        (1.5, 413),
+    ]
+
+
 def test_scaled_requests_have_tokens_and_keep_the_limit() -> None:
     trace = [TracedRequest(0.0, 3, 1), TracedRequest(0.0, 9000, 100), TracedRequest(0.0, 10, 9000)]
     short, long, talkative = scaled(trace, length=0.1, rate=1.0, seconds=1.0, most_tokens=500)
