@@ -1,8 +1,7 @@
 """Baton's engine in a process of its own, for measurements that take turns with others on the same cores.
 
-`python -m benchmarks.alone '{"model": FOLDER, "threads": N, "dtype": …, "quantization": …, "cores": […]}'` says READY
-when it is; then for each line `{"count": N, "prompt_tokens": N, "max_tokens": N}` on stdin it runs those sequences and
-says `DONE {"seconds": S}`. Programs of peers speak the same (`benchmarks/peers`).
+`python -m benchmarks.alone '{"model": FOLDER, "threads": N, "dtype": …, "quantization": …, "cores": […]}'` speaks the
+lines of `benchmarks/peers/lines.py`. Programs of peers speak the same (`benchmarks/peers`).
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import json
 import os
 import sys
 from pathlib import Path
+
+from benchmarks.peers.lines import answer_lines
 
 
 def main() -> None:
@@ -23,12 +24,7 @@ def main() -> None:
     precision = Precision(options["dtype"], options.get("quantization", ""))
     step_tokens = options.get("max_num_batched_tokens", 2048)
     with running(Path(options["model"]), precision, options["threads"], step_tokens) as load:
-        load.run(4, 256, 8)
-        print("READY", flush=True)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            seconds = load.run(asked["count"], asked["prompt_tokens"], asked["max_tokens"])
-            print("DONE " + json.dumps({"seconds": seconds}), flush=True)
+        answer_lines(load.run)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from services.engine.native.instruction_sets import usable
+from services.engine.native.instruction_sets import cpu_flags, usable
 
 _ROOT = Path(__file__).resolve().parents[1]
 _AMX_FLAGS = ("amx_tile", "amx_bf16", "amx_int8", "amx_fp16")
@@ -33,7 +33,7 @@ def describe() -> dict[str, object]:
     """Returns what is true of this machine and this checkout whatever runs on it."""
     return {
         "cpu": cpu_name(),
-        "instruction_sets": [*(each.name for each in usable()), *(flag for flag in _AMX_FLAGS if flag in _cpu_flags())],
+        "instruction_sets": [*(each.name for each in usable()), *(flag for flag in _AMX_FLAGS if flag in cpu_flags())],
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
@@ -89,11 +89,6 @@ def _cpu_seconds(stat: Path) -> dict[str, float]:
     names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
     numbers = stat.read_text().splitlines()[0].split()[1 : 1 + len(names)]
     return {name: int(number) / os.sysconf("SC_CLK_TCK") for name, number in zip(names, numbers, strict=True)}
-
-
-def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    fields = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-    return next((frozenset(value.split()) for name, _, value in fields if name.strip() == "flags"), frozenset())
 
 
 def _version(distribution: str) -> str:

@@ -1,7 +1,7 @@
 """Engines in processes of their own that are measured in turns: each runs only while it is asked, and is stopped else.
 
-Owns: the processes, and what is said with them in lines (`benchmarks/alone.py` tells the words). Idle, some engines
-poll; a stopped process takes nothing from the one that is being measured.
+Owns: the processes, and what is said with them in lines (`benchmarks/peers/lines.py` is the other side). Idle, some
+engines poll; a stopped process takes nothing from the one that is being measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs in the environment of `xllamacpp`, which is llama.cpp's server inside a process: sequences, as lines on stdin
 ask for them, from a GGUF file.
 
-`python llama_cpp.py '{"gguf": FILE, "threads": N, "batch": N}'` says READY when it is; the lines are those of
-`benchmarks/alone.py`. Each sequence of a batch is a request of its own, as the server's clients send them.
+`python llama_cpp.py '{"gguf": FILE, "threads": N, "batch": N}'` speaks the lines of
+`lines.py`. Each sequence of a batch is a request of its own, as the server's clients send them.
 """
 
 import json
@@ -10,6 +10,8 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+
+from lines import answer_lines  # beside this file: a peer's environment has nothing of Baton's
 
 
 def main() -> None:
@@ -40,10 +42,7 @@ def main() -> None:
             raise RuntimeError(f"answers of {answers} tokens, not of {max_tokens}")
         return seconds
 
-    run(4, 256, 8)
-    print("READY", flush=True)
-    for line in sys.stdin:
-        print("DONE " + json.dumps({"seconds": run(**json.loads(line))}), flush=True)
+    answer_lines(run)
 
 
 if __name__ == "__main__":

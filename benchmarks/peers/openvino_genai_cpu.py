@@ -1,13 +1,15 @@
 """Runs in the environment of OpenVINO GenAI: sequences, as lines on stdin ask for them, from a GGUF file.
 
-`python openvino_genai_cpu.py '{"gguf": FILE, "threads": N, "batch": N}'` says READY when it is; the lines are those of
-`benchmarks/alone.py`. The library keeps the file's four bits.
+`python openvino_genai_cpu.py '{"gguf": FILE, "threads": N, "batch": N}'` speaks the lines of `lines.py`. The library
+keeps the file's four bits.
 """
 
 import json
 import random
 import sys
 import time
+
+from lines import answer_lines  # beside this file: a peer's environment has nothing of Baton's
 
 
 def main() -> None:
@@ -40,10 +42,7 @@ def main() -> None:
             raise RuntimeError("an answer is shorter than was asked for")
         return seconds
 
-    run(4, 256, 8)
-    print("READY", flush=True)
-    for line in sys.stdin:
-        print("DONE " + json.dumps({"seconds": run(**json.loads(line))}), flush=True)
+    answer_lines(run)
 
 
 if __name__ == "__main__":

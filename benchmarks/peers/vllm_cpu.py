@@ -1,7 +1,7 @@
 """Runs in the environment of vLLM's CPU build: sequences, as lines on stdin ask for them.
 
-`python vllm_cpu.py '{"model": FOLDER, "threads": N, "dtype": "float32", "batch": N}'` says READY when it is; the lines
-are those of `benchmarks/alone.py`.
+`python vllm_cpu.py '{"model": FOLDER, "threads": N, "dtype": "float32", "batch": N}'` speaks the lines
+of `lines.py`.
 """
 
 import json
@@ -9,6 +9,8 @@ import os
 import random
 import sys
 import time
+
+from lines import answer_lines  # beside this file: a peer's environment has nothing of Baton's
 
 MOST_TOKENS = 2048
 
@@ -39,10 +41,7 @@ def main() -> None:
         engine.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - started
 
-    run(4, 256, 8)
-    print("READY", flush=True)
-    for line in sys.stdin:
-        print("DONE " + json.dumps({"seconds": run(**json.loads(line))}), flush=True)
+    answer_lines(run)
 
 
 if __name__ == "__main__":

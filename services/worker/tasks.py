@@ -27,7 +27,7 @@ class OwnedTasks:
         """Cancels the tasks that still run, and waits for them."""
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

@@ -11,6 +11,7 @@ FORCED float widen(element value) { return value; }
 FORCED element narrow(float value) { return value; }
 FORCED floats widen_lanes(const element *from) { return *(const floats *)from; }
 FORCED void narrow_lanes(floats values, element *to) { *(floats *)to = values; }
+FORCED floats rounded(floats values) { return values; } /* as if they were stored */
 
 #elif defined(BFLOAT16)
 #define NAME(kernel) baton_bfloat16_##kernel
@@ -37,6 +38,8 @@ FORCED words narrowed_bits(floats values) { /* in the upper half of each lane; t
 FORCED void narrow_lanes(floats values, element *to) {
     *(shorts *)to = __builtin_convertvector(narrowed_bits(values) >> 16, shorts);
 }
+
+FORCED floats rounded(floats values) { return (floats)(narrowed_bits(values) & 0xffff0000); } /* as if stored */
 
 #elif defined(FLOAT16)
 #define NAME(kernel) baton_float16_##kernel
@@ -90,6 +93,17 @@ FORCED void narrow_lanes(floats values, element *to) {
     for (int i = 0; i < LANES; i++) to[i] = narrow(values[i]);
 #endif
 }
+
+FORCED floats rounded(floats values) { /* as if they were stored */
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT));
+#elif LANES == 8 && defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < LANES; i++) values[i] = widen(narrow(values[i]));
+    return values;
+#endif
+}
 #else
 #error "define FLOAT32, BFLOAT16 or FLOAT16"
 #endif
@@ -110,10 +124,4 @@ FORCED void narrow_some(floats values, element *to, long count) {
     element some[LANES];
     narrow_lanes(values, some);
     memcpy(to, some, (size_t)count * sizeof *to);
-}
-
-FORCED floats rounded(floats values) { /* as if they were stored */
-    element stored[LANES];
-    narrow_lanes(values, stored);
-    return widen_lanes(stored);
 }

@@ -41,7 +41,15 @@ FORCED floats larger(floats a, floats b) {
 #endif
 }
 
-FORCED floats smaller(floats a, floats b) { return -larger(-a, -b); }
+FORCED floats smaller(floats a, floats b) {
+#if LANES == 16
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return chosen(a < b, a, b);
+#endif
+}
 
 #define LARGEST_EXPONENT 87.0f
 
