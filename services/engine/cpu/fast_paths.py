@@ -1,7 +1,7 @@
 """Replaces modules of a model by faster ones for this machine.
 
-This is only an optimisation: a module is replaced if its own output and the other's agree, whatever its class is
-called.
+This is only an optimisation: a module is replaced if its output on random input is that of its replacement.
+Owns: which modules are tried, and in which order. Never: how the replacements compute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def use_fast_paths(module: nn.Module) -> None:
     """Replaces modules of the model by faster ones for this machine, where they compute the same."""
-    num_parts, num_layers = use_native_modules(module)  # first: it looks for plain linear layers
+    num_parts, num_layers = use_native_modules(module)  # first, since it looks for linear layers that are not packed
     num_packed = pack_linears(module)
     logger.info(
         "native: %d norms and gates, %d whole layers; packed: %d linear layers", num_parts, num_layers, num_packed
@@ -33,8 +33,10 @@ def use_fast_paths(module: nn.Module) -> None:
 
 @torch.inference_mode()
 def use_native_modules(model: nn.Module) -> tuple[int, int]:
-    """Replaces norms, gated MLPs and decoder layers of the model; returns how many norms and MLPs, and how many layers.
-    Both are 0 without kernels."""
+    """Replaces norms, gated MLPs and decoder layers of the model by ones that call the kernels in C.
+
+    Returns how many norms and MLPs it replaced, and how many layers; both are 0 if there are no kernels for the type.
+    """
     native, dtype = kernels(), _dtype_of_most(model)
     if native is None or dtype not in DTYPES:
         return 0, 0

@@ -1,4 +1,7 @@
-"""Replaces modules of a model, and measures how much two outputs differ, and may differ."""
+"""Replaces modules of a model, and measures how much two outputs differ, and may differ.
+
+Never: which modules are replaced.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,9 @@ def replace_modules(model: nn.Module, replacement_for: Callable[[nn.Module], nn.
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """Returns the root mean square of the difference, relative to that of `expected`; 0 if they are equal."""
+    """Returns the root mean square of the difference, relative to that of `expected`; 0 if they are equal.
+
+    Both have the same shape.
+    """
     difference = (found.float() - expected.float()).norm()
     return (difference / expected.float().norm()).item() if difference else 0.0

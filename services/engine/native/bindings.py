@@ -139,10 +139,10 @@ def _functions(library: ctypes.CDLL, kernel: str, *types: type) -> _Functions:
 def kernels() -> Kernels | None:
     """Returns the kernels for the best instruction set that this process may use, or None if they were not built or
     cannot be loaded. Raises ConfigError if the environment asks for an unknown instruction set."""
-    built = [each for each in usable() if each.library.exists()]
+    built = [each for each in usable() if each.shared_object.exists()]
     for each in built:
         try:
-            found = Kernels(each.library)
+            found = Kernels(each.shared_object)
         except OSError as error:
             logger.warning("the CPU kernels for %s cannot be loaded: %s", each.name, error)
         else:

@@ -26,7 +26,7 @@ _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi
 def main() -> int:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if not compiler:
-        print("no C compiler: Baton runs without its CPU kernels (slower decodes on CPUs)")
+        print("no C compiler: Baton runs without its CPU kernels (slower steps on CPUs)")
         return 0
     wanted = instruction_sets()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -44,9 +44,9 @@ def main() -> int:
 
 def _build(compiler: str, wanted: InstructionSet) -> str:
     """Builds one library; returns why it could not, or an empty text."""
-    with tempfile.TemporaryDirectory(dir=wanted.library.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=wanted.shared_object.parent) as folder:
         objects = {Path(folder, f"{source.stem}-{each}.o"): (source, each) for source in _SOURCES for each in _ELEMENTS}
-        library = Path(folder, wanted.library.name)
+        library = Path(folder, wanted.shared_object.name)
         for command in (
             *(
                 [compiler, *_COMPILE, *wanted.compiler_flags, f"-D{element}", "-c", str(source), "-o", str(compiled)]
@@ -58,7 +58,7 @@ def _build(compiler: str, wanted: InstructionSet) -> str:
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:
                 return f"{' '.join(command)} failed\n{result.stderr}"
-        os.replace(library, wanted.library)  # a process that has the old library loaded keeps it
+        os.replace(library, wanted.shared_object)  # a process that has the old library loaded keeps it
     return ""
 
 

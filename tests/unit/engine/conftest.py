@@ -19,7 +19,7 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     usable = bindings.usable()
     if wanted not in usable:
         pytest.skip(f"this processor has no {wanted.name}, or may not use it")
-    if not wanted.library.exists():
+    if not wanted.shared_object.exists():
         pytest.skip("the kernels were not built here")
     bindings.kernels.cache_clear()
     try:

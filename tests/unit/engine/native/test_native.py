@@ -114,14 +114,14 @@ def test_float16_is_rounded_as_torch_rounds_it(native: Kernels, scale: float) ->
 
 
 def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    missing = SimpleNamespace(name="avx2", library=tmp_path / "missing.so")
+    missing = SimpleNamespace(name="avx2", shared_object=tmp_path / "missing.so")
     monkeypatch.setattr(bindings, "usable", lambda: (missing,))
     kernels.cache_clear()
     try:
         assert kernels() is None
         assert use_native_modules(nn.Sequential(LlamaRMSNorm(8).bfloat16())) == (0, 0)
         assert not isinstance(choice.select(CPU, torch.bfloat16, 4, 2, 16, 16), NativeAttention)
-        missing.library.write_bytes(b"not a library")
+        missing.shared_object.write_bytes(b"not a library")
         kernels.cache_clear()
         assert kernels() is None
     finally:
