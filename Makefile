@@ -38,7 +38,7 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard services/engine/native/*.c)
+$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard services/engine/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Baton needs Python 3.11 or newer; $(PYTHON) is not. Try: make install PYTHON=python3.13" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
@@ -72,10 +72,12 @@ contracts: $(INSTALLED)
 
 # Side by side where tests wait or compute; one by one where they measure time or memory, or kill processes.
 test: model
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
-	$(BIN)/python -m pytest -m "alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 15 -m "not alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest --durations 15 -m "alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 test-long: model
+	BATON_EXAMPLES=all $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "hypothesis and not alone and not long" \
+		$(PYTEST_ARGS)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest -m "long and not faults_long" $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 test-all: test test-long

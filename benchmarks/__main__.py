@@ -1,72 +1,98 @@
-"""`python -m benchmarks [--only engine,transfer,…] [--repeats N] [--json FILE]`: a table, and JSON.
+"""`python -m benchmarks [--only engine,split,…] [--repeats N] [--json FILE]`: a table, and a result file.
 
-Without `--only` everything runs but `dtype`, which emulates lesser CPUs and takes minutes for each.
+router      what placing requests costs the router's event loop
+engine      one stream, a long prompt, a batch; step time over batch and context
+transfer    KV blocks from process to process, against a copy in memory
+split       prefill and decode apart against together, at equal cores: prompts beside streams, and a replayed trace
+serve       streams over gRPC and HTTP against the engine alone, on one core
+end_to_end  a cluster's start, handoffs of long prompts, memory
+overload    goodput at one, two and three times a cluster's capacity
+tracing     the cost of spans
+dtype       what --dtype auto chooses between, on lesser CPUs too; not part of a run without --only
+
+Beside other engines: `python -m benchmarks.peers`. Pictures of results: `python -m benchmarks.plots`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import os
-import platform
+import signal
+import sys
 from pathlib import Path
 
-from benchmarks import router
-from benchmarks.figure import Figure, table
-from benchmarks.machine import cpu_name
+from benchmarks import interference, replay, router, serve
+from benchmarks.precision import Precision
+from benchmarks.result import Result
+from benchmarks.settings import add_flags, read
+from benchmarks.works import WorkSettings
+
+NAMES = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing", "dtype")
+_BY_DEFAULT = ",".join(name for name in NAMES if name != "dtype")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", default="router,engine,transfer,end_to_end,overload,tracing")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=_BY_DEFAULT, help=f"some of {', '.join(NAMES)}, with commas")
     parser.add_argument("--model", default="", help="by default the one that Baton serves by default")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine alone")
     parser.add_argument("--prompt-tokens", type=int, default=1783, help="of the prompt that dtype times")
-    parser.add_argument("--json", type=Path, default=Path("out/bench.json"))
+    parser.add_argument("--json", type=Path, default=Path("out/bench.json"), help="the result file")
+    _add_settings(parser)
     arguments = parser.parse_args()
     chosen = arguments.only.split(",")
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
-    print(f"{machine['cpu']}, {machine['cores']} cores; {platform.platform()}; Python {machine['python']}")
-    figures: list[Figure] = []
+    if unknown := set(chosen) - set(NAMES):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(NAMES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clusters and engines end with this process
+    result = Result({name: value for name, value in vars(arguments).items() if name != "json"})
     if "router" in chosen:
-        figures += router.measure(arguments.repeats)
+        result.add(router.measure(arguments.repeats))
         chosen.remove("router")
     if chosen:
-        figures += _with_model(chosen, arguments, machine)
-    print("\n" + table(figures))
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    plain = {"machine": machine, "figures": [figure.plain() for figure in figures]}
-    arguments.json.write_text(json.dumps(plain, indent=1) + "\n")
-    print(f"\nwritten to {arguments.json}")
+        _with_model(chosen, arguments, result)
+    result.write(arguments.json)
 
 
-def _with_model(chosen: list[str], arguments: argparse.Namespace, machine: dict[str, object]) -> list[Figure]:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, "the model's precision", Precision)
+    add_flags(parser, "engine", WorkSettings)
+    add_flags(parser, "split: prompts beside streams", interference.InterferenceSettings)
+    add_flags(parser, "split: a replayed trace", replay.ReplaySettings)
+    add_flags(parser, "serve", serve.ServeSettings)
+
+
+def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result) -> None:
     """What needs a model, and torch, which takes long to load."""
-    import torch
-
-    from benchmarks import dtype, end_to_end, engine, overload, tracing, transfer
+    from benchmarks import dtype, end_to_end, engine, overload, split, tracing, transfer
     from services.cli.model_cache import DEFAULT_MODEL
     from services.cli.model_names import resolve_model
 
-    machine |= {"threads": arguments.threads, "torch": torch.__version__}
-    name = arguments.model or DEFAULT_MODEL
+    name, repeats = arguments.model or DEFAULT_MODEL, arguments.repeats
     model = resolve_model(name).path
-    figures: list[Figure] = []
-    if "end_to_end" in chosen:
-        figures += end_to_end.measure(name, arguments.repeats)
-    if "overload" in chosen:
-        figures += overload.measure(name, arguments.repeats)
+    precision = read(Precision, arguments).chosen_for(model)
+    result.settings |= {"precision": dataclasses.asdict(precision)}
+    print(f"{name} in {precision}", flush=True)
     if "transfer" in chosen:
-        figures += transfer.measure(arguments.repeats)
-    if "tracing" in chosen:
-        figures += tracing.measure(name, arguments.repeats)
+        result.add(transfer.measure(repeats))
     if "engine" in chosen:
-        figures += engine.measure(model, arguments.threads, arguments.repeats)
+        result.add(engine.measure(model, precision, arguments.threads, repeats, read(WorkSettings, arguments)))
+    if "split" in chosen:
+        beside, trace = read(interference.InterferenceSettings, arguments), read(replay.ReplaySettings, arguments)
+        result.add(split.measure(name, precision, repeats, beside, trace))
+    if "serve" in chosen:
+        result.add(serve.measure(name, str(model), precision, repeats, read(serve.ServeSettings, arguments)))
+    if "end_to_end" in chosen:
+        result.add(end_to_end.measure(name, precision, repeats))
+    if "overload" in chosen:
+        result.add(overload.measure(name, precision, repeats))
+    if "tracing" in chosen:
+        result.add(tracing.measure(name, precision, repeats))
     if "dtype" in chosen:
-        machine["threads"] = 1
-        figures += dtype.measure(model, arguments.prompt_tokens, arguments.repeats)
-    return figures
+        result.add(dtype.measure(model, arguments.prompt_tokens, repeats))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import random
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.figure import Figure
+from benchmarks.figure import Figure, Findings, Series, ratio
+from benchmarks.precision import Precision
+from benchmarks.works import WorkSettings, works
 from services.engine.config import EngineConfig, StepReport
 from services.engine.engine import Engine
 from services.engine.loading import torch_engine
 from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams, Token
 
 _GREEDY = SamplingParams(temperature=0.0)
+_BLOCKS = 2048
+"""Of 16 tokens."""
+_BATCHES, _CONTEXTS = (1, 4, 16, 64), (128, 512, 2048)
+_MOST_TOKENS = 16_384
+"""Of all sequences of one point of the step times: more would take minutes to prefill."""
+_STEPS = 16
 
 
 class Load:
@@ -29,11 +37,13 @@ class Load:
         self._left = 0
         self._over = threading.Event()
         self.token_times_s: list[float] = []
+        self.decode_steps_ms: dict[int, list[float]] = {}
+        """Of the last run: milliseconds of each step that only decoded, by the number of its sequences."""
         engine.start(self._on_step)
 
     def run(self, count: int, num_prompt_tokens: int, max_tokens: int) -> float:
         """Seconds for `count` sequences at once, with prompts that share nothing."""
-        self._left, self.token_times_s = count, []
+        self._left, self.token_times_s, self.decode_steps_ms = count, [], {}
         self._over.clear()
         started = time.perf_counter()
         for _ in range(count):
@@ -46,6 +56,9 @@ class Load:
         return time.perf_counter() - started
 
     def _on_step(self, report: StepReport) -> None:
+        if report.step_number and report.num_tokens == report.num_decodes:
+            steps = self.decode_steps_ms.setdefault(report.num_decodes, [])
+            steps.append((report.ended_s - report.started_s) * 1e3)
         for event in report.events:
             if isinstance(event, Token):
                 self.token_times_s.append(event.now)
@@ -54,48 +67,62 @@ class Load:
             self._over.set()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """One round, on an engine that has nothing else to do."""
-
-    single_stream_tok_s: float
-    """Decoding 64 tokens after 16."""
-    prefill_s: float
-    """2048 tokens."""
-    batch_tok_s: float
-    """64 sequences at once, 256 tokens in and 64 out: output tokens over the whole time."""
-
-
 @contextlib.contextmanager
-def engine_rounds(model: Path, threads: int) -> Iterator[Callable[[], EngineFigures]]:
-    """Each call measures one round."""
+def running(model: Path, precision: Precision, threads: int, max_num_batched_tokens: int = 2048) -> Iterator[Load]:
+    """An engine that is loaded and idle, and is stopped at the end."""
     config = EngineConfig(
-        str(model), model.name, dtype="bfloat16", num_blocks=2048, threads=threads, max_num_batched_tokens=2048
+        str(model),
+        model.name,
+        num_blocks=_BLOCKS,
+        threads=threads,
+        max_num_batched_tokens=max_num_batched_tokens,
+        dtype=precision.dtype,
+        quantization=precision.quantization,
     )
     engine = torch_engine(config)
-    load = Load(engine)
-
-    def measure_once() -> EngineFigures:
-        load.run(1, 16, 65)
-        times = load.token_times_s
-        single = (len(times) - 1) / (times[-1] - times[0])
-        return EngineFigures(single, load.run(1, 2048, 1), 64 * 64 / load.run(64, 256, 64))
-
     try:
-        yield measure_once
+        yield Load(engine)
     finally:
         engine.stop()
         engine.cache.close()
 
 
-def measure(model: Path, threads: int, repeats: int) -> list[Figure]:
-    with engine_rounds(model, threads) as measure_once:
-        rounds = [measure_once() for _ in range(repeats)]
-    where = "2-core AMX machine"
-    single = tuple(each.single_stream_tok_s for each in rounds)
-    prefill, batch = tuple(each.prefill_s for each in rounds), tuple(each.batch_tok_s for each in rounds)
-    return [
-        Figure("engine: single-stream decode", "tok/s", single, f">= 25 on a {where}"),
-        Figure("engine: prefill of 2048 tokens", "s", prefill, f"<= 1.2 on a {where}"),
-        Figure("engine: 64 x (256 in, 64 out)", "tok/s", batch, f">= 300 on a {where}"),
+def measure(model: Path, precision: Precision, threads: int, repeats: int, settings: WorkSettings) -> Findings:
+    """The works of `benchmarks/works.py`, a round of all of them at a time; then the times of decode steps."""
+    each = works(settings.batch)
+    with running(model, precision, threads) as load:
+        load.run(4, 256, 8)
+        rounds = [[work.measure(load.run) for work in each] for _ in range(repeats)]
+        single, prefill, batch = (tuple(samples) for samples in zip(*rounds, strict=True))
+        found: Findings = [
+            Figure(f"engine: {each[0].name}", each[0].unit, single),
+            Figure(f"engine: {each[1].name}", each[1].unit, prefill),
+            Figure(f"engine: {each[2].name}", each[2].unit, batch),
+            ratio("  batch over single stream", batch, single),
+            ratio(
+                "  a prompt's token over a single stream's", [each / 2048 for each in prefill], [1 / s for s in single]
+            ),
+        ]
+        return [*found, *(_step_times(load) if settings.step_times else [])]
+
+
+def _step_times(load: Load) -> Findings:
+    """The median time of steps that only decode, over the sequences in them and the tokens before each."""
+    medians: dict[tuple[int, int], float] = {}
+    for context in _CONTEXTS:
+        for batch in _BATCHES:
+            if batch * context <= _MOST_TOKENS:
+                load.run(batch, context, 1 + _STEPS)
+                medians[batch, context] = statistics.median(load.decode_steps_ms[batch])
+    found: Findings = [
+        Figure(f"  decode step, {batch} sequences at {context} tokens", "ms", (median,))
+        for (batch, context), median in medians.items()
     ]
+    for context in _CONTEXTS:
+        points = tuple((float(batch), median) for (batch, at), median in medians.items() if at == context)
+        found.append(Series("step_batch", f"{context} tokens of context", points))
+    for batch in _BATCHES:
+        points = tuple((float(context), median) for (of, context), median in medians.items() if of == batch)
+        if len(points) > 1:
+            found.append(Series("step_context", f"{batch} sequences", points))
+    return found

@@ -1,4 +1,4 @@
-"""One measured figure, and the table of them."""
+"""One measured figure, the ratio of two, a line of a picture, and the table of figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Median and spread of repeated measurements of one thing."""
+    """Median and spread of repeated measurements of one thing, a sample for each round."""
 
     name: str
     unit: str
@@ -27,6 +27,30 @@ class Figure:
 
     def plain(self) -> dict[str, object]:
         return {**dataclasses.asdict(self), "median": self.median}
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One line of a picture, of which `plots` draws one for each `chart`: points (x, y) in the units of its axes."""
+
+    chart: str
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+    def plain(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+
+Findings = list[Figure | Series]
+"""What a benchmark has measured."""
+
+
+def ratio(name: str, ours: Sequence[float], theirs: Sequence[float], target: str = "") -> Figure:
+    """Returns ours divided by theirs, round by round: what disturbs a machine for minutes meets both sides of a round.
+
+    Raises ValueError if there are not as many rounds of one as of the other.
+    """
+    return Figure(name, "x", tuple(one / other for one, other in zip(ours, theirs, strict=True)), target)
 
 
 def table(figures: Sequence[Figure]) -> str:

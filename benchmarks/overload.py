@@ -17,8 +17,9 @@ import grpc
 import psutil
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from benchmarks.end_to_end import cluster, make_request
+from benchmarks.cluster import cluster, make_request
 from benchmarks.figure import Figure
+from benchmarks.precision import Precision
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 96, 24
 _CLIENTS = 24
@@ -42,8 +43,8 @@ class Phase:
         return self.good_tokens / self.seconds
 
 
-def measure(model: str, repeats: int) -> list[Figure]:
-    with cluster(model) as up:
+def measure(model: str, precision: Precision, repeats: int) -> list[Figure]:
+    with cluster(model, precision) as up:
         status = up.status()
         processes = {"router": psutil.Process(status.router_pid)}
         processes |= {entry.worker.worker_id: psutil.Process(entry.worker.pid) for entry in status.workers}

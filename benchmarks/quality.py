@@ -7,16 +7,15 @@ first tokens of each are context only. Beside the schemes of `--quantization` it
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks.machine import cpu_name
+from benchmarks.figure import Figure
+from benchmarks.result import Result
 from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.engine.cpu.quantisation import quantise
@@ -43,17 +42,16 @@ class _Sums:
         self.surprise -= found.gather(-1, wanted[:, None]).sum().item()
         self.distance += (reference.exp() * (reference - found)).sum().item()
 
-    def plain(self) -> dict[str, float]:
-        return {
-            "perplexity": round(math.exp(self.surprise / self.num_tokens), 4),
-            "mean_kl_nats": round(self.distance / self.num_tokens, 6),
-            "same_best_token": round(self.num_same / self.num_tokens, 4),
-            "tokens": self.num_tokens,
-        }
+    def figures(self, name: str) -> list[Figure]:
+        return [
+            Figure(f"{name}: perplexity", "", (math.exp(self.surprise / self.num_tokens),)),
+            Figure(f"{name}: mean KL divergence from float32", "nats", (self.distance / self.num_tokens,)),
+            Figure(f"{name}: same best token as float32", "%", (100 * self.num_same / self.num_tokens,)),
+        ]
 
 
-def measure(directory: Path) -> dict[str, dict[str, float]]:
-    """Returns the figures of each scheme by its name, that of a GGUF file included if its weights were kept."""
+def measure(directory: Path) -> list[Figure]:
+    """Returns the figures of each scheme, that of a GGUF file included if its weights were kept."""
     schemes = list(_SCHEMES)
     if (directory / kept_blocks.FILE).is_file():
         schemes += [("float32", "auto"), ("bfloat16", "auto")]
@@ -63,7 +61,7 @@ def measure(directory: Path) -> dict[str, dict[str, float]]:
         reference = _log_probabilities(models["float32", "none"], window)
         for scheme, model in models.items():
             sums[scheme].add(_log_probabilities(model, window), reference, window[_CONTEXT + 1 :])
-    return {f"{dtype} {quantization}": each.plain() for (dtype, quantization), each in sums.items()}
+    return [figure for scheme, each in sums.items() for figure in each.figures(" ".join(scheme))]
 
 
 def _model(directory: Path, dtype: str, quantization: str) -> PreTrainedModel:
@@ -94,16 +92,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("out/quality.json"))
     arguments = parser.parse_args()
     model = resolve_model(arguments.model)
-    figures = measure(model.path)
-    print("| weights and activations | perplexity | mean KL, nats | same best token |\n|---|---|---|---|")
-    for name, each in figures.items():
-        print(
-            f"| {name} | {each['perplexity']:.3f} | {each['mean_kl_nats']:.5f} | {each['same_best_token']:.1%} |",
-        )
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__}
-    plain = {"machine": machine, "model": model.model_id, "texts": sorted(path.name for path in _DATA.glob("*.txt"))}
-    arguments.json.write_text(json.dumps({**plain, "figures": figures}, indent=1) + "\n")
+    result = Result({"model": model.model_id, "texts": sorted(path.name for path in _DATA.glob("*.txt"))})
+    result.add(measure(model.path))
+    result.write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ import psutil
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from benchmarks.end_to_end import cluster, make_request
+from benchmarks.cluster import cluster, make_request
 from benchmarks.figure import Figure
+from benchmarks.precision import Precision
 from services.rpc.names import Span
 
 PAIRS = 8
@@ -52,10 +53,10 @@ WORST = Work(16, 128, 4)
 """Answers of a few tokens: a request's spans are shared by the fewest."""
 
 
-def measure(model: str, repeats: int) -> list[Figure]:
+def measure(model: str, precision: Precision, repeats: int) -> list[Figure]:
     """At least PAIRS pairs."""
     pairs = max(PAIRS, repeats)
-    with _collecting() as collector, _running(model, collector) as processes:
+    with _collecting() as collector, _running(model, precision, collector) as processes:
         return _compare("tracing", USUAL, processes, collector, pairs, "<= 2 (median)") + _compare(
             "tracing, short answers", WORST, processes, collector, pairs, ""
         )
@@ -109,7 +110,7 @@ class _Processes:
 
 
 @contextlib.contextmanager
-def _running(model: str, collector: _Collector) -> Iterator[_Processes]:
+def _running(model: str, precision: Precision, collector: _Collector) -> Iterator[_Processes]:
     """One thread to each worker: threads that spin for one another would count as work."""
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
@@ -118,7 +119,7 @@ def _running(model: str, collector: _Collector) -> Iterator[_Processes]:
     before = set(psutil.Process().children())
     with contextlib.ExitStack() as stack:
         with _environment(variables):
-            address = stack.enter_context(cluster(model, "--threads", "1", "--http-port", "-1")).address
+            address = stack.enter_context(cluster(model, precision, "--threads", "1", "--http-port", "-1")).address
         (up,) = set(psutil.Process().children()) - before
         channel = stack.enter_context(grpc.insecure_channel(address))
         yield _Processes(channel, up.children())

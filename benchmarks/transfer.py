@@ -10,7 +10,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from baton.v1 import kvtransfer_pb2_grpc, types_pb2
-from benchmarks.figure import Figure
+from benchmarks.figure import Figure, Findings, ratio
 from services.core.clock import MonotonicClock
 from services.core.ids import new_incarnation, new_lease_id
 from services.core.sealed_memory import SealedMemory
@@ -54,11 +54,34 @@ class _Pool:
         self.read_block(block_id)[:] = data
 
 
-def measure(repeats: int) -> list[Figure]:
-    return [asyncio.run(_measure(transport, repeats)) for transport in ("shm", "grpc")]
+def measure(repeats: int) -> Findings:
+    """A sample of each transport and of a plain copy in memory, which is what a transport can reach, in turns."""
+    samples: dict[str, list[float]] = {"a copy in memory": [], "shm": [], "grpc": []}
+    for _ in range(repeats):
+        samples["a copy in memory"].append(_copy_gb_s())
+        for transport in ("shm", "grpc"):
+            samples[transport] += asyncio.run(_measure(transport, 1))
+    what = "transfer: 2048 tokens (47 MB)"
+    return [
+        *(Figure(f"{what}, {name}", "GB/s", tuple(each)) for name, each in samples.items()),
+        ratio("  shm, of a copy in memory", samples["shm"], samples["a copy in memory"]),
+        ratio("  grpc, of shm", samples["grpc"], samples["shm"]),
+    ]
 
 
-async def _measure(transport: str, repeats: int) -> Figure:
+def _copy_gb_s() -> float:
+    """Of all blocks of one pool to another, block by block, as a transport does; the second time, when pages exist."""
+    source, target = _Pool(), _Pool()
+    for _ in range(2):
+        started = time.perf_counter()
+        for block_id in range(_NUM_BLOCKS):
+            target.write_block(block_id, source.read_block(block_id))
+        seconds = time.perf_counter() - started
+    return _NUM_BLOCKS * _LAYOUT.block_bytes / seconds / 1e9
+
+
+async def _measure(transport: str, repeats: int) -> list[float]:
+    """GB/s of `repeats` leases after one that warms up."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     source = context.Process(target=_run_source, args=(theirs, repeats + 1), daemon=True)
@@ -70,7 +93,7 @@ async def _measure(transport: str, repeats: int) -> Figure:
     finally:
         await asyncio.to_thread(source.join, 10)
         source.terminate()
-    return Figure(f"transfer: 2048 tokens (47 MB), {transport}", "GB/s", tuple(samples[1:]))
+    return samples[1:]
 
 
 async def _fetch_all(source: types_pb2.KVSource, lease_ids: list[bytes], transport: str) -> list[float]:

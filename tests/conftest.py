@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hypothesis
 import pytest
 
 from services.engine.cpu.openmp import expect_shared_cores
+from tests.support.examples import num_examples
+from tests.support.footprint import children_left
 
 expect_shared_cores()  # before anything loads torch: tests run side by side, and their workers with them
 
 # How long an example takes says how busy the machine is; what must be fast is measured on purpose.
-hypothesis.settings.register_profile("baton", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "baton", deadline=None, max_examples=num_examples(100), suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("baton")
 
 _SAID = {"faults", "faults_long", "long"}
@@ -32,6 +36,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     until_s = os.environ.get("BATON_TEST_UNTIL_S")
     if until_s and time.time() > float(until_s):
         pytest.skip("no time was left for it (BATON_TEST_UNTIL_S)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What the tests of one folder have started has ended before those of the next begin, which may measure time."""
+    yield
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        left = children_left()
+        assert not left, f"still running after the last test of {item.path.parent.name}: {left}"
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

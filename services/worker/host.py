@@ -187,6 +187,7 @@ class WorkerHost:
         await self.transfer.close()
         self.board.close()
         await asyncio.to_thread(self.engine.stop)
+        await self._tasks.close()  # the report of its last step may have started another
         self.engine.close()
 
     # -- what phases use -----------------------------------------------------------------------------------------------

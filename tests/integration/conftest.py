@@ -24,7 +24,10 @@ ALONE = (
     "strangers/test_idle_peers.py",
     "strangers/test_long_texts.py",
     "strangers/test_memory_of_refused.py",
-    "traces/",
+    "traces/test_activity_log.py",
+    "traces/test_at_a_collector.py",
+    "traces/test_no_collector.py",
+    "traces/test_one_trace.py",
 )
 """They measure time or memory, kill processes, or need both processors."""
 LONG = (

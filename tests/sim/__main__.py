@@ -5,9 +5,9 @@ was.
 
 Read in this order: `world`, `loop` and `node` (virtual time, processes), `network`, `rpc_client` and `rpc_server` (what
 grpc.aio offers), `model`, `memory`, `engine` and `shared_memory` (KV that remembers where it came from), `worker`,
-`router`, `client` and `cluster` (the real code on all that), `scenario`, `faults` and `record` (what is asked and what
-goes wrong), `invariants`, `clocks`, `turns` and `outcomes` (what must hold), `simulation` (one run), `campaign` (many),
-`mutation` and the mutants (it bites).
+`router`, `client` and `cluster` (the real code on all that), `scenario`, `strikes`, `faults` and `record` (what is
+asked and what goes wrong), `invariants`, `clocks`, `turns` and `outcomes` (what must hold), `simulation` (one run),
+`campaign` (many), `mutation` and the mutants (it bites).
 """
 
 from __future__ import annotations

@@ -61,11 +61,12 @@ class Clocks:
         held = self._held(node)
         for lease in worker.host.leases:
             if lease.state is LeaseState.SEALED and lease.fetch is None and lease.lease_id not in held:
-                self._bound(node, (lease.lease_id, "ttl"), config.lease_ttl_s, "a lease that nobody wants is kept")
+                # A new leg's fetch starts it again, and may come and go between two looks.
+                what = (lease.lease_id, lease.leg, "ttl")
+                self._bound(node, what, config.lease_ttl_s, "a lease that nobody wants is kept")
             fetch = lease.fetch
             if fetch is not None and fetch.copied < fetch.announced:
-                what = (fetch, fetch.copied)
-                self._bound(node, what, config.stall_s, "an announced block is not copied")
+                self._bound(node, (fetch, fetch.copied), config.stall_s, "an announced block is not copied")
 
     def ended(self, worker: SimWorker, lease: Lease) -> None:
         """A lease has left its table: not by expiry if a router wanted it."""

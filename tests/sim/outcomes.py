@@ -62,10 +62,11 @@ def able(cluster: Cluster, request: SimRequest, since_s: float, until_s: float) 
 
 
 def _check_refusal(world: World, cluster: Cluster, request: SimRequest) -> None:
-    """Nobody refuses what could have been served. (A full queue, and a deadline that others stand in the way of, are
-    reasons of their own.)"""
+    """Nobody refuses what could have been served. (A full queue, a deadline that others stand in the way of, and blocks
+    that stay leased because copies of them stall, are reasons of their own.)"""
     assert request.ended_s is not None
-    if request.outcome == "OVERLOADED" and (request.queue_was_full or request.deadline_s is not None):
+    others = request.queue_was_full or request.deadline_s is not None or copies_may_stall(cluster)
+    if request.outcome == "OVERLOADED" and others:
         return
     served_by = able(cluster, request, 0.0, request.ended_s)
     names = [worker.plan.name for worker in served_by]

@@ -5,6 +5,7 @@ Owns: the stages of a run (busy, faults over, everything at rest, a last request
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import random
@@ -15,12 +16,13 @@ from typing import Any
 
 from services.core import ids
 from services.router.coordinator import handoff
-from tests.sim import faults, scenario
+from tests.sim import scenario
 from tests.sim.clocks import Clocks
 from tests.sim.cluster import Cluster
 from tests.sim.faults import LONGEST_S, Faults
 from tests.sim.invariants import Watch, not_idle
 from tests.sim.outcomes import check_outcomes, copies_may_stall
+from tests.sim.recovery import recovery_s
 from tests.sim.worker import SimWorker
 from tests.sim.world import Violation, World
 
@@ -119,7 +121,7 @@ class _Run:
             cluster.submit(request)
         within_s = PROBE_WITHIN_S
         if cluster.network.cut_for_ever or copies_may_stall(cluster):
-            within_s += faults.recovery_s(cluster)  # others have to be found first
+            within_s += recovery_s(cluster)  # others have to be found first
         if not all(worker.health.usable for router in served for worker in router.coordinator.workers()):
             within_s += scenario.MAX_PAUSE_S  # what has failed so often is tried no sooner
         self._world.run(lambda: all(request.over for request in probes), self._world.now_s + within_s)
@@ -133,17 +135,35 @@ def _decodes(worker: SimWorker) -> bool:
 
 @contextlib.contextmanager
 def _deterministic(world: World) -> Iterator[None]:
-    """Random ids come from the seed."""
+    """Random ids come from the seed, and task groups cancel their tasks in the order of their start (asyncio keeps
+    them in a set, whose order is that of their addresses)."""
     source = random.Random(world.seed ^ 0x5EED)
     real = ids.secrets
     stand_in: Any = SimpleNamespace(
         randbits=source.getrandbits, token_bytes=source.randbytes, token_hex=lambda n: source.randbytes(n).hex()
     )
-    ids.secrets = stand_in
+    group: Any = asyncio.TaskGroup
+    initialise = group.__init__
+
+    def with_order(self: Any) -> None:
+        initialise(self)
+        self._tasks = _InOrder()
+
+    ids.secrets, group.__init__ = stand_in, with_order
     try:
         yield
     finally:
-        ids.secrets = real
+        ids.secrets, group.__init__ = real, initialise
+
+
+class _InOrder(dict[Any, None]):
+    """A set, as far as a task group needs one, that keeps its order."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
 
 
 @contextlib.contextmanager

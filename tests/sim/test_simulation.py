@@ -15,19 +15,25 @@ from tests.sim.simulation import simulate
 from tests.sim.world import World
 
 pytestmark = pytest.mark.alone
-MANY = pytest.param(range(200, 2000), marks=[pytest.mark.long, pytest.mark.timeout(1800)])
+MANY = pytest.param(range(100, 2000), marks=[pytest.mark.long, pytest.mark.timeout(1800)])
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", [range(200), MANY], ids=["some", "many"])
+@pytest.mark.parametrize("seeds", [range(100), MANY], ids=["some", "many"])
 def test_no_fault_loses_repeats_or_corrupts_a_token(seeds: range) -> None:
     summary = campaign.run(seeds, 2, None, chunk_seeds=25)
     assert summary.num_seeds == len(seeds)
     assert not summary.failures, summary.failures
 
 
+@pytest.mark.parametrize("seed", [2869, 3435, 5051, 5226, 5774, 7342, 21960, 23461, 35949])
+def test_what_failed_once(seed: int) -> None:
+    """Seeds that found something in a run of a hundred thousand. (What a seed does changes with the simulator.)"""
+    simulate(seed)
+
+
 def test_a_seed_is_the_same_run_in_every_process() -> None:
-    seeds = range(3)
+    seeds = (0, 1, 2, 12, 1028)  # the last two stop a router: its tasks' order was their addresses'
     here = [simulate(seed) for seed in seeds]
     assert here == [simulate(seed) for seed in seeds]
     script = "from tests.sim.simulation import simulate\n" + "".join(f"print(simulate({seed}))\n" for seed in seeds)

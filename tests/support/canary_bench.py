@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.core.errors import BatonError, TransferFailed
-from services.router.coordinator.actions import SendLeg
+from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
@@ -72,3 +72,13 @@ class Deep(Bench):
         pair = self.coordinator.worker(target_id).sources.get(source)
         assert pair is not None
         return pair.health.state
+
+
+def proven_pair() -> Deep:
+    """A prefill and a decode worker that have passed everything."""
+    bench = Deep()
+    bench.add("p", Role.PREFILL)
+    bench.add("d", Role.DECODE)
+    bench.pass_transfer()
+    bench.take_all(CancelLeg)
+    return bench

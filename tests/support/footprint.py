@@ -68,6 +68,16 @@ class Footprint:
             time.sleep(0.05)
 
 
+def children_left(timeout_s: float = 5.0) -> list[psutil.Process]:
+    """Descendants of this process that still run after the wait, but for the tracker of Python's own shared memory."""
+    deadline_s = time.monotonic() + timeout_s
+    while left := [each for each in psutil.Process().children(recursive=True) if _runs(each) and not _is_tracker(each)]:
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    return left
+
+
 def owned_memfds(pid: int) -> set[int]:
     """Inodes of the memfds a process may write. (Peers have a read-only descriptor, kept by their mapping.)"""
     return {os.stat(fd).st_ino for fd in _memfd_descriptors(pid) if _is_writable(pid, os.path.basename(fd))}
@@ -124,4 +134,10 @@ def _runs(process: psutil.Process) -> bool:
     """A zombie holds nothing; it is whoever should reap it who is late."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     return False

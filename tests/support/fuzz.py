@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from services.rpc.authentication import credentials
 from services.rpc.options import channel_options
 from services.worker.host import WorkerHost
 from tests.support.cluster import Answer, Cluster
+from tests.support.examples import num_examples
 from tests.support.models import VOCAB_SIZE
 from tests.support.protofuzz import Overrides, harmless
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import ScriptedRouter, ScriptedSession
 
-EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "0"))
 HUNG_S = 20.0
 AT_ONCE = 8
 PROMPT = list(range(10, 40))
@@ -87,7 +86,7 @@ PLAUSIBLE: Overrides = {
 
 def examples(count: int) -> Any:
     quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=EXAMPLES or count, derandomize=True, database=None, suppress_health_check=quiet)
+    return settings(max_examples=num_examples(count), derandomize=True, database=None, suppress_health_check=quiet)
 
 
 @dataclass

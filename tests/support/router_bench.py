@@ -34,6 +34,9 @@ from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Load, Role
 
 A = TypeVar("A")
+AT_REST = {"num_running": 0, "blocks_active": 0, "blocks_leased": 0, "num_waiting": 1}
+BUSY = {"num_running": 1, "blocks_active": 64, "num_waiting": 1, "blocks_free": 0}
+"""What a worker reports that works on nothing, and one that has no room; in both somebody waits."""
 
 
 class Bench:
@@ -82,6 +85,12 @@ class Bench:
         incarnation = self.infos[worker_id].incarnation
         self.coordinator.worker_events(worker_id, incarnation, (), load, self.now)
         self._absorb()
+
+    def beat(self, worker_id: str, seconds: float, **load: int) -> None:
+        """Heartbeats for so long."""
+        for _ in range(round(seconds / 0.5)):
+            self.wait(0.5)
+            self.load(worker_id, **load)
 
     def lose(self, worker_id: str, *, crashed: bool = True) -> None:
         self.coordinator.worker_lost(worker_id, self.infos[worker_id].incarnation, self.now, crashed=crashed)
@@ -215,6 +224,14 @@ class Bench:
     def _ended(self, request_id: str) -> None:
         assert request_id not in self.finished
         assert request_id not in self.failed
+
+
+def two_of_each() -> Bench:
+    """Two prefill and two decode workers; "p1" and "d1" are chosen first."""
+    bench = Bench()
+    for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
+        bench.join(worker_id, role)
+    return bench
 
 
 def is_leg(action: object, phase: Role) -> TypeGuard[SendLeg]:

@@ -1,7 +1,7 @@
 """Chooses the attention backend of a worker: the fastest that agrees with the reference on its device.
 
 `dense` (any device) gathers blocks and multiplies; `varlen` (CUDA) calls flash attention;
-`native` (CPU, bfloat16) reads the blocks of decodes in place.
+`native` (CPU) reads blocks in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from services.engine.attention import dense, varlen
 from services.engine.attention.native import NativeAttention
 from services.engine.attention.paged import PagedAttention, reference, verify
-from services.engine.native.bindings import kernels
+from services.engine.native.bindings import DTYPES, kernels
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def _candidates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str,
         varlen.activate()
         yield "varlen over block tables", varlen.VarlenAttention(over_tables=True)
         yield "varlen over gathered keys", varlen.VarlenAttention(over_tables=False)
-    native = kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    native = kernels() if device.type == "cpu" and dtype in DTYPES else None
     if native is not None:
         yield "native", NativeAttention(native)
     yield "dense", dense.paged_attention

@@ -7,7 +7,6 @@ time for batches of decodes, and two thirds for chunks unless the CPU has AMX.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -16,10 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.engine.attention.dense_products import Chunk, DecodeGroup, products_of
 from services.engine.attention.paged import Scoring, StepLayout
-
-CausalSoftmax = Callable[[Tensor, int, int], Tensor]
-"""Function (scores, first, last) that returns the softmax of scores [tiles, queries, keys], where query q sees the keys
-first + q … last + q. It may work in place."""
 
 _MAX_BLOCK_DIAGONAL_WIDTH = 1024
 """Largest num_kv_heads * head_dim for which decodes use a block-diagonal query. Beyond it, the zeros of that query cost
@@ -30,19 +25,13 @@ the tile sees are left out."""
 
 
 def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    layout: StepLayout,
-    scoring: Scoring,
-    causal_softmax: CausalSoftmax | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
 ) -> Tensor:
-    """Computes attention as `paged.PagedAttention` defines it. `causal_softmax`: a faster softmax for the products
-    of chunks; None: torch's."""
+    """Computes attention as `paged.PagedAttention` defines it."""
     window, softcap = scoring.sliding_window, scoring.softcap
     products = layout.derived(("dense", window), lambda: products_of(layout, key_cache.shape[1], window, query))
     decode_by_products = softcap is not None or _prefers_products(query.dtype, query.device.type)
-    chunk_by_products = softcap is not None or (decode_by_products and not _has_amx())
+    chunk_by_products = softcap is not None or (decode_by_products and not has_amx())
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in products.decodes:
         attend = _decode_by_products if decode_by_products else _decode_fused
@@ -51,7 +40,7 @@ def paged_attention(
         keys = _gather(key_cache, chunk.blocks)[chunk.keys]
         values = _gather(value_cache, chunk.blocks)[chunk.keys]
         if chunk_by_products:
-            _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scoring, causal_softmax)
+            _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scoring)
         else:
             output[chunk.rows] = _chunk_fused(query[chunk.rows], keys, values, chunk, scoring.scale)
     return output
@@ -62,7 +51,8 @@ def _prefers_products(dtype: torch.dtype, device_type: str) -> bool:
 
 
 @cache
-def _has_amx() -> bool:
+def has_amx() -> bool:
+    """Returns whether oneDNN multiplies bfloat16 with AMX here."""
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
@@ -140,13 +130,7 @@ def _chunk_fused(query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scal
 
 
 def _chunk_by_products(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    output: Tensor,
-    chunk: Chunk,
-    scoring: Scoring,
-    causal_softmax: CausalSoftmax | None,
+    query: Tensor, keys: Tensor, values: Tensor, output: Tensor, chunk: Chunk, scoring: Scoring
 ) -> None:
     heads, head_dim = keys.shape[1:]
     keys = keys.permute(1, 2, 0)  # [heads, head_dim, num_keys]
@@ -161,12 +145,9 @@ def _chunk_by_products(
         scores = _capped(torch.bmm(tile, keys[:, :, seen]), scoring.softcap).view(
             -1, end - start, seen.stop - seen.start
         )
-        if causal_softmax is None:
-            masked = chunk.masked(start, end)
-            scores[:, :, masked.start - seen.start :].add_(chunk.bias(start, end, masked))
-            weights = scores.softmax(-1)
-        else:
-            weights = causal_softmax(scores, *chunk.first_and_last(start))
+        masked = chunk.masked(start, end)
+        scores[:, :, masked.start - seen.start :].add_(chunk.bias(start, end, masked))
+        weights = scores.softmax(-1)
         mixed = torch.bmm(weights.view(heads, -1, seen.stop - seen.start), values[:, seen]).view(
             heads, -1, end - start, head_dim
         )

@@ -63,17 +63,6 @@ class Chunk:
         first = 0 if self.sliding_window is None else max(0, before + start - self.sliding_window + 1)
         return slice(first, before + end)
 
-    def first_and_last(self, start: int) -> tuple[int, int]:
-        """Returns the first and last key that query `start` sees, counted from the first key of `seen(start, …)`.
-
-        For each further query both are one more. Without a window, the first is so small that it stays below 0 for all
-        queries: they see all keys from 0.
-        """
-        last = self.num_keys - self.query_len + start
-        first = -self.query_len if self.sliding_window is None else last - self.sliding_window + 1
-        seen = self.seen(start, start + 1).start
-        return first - seen, last - seen
-
     def masked(self, start: int, end: int) -> slice:
         """Returns the keys that need a mask for the queries start … end - 1: those that some but not all of them see;
         with a sliding window, all keys that any of them sees."""

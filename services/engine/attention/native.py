@@ -1,36 +1,47 @@
-"""Computes paged attention with the C kernel for decodes. Chunks go to `dense`, whose products are faster for
-them."""
+"""Computes paged attention with the C kernel, which reads the blocks where they lie, for chunks and decodes alike.
+
+The exception are chunks in bfloat16 on CPUs with AMX, which go to `dense`: oneDNN multiplies them with instructions
+that the kernel does not use. Without AMX the kernel was faster in every type and shape that was tried.
+"""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 
+import numpy
 import torch
 from torch import Tensor
 
 from services.engine.attention import dense
 from services.engine.attention.paged import Scoring, StepLayout
-from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, DecodeArguments, Kernels
+from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, AttentionArguments, Kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """A step's sequences, divided into decodes, as the kernel takes them, and chunks."""
+class Extents:
+    """Where a step's sequences lie, as the kernel takes it."""
 
-    num_decodes: int
-    extents: Tensor
-    """Row in the step, and start and end of the visible tokens, of each decode: [3, num_decodes] int64."""
+    of_sequences: Tensor
+    """First row, number of queries, number of tokens, and begin in `tables`, of each sequence: [4, num_sequences]
+    int64."""
     tables: Tensor
-    """Blocks of each decode: [num_decodes, most blocks] int64, padded with 0, which the extents hide."""
-    chunks: StepLayout | None
-    """The chunks as a layout of their own; None if there are none."""
-    chunk_rows: Tensor | slice
-    """Rows of the chunks in the step, one chunk after the other."""
+    """Blocks of all sequences, one sequence after the other: int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The decodes of a step, or its chunks."""
+
+    layout: StepLayout
+    rows: Tensor
+    """Their rows in the step."""
+    is_chunks: bool
 
 
 class NativeAttention:
-    """The `paged.PagedAttention` for bfloat16 on CPUs. Raises ValueError for heads beyond the kernel's limits."""
+    """The `paged.PagedAttention` for CPUs in float32, bfloat16 and float16. Raises ValueError for heads beyond the
+    kernel's limits."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -41,70 +52,70 @@ class NativeAttention:
         head_dim = key_cache.shape[-1]
         if query.shape[1] > MAX_HEADS or head_dim > MAX_HEAD_DIM or head_dim % 16:
             raise ValueError(f"heads {query.shape[1]} x {head_dim}: not within the kernel's limits")
-        window = scoring.sliding_window
-        split = layout.derived(("native", window), lambda: _split(layout, window))
+        if query.dtype != torch.bfloat16 or not dense.has_amx():
+            return self._attend(query, key_cache, value_cache, layout, scoring)
         output = torch.empty(query.shape, dtype=query.dtype)
-        if split.num_decodes:
-            self._decode(query, key_cache, value_cache, output, split, scoring)
-        if split.chunks:
-            rows, softmax = split.chunk_rows, self._kernels.causal_softmax
-            output[rows] = dense.paged_attention(query[rows], key_cache, value_cache, split.chunks, scoring, softmax)
+        for part in layout.derived("parts", lambda: _parts(layout)):
+            attend = dense.paged_attention if part.is_chunks else self._attend
+            output[part.rows] = attend(query[part.rows], key_cache, value_cache, part.layout, scoring)
         return output
 
-    def _decode(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, split: Split, scoring: Scoring
-    ) -> None:
+    def _attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
+    ) -> Tensor:
+        extents = layout.derived("native", lambda: _extents(layout))
         query = query if query.stride(2) == 1 else query.contiguous()
-        block_stride, token_stride, _, _ = key_cache.stride()
-        extents = split.extents.data_ptr()
-        row_bytes = split.extents.stride(0) * split.extents.itemsize
-        self._kernels.decode_attention(
-            DecodeArguments(
+        output = torch.empty(query.shape, dtype=query.dtype)
+        rows, query_lens, context_lens, table_starts = (each.data_ptr() for each in extents.of_sequences)
+        block_stride, token_stride, num_kv_heads, head_dim = *key_cache.stride()[:2], *key_cache.shape[2:]
+        self._kernels.attention(
+            query.dtype,
+            AttentionArguments(
                 query.data_ptr(),
                 key_cache.data_ptr(),
                 value_cache.data_ptr(),
                 output.data_ptr(),
-                extents,
-                split.tables.data_ptr(),
-                extents + row_bytes,
-                extents + 2 * row_bytes,
-                split.num_decodes,
-                split.tables.shape[1],
+                rows,
+                query_lens,
+                context_lens,
+                table_starts,
+                extents.tables.data_ptr(),
+                len(layout.query_lens),
                 query.shape[1],
-                key_cache.shape[2],
-                key_cache.shape[3],
+                num_kv_heads,
+                head_dim,
                 key_cache.shape[1],
+                scoring.sliding_window or 0,
                 query.stride(0),
                 query.stride(1),
                 block_stride,
                 token_stride,
                 scoring.scale,
                 scoring.softcap or 0.0,
-                ctypes.c_int(torch.get_num_threads()),
-            )
+                torch.get_num_threads(),
+            ),
         )
+        return output
 
 
-def _split(layout: StepLayout, sliding_window: int | None) -> Split:
-    decodes, tables = [], []
-    chunks: list[int] = []
-    chunk_rows: list[int] = []
-    row = 0
-    for i, (table, query_len, context_len) in enumerate(layout.sequences()):
-        if query_len == 1:
-            first = 0 if sliding_window is None else max(0, context_len - sliding_window)
-            decodes.append((row, first, context_len))
-            tables.append(table)
-        else:
-            chunks.append(i)
-            chunk_rows += range(row, row + query_len)
-        row += query_len
-    width = max(map(len, tables), default=0)
-    padded = [[*table, *[0] * (width - len(table))] for table in tables]
-    return Split(
-        num_decodes=len(decodes),
-        extents=torch.tensor(decodes, dtype=torch.int64).reshape(-1, 3).t().contiguous(),
-        tables=torch.tensor(padded, dtype=torch.int64),
-        chunks=layout.only(chunks) if chunks else None,
-        chunk_rows=torch.tensor(chunk_rows) if decodes else slice(None),
+def _parts(layout: StepLayout) -> list[Part]:
+    of_row = torch.tensor(layout.query_lens).repeat_interleave(torch.tensor(layout.query_lens))
+    parts = []
+    for is_chunks in (False, True):
+        indices = [i for i, query_len in enumerate(layout.query_lens) if (query_len > 1) == is_chunks]
+        if indices:
+            parts.append(Part(layout.only(indices), ((of_row > 1) == is_chunks).nonzero()[:, 0], is_chunks))
+    return parts
+
+
+def _extents(layout: StepLayout) -> Extents:
+    lengths = [len(table) for table in layout.block_tables]
+    rows, starts = accumulate(layout.query_lens, initial=0), accumulate(lengths, initial=0)
+    count = len(lengths)
+    of_sequences = numpy.fromiter(
+        chain(islice(rows, count), layout.query_lens, layout.context_lens, islice(starts, count)),
+        numpy.int64,
+        4 * count,
     )
+    tables = numpy.fromiter(chain.from_iterable(layout.block_tables), numpy.int64, sum(lengths))
+    return Extents(torch.from_numpy(of_sequences).view(4, count), torch.from_numpy(tables))

@@ -1,6 +1,8 @@
-"""Defines attention over the paged pool: its signature, a plain reference, and the check that a backend agrees with it.
+"""Defines attention over the paged pool: its signature, a plain reference, and the check of a backend against it.
 
-The backends are `dense`, `varlen` and `native`; `choice` chooses one.
+It follows PagedAttention (Kwon et al., arXiv 2309.06180), with grouped-query heads (GQA, arXiv 2305.13245). The
+backends are `dense`, `varlen` and `native`; `choice` chooses one.
+Owns: the definition and `StepLayout`. Never: how a backend computes.
 """
 
 from __future__ import annotations
@@ -19,24 +21,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """A record of where a step's tokens lie: in its rows, sequences one after the other without padding, and in the
-    pool. All layers of the step share it."""
+    """Describes where a step's tokens lie: in its rows, sequences one after the other without padding, and in the pool.
+    All layers of the step share it."""
 
     block_tables: tuple[tuple[int, ...], ...]
-    """Blocks of each sequence in the order of its tokens, from its first on: [num_sequences] tuples, each long enough
-    for its `context_lens`."""
+    """Blocks of each sequence in the order of its tokens: [num_sequences] tuples, each with blocks for at least
+    `context_lens` tokens."""
     query_lens: tuple[int, ...]
-    """Tokens of each sequence that the step computes, which are its newest and have a row each: [num_sequences]."""
+    """Tokens of each sequence that the step computes: its newest, with one row each. [num_sequences]."""
     context_lens: tuple[int, ...]
-    """Tokens of each sequence whose KV is in the pool, those that the step computes included: [num_sequences]."""
+    """Tokens of each sequence whose KV is in the pool, including those that the step computes: [num_sequences]."""
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What `derived` has made, by key."""
 
     def sequences(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """Yields each sequence's block table, query length and context length, in the order of the rows."""
         return zip(self.block_tables, self.query_lens, self.context_lens, strict=True)
 
     def only(self, indices: Sequence[int]) -> StepLayout:
-        """Returns the layout of some of the sequences, whose rows lie one after the other."""
+        """Returns the layout of some of the sequences, given by index, whose rows then lie one after the other."""
         return StepLayout(
             block_tables=tuple(self.block_tables[i] for i in indices),
             query_lens=tuple(self.query_lens[i] for i in indices),
@@ -44,8 +47,8 @@ class StepLayout:
         )
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what `make` makes of this layout (index tensors, masks). The first layer that asks for `key` makes
-        it, the others share it."""
+        """Returns what `make` returns, such as index tensors or masks. It is called for the first layer that asks for
+        `key`, and the other layers share its result."""
         if key not in self._derived:
             self._derived[key] = make()
         made: T = self._derived[key]
@@ -54,31 +57,34 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A layer's rule that turns products of queries and keys into scores."""
+    """Describes how a layer turns products of queries and keys into scores."""
 
     scale: float
     """Factor of every product."""
     sliding_window: int | None = None
-    """Newest tokens that a token sees, itself included; None: it sees all before it."""
+    """How many of the newest tokens a token sees, itself included. With None, it sees all before it."""
     softcap: float | None = None
-    """Bound c of the scores, which become c * tanh(score / c); None: there is none."""
+    """Bound c of the scores, which become c * tanh(score / c) (Gemma 2, arXiv 2408.00118). With None, they stay as they
+    are."""
 
 
 class PagedAttention(Protocol):
+    """Computes attention over the paged pool. Every backend is one."""
+
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
     ) -> Tensor:
         """Computes attention of each sequence's newest tokens over themselves and all tokens before them.
 
         query: [num_tokens, num_heads, head_dim], the rows of `layout`.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], the new tokens already written.
-        Returns [num_tokens, num_heads, head_dim].
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]; the new tokens are written already.
+        Returns [num_tokens, num_heads, head_dim]. May raise RuntimeError or ValueError for what it does not support.
         """
         ...
 
 
 def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring) -> Tensor:
-    """Computes paged attention by its definition, in float32 and one sequence at a time. See `PagedAttention`."""
+    """Computes paged attention by its definition, in float32 and one sequence at a time (see `PagedAttention`)."""
     group = query.shape[1] // key_cache.shape[2]
     window, softcap = scoring.sliding_window, scoring.softcap
     outputs = []
@@ -100,8 +106,10 @@ def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: Ste
 
 
 def distances(query_len: int, context_len: int, device: torch.device) -> Tensor:
-    """Returns [query_len, context_len]: how many positions each key lies before each of the last query_len tokens; a
-    negative number means that it lies after."""
+    """Returns how many positions each key lies before each of the last `query_len` tokens: [query_len, context_len].
+
+    A negative number means that the key lies after the token.
+    """
     positions = torch.arange(context_len - query_len, context_len, device=device)
     return positions[:, None] - torch.arange(context_len, device=device)
 
@@ -115,8 +123,10 @@ def verify(
     head_dim: int,
     block_size: int,
 ) -> None:
-    """Raises AssertionError if the backend differs from the reference on a batch of decodes and chunks, with and
-    without a sliding window. Raises what the backend raises."""
+    """Raises AssertionError if the backend differs from the reference on a batch of decodes and chunks.
+
+    It compares them with and without a sliding window. It raises what the backend raises, too.
+    """
     query_lens, context_lens = (1, 1, 1, 2, 19, 7), (1, 40, 17, 16, 19, 50)
     tables, next_block = [], 0
     for context_len in context_lens:

@@ -1,8 +1,8 @@
-"""Computes paged attention on CUDA with PyTorch's variable-length flash attention.
+"""Computes paged attention on CUDA with PyTorch's variable-length flash attention (Dao et al., arXiv 2205.14135).
 
-There are two forms: over block tables, which needs a flash-attention version that accepts pages of our block size; and
-over gathered keys, which works with any version. `choice.select` tries them in that order. Flash attention
-does not take float32, and soft-capping goes to `dense`.
+There are two forms. One passes block tables, and needs a version of flash attention that takes blocks of this size; the
+other gathers the keys first, and works with any version. `choice.select` tries them in that order. Flash attention does
+not take float32, and layers with a softcap go to `dense`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from services.engine.attention.paged import Scoring, StepLayout
 
 
 def activate() -> None:
-    """Makes torch use flash attention 3 if its package is installed: that version takes block tables with any block
-    size."""
+    """Makes torch use FlashAttention-3 (arXiv 2407.08608) if its package is installed, since that version takes block
+    tables with any block size."""
     if importlib.util.find_spec("flash_attn_interface") is not None:
         activate_flash_attention_impl("FA3")
 
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """A step's lengths and blocks as the kernel takes them: int32 tensors on the device."""
+    """Keeps a step's lengths and blocks in the form that the kernel takes: int32 tensors on the device."""
 
     query_starts: Tensor
     """Row of each sequence's first query, then the number of rows: [num_sequences + 1]."""
@@ -38,11 +38,13 @@ class Extents:
     context_lens: Tensor
     """Tokens of each sequence: [num_sequences]."""
     tables: Tensor
-    """Blocks of each sequence: [num_sequences, most blocks], padded with block 0, which the lengths hide."""
+    """Blocks of each sequence: [num_sequences, most blocks]. It is padded with block 0, which is beyond the lengths and
+    not read."""
 
 
 class VarlenAttention:
-    """The `paged.PagedAttention` of this module; `over_tables` chooses the form."""
+    """Computes attention as `paged.PagedAttention` defines it. `over_tables` chooses the form that passes block
+    tables."""
 
     def __init__(self, over_tables: bool) -> None:
         self._over_tables = over_tables
@@ -68,7 +70,7 @@ class VarlenAttention:
             max(layout.query_lens),
             max(layout.context_lens),
             scale=scoring.scale,
-            # The window counts tokens to the left of the query's own; -1 is no limit, and 0 to the right is causal.
+            # The window is (tokens before the query's own, tokens after it); -1 is no limit, so (-1, 0) is causal.
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=query.shape[1] != key_cache.shape[2],
             seqused_k=extents.context_lens if self._over_tables else None,
@@ -94,7 +96,7 @@ def _extents(layout: StepLayout, device: torch.device) -> Extents:
 
 
 def _tokens(layout: StepLayout, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns every token's block and place in it, sequences one after the other: [sum of context_lens] each."""
+    """Returns each token's block and place in it, one sequence after the other: [sum of context_lens] each."""
     blocks, offsets = [], []
     for table, _, context_len in layout.sequences():
         positions = torch.arange(context_len)

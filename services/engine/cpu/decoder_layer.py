@@ -1,8 +1,9 @@
-"""Computes a whole Llama-like decoder layer in a dozen calls instead of fifty, on CPUs in bfloat16.
+"""Computes a whole Llama-like decoder layer in a dozen calls instead of fifty, on CPUs.
 
-This is only an optimisation: a layer is replaced if, on random input, what it passes to attention and its output stay
-the same, whatever its class is called. Features that are not supported here (norms of heads, other gates) show as a
-difference in that comparison, or as an additional submodule.
+This is only an optimisation. A layer of any class is replaced if it has the submodules of a Llama layer and if, on
+random input, the replacement passes the same tensors to attention and has the same output. A feature that is not
+supported here (a norm of heads, another gate) adds a submodule or makes a difference, and such a layer stays.
+Owns: the replacement and this comparison. Never: which layers of a model are tried (`fast_paths`).
 """
 
 from __future__ import annotations
@@ -15,26 +16,29 @@ from torch import Tensor, nn
 
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
 from services.engine.cpu.quantised_linear import QuantisedLinear, side_by_side
-from services.engine.cpu.replacement import relative_difference
+from services.engine.cpu.replacement import ROUNDINGS, relative_difference
 from services.engine.model.paged_model import attending, current_attention
 from services.engine.native.bindings import Kernels
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = 0.02
-"""Largest root mean square of the difference of each tensor, relative to its own: a few roundings of bfloat16."""
+_TOLERANCE = {dtype: 2 * difference for dtype, difference in ROUNDINGS.items()}
+"""Largest root mean square of the difference of each tensor, relative to its own: a layer rounds more than a part."""
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NUM_TOKENS = 5
+"""Tokens of the random input."""
 
 
 class NativeDecoderLayer(nn.Module):
-    """A layer that computes x += o(attend(rotate(qkv(norm(x))))), then x += down(silu(gate(norm(x))) * up(norm(x))), on
-    a copy of its input."""
+    """Computes x += o(attend(rotate(qkv(norm(x))))), then x += down(silu(gate(norm(x))) * up(norm(x))), on a copy of
+    its input x. Linear layers with the same input are joined into one."""
 
     def __init__(self, layer: nn.Module, native: Kernels, head_dim: int, of_attention: dict[str, Any]) -> None:
-        """Takes a layer whose norms and MLP are native already. `of_attention`: the options that it passes to the
-        attention function."""
+        """Takes the weights of `layer`, whose norms and MLP are native already.
+
+        of_attention: the keyword arguments that the layer passes to the attention function.
+        """
         super().__init__()
         attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
         query, key, value = (_linear(attention, f"{part}_proj") for part in "qkv")
@@ -49,8 +53,10 @@ class NativeDecoderLayer(nn.Module):
         self.down_proj: nn.Module = _linear(mlp, "down_proj")
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **unused: Any) -> Tensor:
-        """Returns the layer's output, [1, num_tokens, hidden]. hidden_states: the same shape; position_embeddings:
-        cosines and sines, [1, num_tokens, head_dim] each."""
+        """Returns the layer's output, [1, num_tokens, hidden_size].
+
+        hidden_states: the same shape. position_embeddings: cosines and sines, [1, num_tokens, head_dim] each.
+        """
         num_tokens, num_heads, num_kv_heads = hidden_states.shape[1], self._num_heads, self._num_kv_heads
         sums = hidden_states.clone()
         rows = self.qkv_proj(self.input_layernorm(sums))[0]
@@ -66,7 +72,7 @@ class NativeDecoderLayer(nn.Module):
 
 
 def layer_for(layer: nn.Module, native: Kernels) -> NativeDecoderLayer | None:
-    """Returns the layer's replacement, or None if the module is no layer of this kind or the two disagree."""
+    """Returns a replacement for the module, or None if it is no such layer or the replacement's results differ."""
     if {name for name, _ in layer.named_children()} != _LAYER_PARTS:
         return None
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
@@ -81,7 +87,7 @@ def layer_for(layer: nn.Module, native: Kernels) -> NativeDecoderLayer | None:
     try:
         expected = _Trial(layer, head_dim)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        logger.info("decoder layers stay plain: they want more than Llama's (%s)", error)
+        logger.info("decoder layers are not replaced: they do not run with the arguments of a Llama layer (%s)", error)
         return None
     candidate = NativeDecoderLayer(layer, native, head_dim, expected.options)
     return candidate if _Trial(candidate, head_dim).agrees_with(expected) else None
@@ -92,7 +98,7 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _side_by_side(*linears: nn.Linear) -> nn.Module:
-    """Returns one linear layer whose output is the outputs of these one after the other."""
+    """Returns one linear layer whose output is the outputs of these, joined along the last dimension."""
     if type(linears[0]) is not nn.Linear:
         return side_by_side(cast(tuple[QuantisedLinear, ...], linears))
     weight = torch.cat([linear.weight.detach() for linear in linears])
@@ -105,18 +111,20 @@ def _side_by_side(*linears: nn.Linear) -> nn.Module:
 
 
 class _Trial:
-    """The record of a layer that ran once on random input. Its attention function stores what it is given, and returns
-    a mixture of it."""
+    """Runs a layer once on random input, and records what it passes to attention and its output.
+
+    In place of attention it computes query + value - key, so that each of them has an effect on the output.
+    """
 
     def __init__(self, layer: nn.Module, head_dim: int) -> None:
         self.options: dict[str, Any] = {}
         self._tensors: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
-        hidden = layer.get_submodule("input_layernorm").get_parameter("weight").shape[0]
-        inputs = torch.randn(1, _NUM_TOKENS, hidden, generator=generator).bfloat16()
+        weight = layer.get_submodule("input_layernorm").get_parameter("weight")
+        inputs = torch.randn(1, _NUM_TOKENS, len(weight), generator=generator).to(weight.dtype)
         angles = torch.rand(1, _NUM_TOKENS, head_dim // 2, generator=generator).repeat(1, 1, 2) * 6
         with attending(self._attend):
-            output = layer(inputs, position_embeddings=(angles.cos().bfloat16(), angles.sin().bfloat16()))
+            output = layer(inputs, position_embeddings=(angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)))
         self._tensors.append(output)
 
     def _attend(
@@ -129,8 +137,8 @@ class _Trial:
         return mixed.transpose(1, 2).contiguous()
 
     def agrees_with(self, expected: _Trial) -> bool:
-        """Returns whether the inputs of attention and the output are the same, but for roundings."""
+        """Returns whether the inputs of attention and the output are the same, except for roundings."""
         return all(
-            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE
+            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE[found.dtype]
             for found, wanted in zip(self._tensors, expected._tensors, strict=True)
         )

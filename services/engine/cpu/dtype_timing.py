@@ -1,11 +1,10 @@
 """Measures how fast this CPU computes a model in float32 and in the type it was saved in.
 
-Run as `python -m services.engine.cpu.dtype_timing MODEL SAVED`. Owns: the timing, on a model of the same shapes with
-random weights and only as many layers as the timing needs. It runs in a process of its own, so that its memory is freed
-afterwards. Never: what follows from the timing (`services.cli.dtype_choice`).
-
-It computes on one thread, counts that thread's processor time, and takes the two types in turns. So the comparison does
-not depend on what else runs on this machine, or on how many cores a worker will have.
+It is the program `python -m services.engine.cpu.dtype_timing MODEL SAVED`, a process of its own, so that its memory is
+freed afterwards. It computes on one thread, counts that thread's processor time, and measures the two types in turns.
+So the comparison does not depend on what else runs on this machine, or on how many cores a worker will have.
+Owns: the timing, on a model of the same shapes with random weights and only as many layers as the timing needs. Never:
+the choice between the types (`services.cli.dtype_choice`).
 """
 
 from __future__ import annotations
@@ -35,26 +34,29 @@ _SAMPLE_PARAMETERS = 48_000_000
 """Parameters of the timed model: more than the CPU's caches hold, so that a decode reads memory as the whole model's
 decode will."""
 _ROWS = (8, 32, 128, 512)
-"""Numbers of prompt tokens of a step, tried in this order until a step takes long."""
+"""Numbers of prompt tokens of a step, tried in this order until a step takes more than `_LONG_S`."""
 _LONG_S = 0.25
-"""Seconds above which a step is long. A larger step is tried only after one that took at most this, so that none takes
-much over a second on any CPU."""
+"""Seconds of processor time above which a step is long. A larger step is tried only after one that took at most this,
+so that none takes much over a second on any CPU."""
 _ROUNDS = 3
-"""Number of timed rounds. The shortest time counts: the first use of anything is slow, and another process may empty
-the caches."""
+"""Number of timed rounds, of which the shortest time counts: first uses are slow, and another process may evict this
+one's data from the CPU's caches."""
 _BLOCK_SIZE = 16
 
 
 class Timing(NamedTuple):
-    """Processor time that the whole model takes in one dtype on one thread, in milliseconds."""
+    """Keeps the processor time that the whole model takes in one dtype on one thread, in milliseconds."""
 
     ms_per_prefill_token: float
     ms_per_decode: float
 
 
 def time_both(directory: Path, saved: str) -> dict[str, Any]:
-    """Returns the timings of `saved` and of float32 for the same numbers of tokens, in the form that the parent process
-    reads."""
+    """Returns the timings of `saved` and of float32 for the same numbers of tokens, as the parent process reads them.
+
+    "timings" has a `Timing` for each dtype, "rows" the prompt tokens and "layers" the layers of the timed model, and
+    "capability" torch's name of the CPU's instruction set.
+    """
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     num_layers, scale = _reduce(config)
     samples = {name: _Sample(config, name) for name in (saved, "float32")}
@@ -76,9 +78,9 @@ def time_both(directory: Path, saved: str) -> dict[str, Any]:
 
 
 def _reduce(config: PreTrainedConfig) -> tuple[int, float]:
-    """Reduces `config` to as many layers as the timing needs, and to the same part of the vocabulary.
+    """Reduces `config` to as many layers as the timing needs, and the vocabulary in the same proportion.
 
-    Returns the number of layers, and how many times as large the whole model is.
+    Returns the number of layers, and by which factor the whole model is larger.
     """
     text = config.get_text_config(decoder=True)
     whole: int = text.num_hidden_layers
@@ -87,7 +89,7 @@ def _reduce(config: PreTrainedConfig) -> tuple[int, float]:
     kept = max(1, min(whole, round(whole * _SAMPLE_PARAMETERS / max(num_parameters, 1))))
     text.num_hidden_layers = kept
     text.vocab_size = max(1, text.vocab_size * kept // whole)
-    text.pad_token_id = None  # it may lie in the part that is left out
+    text.pad_token_id = None  # it may be beyond the reduced vocabulary
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(kinds := getattr(text, name, None), list):
             setattr(text, name, kinds[:kept])
@@ -95,7 +97,7 @@ def _reduce(config: PreTrainedConfig) -> tuple[int, float]:
 
 
 class _Sample:
-    """The reduced model in one dtype, run as a worker runs it."""
+    """Runs the reduced model in one dtype, as a worker runs a model."""
 
     def __init__(self, config: PreTrainedConfig, dtype: str) -> None:
         cpu = torch.device("cpu")
@@ -110,7 +112,7 @@ class _Sample:
         self._runner = DeviceRunner(PagedModel(module, shape, backend), KVCache(kv_shape, len(self._blocks), cpu))
 
     def rows_worth_timing(self) -> int:
-        """Returns the most prompt tokens, of those in `_ROWS`, of a step that does not take long."""
+        """Returns the most prompt tokens, of those in `_ROWS`, of a step that takes at most `_LONG_S`."""
         most = self._rows[0]
         for rows in self._rows:
             if self.run(0, rows) > _LONG_S:
@@ -129,6 +131,7 @@ class _Sample:
 
 
 def main() -> int:
+    """Prints the timings as JSON and returns 0; returns 1, with the reason on stderr, if the model cannot be timed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("saved", choices=[name for name in DTYPES if name != "float32"])

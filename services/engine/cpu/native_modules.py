@@ -1,4 +1,7 @@
-"""Computes root mean square norms and the gates of MLPs in one kernel each, on CPUs in bfloat16."""
+"""Computes root mean square norms and the gates of MLPs in one kernel each, on CPUs.
+
+Owns: the modules that call these kernels. Never: which modules of a model they replace (`fast_paths`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from services.engine.native.bindings import Kernels
 
 
 class NativeRMSNorm(nn.Module):
-    """A root mean square norm: weight * normalised with offset 0, (1 + weight) * normalised with offset 1 (Gemma)."""
+    """Computes a root mean square norm (arXiv 1910.07467).
+
+    The normalised input is multiplied by weight if offset is 0, by 1 + weight if it is 1 (Gemma).
+    """
 
     def __init__(self, weight: Tensor, epsilon: float, offset: float, native: Kernels) -> None:
         super().__init__()
@@ -21,7 +27,7 @@ class NativeRMSNorm(nn.Module):
 
 
 class NativeGatedMLP(nn.Module):
-    """A gated MLP, down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """Computes a gated MLP, down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, mlp: nn.Module, native: Kernels) -> None:
         super().__init__()
@@ -31,7 +37,7 @@ class NativeGatedMLP(nn.Module):
         self._native = native
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Returns the output for inputs [..., hidden], in the same shape."""
+        """Returns the output for inputs [..., hidden_size], in the same shape."""
         gated = self._native.silu_gate(self.gate_proj(inputs), self.up_proj(inputs))
         outputs: Tensor = self.down_proj(gated)
         return outputs

@@ -1,12 +1,12 @@
-"""Sets how OpenMP threads wait for each other: libgomp reads the setting when torch loads it.
+"""Sets how long OpenMP threads spin while they wait for each other. libgomp reads the setting when torch loads it.
 
-Owns: how long a thread spins at the end of each parallel region, unless the user has chosen. libgomp's own default
-spins for milliseconds. Nothing is faster on cores that no other process uses; where others use them too, steps take
-thirty times longer. Measured with 2 threads on 2 cores, in ms for a decode step of SmolLM2-135M, alone and beside
-another such worker: spinning 500 times 34 and 43, 5000 times 25 and 99, 20000 times 25 and 289.
+Owns: the number of spins at the end of a parallel region, unless the user has chosen it. By default libgomp spins for
+milliseconds. That is the fastest on cores that no other process uses, but where others use them, steps take about
+thirty times as long. Decode steps of SmolLM2-135M on 2 threads and 2 cores take, in milliseconds, alone and beside
+another such worker: with 500 spins 34 and 43, with 5000 spins 25 and 99, with 20000 spins 25 and 289.
 
-libgomp spins only while each of its threads in a process has a core, including those that wait for the next region of
-another thread. A process that computes on two threads is therefore slow on both (see `Engine`).
+libgomp spins that long only while a process has no more OpenMP threads than cores, including those that wait for the
+next region of another thread. A process that computes on two threads is therefore slow on both (see `Engine`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ _SPINS_ON_SHARED_CORES, _SPINS_ON_OWN_CORES = "500", "5000"
 
 
 def expect_own_cores() -> None:
-    """Sets a long spin, for a process whose cores nothing else uses. Call before torch is loaded; the first call of
-    this or `expect_shared_cores` counts."""
+    """Lets threads spin long, for a process whose cores no other process uses.
+
+    Call it before torch is loaded. Of all calls of this function and `expect_shared_cores`, the first counts.
+    """
     _spin(_SPINS_ON_OWN_CORES)
 
 
 def expect_shared_cores() -> None:
-    """Sets a short spin, for a process whose cores others may use. See `expect_own_cores` for when to call it."""
+    """Lets threads spin briefly, for a process whose cores others may use. Call it as `expect_own_cores`."""
     _spin(_SPINS_ON_SHARED_CORES)
 
 

@@ -1,7 +1,10 @@
 """Replaces linear layers by ones with weights in oneDNN's own layout, on CPUs in bfloat16.
 
-They take half the time of plain ones for few rows. This is only an optimisation: each layer is compared with the plain
-one, which stays if they disagree or if the operators are missing.
+They take half the time of plain ones for few rows. This is only an optimisation: the output of each is compared with
+that of the plain layer, which stays if they differ or if torch lacks the operators.
+
+In float32 layers stay plain: a packed one takes 0.5 to 1 times as long for 16 to 512 rows, but up to 1.35 times as long
+for one row, where a decode of one sequence spends nearly all its time. In float16 oneDNN packs nothing without AMX.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ _TOLERANCE = 0.02
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that replaces an `nn.Linear`, whose weight can then be freed."""
+    """Computes a linear layer in place of an `nn.Linear`, whose weight can then be freed."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        # Model code may ask the weight for its dtype or device, so there is an empty one.
+        # Model code may read the weight's dtype or device, so there is an empty weight.
         self.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the output, [..., out_features], for inputs [..., in_features]."""
         if inputs.numel() == 0:
             return inputs.new_empty(*inputs.shape[:-1], self.out_features)
         outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
@@ -39,7 +43,7 @@ class PackedLinear(nn.Module):
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module) -> int:
-    """Replaces every linear layer of the model that can be packed; returns how many."""
+    """Replaces every linear layer of the model that can be packed, and returns how many it replaced."""
     reasons: set[str] = set()
     count = replace_modules(model, lambda module: _pack(module, reasons))
     for reason in sorted(reasons):
@@ -48,8 +52,10 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def _pack(linear: nn.Module, reasons: set[str]) -> PackedLinear | None:
-    """Returns the packed layer, or None if `linear` must stay. Where the operators do not work on this machine it adds
-    the reason, which is the same for all layers, to `reasons`."""
+    """Returns the packed layer, or None if `linear` must stay.
+
+    If the operators do not work on this machine, it adds the reason, which is the same for all layers, to `reasons`.
+    """
     if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or linear.weight.dtype != torch.bfloat16:
         return None
     try:

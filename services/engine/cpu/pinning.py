@@ -1,6 +1,7 @@
 """Locks pages of host memory, so that a GPU copies to and from it directly instead of through a buffer of the driver.
 
-Never: required. Where memory cannot be locked, copies are slower, and a line in the log says so.
+Owns: the calls of the CUDA runtime. Never: the memory itself. If it cannot be locked, copies are slower, and a warning
+is logged.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import torch
 log = logging.getLogger(__name__)
 
 _PORTABLE = 1
-"""The flag cudaHostRegisterPortable, which locks the memory for the contexts of all devices."""
+"""The flag cudaHostRegisterPortable, with which the memory counts as locked in the contexts of all devices."""
 
 
 def pin(memory: memoryview) -> Callable[[], None]:
-    """Locks `memory` for CUDA devices. Returns a function that unlocks it; call that before the memory is unmapped."""
+    """Locks the pages of `memory` for CUDA devices.
+
+    Returns a function that unlocks it, to be called before the memory is unmapped. If CUDA refuses, it logs a warning
+    and the function does nothing.
+    """
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     runtime = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE))

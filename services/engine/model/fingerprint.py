@@ -1,7 +1,7 @@
 """Describes in a few digests what a loaded model computes, so that workers of different models never share KV.
 
 The reasons are in ADR 0007. Owns: which parts of a model count. Never: how this worker computes it (kernels, threads,
-replaced modules); the digests are taken of the model as it was loaded.
+replaced modules); the digests are taken of the model as it was loaded, with BLAKE2b (RFC 7693).
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _WHOLE_BYTES = 1 << 20
-"""Bytes up to which a tensor is read whole: norms, biases, tables of frequencies. Of larger ones `_SAMPLES` evenly
-spaced elements are read: a checkpoint of 100 GB would take minutes to read, and no two checkpoints differ in only a few
-elements of one matrix."""
+"""Bytes up to which a tensor is read whole: norms, biases, tables of frequencies. Of a larger one only `_SAMPLES`
+elements are read, because a checkpoint of 100 GB would take minutes. Checkpoints of different training differ in nearly
+all elements of a matrix, so the samples show it."""
 _SAMPLES = 4096
+"""Evenly spaced elements that are read of a large tensor."""
 _LARGEST_FLOAT32 = 3.4e38
+"""Magnitude below which a number is rounded to float32 in the digest; larger ones do not fit that type."""
 _PACKING_VERSION = 1
 """The version of the ways in which weights are rounded to fewer bits. Increase it when one gives other values."""
 
 IRRELEVANT = frozenset(
     {
-        # Where it came from, and by which release it was written.
+        # The model's origin, and the release that wrote the file.
         "_name_or_path",
         "_commit_hash",
         "transformers_version",
         "architectures",
         "auto_map",
         "tokenizer_class",
-        # The type it was saved in: the type it runs in is part of the layout.
+        # The type the model was saved in. The type it runs in is part of the layout.
         "dtype",
         "torch_dtype",
-        # How attention is computed.
+        # The implementation of attention and of experts.
         "attn_implementation",
         "_attn_implementation",
         "_experts_implementation",
-        # What a call returns.
+        # What a call of the model returns.
         "return_dict",
         "output_hidden_states",
         "output_attentions",
@@ -71,7 +73,7 @@ IRRELEVANT = frozenset(
     }
 )
 """Fields of a configuration that are known to change nothing that a worker computes. All others count, unknown ones
-too: if two workers that could pair do not, that costs a prefill; if two pair that should not, answers are wrong."""
+too: two workers that could pair and do not cost a prefill, but two that pair and should not give wrong answers."""
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -93,8 +95,11 @@ def config_digest(config: PreTrainedConfig, eos_token_ids: Collection[int]) -> s
 
 
 def numerics(model: PreTrainedModel, scheme: str = "") -> str:
-    """Returns the types of weights and activations in words. `scheme` names the way in which weights were packed into
-    fewer bits; without one they are used in the type they were loaded in."""
+    """Returns the types of weights and activations in words, such as "bfloat16 weights, bfloat16 activations".
+
+    scheme: the way in which weights were packed into fewer bits. Without one they are used in the type they were loaded
+    in.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
     if scheme:
         return f"{scheme} weights, {dtype} activations rounded to 8 bits"
@@ -110,6 +115,7 @@ def quantised_digest(loaded: str, scheme: str) -> str:
 
 
 def _described(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the fields that count, with those of configurations inside this one."""
     fields = config.to_dict()
     for name in config.sub_configs:
         if isinstance(sub_config := getattr(config, name, None), PreTrainedConfig):
@@ -118,8 +124,11 @@ def _described(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _canonical(value: Any) -> Any:
-    """Returns the value in a form that is the same for equal values: one file has 10000 and another 10000.0, and GGUF
-    keeps numbers in 32 bits, which is as exact as a model computes."""
+    """Returns the value in a form that is the same for values that mean the same.
+
+    One file has 10000 where another has 10000.0, and GGUF keeps numbers as float32, which is as exact as a model
+    computes.
+    """
     match value:
         case float() if value.is_integer():
             return int(value)

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a model directory with transformers.
 
 Owns: the corrections of what that conversion leaves out or gets wrong: end-of-sequence ids, chat template, digit
-splitting.
+splitting. Never: the file format itself, which the package `gguf` of llama.cpp reads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _END_OF_TEXT = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "t
 
 
 def convert_gguf(path: Path, directory: Path, *, keep_blocks: bool = False) -> None:
-    """Writes the dequantised model in bfloat16, with its tokenizer, to a new `directory`. Raises UnsupportedModel.
+    """Writes the dequantised model in bfloat16, with its tokenizer, to a new `directory`.
 
-    With `keep_blocks` the quantised weights of linear layers are written beside it as they are in the file.
-
-    The directory appears complete or not at all, and an existing one is left as it is, so that several processes may
-    do this at once.
+    With `keep_blocks` the quantised weights of linear layers are written beside it as they are in the file. The
+    directory appears complete or not at all, and an existing one is left as it is, so several processes may do this at
+    once. Raises UnsupportedModel if the file cannot be read or converted.
     """
     if directory.exists():
         return
@@ -43,7 +42,7 @@ def convert_gguf(path: Path, directory: Path, *, keep_blocks: bool = False) -> N
         try:
             partial.rename(directory)
         except OSError:
-            if not directory.exists():  # otherwise another process was faster
+            if not directory.exists():  # if it exists, another process has written it meanwhile
                 raise
 
 
@@ -53,7 +52,7 @@ def _write(path: Path, directory: Path, keep_blocks: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    with contextlib.suppress(AttributeError):  # what is saved is not quantised any more
+    with contextlib.suppress(AttributeError):  # the saved weights are not quantised any more
         del model.config.quantization_config
     model.generation_config = GenerationConfig(
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
@@ -62,7 +61,8 @@ def _write(path: Path, directory: Path, keep_blocks: bool) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
-        # The conversion does not do this: digits are split off before the byte-level pattern applies.
+        # This pre-tokenizer splits off single digits before it applies the byte-level pattern; the one that the
+        # conversion makes does not.
         split = PreTokenizers([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
         tokenizer.backend_tokenizer.pre_tokenizer = split
     model.save_pretrained(directory)

@@ -1,4 +1,7 @@
-"""Turns a step plan into flat tensors: all tokens of the step one after the other, without padding."""
+"""Turns a step plan into flat tensors, which have all tokens of the step one after the other, without padding.
+
+Owns: the order of tokens in a step's tensors. Never: which tokens a step computes.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from services.engine.schedule.sequence import ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one step, sequences one after the other in the plan's order. Tensors are int64 on the device."""
+    """Keeps the inputs of one step, one sequence after the other in the plan's order. Tensors are int64 on the
+    device."""
 
     token_ids: Tensor
     """Tokens to compute: [num_tokens]."""
     positions: Tensor
     """Each token's place in its sequence: [num_tokens]."""
     slot_blocks: Tensor
-    """Block that takes each token's key and value: [num_tokens]."""
+    """Block to which each token's key and value are written: [num_tokens]."""
     slot_offsets: Tensor
     """Each token's place in that block: [num_tokens]."""
     sample_rows: Tensor
@@ -29,11 +33,11 @@ class StepInputs:
     layout: StepLayout
     """Lengths and blocks of the sequences, for attention."""
     partly_filled: tuple[int, ...]
-    """Blocks to which this step writes the first token, but not the last."""
+    """Blocks whose first slot this step writes, and whose last it does not."""
 
 
 def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: torch.device) -> StepInputs:
-    """Returns the inputs of a step that runs these sequences."""
+    """Returns the inputs of a step that runs these sequences; tensors are made on `device`."""
     tokens = list(chain.from_iterable(sequence.token_ids for sequence in sequences))
     positions: list[int] = []
     slots: list[int] = []
@@ -60,6 +64,7 @@ def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: t
 
 
 def _partly_filled(sequence: ScheduledSequence, block_size: int) -> tuple[int, ...]:
+    """Returns the block that the sequence begins in this step and does not fill, if there is one."""
     end = sequence.start + sequence.num_tokens
     last = end // block_size
     return (sequence.block_ids[last],) if end % block_size and sequence.start <= last * block_size else ()

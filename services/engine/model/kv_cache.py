@@ -1,7 +1,7 @@
 """Holds the memory of the block pool.
 
 Owns: the bytes of all blocks and, on a CPU, the memfd that holds them, so that a peer on the same host can map it.
-Never: who holds which block (`services.kv.pool`), or what is in it.
+Never: who holds which block (`services.kv.pool`), or whose tokens are in it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _COPY_DTYPE = torch.uint8
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of one block: [num_layers, 2 (key, value), block_size, num_kv_heads, head_dim] elements of `dtype`,
-    contiguous."""
+    """Describes a block: [num_layers, 2 (key, value), block_size, num_kv_heads, head_dim] contiguous elements of
+    `dtype`."""
 
     num_layers: int
     num_kv_heads: int
@@ -31,6 +31,7 @@ class KVShape:
 
     @property
     def dimensions(self) -> BlockShape:
+        """Returns the sizes of the dimensions, in the order above."""
         return block_shape(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
@@ -39,7 +40,8 @@ class KVShape:
 
 
 class KVCache:
-    """The tensor of all blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], zero at first."""
+    """Holds one tensor of all blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], zero at
+    first."""
 
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
@@ -62,7 +64,8 @@ class KVCache:
 
     @property
     def fd(self) -> int | None:
-        """Returns the memfd, or None if no peer can map it: on a GPU, where it cannot be sealed, and after `close`."""
+        """Returns the memfd; None if no peer can map the memory: on a GPU, where the kernel cannot seal it, and after
+        `close`."""
         return None if self._memory is None else self._memory.fd
 
     def keys(self, layer: int) -> Tensor:
@@ -70,12 +73,14 @@ class KVCache:
         return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
-        """Returns one layer's values, as `keys` does its keys."""
+        """Returns one layer's values in all blocks: [num_blocks, block_size, num_kv_heads, head_dim], a strided
+        view."""
         return self._values[layer]
 
     def rows(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
-        """Returns the rows to which `write` puts each token's key and value: [num_layers, 2 * num_tokens], keys first.
+        """Returns the rows of the pool to which `write` puts keys and values: [num_layers, 2 * num_tokens] int64.
 
+        Each layer has the rows of all keys, then those of all values. A row is [num_kv_heads * head_dim].
         block_ids, offsets: [num_tokens] int64, each token's block and its place in it.
         """
         layers, _, size, _, _ = self.shape.dimensions
@@ -84,34 +89,42 @@ class KVCache:
         return both + torch.arange(0, layers * 2 * size, 2 * size, device=both.device)[:, None]
 
     def write(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes the KV of new tokens in one layer. rows: that layer's row of `rows`, [2 * num_tokens]; key, value:
-        [num_tokens, num_kv_heads, head_dim]."""
+        """Writes the KV of new tokens in one layer.
+
+        rows: [2 * num_tokens], what the method `rows` returned for that layer.
+        key, value: [num_tokens, num_kv_heads, head_dim].
+        """
         self._tokens.index_copy_(0, rows, torch.cat((key.flatten(1), value.flatten(1))))
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zeroes blocks that the next step begins and does not fill.
 
-        Attention reads whole blocks under a mask, and a NaN that the last owner left there would get through the mask.
+        Attention reads whole blocks and gives masked tokens the weight 0, but 0 times a NaN that the block's last owner
+        left there is NaN.
         """
         if block_ids:
             index = torch.tensor(block_ids, device=self.device)
             self._bytes.index_fill_(0, index, 0)
 
     def read_block(self, block_id: int) -> memoryview:
-        """Returns the block's bytes: on a CPU the memory itself, read-only; elsewhere a copy (see `copy_block`)."""
+        """Returns the block's bytes: on a CPU a read-only view of the memory itself, elsewhere a copy (see
+        `copy_block`)."""
         with torch.cuda.stream(self._copies):
             data = self._bytes[block_id].cpu()
         return data.numpy().data.toreadonly()
 
     def copy_block(self, block_id: int, target: memoryview) -> None:
-        """Copies the block's bytes to `target`. A GPU copies on a CUDA stream of its own, while a step may run: a block
-        is announced only after the step that wrote it has completed on the device."""
-        with torch.cuda.stream(self._copies):  # None: no effect
+        """Copies the block's bytes to `target`, host memory of `block_bytes` bytes.
+
+        On a GPU it uses a CUDA stream of its own, while a step may run. The two need no synchronisation: a block is
+        announced only after the step that wrote it has completed on the device.
+        """
+        with torch.cuda.stream(self._copies):  # without effect if there is no such stream
             torch.frombuffer(target, dtype=_COPY_DTYPE).copy_(self._bytes[block_id])
 
     def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        """Writes all bytes of a block. The caller holds the block, and no step reads it yet. Raises ValueError if
-        `data` has another size."""
+        """Replaces the bytes of a block. The caller holds the block, and no step reads it yet. Raises ValueError unless
+        `data` has `block_bytes` bytes."""
         source = memoryview(data).cast("B")
         if source.nbytes != self.block_bytes:
             raise ValueError(f"{source.nbytes} bytes for a block of {self.block_bytes}")
@@ -119,7 +132,8 @@ class KVCache:
             self._bytes[block_id].numpy().data[:] = source
         else:
             copy = torch.frombuffer(bytearray(source), dtype=_COPY_DTYPE)
-            with torch.cuda.stream(self._copies):  # while a step may run; the copy completes before this returns
+            # A step may run meanwhile. The copy is complete when this returns.
+            with torch.cuda.stream(self._copies):
                 self._bytes[block_id].copy_(copy)
 
     def close(self) -> None:

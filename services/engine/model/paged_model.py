@@ -1,5 +1,6 @@
-"""Runs a transformers decoder over the paged pool: all tokens of a step in one row, without padding.
+"""Runs a transformers decoder over the paged pool (PagedAttention, Kwon et al., arXiv 2309.06180).
 
+All tokens of a step are one row of the model's batch, without padding.
 Owns: the attention function that transformers calls (it writes the step's keys and values into the pool and attends
 through block tables), and the forward pass. Never: which models can be served (`servable`), sampling, scheduling.
 """
@@ -23,11 +24,12 @@ from services.engine.model.inputs import StepInputs
 from services.engine.model.kv_cache import KVCache
 
 _NAME = "baton_paged"
+"""Name of the attention function in transformers' AttentionInterface."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers that the engine needs to know of a model."""
+    """Keeps the numbers that the engine needs to know of a model."""
 
     num_layers: int
     num_heads: int
@@ -35,28 +37,32 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_model_len: int
-    """Most tokens of a sequence, prompt and output, that its positions allow."""
+    """Most tokens of a sequence, prompt and output, for which the model has positions."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Attend(Protocol):
-    """A function that computes attention during one forward pass."""
+    """Computes attention during one forward pass, once for each layer."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        """Returns [1, num_tokens, heads, head_dim]; query, key and value are [1, heads, num_tokens, head_dim]."""
+        """Returns the layer's attention output, [1, num_tokens, num_heads, head_dim].
+
+        query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, head_dim].
+        kwargs: what the model's layer passes, such as scaling, sliding_window and softcap.
+        """
         ...
 
 
-# Set around a forward pass. Several engines may run in one process, each on its own thread.
+# It is set around a forward pass. A context variable keeps the engines of one process apart, each on its own thread.
 _attend: ContextVar[Attend] = ContextVar("attend")
 
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Makes the attention function call `attend` inside the `with` block."""
+    """Makes the attention function call `attend` inside the `with` block, on this thread."""
     token = _attend.set(attend)
     try:
         yield
@@ -78,13 +84,16 @@ def _attention_function(
 @cache
 def register_attention() -> str:
     """Registers the attention function with transformers, and returns the name under which models find it."""
-    # No mask function is registered under this name, which tells transformers to build no mask at all.
+    # Since no mask function is registered under this name, transformers builds no mask at all.
     AttentionInterface.register(_NAME, _attention_function)
     return _NAME
 
 
 class PagedForward:
-    """The `Attend` of one step. The model's layers call it in order, and each call uses the next layer of the pool."""
+    """Writes one step's KV into the pool and attends over the pool. It is an `Attend`.
+
+    The model's layers call it in order, and each call uses the next layer of the pool.
+    """
 
     def __init__(self, inputs: StepInputs, cache: KVCache, attention: PagedAttention) -> None:
         self._inputs = inputs
@@ -110,7 +119,7 @@ class PagedForward:
 
 
 class PagedModel:
-    """A transformers model with its shape and its attention backend."""
+    """Runs the forward pass of a transformers model, with an attention backend over the pool."""
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape, attention: PagedAttention) -> None:
         self.shape = shape
@@ -120,8 +129,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Computes the step's tokens and writes their KV; returns the logits of `inputs.sample_rows`: [num_samples,
-        vocab_size]."""
+        """Computes the step's tokens, writes their KV to `cache`, and returns the logits of `inputs.sample_rows`:
+        [num_samples, vocab_size]."""
         arguments = {"logits_to_keep": inputs.sample_rows} if self._selects_logits else {}
         with attending(PagedForward(inputs, cache, self._attention)):
             logits: Tensor = self.module(

@@ -1,7 +1,7 @@
-"""Decides which models can be served, from the configuration and then from what the model asks of attention.
+"""Decides whether a model can be served, from its configuration and from what its layers pass to attention.
 
-It raises UnsupportedModel with the reason. Differences that it cannot see are found by the numeric check of
-`verification`.
+Owns: the rules, and the reasons in UnsupportedModel. Never: whether the served model computes the right numbers, which
+`verification` checks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
+"""Arguments of the attention function that `attention.paged.Scoring` carries."""
 _IGNORED_ARGUMENTS = {
     "dropout",  # zero outside of training
     "is_causal",
@@ -35,6 +36,7 @@ _IGNORED_ARGUMENTS = {
     "token_type_ids",
     "position_bias_cache",
 }
+"""Arguments of the attention function that change nothing when a trained model serves."""
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -56,8 +58,10 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def examine(model: PreTrainedModel) -> ModelShape:
-    """Runs a few tokens, observes every call of the attention function, and returns the model's shape. Raises
-    UnsupportedModel."""
+    """Runs a few tokens through the model, and returns its shape, as the calls of the attention function show it.
+
+    Raises UnsupportedModel if the model does not run, or passes to attention what the engine does not support.
+    """
     kind = model.config.model_type
     if not model._supports_attention_backend:
         raise UnsupportedModel(f"{kind} does not support transformers' attention interface")
@@ -68,7 +72,7 @@ def examine(model: PreTrainedModel) -> ModelShape:
         with torch.inference_mode(), attending(observer):
             logits = model(input_ids=tokens, position_ids=tokens - 1, use_cache=False).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise UnsupportedModel(f"{kind} does not run unpadded with explicit positions: {error}") from error
+        raise UnsupportedModel(f"{kind} cannot run a sequence with given positions: {error}") from error
     text = model.config.get_text_config(decoder=True)
     num_layers = len(observer.calls)
     if num_layers != text.num_hidden_layers:
@@ -90,13 +94,17 @@ def examine(model: PreTrainedModel) -> ModelShape:
 
 @dataclass(slots=True)
 class _Observer:
-    """An `Attend` over the tokens of the pass itself, which records its calls. Raises UnsupportedModel if it is asked
-    for something that the engine's attention does not do."""
+    """Records the calls of attention in one forward pass, and attends over the tokens of that pass. It is an `Attend`.
+
+    A call raises UnsupportedModel if it needs what the engine's attention does not do.
+    """
 
     kind: str
+    """The model's type, for error messages."""
     calls: list[tuple[int, int, int]] = field(default_factory=list)
-    """Shape of each call: (heads, kv heads, head dimension)."""
+    """Numbers of each call: (query heads, key heads, head dimension)."""
     _keys: list[Tensor] = field(default_factory=list)
+    """Keys of each call, by which layers that share them are found."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -107,7 +115,7 @@ class _Observer:
             if given is not None and name not in _SUPPORTED_ARGUMENTS | _IGNORED_ARGUMENTS
         )
         if unknown:
-            raise UnsupportedModel(f"{self.kind} asks attention for {', '.join(unknown)}")
+            raise UnsupportedModel(f"{self.kind} passes unsupported arguments to attention: {', '.join(unknown)}")
         if mask is not None or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
             raise UnsupportedModel(f"{self.kind} has attention that is not plainly causal")
         if query.shape[-1] != key.shape[-1] or key.shape != value.shape:
@@ -125,7 +133,7 @@ class _Observer:
 
 def _rope_types(text: PreTrainedConfig) -> set[str]:
     parameters = getattr(text, "rope_parameters", None) or {}
-    # Either one set of parameters, or one for each type of layer.
+    # A model has either one set of parameters, or one for each type of layer.
     sets = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return {str(part["rope_type"]) for part in sets if "rope_type" in part}
 
@@ -135,7 +143,8 @@ def _max_model_len(text: PreTrainedConfig) -> int:
     if not isinstance(positions, int):
         raise UnsupportedModel(f"{text.model_type} does not say how many positions it has")
     if "longrope" in _rope_types(text):
-        # Beyond that length transformers uses other factors for the whole sequence, and cached keys would be wrong.
+        # In a longer sequence transformers uses other factors for all its tokens (LongRoPE, arXiv 2402.13753), and the
+        # keys in the pool, which were computed with the first ones, would be wrong.
         original = text.rope_parameters.get("original_max_position_embeddings") or positions
         logger.info("positions are limited to %d, where longrope changes its factors", original)
         return int(min(positions, original))

@@ -1,7 +1,8 @@
-"""Checks at load that the paged forward pass computes what transformers' own eager one computes.
+"""Checks at load that the paged forward pass computes the same logits as transformers' own eager attention.
 
 Two sequences run in chunks and single tokens, mixed in a batch, over a small pool. Their logits are compared with those
 of plain passes over each sequence, which were made before any part of the model was replaced.
+Owns: the tokens of the check and its tolerance. Never: which models are checked, or what follows from a failure.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from services.engine.schedule.sequence import SampleRow, SamplingParams, Schedul
 logger = logging.getLogger(__name__)
 
 _LENGTH = 40
+"""Tokens of the longer sequence, beyond the sliding window if there is one."""
 _WINDOW_LIMIT = 600
-"""Largest sliding window, in tokens, for which the longer sequence is made longer than the window; for a larger one
-that would cost more time than the check is worth."""
+"""Largest sliding window, in tokens, for which the longer sequence is made longer than the window. For a larger one the
+check would take too long, so its window hides nothing."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.4, torch.float16: 0.1}
-"""Largest root mean square of the difference, relative to the spread of the logits. Wrong attention gives about 1.4; in
-bfloat16 transformers' own kinds of attention differ from each other by up to 0.2 on random tokens."""
+"""Largest root mean square of the difference, relative to the spread (standard deviation) of the logits. Wrong
+attention gives about 1.4; in bfloat16 transformers' own kinds of attention differ from each other by up to 0.2 on
+random tokens."""
 
 _OF_ROUNDED_INPUTS = 0.2
 """The tolerance where inputs are rounded to 8 bits: the least difference takes a few of them to the next value, and
@@ -37,10 +40,12 @@ after some layers what is left is the difference that the rounding itself makes.
 
 @dataclass(frozen=True, slots=True)
 class PlainLogits:
-    """Two sequences of random tokens, and the model's own logits after each token."""
+    """Keeps two sequences of random tokens, and the unchanged model's logits after each token."""
 
     long: list[int]
+    """Token ids of the longer sequence."""
     short: list[int]
+    """Token ids of the shorter sequence."""
     of_long: Tensor
     """Logits of the longer sequence: [len(long), vocab_size]."""
     of_short: Tensor
@@ -48,15 +53,17 @@ class PlainLogits:
 
 
 def plain_logits(model: PreTrainedModel, vocab_size: int) -> PlainLogits:
-    """Returns the logits of eager passes; call it before any part of the model is replaced."""
+    """Returns the logits of eager attention over two sequences. Call it before any part of the model is replaced."""
     long, short = _token_ids(vocab_size, _long_length(model)), _token_ids(vocab_size, _LENGTH // 2)
     return PlainLogits(long, short, _eager_logits(model, long), _eager_logits(model, short))
 
 
 def verify(model: PagedModel, block_size: int, plain: PlainLogits, *, rounds_inputs: bool = False) -> float:
-    """Returns the difference, relative to the spread of the logits. Raises UnsupportedModel if it is too large.
+    """Runs both sequences over a small pool and compares the logits with `plain`.
 
-    rounds_inputs: whether linear layers round their inputs to 8 bits, which makes small differences larger.
+    rounds_inputs: whether linear layers round their inputs to 8 bits, which makes small differences larger. Returns the
+    root mean square of the difference, relative to the spread of the logits. Raises UnsupportedModel if it is beyond
+    the tolerance.
     """
     expected = {0: plain.of_long, 1: plain.of_short}
     num_blocks = num_blocks_for(len(plain.long), block_size) + num_blocks_for(len(plain.short), block_size)

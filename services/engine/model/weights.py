@@ -1,6 +1,7 @@
-"""Loads a model's weights from its directory, as `save_pretrained` writes one.
+"""Loads a model's weights from a directory in the layout that transformers' `save_pretrained` writes.
 
-Never: where directories come from (the command line resolves names), or whether the model can be served (`servable`).
+Owns: which files are trusted (safetensors only, and no code of the model's own). Never: where directories come from
+(the command line resolves names), or whether the model can be served (`servable`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from transformers.utils.logging import disable_progress_bar
 from services.core.errors import UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types in which a model can be served, by the names that flags and layouts use."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def load_model(directory: Path, dtype: str, device: torch.device, attention: str) -> PreTrainedModel:
-    """Returns the model on the device, ready to run. Raises UnsupportedModel, also if the weights are not safetensors.
+    """Returns the model on the device, in evaluation mode and without gradients.
 
-    dtype: "auto" is the type the model was saved in. attention: a name registered with the AttentionInterface.
+    dtype: a name in `DTYPES`, or "auto" for the type the model was saved in. attention: a name that is registered with
+    transformers' AttentionInterface. Raises UnsupportedModel if transformers cannot load the model, if its weights are
+    not safetensors, or if they are of no type in `DTYPES`.
     """
-    disable_progress_bar()  # a service writes log lines, not progress bars
+    disable_progress_bar()  # progress bars would break up the log
     if not any(directory.glob("*.safetensors")) and (pickles := sorted(directory.glob("*.bin"))):
         raise UnsupportedModel(
             f"{directory} has its weights only as {pickles[0].name}: a pickle may run code when it is read; "

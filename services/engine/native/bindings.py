@@ -1,7 +1,7 @@
 """Offers the compiled kernels as functions of tensors.
 
 Owns: loading the library, and turning tensors into pointers. Never: when to use a kernel. Callers must see to dtypes
-(bfloat16 throughout), contiguity and limits: a kernel checks nothing.
+(one of `DTYPES`, the same for all tensors of a call), contiguity and limits: a kernel checks nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from ctypes import c_float, c_int, c_long, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,19 @@ from services.engine.native.instruction_sets import usable
 logger = logging.getLogger(__name__)
 
 MAX_HEADS, MAX_HEAD_DIM = 128, 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_Functions = dict[torch.dtype, Any]
+"""One function of the library, as compiled for each dtype."""
 
 
-class DecodeArguments(ctypes.Structure):
-    """The struct `Decode` of kernels.c."""
+class AttentionArguments(ctypes.Structure):
+    """The struct `Attention` of attention.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("query", "keys", "values", "output", "rows", "tables", "starts", "stops")),
-        *((name, c_long) for name in ("batch", "width", "heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_void_p) for name in ("query", "keys", "values", "output")),
+        *((name, c_void_p) for name in ("rows", "query_lens", "context_lens", "table_starts", "tables")),
+        *((name, c_long) for name in ("sequences", "heads", "kv_heads", "head_dim", "block_size", "window")),
         *((name, c_long) for name in ("query_row", "query_head", "block", "token")),
         ("scale", c_float),
         ("softcap", c_float),
@@ -41,37 +47,22 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         """Loads the library at `path`. Raises OSError if that fails."""
         library = ctypes.CDLL(str(path))
-        self._attention = library.baton_decode_attention
-        self._attention.argtypes = [c_void_p]
-        self._rms_norm = library.baton_rms_norm
-        self._rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 2 + [c_float] * 2 + [c_int]
-        self._add_rms_norm = library.baton_add_rms_norm
-        self._add_rms_norm.argtypes = [c_void_p] * 4 + [c_long] * 2 + [c_float] * 2 + [c_int]
-        self._silu_gate = library.baton_silu_gate
-        self._silu_gate.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_int]
-        self._rotate = library.baton_rotate
-        self._rotate.argtypes = [c_void_p] * 3 + [c_long] * 4 + [c_int]
-        self._causal_softmax = library.baton_causal_softmax
-        self._causal_softmax.argtypes = [c_void_p] + [c_long] * 5 + [c_int]
-        for function in (
-            self._attention,
-            self._rms_norm,
-            self._add_rms_norm,
-            self._silu_gate,
-            self._rotate,
-            self._causal_softmax,
-        ):
-            function.restype = None
+        pointer, number, real = c_void_p, c_long, c_float
+        self._attention = _functions(library, "attention", pointer)
+        self._rms_norm = _functions(library, "rms_norm", *[pointer] * 3, *[number] * 2, *[real] * 2, c_int)
+        self._add_rms_norm = _functions(library, "add_rms_norm", *[pointer] * 4, *[number] * 2, *[real] * 2, c_int)
+        self._silu_gate = _functions(library, "silu_gate", *[pointer] * 3, *[number] * 3, c_int)
+        self._rotate = _functions(library, "rotate", *[pointer] * 3, *[number] * 4, c_int)
 
-    def decode_attention(self, arguments: DecodeArguments) -> None:
-        """Computes the attention of decodes, and writes it to `arguments.output`."""
-        self._attention(ctypes.byref(arguments))
+    def attention(self, dtype: torch.dtype, arguments: AttentionArguments) -> None:
+        """Computes attention over the pool, and writes it to `arguments.output`. All tensors have this dtype."""
+        self._attention[dtype](ctypes.byref(arguments))
 
     def rms_norm(self, inputs: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        """Returns the root mean square norm of inputs [..., dim], with weight [dim]; for `offset` see kernels.c."""
+        """Returns the root mean square norm of inputs [..., dim], with weight [dim]; for `offset` see elementwise.c."""
         result = torch.empty_like(inputs)
         dim = inputs.shape[-1]
-        self._rms_norm(
+        self._rms_norm[inputs.dtype](
             inputs.data_ptr(),
             weight.data_ptr(),
             result.data_ptr(),
@@ -87,7 +78,7 @@ class Kernels:
         """Adds `more` to `sums` in place, both [..., dim], and returns the root mean square norm of the result."""
         result = torch.empty_like(sums)
         dim = sums.shape[-1]
-        self._add_rms_norm(
+        self._add_rms_norm[sums.dtype](
             sums.data_ptr(),
             more.data_ptr(),
             weight.data_ptr(),
@@ -104,7 +95,7 @@ class Kernels:
         """Returns silu(gates) * inputs. Both are [..., dim], with the same stride between rows and contiguous rows."""
         dim, stride = inputs.shape[-1], inputs.stride(-2)
         result = torch.empty(inputs.shape, dtype=inputs.dtype)
-        self._silu_gate(
+        self._silu_gate[inputs.dtype](
             gates.data_ptr(),
             inputs.data_ptr(),
             result.data_ptr(),
@@ -119,7 +110,7 @@ class Kernels:
         """Applies rotary positions in place to the first `num_heads` heads of rows [num_rows, width]; cosines and sines
         are [..., num_rows, head_dim]."""
         cosines, sines = cosines.to(rows.dtype).contiguous(), sines.to(rows.dtype).contiguous()
-        self._rotate(
+        self._rotate[rows.dtype](
             rows.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
@@ -130,25 +121,33 @@ class Kernels:
             torch.get_num_threads(),
         )
 
-    def causal_softmax(self, scores: Tensor, first: int, last: int) -> Tensor:
-        """Computes the softmax as `attention.dense.CausalSoftmax` describes, in place."""
-        self._causal_softmax(scores.data_ptr(), *scores.shape, first, last, torch.get_num_threads())
-        return scores
+
+def _functions(library: ctypes.CDLL, kernel: str, *types: type) -> _Functions:
+    """Returns the kernel for each dtype. Raises OSError if the library is of another version and lacks one."""
+    found = {}
+    for dtype in DTYPES:
+        name = f"baton_{str(dtype).removeprefix('torch.')}_{kernel}"
+        try:
+            found[dtype] = library[name]
+        except AttributeError as error:
+            raise OSError(f"it has no {name}; build it again") from error
+        found[dtype].argtypes, found[dtype].restype = types, None
+    return found
 
 
 @cache
 def kernels() -> Kernels | None:
     """Returns the kernels for the best instruction set that this process may use, or None if they were not built or
     cannot be loaded. Raises ConfigError if the environment asks for an unknown instruction set."""
-    built = [each for each in usable() if each.library.exists()]
+    built = [each for each in usable() if each.shared_object.exists()]
     for each in built:
         try:
-            found = Kernels(each.library)
+            found = Kernels(each.shared_object)
         except OSError as error:
             logger.warning("the CPU kernels for %s cannot be loaded: %s", each.name, error)
         else:
             logger.info("CPU kernels for %s", each.name)
             return found
     if not built:
-        logger.info("the CPU kernels were not built (no C compiler was there): decodes are slower")
+        logger.info("the CPU kernels were not built (no C compiler was there): steps are slower")
     return None

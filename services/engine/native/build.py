@@ -1,5 +1,6 @@
-"""Compiles the C files beside it once for each instruction set. Run as `python -m services.engine.native.build`.
+"""Compiles the C files beside it once for each instruction set and type of elements.
 
+Run as `python -m services.engine.native.build`.
 Owns: which compiler is used, with which flags. Never: whether the result is right (each user of a kernel checks that at
 load). Baton runs without the kernels, so a missing compiler is only reported; a compiler that fails is an error.
 """
@@ -16,16 +17,24 @@ from pathlib import Path
 
 from services.engine.native.instruction_sets import InstructionSet, instruction_sets
 
-_SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+_FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
-_ALSO = {"quantised.c": ("-fno-fast-math",)}
-"""Flags of single files. Quantised products round where they say they do, so that they never differ by a step."""
+_PARTS = (
+    *(
+        (source, (f"-D{each}",))
+        for source in ("attention.c", "elementwise.c")
+        for each in ("FLOAT32", "BFLOAT16", "FLOAT16")
+    ),
+    ("quantised.c", ("-fno-fast-math",)),
+)
+"""The files of a library and the flags of each. Those with a macro are compiled for each type of elements (elements.h).
+Quantised products round where they say they do, so that instruction sets never differ by a step."""
 
 
 def main() -> int:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if not compiler:
-        print("no C compiler: Baton runs without its CPU kernels (slower decodes on CPUs)")
+        print("no C compiler: Baton runs without its CPU kernels (slower steps on CPUs)")
         return 0
     wanted = instruction_sets()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -43,13 +52,13 @@ def main() -> int:
 
 def _build(compiler: str, wanted: InstructionSet) -> str:
     """Builds one library; returns why it could not, or an empty text."""
-    with tempfile.TemporaryDirectory(dir=wanted.library.parent) as folder:
-        objects = [Path(folder, source.with_suffix(".o").name) for source in _SOURCES]
-        library = Path(folder, wanted.library.name)
+    with tempfile.TemporaryDirectory(dir=wanted.shared_object.parent) as folder:
+        objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(_PARTS)}
+        library = Path(folder, wanted.shared_object.name)
         for command in (
             *(
-                [compiler, *_flags(source, wanted), "-c", str(source), "-o", str(compiled)]
-                for source, compiled in zip(_SOURCES, objects, strict=True)
+                [compiler, *_COMPILE, *flags, *wanted.compiler_flags, "-c", str(_FOLDER / source), "-o", str(compiled)]
+                for compiled, (source, flags) in objects.items()
             ),
             # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
             [compiler, "-shared", *map(str, objects), "-o", str(library)],
@@ -57,12 +66,8 @@ def _build(compiler: str, wanted: InstructionSet) -> str:
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:
                 return f"{' '.join(command)} failed\n{result.stderr}"
-        os.replace(library, wanted.library)  # a process that has the old library loaded keeps it
+        os.replace(library, wanted.shared_object)  # a process that has the old library loaded keeps it
     return ""
-
-
-def _flags(source: Path, wanted: InstructionSet) -> tuple[str, ...]:
-    return *_COMPILE, *_ALSO.get(source.name, ()), *wanted.compiler_flags
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class InstructionSet:
     """Flags that /proc/cpuinfo must list."""
 
     @property
-    def library(self) -> Path:
+    def shared_object(self) -> Path:
         """The library that is compiled for it."""
         return Path(__file__).with_name(f"kernels-{self.name}.so")
 
@@ -81,11 +81,12 @@ def usable(
         limit = meanings.get(value)
         if limit in names:
             first = max(first, names.index(limit))
-    present = _flags(cpuinfo)
+    present = cpu_flags(cpuinfo)
     return tuple(each for each in known[first:] if each.needs <= present)
 
 
-def _flags(cpuinfo: Path) -> frozenset[str]:
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Returns the flags of the first processor; none where the kernel does not list them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

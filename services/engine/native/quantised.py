@@ -88,7 +88,7 @@ def products() -> Products | None:
     Raises ConfigError if the environment asks for an unknown instruction set."""
     for each in usable():
         try:
-            return Products(each.library)
+            return Products(each.shared_object)
         except (OSError, AttributeError):
             continue  # `bindings.kernels` says what was not built or cannot be loaded
     return None

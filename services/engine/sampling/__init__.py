@@ -1,5 +1,5 @@
-"""Has the sampler: logits in, one token for each row out.
+"""Chooses one token for each row of logits.
 
-`sampler` draws, after `penalties` has changed single logits, with the random numbers of `noise`. A sequence's
+`penalties` changes single logits first; `sampler` then chooses, with the random numbers of `noise`. A sequence's
 parameters are `services.engine.schedule.sequence.SamplingParams`.
 """

@@ -1,4 +1,7 @@
-"""Changes single logits before sampling: bias, penalties, masked ids. It touches only the tokens concerned."""
+"""Changes the logits of single tokens before sampling, by bias, penalties and masks.
+
+Owns: their formulas and their order. Never: which tokens are masked, or the choice of a token.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from services.engine.schedule.sequence import SampleRow
 
 
 def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Changes the logits, [num_rows, vocab_size], in place: adds the bias, applies the repetition penalty, then the
-    presence and frequency penalties, and then the masks."""
+    """Changes the logits, [num_rows, vocab_size], in place; `rows` has one entry for each row.
+
+    It adds the bias, applies the repetition penalty, subtracts the presence and frequency penalties as OpenAI's API
+    defines them, and then sets masked tokens to -inf.
+    """
     for at, row in enumerate(rows):
         sampling = row.sampling
         if sampling.logit_bias:
@@ -33,8 +39,10 @@ def _add(logits: Tensor, token_ids: Sequence[int] | np.ndarray, amounts: Sequenc
 
 
 def _penalise_repetition(logits: Tensor, row: SampleRow) -> None:
-    """Applies the repetition penalty of Keskar et al., CTRL (arXiv 1909.05858), in place. It depends on the logit's
-    sign, so that a penalty above 1 always lowers the logit."""
+    """Applies the repetition penalty of Keskar et al., CTRL (arXiv 1909.05858), in place.
+
+    Positive logits are divided by it and others multiplied, so that a penalty above 1 always lowers the logit.
+    """
     penalty = row.sampling.repetition_penalty
     seen = np.unique(np.array(row.prompt_token_ids + row.output_token_ids))
     index = torch.as_tensor(seen, device=logits.device)

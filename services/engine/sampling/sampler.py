@@ -1,8 +1,9 @@
 """Chooses one token for each row of logits.
 
-Sampling is Gumbel-max: the token with the largest (logit / temperature + noise) among those that the filters keep has
-exactly the softmax distribution. The filters do not sort the whole vocabulary, and noise is not computed for all of it:
-nearly always only the best few tokens matter, and bounds show when that is so.
+It samples with the Gumbel-max trick (see Maddison et al., arXiv 1411.0030): the token with the largest (logit /
+temperature + Gumbel noise) among those that the filters keep is distributed exactly as their softmax. The filters do
+not sort the whole vocabulary, and noise is not computed for all of it: nearly always only the tokens with the largest
+logits matter, and bounds show when that is so.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from services.engine.sampling.penalties import adjust
 from services.engine.schedule.sequence import SampledToken, SampleRow, SamplingParams
 
 _NUM_CANDIDATES = 128
+"""Tokens with the largest logits whose noise is always computed; more if top_k keeps more."""
 _LEAST_TEMPERATURE = 1e-30
-"""Smallest temperature that is used; smaller ones above 0 are raised to it. It is greedy in effect, and nothing is
-divided by a number that float32 rounds to zero."""
+"""Smallest temperature that is used; smaller ones above 0 are raised to it. Its effect is that of greedy sampling, and
+float32 does not round it to 0."""
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    """Returns one token for each row. logits: [len(rows), vocab_size] of any float type; they may be changed.
+    """Returns one token for each row: with temperature 0 the one with the largest logit, else one drawn at random.
 
-    The result is deterministic.
+    logits: [len(rows), vocab_size] of any float type; they may be changed. The result is a function of the arguments.
     """
     logits = logits.float()
     adjust(logits, rows)
@@ -46,7 +48,7 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     vocab_size = logits.shape[1]
     params = [row.sampling for row in rows]
     temperatures = torch.tensor([max(each.temperature, _LEAST_TEMPERATURE) for each in params], device=logits.device)
-    # Logits are made relative to the best one, so that small temperatures do not overflow.
+    # The largest logit is subtracted first, so that division by a small temperature cannot overflow to +inf.
     scaled = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures[:, None])
     num_candidates = min(vocab_size, max(_NUM_CANDIDATES, *(each.top_k for each in params)))
     values, token_ids = scaled.topk(num_candidates)
@@ -57,8 +59,8 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     best, place = scores.max(-1)
     chosen = token_ids.gather(-1, place[:, None])[:, 0]
     if num_candidates < vocab_size:
-        # A token beyond the candidates has at most the value of the last one. Where the filters keep such tokens, those
-        # with enough noise to win are compared too.
+        # A token that is no candidate has at most the value of the last candidate. Where the filters keep such tokens,
+        # those whose noise is large enough to win are compared too.
         open_rows = (values[:, -1] >= least).nonzero()[:, 0]
         if len(open_rows):
             needed = best[open_rows] - values[open_rows, -1]
@@ -68,7 +70,11 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _best_with_noise(scaled: Tensor, least: Tensor, keys: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the score and token id of the best token among those with at least `needed` noise: [num_rows] each."""
+    """Returns the best score, and its token id, among the tokens whose noise is at least `needed`: [num_rows] each.
+
+    scaled: [num_rows, vocab_size]; least, needed: [num_rows]; keys: [2, num_rows]. A row without such tokens has the
+    score -inf.
+    """
     hashes = noise.hash_all(keys, scaled.shape[1])
     rows, token_ids = (hashes >= noise.least_hash(needed)[:, None]).nonzero(as_tuple=True)
     values = scaled[rows, token_ids]
@@ -81,9 +87,10 @@ def _best_with_noise(scaled: Tensor, least: Tensor, keys: Tensor, needed: Tensor
 
 
 def _least_kept(scaled: Tensor, values: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Returns the smallest scaled logit that is kept by top_k, by top_p among those, and by min_p: [num_rows].
+    """Returns the smallest scaled logit that top_k, top_p among the tokens of top_k, and min_p keep: [num_rows].
 
-    Tokens that tie with it are kept. scaled: [num_rows, vocab_size], the best at 0; values: its largest ones, sorted.
+    Tokens that tie with it are kept. min_p (Nguyen et al., arXiv 2407.01082) is relative to the largest probability.
+    scaled: [num_rows, vocab_size], the largest of each row 0; values: [num_rows, num_candidates], the largest, sorted.
     """
     device, vocab_size = scaled.device, scaled.shape[1]
     least = torch.full((len(params),), -torch.inf, device=device)
@@ -102,9 +109,9 @@ def _least_kept(scaled: Tensor, values: Tensor, params: Sequence[SamplingParams]
 
 
 def _nucleus_edges(scaled: Tensor, values: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Returns the value of the last token of the smallest set whose probability reaches `top_p`: [num_rows].
+    """Returns the smallest scaled logit of the nucleus: the fewest tokens that together reach `top_p`: [num_rows].
 
-    This is nucleus sampling (Holtzman et al., arXiv 1904.09751).
+    This is nucleus sampling (Holtzman et al., arXiv 1904.09751). top_k, top_p: [num_rows]; a top_k of 0 keeps all.
     """
     excluded = (torch.arange(values.shape[1], device=values.device) >= top_k[:, None]) & (top_k[:, None] > 0)
     kept = values.double().masked_fill(excluded, -torch.inf)
@@ -119,8 +126,11 @@ def _nucleus_edges(scaled: Tensor, values: Tensor, top_k: Tensor, top_p: Tensor)
 
 
 def _nucleus_edge(scaled: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
-    """Returns the edge of one row whose candidates do not reach `top_p`. total: the logsumexp of the row."""
-    # Tokens left out here have less than 1 - top_p of the probability together, so the others reach top_p.
+    """Returns the smallest scaled logit of the nucleus of one row, [vocab_size], whose candidates do not reach `top_p`.
+
+    total: the logsumexp of the row.
+    """
+    # Tokens left out here have together a probability below 1 - top_p, so the others reach top_p.
     likely = scaled[scaled.double() >= total + ((1 - top_p) / len(scaled)).log()].sort(descending=True).values
     reached = (likely.double() - total).exp().cumsum(0)
     last = (reached < top_p).sum().clamp(max=len(likely) - 1)

@@ -310,10 +310,13 @@ class Canaries:
         self._answers.forget(self._book.workers.__contains__)
 
     def _failed(self, canary: Canary, worker: Worker, error: BatonError, now: float) -> None:
+        if isinstance(error, DeadlineExceeded):
+            self._timed_out(canary, now)  # the worker has the same limit, and was the first to notice
+            return
         self._end(canary)
         if isinstance(error, Draining):
             self._book.workers.drain(worker, now)
-        elif isinstance(error, FATAL) and not isinstance(error, DeadlineExceeded):
+        elif isinstance(error, FATAL):
             # The canary itself is at fault, for instance too long for the worker. The worker has answered: it is alive.
             self._book.workers.succeeded(worker.info.worker_id, now)
         else:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from prometheus_client import generate_latest
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, types_pb2, worker_pb2
+from tests.support.examples import num_examples
 from tests.support.protofuzz import Overrides, extremes, messages
 from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, read, request
 from tests.support.scripted_worker import ScriptedWorker
@@ -248,7 +249,7 @@ _LEGS: Overrides = {f"baton.v1.{kind}.leg": _LEG for kind in ("SequenceTokens", 
 
 
 @given(draw=st.data())
-@settings(max_examples=100, derandomize=True, database=None, suppress_health_check=_QUIET)
+@settings(max_examples=num_examples(100), derandomize=True, database=None, suppress_health_check=_QUIET)
 async def test_workers_that_rave(cluster: Cluster, draw: Any) -> None:
     """Random events and loads from two that are too small to be used; the others answer as ever."""
     if not cluster.workers:

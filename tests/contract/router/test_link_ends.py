@@ -21,28 +21,10 @@ from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Role
 from services.router.sessions import SessionTimes, WorkerLink
 from services.rpc.channels import dial
+from tests.support.link_owner import Owner
 
 LINKS = 200
 Peer = Callable[[socket.socket], None]
-
-
-class Owner:
-    """Hears how the link ends."""
-
-    def __init__(self) -> None:
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def link_opened(self, link: WorkerLink) -> None:
-        raise AssertionError("nobody is there")
-
-    def worker_message(self, link: WorkerLink, message: Any) -> None:
-        raise AssertionError("nobody is there")
-
-    def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
-        self.lost.set_result(reason)
-
-    def held_leases(self, link: WorkerLink) -> list[bytes]:
-        return []
 
 
 def _resets(connection: socket.socket) -> None:
@@ -114,6 +96,7 @@ async def test_no_task_of_a_link_is_left(peer: Peer | None, closed: bool, caplog
                 await link.close()
         else:
             assert all([await owner.lost for owner in owners])
+        assert not any(owner.opened.is_set() for owner in owners), "nobody is there"
         if left := asyncio.all_tasks() - before:  # they end when gRPC has told the status of what was cancelled
             _, left = await asyncio.wait(left, timeout=10.0)
         assert not left

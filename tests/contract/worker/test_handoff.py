@@ -13,7 +13,6 @@ import pytest
 from baton.v1 import types_pb2, worker_pb2
 from services.engine.schedule.sequence import Sequence
 from services.worker import host as worker_host
-from tests.support.models import tiny_model
 from tests.support.workers import (
     DECODE,
     MIXED,
@@ -27,11 +26,6 @@ from tests.support.workers import (
     until,
     worker_config,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 async def alone(host: Any, router: ScriptedRouter, max_tokens: int = 8) -> list[int]:

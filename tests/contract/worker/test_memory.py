@@ -16,7 +16,6 @@ from services.engine.schedule.sequence import Sequence
 from services.kv.imports import Import
 from services.kv.lease import FetchTicket, Lease
 from services.prefill.leg import PrefillLeg
-from tests.support.models import tiny_model
 from tests.support.workers import (
     DECODE,
     PREFILL,
@@ -31,11 +30,6 @@ from tests.support.workers import (
 )
 
 KINDS = (PrefillLeg, DecodeLeg, Lease, FetchTicket, Import, Sequence)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 def alive() -> Counter[str]:

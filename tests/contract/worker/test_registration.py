@@ -19,7 +19,6 @@ from services.rpc.serving import GrpcServer
 from services.worker import registration
 from services.worker.host import WorkerHost
 from services.worker.registration import Registrations, pause_s
-from tests.support.models import tiny_model
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import DECODE, running_worker, until, worker_config
 
@@ -73,11 +72,6 @@ def told(caplog: pytest.LogCaptureFixture, words: str) -> int:
 @pytest.fixture(autouse=True)
 def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 async def health(host: WorkerHost, service: str) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.clock import MonotonicClock
@@ -23,7 +22,7 @@ from services.router.sessions import SessionTimes, WorkerLink
 from services.rpc.serving import GrpcServer
 from services.worker.host import WorkerHost
 from services.worker.session import WORKER_SERVICE, RouterSession
-from tests.support.models import tiny_model
+from tests.support.link_owner import Owner
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import PREFILL, ScriptedRouter, running_worker, until, worker_config
 
@@ -32,11 +31,6 @@ TIMES = {"silence_s": SILENCE_S, "heartbeat_s": 0.1, "lease_ttl_s": 3600.0}
 PROMPT = list(range(5, 105))
 MIB = 1 << 20
 Request = worker_pb2.SessionRequest
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 def the_session(host: WorkerHost) -> RouterSession:
@@ -145,26 +139,6 @@ class NeverListens(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(TIMES["heartbeat_s"])
 
 
-class Owner:
-    """Hears how the link ends."""
-
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def link_opened(self, link: WorkerLink) -> None:
-        self.opened.set()
-
-    def worker_message(self, link: WorkerLink, message: Any) -> None:
-        pass
-
-    def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
-        self.lost.set_result(reason)
-
-    def held_leases(self, link: WorkerLink) -> list[bytes]:
-        return []
-
-
 async def test_a_worker_that_does_not_read_although_it_speaks() -> None:
     """Commands to it would pile up in the router, and what they ask for would never be done."""
     server = GrpcServer(token=CLUSTER_TOKEN)
@@ -181,5 +155,5 @@ async def test_a_worker_that_does_not_read_although_it_speaks() -> None:
         command = worker_pb2.PrefillCommand(leg=leg, request_id="r" * MIB)
         link.send(Request(prefill=command))
     async with asyncio.timeout(4 * SILENCE_S):
-        assert await owner.lost == f"takes nothing for {SILENCE_S:g} s"
+        assert await owner.lost == (f"takes nothing for {SILENCE_S:g} s", True)
     await server.stop()

@@ -27,7 +27,6 @@ from services.worker.host import WorkerHost
 from services.worker.machine import Machine
 from services.worker.main import engine_config
 from services.worker.transfer import TRANSPORTS
-from tests.support.models import tiny_model
 from tests.support.trusted import CLUSTER_TOKEN
 from tests.support.workers import (
     DECODE,
@@ -39,11 +38,6 @@ from tests.support.workers import (
     running_worker,
     worker_config,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """HTTP under random bodies and headers: an answer, or an error that names its kind; never a 5xx, and nothing is held.
 
-`BATON_FUZZ_EXAMPLES=2000 pytest tests/integration/http/test_fuzz.py` draws more, from the same sequence.
+`BATON_EXAMPLES=2000 pytest tests/integration/http/test_fuzz.py` draws more, from the same sequence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,13 +17,13 @@ from hypothesis import HealthCheck, event, given, settings
 
 from services.router.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.examples import num_examples
 from tests.support.http_client import HTTP, bare_client, events
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.workers import DECODE, PREFILL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "0"))
 CONTEXT_TOKENS = 80
 ERRORS = {400, 404, 415}
 GOOD: dict[str, Any] = {"prompt": [9] * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -126,7 +125,7 @@ async def unharmed(cluster: Cluster) -> AsyncIterator[None]:
 @pytest.mark.parametrize("path", ENDPOINTS)
 @given(draw=st.data())
 @settings(
-    max_examples=EXAMPLES or 120,
+    max_examples=num_examples(120),
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.core.hashing import BlockHash, block_hashes
 from services.kv.pool import BlockClass, BlockPool, Holder, OutOfBlocks
+from tests.support.examples import num_examples
 
 CHAINS = [block_hashes([stem] * 5, 1) for stem in range(3)]
 
@@ -111,5 +112,5 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.ledger().cached == len(self.found)
 
 
-BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+BlockPoolMachine.TestCase.settings = settings(max_examples=num_examples(100), stateful_step_count=40)
 TestBlockPool = BlockPoolMachine.TestCase

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from services.core.clock import ManualClock
 from services.core.errors import Cancelled
 from services.kv.imports import Import, ImportState, ImportTable
+from tests.support.examples import num_examples
 
 OWNERS = st.sampled_from(["first", "second"])
 
@@ -106,5 +107,5 @@ class ImportMachine(RuleBasedStateMachine):
         assert sorted(kept) == sorted(set(range(64)) - self.free)
 
 
-ImportMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+ImportMachine.TestCase.settings = settings(max_examples=num_examples(100), stateful_step_count=40)
 TestImports = ImportMachine.TestCase

@@ -12,6 +12,7 @@ from services.core.clock import ManualClock
 from services.core.errors import LeaseInvalid, LeaseNotSealed
 from services.kv.lease import FetchEnd, FetchTicket, Lease, LeaseState
 from services.kv.lease_table import LeaseTable
+from tests.support.examples import num_examples
 
 BLOCK_SIZE, TTL_S, STALL_S, REMEMBER_S = 4, 10.0, 5.0, 60.0
 OWNERS = st.sampled_from(["first", "second"])
@@ -202,11 +203,11 @@ class LeaseMachine(RuleBasedStateMachine):
         self.ended_exactly_once()
 
 
-LeaseMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+LeaseMachine.TestCase.settings = settings(max_examples=num_examples(120), stateful_step_count=40)
 TestLeases = LeaseMachine.TestCase
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(st.lists(st.tuples(st.sampled_from(["open", "ack", "close"]), st.floats(0, 4)), max_size=120))
 def test_one_leg_cannot_keep_a_sealed_lease_for_ever(steps: list[tuple[str, float]]) -> None:
     """Whatever it opens, acknowledges and closes: time to live once, and the stall clock once per block."""

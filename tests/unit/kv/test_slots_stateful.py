@@ -14,6 +14,7 @@ from services.core.errors import LeaseInvalid, LeaseNotSealed
 from services.kv.lease import FetchTicket, Lease, LeaseState
 from services.kv.lease_table import LeaseTable
 from services.kv.slots import SlotTable
+from tests.support.examples import num_examples
 
 STALL_S = 5.0
 PICKS = st.integers(0, 11)
@@ -255,5 +256,5 @@ class SlotMachine(RuleBasedStateMachine):
         assert not [fetch for fetch in open_ones if fetch.ticket.ended is None]
 
 
-SlotMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60)
+SlotMachine.TestCase.settings = settings(max_examples=num_examples(400), stateful_step_count=60)
 TestSlots = SlotMachine.TestCase

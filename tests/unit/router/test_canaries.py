@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.core.errors import BatonError, Draining, InvalidRequest, LeaseInvalid, StepFailed
+from services.core.errors import BatonError, DeadlineExceeded, Draining, InvalidRequest, LeaseInvalid, StepFailed
 from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -20,19 +20,13 @@ from services.router.coordinator.events import (
 from services.router.coordinator.workers import WorkerState
 from services.router.health import Health
 from services.router.policy import Fingerprint, Role
-from tests.support.canary_bench import BROKEN, Deep, is_canary
+from tests.support.canary_bench import BROKEN, Deep, is_canary, proven_pair
 from tests.support.router_bench import started, tokens
 
 
 @pytest.fixture
 def bench() -> Deep:
-    """A prefill and a decode worker that have passed everything."""
-    bench = Deep()
-    bench.add("p", Role.PREFILL)
-    bench.add("d", Role.DECODE)
-    bench.pass_transfer()
-    bench.take_all(CancelLeg)
-    return bench
+    return proven_pair()
 
 
 # Joining
@@ -290,12 +284,18 @@ def test_what_is_not_the_pairs_fault(bench: Deep, error: BatonError) -> None:
     )
 
 
-def test_a_transfer_that_hangs(bench: Deep) -> None:
+@pytest.mark.parametrize("who_notices", ["router", "worker"])
+def test_a_transfer_that_hangs(bench: Deep, who_notices: str) -> None:
+    """The worker has the same limit, and may be the first to say that it has passed. Its own health does not suffer."""
     bench.add("e", Role.DECODE)
     prefill, decode = bench.begin_transfer()
     bench.say("e", DecodeAdmitted(decode.leg))
-    bench.wait(10.0)
+    if who_notices == "router":
+        bench.wait(10.0)
+    else:
+        bench.say("e", LegFailed(decode.leg, DeadlineExceeded("the deadline passed on the decode worker")))
     assert [cancel.leg for cancel in bench.take_all(CancelLeg)] == [prefill.leg, decode.leg]
     pair = bench.coordinator.worker("e").sources.get(bench.infos["p"])
     assert pair is not None
     assert (pair.health.num_failures, pair.health.reason) == (1, "no transfer within 10 s")
+    assert bench.coordinator.worker("e").health.num_failures == 0

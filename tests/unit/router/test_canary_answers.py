@@ -12,19 +12,13 @@ from services.router.coordinator.events import (
 )
 from services.router.health import Health, HealthConfig
 from services.router.policy import Role
-from tests.support.canary_bench import Deep, is_canary
+from tests.support.canary_bench import Deep, is_canary, proven_pair
 from tests.support.router_bench import is_leg, tokens
 
 
 @pytest.fixture
 def bench() -> Deep:
-    """A prefill and a decode worker that have passed everything."""
-    bench = Deep()
-    bench.add("p", Role.PREFILL)
-    bench.add("d", Role.DECODE)
-    bench.pass_transfer()
-    bench.take_all(CancelLeg)
-    return bench
+    return proven_pair()
 
 
 class Asked(Deep):

@@ -28,18 +28,14 @@ from services.router.coordinator.events import (
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import WorkerState
 from services.router.policy import Fingerprint, Role
-from tests.support.router_bench import Bench, started, tokens
+from tests.support.router_bench import Bench, started, tokens, two_of_each
 
 GONE = LeaseInvalid("gone")
 
 
 @pytest.fixture
 def bench() -> Bench:
-    """Two prefill and two decode workers; "p1" and "d1" are chosen first."""
-    bench = Bench()
-    for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
-        bench.join(worker_id, role)
-    return bench
+    return two_of_each()
 
 
 # Stale legs

@@ -31,15 +31,6 @@ from services.router.policy import Role
 from tests.support.router_bench import Bench, started, tokens
 
 
-@pytest.fixture
-def bench() -> Bench:
-    """One prefill worker, one decode worker."""
-    bench = Bench()
-    bench.join("p", Role.PREFILL)
-    bench.join("d", Role.DECODE)
-    return bench
-
-
 def test_a_request_from_arrival_to_finish(bench: Bench) -> None:
     bench.submit(num_tokens=20, max_tokens=3)
     assert bench.phase() is Phase.PREFILLING

@@ -19,7 +19,7 @@ from services.router.coordinator.events import (
 from services.router.coordinator.workers import WorkerState
 from services.router.health import Health
 from services.router.policy import Role
-from tests.support.router_bench import Bench, started, tokens
+from tests.support.router_bench import Bench, started, tokens, two_of_each
 
 MANY = range(2, 9)
 """More than three."""
@@ -27,13 +27,7 @@ MANY = range(2, 9)
 
 @pytest.fixture
 def bench() -> Bench:
-    """Two prefill and two decode workers; "p1" and "d1" are chosen first."""
-    bench = Bench()
-    for worker_id in ("p1", "p2"):
-        bench.join(worker_id, Role.PREFILL)
-    for worker_id in ("d1", "d2"):
-        bench.join(worker_id, Role.DECODE)
-    return bench
+    return two_of_each()
 
 
 def finish(bench: Bench, prefill: SendLeg) -> int:

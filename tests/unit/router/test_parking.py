@@ -21,15 +21,6 @@ from services.router.policy import Role
 from tests.support.router_bench import Bench, started, tokens
 
 
-@pytest.fixture
-def bench() -> Bench:
-    """One prefill worker, one decode worker."""
-    bench = Bench()
-    bench.join("p", Role.PREFILL)
-    bench.join("d", Role.DECODE)
-    return bench
-
-
 def test_a_refused_handoff_is_parked_and_tried_again_on_a_newer_snapshot(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d", DecodeRefused(decode.leg, 2, 1))

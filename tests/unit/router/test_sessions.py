@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,25 +13,7 @@ from services.core.clock import MonotonicClock
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Fingerprint, Role
 from services.router.sessions import SessionTimes, WorkerLink
-
-
-class Owner:
-    """Hears how the link ends."""
-
-    def __init__(self) -> None:
-        self.crashed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    def link_opened(self, link: WorkerLink) -> None:
-        pass
-
-    def worker_message(self, link: WorkerLink, message: Any) -> None:
-        pass
-
-    def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
-        self.crashed.set_result(crashed)
-
-    def held_leases(self, link: WorkerLink) -> list[bytes]:
-        return []
+from tests.support.link_owner import Owner
 
 
 class FakeChannel:
@@ -84,5 +65,5 @@ async def test_a_write_that_meets_the_end_of_a_leaving_worker(
     if told:
         link.send_leave(5.0)
     link.start()
-    assert await owner.crashed is crashed
+    assert (await owner.lost)[1] is crashed
     await link.close()

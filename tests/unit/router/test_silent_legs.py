@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from services.core.errors import LeaseInvalid, Overloaded, TransferFailed, WorkerFailed
-from services.router.coordinator.actions import CancelLeg, SendLeg
-from services.router.coordinator.config import CoordinatorConfig
+from services.core.errors import Overloaded, WorkerFailed
+from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
-    ImportFailed,
     ImportReady,
     LeaseEnd,
     LeaseEnded,
 )
 from services.router.coordinator.request import Phase
-from services.router.health import Health, HealthConfig
+from services.router.health import HealthConfig
 from services.router.policy import Role
-from tests.support.router_bench import Bench, started, tokens
-
-
-@pytest.fixture
-def bench() -> Bench:
-    bench = Bench()
-    bench.join("p", Role.PREFILL)
-    bench.join("d", Role.DECODE)
-    return bench
+from tests.support.router_bench import AT_REST, BUSY, Bench, started, tokens
 
 
 def lists(bench: Bench, worker_id: str, newest_leg: int, *legs: int) -> None:
@@ -185,23 +175,12 @@ def test_lost_three_times_is_enough(bench: Bench) -> None:
 # What is listed and says nothing
 
 
-def beat(bench: Bench, worker_id: str, seconds: float, **load: int) -> None:
-    """Heartbeats for so long."""
-    for _ in range(round(seconds / 0.5)):
-        bench.wait(0.5)
-        bench.load(worker_id, **load)
-
-
-AT_REST = {"num_running": 0, "blocks_active": 0, "blocks_leased": 0, "num_waiting": 1}
-BUSY = {"num_running": 1, "blocks_active": 64, "num_waiting": 1, "blocks_free": 0}
-
-
 def test_a_prefill_that_a_worker_at_rest_does_not_begin(bench: Bench) -> None:
     bench.submit()
     silent = bench.take_leg(Role.PREFILL)
-    beat(bench, "p", 9.5, **AT_REST)
+    bench.beat("p", 9.5, **AT_REST)
     assert not bench.take_legs(Role.PREFILL)
-    beat(bench, "p", 2.0, **AT_REST)
+    bench.beat("p", 2.0, **AT_REST)
     assert bench.take(CancelLeg).leg == silent.leg
     bench.take_leg(Role.PREFILL)
 
@@ -220,9 +199,9 @@ def test_a_prefill_in_the_queue_of_a_busy_worker(bench: Bench) -> None:
     """It waits there as long as it might here, and its worker is not to blame."""
     bench.submit()
     bench.take_leg(Role.PREFILL)
-    beat(bench, "p", 115.0, **BUSY)
+    bench.beat("p", 115.0, **BUSY)
     assert bench.phase() is Phase.PREFILLING
-    beat(bench, "p", 6.0, **BUSY)
+    bench.beat("p", 6.0, **BUSY)
     assert isinstance(bench.failed["r"], Overloaded)
     assert not bench.coordinator.worker("p").health.num_failures
     bench.assert_idle()
@@ -234,9 +213,9 @@ def test_a_prompt_that_takes_long_is_given_its_time(bench: Bench) -> None:
     command = bench.take_leg(Role.PREFILL)
     bench.say("p", started(command))
     bench.say("d", DecodeAdmitted(bench.take_leg(Role.DECODE).leg))
-    beat(bench, "p", 400.0, **BUSY, ms_per_prefill_token=46)
+    bench.beat("p", 400.0, **BUSY, ms_per_prefill_token=46)
     assert "r" not in bench.failed
-    beat(bench, "p", 200.0, **BUSY, ms_per_prefill_token=46)
+    bench.beat("p", 200.0, **BUSY, ms_per_prefill_token=46)
     assert command.leg in [cancel.leg for cancel in bench.take_all(CancelLeg)], "but not for ever"
 
 
@@ -246,10 +225,10 @@ def test_a_whole_sequence_that_is_never_begun(load: dict[str, int]) -> None:
     bench.join("d", Role.DECODE)
     bench.submit()
     command = bench.take_legs(Role.DECODE)[-1]
-    beat(bench, "d", 12.0, **load)
+    bench.beat("d", 12.0, **load)
     given_up = command.leg in [cancel.leg for cancel in bench.take_all(CancelLeg)]
     assert given_up == (load is AT_REST)
-    beat(bench, "d", 400.0, **load)
+    bench.beat("d", 400.0, **load)
     assert "r" in bench.failed
     assert isinstance(bench.failed["r"], WorkerFailed if load is AT_REST else Overloaded)
 
@@ -257,11 +236,11 @@ def test_a_whole_sequence_that_is_never_begun(load: dict[str, int]) -> None:
 def test_tokens_that_stop_to_come(bench: Bench) -> None:
     prefill, decode = bench.decoding()
     bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
-    beat(bench, "d", 8.0, **AT_REST)
+    bench.beat("d", 8.0, **AT_REST)
     bench.say("d", tokens(decode, 101, at=1))
-    beat(bench, "d", 9.5, **AT_REST)
+    bench.beat("d", 9.5, **AT_REST)
     assert bench.phase() is Phase.DECODING, "the last one was heard"
-    beat(bench, "d", 1.0, **AT_REST)
+    bench.beat("d", 1.0, **AT_REST)
     assert bench.take(CancelLeg).leg == decode.leg
     assert bench.take_leg(Role.PREFILL).token_ids[-2:] == (100, 101)
 
@@ -270,129 +249,14 @@ def test_an_import_that_waits_for_its_source_has_time(bench: Bench) -> None:
     """The source's own bound counts until it has sealed."""
     prefill, decode = bench.handed_over()
     bench.say("d", DecodeAdmitted(decode.leg))
-    beat(bench, "p", 50.0, **BUSY)
-    beat(bench, "d", 50.0, **AT_REST)
+    bench.beat("p", 50.0, **BUSY)
+    bench.beat("d", 50.0, **AT_REST)
     assert bench.phase() is Phase.DECODING
     bench.say("p", tokens(prefill, 100))
-    beat(bench, "d", 9.5, **AT_REST)
+    bench.beat("d", 9.5, **AT_REST)
     assert bench.phase() is Phase.DECODING
-    beat(bench, "d", 1.0, **AT_REST)
+    bench.beat("d", 1.0, **AT_REST)
     assert bench.take(CancelLeg).leg == decode.leg
-
-
-def test_the_source_judges_a_handoff_that_was_admitted(bench: Bench) -> None:
-    """Whoever was admitted fetches at once. The router holds the lease no longer, so that one which is neither fetched
-    nor released expires long before the bound of a queue, and the blocks of both workers come back."""
-    prefill, decode = bench.handed_over()
-    lease_id = bytes(15) + bytes([prefill.leg])
-    assert bench.coordinator.held_leases("p") == [lease_id], "it may still be refused"
-    bench.say("d", DecodeAdmitted(decode.leg))
-    bench.say("p", tokens(prefill, 100))
-    assert bench.coordinator.held_leases("p") == []
-    beat(bench, "d", 10.0, **BUSY)
-    bench.say("p", LeaseEnded(prefill.leg, lease_id, LeaseEnd.EXPIRED))
-    bench.wait(1.9)
-    assert bench.phase() is Phase.DECODING, "perhaps it had everything, and its word is on the way"
-    bench.wait(0.2)
-    assert bench.take(CancelLeg).leg == decode.leg
-    assert bench.take_leg(Role.PREFILL).token_ids == (*range(20), 100)
-
-
-@pytest.mark.parametrize("says", ["nothing", "that it failed"])
-def test_a_lease_that_ends_in_a_targets_hands_counts_against_the_way_between_the_two(bench: Bench, says: str) -> None:
-    """Where nothing can cross, the source gives the lease up before the target gives up: time after time, for ever."""
-    bench.submit()
-    for _ in range(CoordinatorConfig.max_crashes):
-        prefill = bench.take_leg(Role.PREFILL)
-        bench.say("p", started(prefill))
-        decode = bench.take_leg(Role.DECODE)
-        bench.say("d", DecodeAdmitted(decode.leg))
-        bench.say("p", tokens(prefill, 100))
-        bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
-        if says == "nothing":
-            bench.wait(2.1)
-        else:
-            bench.say("d", ImportFailed(decode.leg, False, LeaseInvalid("expired")))
-        bench.wait(CoordinatorConfig.last_chance_pause_s)
-    assert isinstance(bench.failed["r"], WorkerFailed)
-    (pair,) = bench.coordinator.worker("d").sources.all()
-    assert not pair.health.usable
-    assert bench.coordinator.worker("p").health.usable
-
-
-@pytest.fixture
-def three() -> Bench:
-    """A source, and two workers that could take over from it."""
-    bench = Bench()
-    for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
-        bench.join(worker_id, role)
-    return bench
-
-
-def handed_over_to_d(bench: Bench) -> tuple[SendLeg, SendLeg]:
-    """Whichever is asked is called "d" below; both are alike."""
-    prefill, decode = bench.handed_over()
-    bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
-    bench.say("p", tokens(prefill, 100))
-    return prefill, decode
-
-
-def test_whoever_is_asked_next_is_not_blamed_for_a_lease_that_another_let_end(three: Bench) -> None:
-    """The first has failed, and its report and the end of the lease come together: the second was never tried."""
-    prefill, first = handed_over_to_d(three)
-    three.say(first.worker_id, ImportFailed(first.leg, True, TransferFailed("stalled")))
-    second = three.take_leg(Role.DECODE)
-    assert second.worker_id != first.worker_id
-    three.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
-    three.say(second.worker_id, ImportFailed(second.leg, False, LeaseInvalid("expired")))
-    (pair,) = three.coordinator.worker(second.worker_id).sources.all()
-    assert (pair.health.state, pair.health.num_failures) == (Health.UP, 0)
-    assert three.coordinator.worker("p").health.num_failures == 0
-    (request,) = three.coordinator._book.requests.values()
-    assert len(request.setbacks.crashes) == 1, "its own chances are used up all the same"
-
-
-def test_a_source_is_not_blamed_for_a_lease_whose_import_failed(bench: Bench) -> None:
-    prefill, decode = handed_over_to_d(bench)
-    bench.say("d", ImportFailed(decode.leg, True, TransferFailed("stalled")))
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
-    assert bench.coordinator.worker("p").health.num_failures == 0
-    (request,) = bench.coordinator._book.requests.values()
-    assert len(request.setbacks.crashes) == 1
-
-
-@pytest.mark.parametrize(("admitted", "sealed"), [(False, True), (True, False)])
-def test_a_source_is_blamed_for_a_lease_that_was_held_or_not_sealed(bench: Bench, admitted: bool, sealed: bool) -> None:
-    prefill, decode = bench.handed_over()
-    if admitted:
-        bench.say("d", DecodeAdmitted(decode.leg))
-    if sealed:
-        bench.say("p", tokens(prefill, 100))
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.ABORTED))
-    bench.wait(2.1)
-    (pair,) = bench.coordinator.worker("d").sources.all()
-    assert pair.health.num_failures == 0
-    assert bench.coordinator.worker("p").health.num_failures == 1
-
-
-def test_a_lease_of_a_source_that_leaves_counts_against_nobody(bench: Bench) -> None:
-    prefill, decode = bench.handed_over()
-    bench.say("d", DecodeAdmitted(decode.leg))
-    bench.say("p", tokens(prefill, 100))
-    bench.coordinator.drain("p", bench.now)
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.ABORTED))
-    bench.wait(2.1)
-    (pair,) = bench.coordinator.worker("d").sources.all()
-    assert pair.health.state is Health.UP
-    assert bench.take_leg(Role.DECODE).handoff is None, "the decode worker computes it whole"
-
-
-def test_a_lease_whose_import_failed_is_held_again(bench: Bench) -> None:
-    prefill, decode = bench.handed_over()
-    bench.say("d", DecodeAdmitted(decode.leg))
-    bench.say("p", tokens(prefill, 100))
-    bench.say("d", ImportFailed(decode.leg, True, TransferFailed("broken")))
-    assert bench.coordinator.held_leases("p") == [bytes(15) + bytes([prefill.leg])]
 
 
 def test_a_worker_that_was_busy_until_now_has_time_to_begin(bench: Bench) -> None:

@@ -29,6 +29,7 @@ from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.dispatch import can_be_served
 from services.router.coordinator.events import LeaseEnd, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Role
+from tests.support.examples import num_examples
 from tests.support.fake_cluster import (
     BLOCK_SIZE,
     FakeWorker,
@@ -358,6 +359,6 @@ class ClusterLife(RuleBasedStateMachine):
 
 
 ClusterLife.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=50, suppress_health_check=list(HealthCheck)
+    max_examples=num_examples(150), stateful_step_count=50, suppress_health_check=list(HealthCheck)
 )
 TestClusterLife = ClusterLife.TestCase

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from services.router.coordinator.book import Alarms
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
 from services.router.policy import Cluster, Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over
 from tests.support.router_bench import Bench, is_leg, started
-
-
-@pytest.fixture
-def bench() -> Bench:
-    bench = Bench()
-    bench.join("p", Role.PREFILL)
-    bench.join("d", Role.DECODE)
-    return bench
 
 
 def test_inputs_place_nothing_and_one_pass_places_all(bench: Bench) -> None:

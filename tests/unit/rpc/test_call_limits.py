@@ -25,12 +25,13 @@ NO_WINDOW = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00" + b"\x00\x04" + bytes(4)
 
 class Inference(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
-        self.gate = asyncio.Event()
+        self.gate, self.working = asyncio.Event(), asyncio.Semaphore(0)
 
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="here")])
 
     async def Generate(self, request: Any, context: Any) -> inference_pb2.GenerateResponse:
+        self.working.release()
         await self.gate.wait()
         return inference_pb2.GenerateResponse()
 
@@ -120,8 +121,9 @@ async def test_what_the_server_works_on_is_never_ended_for_others() -> None:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         working = [asyncio.ensure_future(stub.Generate(inference_pb2.GenerateRequest())) for _ in range(MOST)]
         async with asyncio.timeout(30):
-            while await is_served(channel):  # until all of them have come
-                pass
+            for _ in range(MOST):  # a call made meanwhile could take the place of one of these
+                await servicer.working.acquire()
+        assert not await is_served(channel)
         assert await is_healthy(channel)
         servicer.gate.set()
         await asyncio.gather(*working)

@@ -1,7 +1,7 @@
 """Every RPC of router and workers under random input: no crash, no hang, a typed status, and the server unharmed.
 
 Inputs are drawn the same way in every run; more of them with
-`BATON_FUZZ_EXAMPLES=2000 pytest tests/integration/strangers/fuzz`.
+`BATON_EXAMPLES=2000 pytest tests/integration/strangers/fuzz`.
 """
 
 from __future__ import annotations

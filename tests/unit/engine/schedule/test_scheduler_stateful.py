@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.engine.schedule.sequence import Mode
 from tests.support.engine_checks import check_outputs
+from tests.support.examples import num_examples
 from tests.support.fake_engine import FakeEngine
 
 # Few prompts with long common beginnings, so that prefixes are shared, duplicated and evicted all the time.
@@ -131,6 +132,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=num_examples(150), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase

@@ -17,9 +17,9 @@ SHAPES = [(576, 48), (64, 96), (33, 17), (100, 5), (31, 1), (1536, 20)]
 @pytest.fixture(params=usable(), ids=lambda each: each.name)
 def products(request: pytest.FixtureRequest) -> Products:
     wanted: InstructionSet = request.param
-    if not wanted.library.exists():
+    if not wanted.shared_object.exists():
         pytest.skip("the kernels were not built here")
-    return Products(wanted.library)
+    return Products(wanted.shared_object)
 
 
 def forms(in_features: int, out_features: int) -> dict[str, GroupedWeights]:

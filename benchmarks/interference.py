@@ -1,0 +1,113 @@
+"""What running answers suffer when prompts arrive: a few long streams, and a prompt every few seconds beside them.
+
+On a worker that does both phases each prompt stops every stream for as long as it is read, or slows it chunk by chunk;
+on separate workers it does not (Splitwise, arXiv 2311.18677, §III-C). Measured as clients see it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.v1 import inference_pb2_grpc
+from benchmarks.answers import Answer
+from benchmarks.cluster import make_request
+from benchmarks.settings import setting
+from benchmarks.streaming import stream_grpc
+
+_START_WITHIN_S = 120.0
+
+
+@dataclass(frozen=True)
+class InterferenceSettings:
+    streams: int = setting(4, "streams that run while prompts arrive; 0 leaves this part out")
+    stream_tokens: int = setting(1024, "output tokens of each; when one ends, another begins")
+    arriving_tokens: int = setting(512, "tokens of a prompt that arrives")
+    arriving_output: int = setting(16, "output tokens of a prompt that arrives")
+    every_s: float = setting(4.0, "seconds from one prompt to the next")
+    arrivals: int = setting(10, "prompts in a round")
+
+
+@dataclass
+class Interference:
+    """One round."""
+
+    gaps_ms: list[float] = field(default_factory=list)
+    """Between tokens of the running streams."""
+    ttft_ms: list[float] = field(default_factory=list)
+    """Of the prompts that arrived."""
+
+
+async def interfere(address: str, seed: object, settings: InterferenceSettings) -> Interference:
+    """Raises RuntimeError if a request fails."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        running: list[Answer] = []
+        streams = [
+            asyncio.create_task(_stream(stub, (seed, "stream", number), settings.stream_tokens, running))
+            for number in range(settings.streams)
+        ]
+        try:
+            await _all_run(running, streams)
+            began_s = time.perf_counter()
+            arriving = [
+                asyncio.create_task(_arrive(stub, (seed, number), began_s + number * settings.every_s, settings))
+                for number in range(settings.arrivals)
+            ]
+            await asyncio.gather(*arriving)
+            await asyncio.sleep(max(0.0, began_s + settings.arrivals * settings.every_s - time.perf_counter()))
+            ended_s = time.perf_counter()
+        finally:
+            for task in streams:
+                task.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+    gaps = [gap for answer in running for gap in answer.gaps_within(began_s, ended_s)]
+    return Interference(gaps, [task.result().ttft_ms for task in arriving])
+
+
+async def idle_prompts(address: str, seed: object, count: int, tokens: int, output: int) -> list[Answer]:
+    """Returns the answers of `count` prompts, one after the other, to a cluster that does nothing else."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        return [
+            _whole(await stream_grpc(stub, make_request((seed, number), tokens, output))) for number in range(count)
+        ]
+
+
+async def _stream(
+    stub: inference_pb2_grpc.InferenceServiceStub, seed: object, max_tokens: int, running: list[Answer]
+) -> None:
+    """Streams for ever; `running` gets each answer as it begins."""
+    number = 0
+    while True:
+        answer = Answer(time.perf_counter())
+        running.append(answer)
+        _whole(await stream_grpc(stub, make_request((seed, number), 64, max_tokens), answer))
+        number += 1
+
+
+async def _all_run(running: list[Answer], streams: list[asyncio.Task[None]]) -> None:
+    """Waits until every stream has had tokens."""
+    async with asyncio.timeout(_START_WITHIN_S):
+        while len(running) < len(streams) or not all(len(answer.token_times_s) > 2 for answer in running):
+            for task in streams:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.05)
+
+
+async def _arrive(
+    stub: inference_pb2_grpc.InferenceServiceStub, seed: object, at_s: float, settings: InterferenceSettings
+) -> Answer:
+    request = make_request((seed, "prompt"), settings.arriving_tokens, settings.arriving_output)
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+    return _whole(await stream_grpc(stub, request))
+
+
+def _whole(answer: Answer) -> Answer:
+    if not answer.complete:
+        raise RuntimeError(f"a request ended with {answer.refused or 'no token'}")
+    return answer

@@ -1,0 +1,34 @@
+"""The types and weight scheme that a benchmark runs a model in, as flags of `baton up` and as an engine's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from benchmarks.settings import setting
+from services.cli.dtype_choice import choose_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Both as the flags of the same names of `baton up`."""
+
+    dtype: str = setting("auto", "type of weights and KV cache, as for baton up")
+    quantization: str = setting("auto", "weight scheme, as for baton up")
+
+    def __str__(self) -> str:
+        return self.dtype if self.quantization == "none" else f"{self.dtype} {self.quantization}"
+
+    def chosen_for(self, model: Path) -> Precision:
+        """Returns it with what `auto` means as the dtype on this machine."""
+        return dataclasses.replace(self, dtype=choose_dtype(self.dtype, "cpu", model, tell=print).dtype)
+
+    def up_flags(self) -> list[str]:
+        """Returns flags of `baton up`."""
+        return ["--dtype", self.dtype, "--quantization", self.quantization]
+
+
+def parse_precision(text: str) -> Precision:
+    """Returns what "bfloat16" (weights as saved), "float32+int8" or "auto+int4" names."""
+    dtype, _, quantization = text.partition("+")
+    return Precision(dtype or "auto", quantization or "none")

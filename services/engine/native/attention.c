@@ -1,0 +1,398 @@
+/* Computes attention over the paged pool, of chunks and of decodes, where keys and values lie: nothing is gathered, and
+ * no whole matrix of scores is made. Keys are taken in stretches that fit the caches, with an online softmax
+ * (Milakov and Gimelshein, arXiv 1805.02867) over them, as in FlashAttention (arXiv 2205.14135).
+ *
+ * There are two forms. A decode has few query heads for each key head, so it reads each key once and multiplies it with
+ * each of them. A chunk is divided into tiles of queries: each stretch of keys is widened once for a tile, and the
+ * products of the two are those of small matrices, whose sums stay in registers.
+ *
+ * It is plain C without headers of torch, so one library serves any version of torch. OpenMP's runtime is not linked
+ * either: its symbols are found in the one that torch has loaded, so that both share one pool of threads.
+ */
+#include "elements.h"
+
+#define MAX_HEADS 128
+#define MAX_HEAD_DIM 256
+#define TILE_ROWS 48  /* queries times query heads of one key head: a multiple of three vectors */
+#define STRETCH 64    /* keys that a tile takes at once */
+#define HIDDEN -1e30f /* score of a key that a query does not see */
+#define LOWEST -1e29f /* largest score of a query that has seen no key */
+
+typedef struct {
+    const element *query, *keys, *values;
+    element *output;
+    /* [sequences]: row of the first query, number of queries, number of tokens, place of its first block in `tables` */
+    const int64_t *rows, *query_lens, *context_lens, *table_starts;
+    const int64_t *tables; /* blocks of all sequences, one sequence after the other */
+    long sequences, heads, kv_heads, head_dim, block_size, window; /* window 0: none */
+    long query_row, query_head, block, token; /* strides, in elements; output is [rows, heads, head_dim] */
+    float scale, softcap; /* softcap 0: none */
+    int threads;
+} Attention;
+
+FORCED floats capped(floats scores, float softcap) {
+    floats powers = exponentials(scores * (2 / softcap));
+    return softcap * (powers - 1) / (powers + 1);
+}
+
+FORCED floats weights_of(floats scores, floats largest) { /* what is too small for a float is 0 */
+    floats x = scores - largest;
+    return (floats)((x > -LARGEST_EXPONENT) & (ints)exponentials(x));
+}
+
+/* -- decodes ------------------------------------------------------------------------------------------------------- */
+
+/* The state of a query head during the softmax. */
+typedef struct {
+    floats query[MAX_HEAD_DIM / LANES], mixed[MAX_HEAD_DIM / LANES], total; /* total: its lanes add up to the sum */
+    float largest;
+} Head;
+
+/* Attends to at most LANES tokens of one block, with `group` query heads over one key head. vectors: of head_dim.
+ * `ahead`: elements from here to the same place in the next block, which is prefetched meanwhile, since blocks lie
+ * anywhere and the hardware cannot predict it. Inlined with constants, so that sums stay in registers. */
+FORCED void attend_group(
+    const Attention *a, Head *heads, const element *keys, const element *values, long ahead, long count,
+    const long group, const long vectors) {
+    floats parts[4][LANES], weights[4];
+    for (long t = 0; t < count; t++) {
+        floats scores[4] = {0};
+        for (long v = 0; v < vectors; v++) {
+            const element *from = keys + t * a->token + LANES * v;
+            if (LANES * v * sizeof(element) % 64 == 0) __builtin_prefetch(from + ahead, 0, 2);
+            floats key = widen_lanes(from);
+            for (long g = 0; g < group; g++) scores[g] += heads[g].query[v] * key;
+        }
+        for (long g = 0; g < group; g++) parts[g][t] = scores[g];
+    }
+    for (long t = count; t < LANES; t++)
+        for (long g = 0; g < group; g++) parts[g][t] = (floats){0};
+    for (long g = 0; g < group; g++) {
+        Head *head = heads + g;
+        floats scores = sums_of_each(parts[g]);
+        if (a->softcap != 0) scores = capped(scores, a->softcap);
+        for (long t = count; t < LANES; t++) scores[t] = HIDDEN;
+        float highest = largest_lane(scores);
+        if (highest > head->largest) {
+            float shrink = exponential(head->largest - highest);
+            for (long v = 0; v < vectors; v++) head->mixed[v] *= shrink;
+            head->total *= shrink;
+            head->largest = highest;
+        }
+        weights[g] = weights_of(scores, (floats){0} + head->largest);
+        head->total += weights[g];
+    }
+    for (long v = 0; v < vectors; v++) {
+        floats mixed[4];
+        for (long g = 0; g < group; g++) mixed[g] = heads[g].mixed[v];
+        for (long t = 0; t < count; t++) {
+            const element *from = values + t * a->token + LANES * v;
+            if (LANES * v * sizeof(element) % 64 == 0) __builtin_prefetch(from + ahead, 0, 2);
+            floats value = widen_lanes(from);
+            for (long g = 0; g < group; g++) mixed[g] += weights[g][t] * value;
+        }
+        for (long g = 0; g < group; g++) heads[g].mixed[v] = mixed[g];
+    }
+}
+
+FORCED void attend_block(
+    const Attention *a, Head *heads, const element *keys, const element *values, long ahead, long begin, long end,
+    const long vectors) {
+    for (long first = begin; first < end; first += LANES) {
+        const element *some = keys + first * a->token, *others = values + first * a->token;
+        long count = end - first < LANES ? end - first : LANES, left = a->heads / a->kv_heads;
+        Head *next = heads;
+        for (; left >= 4; left -= 4, next += 4) attend_group(a, next, some, others, ahead, count, 4, vectors);
+        if (left == 3) attend_group(a, next, some, others, ahead, count, 3, vectors);
+        if (left == 2) attend_group(a, next, some, others, ahead, count, 2, vectors);
+        if (left == 1) attend_group(a, next, some, others, ahead, count, 1, vectors);
+    }
+}
+
+static void begin_decode(const Attention *a, Head *heads, long row, long first_head, long count) {
+    for (long h = 0; h < count; h++) {
+        const element *query = a->query + row * a->query_row + (first_head + h) * a->query_head;
+        for (long v = 0; v < a->head_dim / LANES; v++) {
+            heads[h].query[v] = widen_lanes(query + LANES * v) * a->scale;
+            heads[h].mixed[v] = (floats){0};
+        }
+        heads[h].largest = LOWEST, heads[h].total = (floats){0};
+    }
+}
+
+static void end_decode(const Attention *a, const Head *heads, long row, long first_head, long count) {
+    for (long h = 0; h < count; h++) {
+        element *output = a->output + (row * a->heads + first_head + h) * a->head_dim;
+        float share = 1 / sum_of_lanes(heads[h].total);
+        for (long v = 0; v < a->head_dim / LANES; v++) narrow_lanes(heads[h].mixed[v] * share, output + LANES * v);
+    }
+}
+
+/* Attends with key heads `from` ... `to` - 1 of a sequence with one query. It takes all of a block's heads before the
+ * next block, since they lie side by side. */
+static void attend_decode(const Attention *a, long sequence, long from, long to) {
+    long group = a->heads / a->kv_heads, size = a->block_size, row = a->rows[sequence];
+    long stop = a->context_lens[sequence], start = a->window && stop > a->window ? stop - a->window : 0;
+    const int64_t *table = a->tables + a->table_starts[sequence];
+    Head heads[MAX_HEADS];
+    begin_decode(a, heads, row, from * group, (to - from) * group);
+    for (long i = start / size; i * size < stop; i++) {
+        long begin = i * size < start ? start % size : 0, end = stop - i * size < size ? stop - i * size : size;
+        long ahead = (i + 1) * size < stop ? (table[i + 1] - table[i]) * a->block : 0;
+        for (long h = from; h < to; h++) {
+            long place = table[i] * a->block + h * a->head_dim;
+            const element *keys = a->keys + place, *values = a->values + place;
+            Head *some = heads + (h - from) * group;
+            if (a->head_dim == 64) attend_block(a, some, keys, values, ahead, begin, end, 64 / LANES);
+            else if (a->head_dim == 128) attend_block(a, some, keys, values, ahead, begin, end, 128 / LANES);
+            else attend_block(a, some, keys, values, ahead, begin, end, a->head_dim / LANES);
+        }
+    }
+    end_decode(a, heads, row, from * group, (to - from) * group);
+}
+
+/* -- products of small matrices ------------------------------------------------------------------------------------ */
+
+/* A unit is what one lane of a product takes at once: a float, or two bfloat16 where the processor multiplies pairs. */
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+#define PAIRED 1
+typedef uint32_t unit;
+FORCED floats product(floats sums, unit a, words b) {
+    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+}
+typedef words units;
+#else
+#define PAIRED 0
+typedef float unit;
+typedef floats units;
+FORCED floats product(floats sums, unit a, units b) { return sums + a * b; }
+#endif
+#define PER_UNIT (1 + PAIRED)
+
+#if LANES == 16 || defined(__aarch64__)
+#define STRIP 8 /* rows of a product whose sums are in registers together: 8 x 3 of 32 */
+#else
+#define STRIP 4 /* 4 x 3 of 16 */
+#endif
+
+/* Computes c = a * b, or c = c * shrink + a * b. a: element (i, k) is a[i * row + k * step]; b: [steps, width]; c:
+ * STRIP rows of `width`, of which `vectors` vectors are computed; shrink: one number for each column, or NULL. */
+FORCED void multiply_strip(
+    const unit *a, long row, long step, const unit *b, float *c, const float *shrink, long steps, long width,
+    const int vectors) {
+    floats sums[STRIP][3];
+#pragma GCC unroll 8
+    for (int i = 0; i < STRIP; i++)
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) {
+            sums[i][v] = (floats){0};
+            if (shrink) sums[i][v] = ((const floats *)(c + i * width))[v] * ((const floats *)shrink)[v];
+        }
+    for (long k = 0; k < steps; k++, a += step, b += width) {
+#pragma GCC unroll 8
+        for (int i = 0; i < STRIP; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < vectors; v++) sums[i][v] = product(sums[i][v], a[i * row], ((const units *)b)[v]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < STRIP; i++)
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) ((floats *)(c + i * width))[v] = sums[i][v];
+}
+
+/* As `multiply_strip`, for `count` rows (rounded up to whole strips) and the whole width. */
+FORCED void multiply(
+    const unit *a, long row, long step, const unit *b, float *c, const float *shrink, long count, long steps,
+    long width) {
+    for (long v = 0; v < width / LANES; v += 3) {
+        long left = width / LANES - v;
+        for (long i = 0; i < count; i += STRIP) {
+            const unit *from = a + i * row, *with = b + v * LANES;
+            float *to = c + i * width + v * LANES;
+            const float *by = shrink ? shrink + v * LANES : NULL;
+            if (left >= 3) multiply_strip(from, row, step, with, to, by, steps, width, 3);
+            else if (left == 2) multiply_strip(from, row, step, with, to, by, steps, width, 2);
+            else multiply_strip(from, row, step, with, to, by, steps, width, 1);
+        }
+    }
+}
+
+/* -- tiles of chunks ----------------------------------------------------------------------------------------------- */
+
+/* One tile's state. Queries, scores and sums are transposed: a column for each row of the tile, `width` of them. So the
+ * softmax runs in lanes, and keys and values are multiplied as they lie, one unit of theirs with a vector at a time. */
+typedef struct {
+    unit query[MAX_HEAD_DIM * MAX_HEADS / PER_UNIT]; /* [head_dim / PER_UNIT, width] */
+    unit keys[STRETCH * MAX_HEAD_DIM / PER_UNIT];    /* [STRETCH, head_dim / PER_UNIT] */
+    unit values[STRETCH * MAX_HEAD_DIM / PER_UNIT];  /* [STRETCH / PER_UNIT, head_dim] */
+    unit weights[STRETCH * MAX_HEADS / PER_UNIT];    /* [STRETCH / PER_UNIT, width] */
+    float scores[STRETCH * MAX_HEADS];               /* [STRETCH, width] */
+    float mixed[MAX_HEAD_DIM * MAX_HEADS];           /* [head_dim, width] */
+    floats largest[MAX_HEADS / LANES], total[MAX_HEADS / LANES], shrink[MAX_HEADS / LANES];
+    ints positions[MAX_HEADS / LANES]; /* place of each row's query in its sequence */
+    long width;
+} __attribute__((aligned(64))) Tile;
+
+static void begin_tile(const Attention *a, Tile *tile, long row, long count, long position, long kv_head) {
+    long group = a->heads / a->kv_heads, rows = count * group;
+    long width = tile->width = (rows + LANES - 1) / LANES * LANES;
+    memset(tile->query, 0, sizeof(unit) * (size_t)(width * a->head_dim / PER_UNIT));
+    memset(tile->mixed, 0, sizeof(float) * (size_t)(width * a->head_dim));
+    for (long m = 0; m < rows; m++) {
+        long head = kv_head * group + m % group;
+        const element *query = a->query + (row + m / group) * a->query_row + head * a->query_head;
+        for (long d = 0; d < a->head_dim / PER_UNIT; d++)
+#if PAIRED
+            tile->query[d * width + m] = query[2 * d] | (unit)query[2 * d + 1] << 16;
+#else
+            tile->query[d * width + m] = widen(query[d]);
+#endif
+    }
+    for (long m = 0; m < width; m++) {
+        tile->positions[m / LANES][m % LANES] = (int32_t)(position + (m < rows ? m / group : 0));
+        tile->largest[m / LANES][m % LANES] = LOWEST, tile->total[m / LANES][m % LANES] = 0;
+    }
+}
+
+/* Copies keys and values of `count` tokens from token `first` on into the tile, as units. */
+static void load_stretch(const Attention *a, Tile *tile, const int64_t *table, long first, long count, long kv_head) {
+    long dim = a->head_dim, size = a->block_size;
+    for (long k = 0; k < count; k++) {
+        long token = first + k, place = table[token / size] * a->block + token % size * a->token + kv_head * dim;
+        const element *key = a->keys + place, *value = a->values + place;
+#if PAIRED
+        memcpy(tile->keys + k * dim / 2, key, (size_t)dim * sizeof *key);
+        for (long d = 0; d < dim; d += LANES) {
+            units wide = __builtin_convertvector(*(const shorts *)(value + d), units);
+            units *pair = (units *)(tile->values + k / 2 * dim + d);
+            if (k % 2 == 0) *pair = wide;
+            else *pair |= wide << 16;
+        }
+#else
+        for (long d = 0; d < dim; d += LANES) {
+            *(floats *)(tile->keys + k * dim + d) = widen_lanes(key + d);
+            *(floats *)(tile->values + k * dim + d) = widen_lanes(value + d);
+        }
+#endif
+    }
+}
+
+/* Turns products into scores in place: for `count` keys from `first` on, of the rows of vector v. Returns the largest
+ * of each lane. */
+FORCED floats score(const Attention *a, Tile *tile, long v, long first, long count, const int masked) {
+    floats largest = tile->largest[v];
+    for (long k = 0; k < count; k++) {
+        floats *place = (floats *)(tile->scores + k * tile->width) + v;
+        floats scores = *place * a->scale;
+        if (a->softcap != 0) scores = capped(scores, a->softcap);
+        if (masked) {
+            ints distance = tile->positions[v] - (int32_t)(first + k);
+            ints seen = distance >= 0;
+            if (a->window) seen &= distance < (int32_t)a->window;
+            scores = chosen(seen, scores, (floats){0} + HIDDEN);
+        }
+        *place = scores;
+        largest = larger(largest, scores);
+    }
+    return largest;
+}
+
+/* Turns scores into weights, and keeps the softmax's state. */
+static void weigh(const Attention *a, Tile *tile, long first, long count, int masked) {
+    for (long v = 0; v < tile->width / LANES; v++) {
+        floats largest = masked ? score(a, tile, v, first, count, 1) : score(a, tile, v, first, count, 0);
+        floats shrink = tile->shrink[v] = exponentials(tile->largest[v] - largest);
+        floats total = tile->total[v] * shrink;
+        for (long k = 0; k < count; k += PER_UNIT) {
+            floats weights = weights_of(((floats *)(tile->scores + k * tile->width))[v], largest);
+            units *place = (units *)(tile->weights + k / PER_UNIT * tile->width) + v;
+            total += weights;
+#if PAIRED
+            *place = narrowed_bits(weights) >> 16;
+            if (k + 1 == count) break;
+            floats others = weights_of(((floats *)(tile->scores + (k + 1) * tile->width))[v], largest);
+            total += others;
+            *place |= narrowed_bits(others) & 0xffff0000;
+#else
+            *place = weights;
+#endif
+        }
+        tile->largest[v] = largest, tile->total[v] = total;
+    }
+}
+
+static void end_tile(const Attention *a, const Tile *tile, long row, long count, long kv_head) {
+    long group = a->heads / a->kv_heads;
+    for (long m = 0; m < count * group; m++) {
+        element *output = a->output + ((row + m / group) * a->heads + kv_head * group + m % group) * a->head_dim;
+        float share = 1 / tile->total[m / LANES][m % LANES];
+        for (long d = 0; d < a->head_dim; d++) output[d] = narrow(tile->mixed[d * tile->width + m] * share);
+    }
+}
+
+FORCED void attend_stretch(Tile *tile, const Attention *a, long first, long count, int masked, const long dim) {
+    long pairs = (count + PER_UNIT - 1) / PER_UNIT;
+    multiply(tile->keys, dim / PER_UNIT, 1, tile->query, tile->scores, NULL, count, dim / PER_UNIT, tile->width);
+    weigh(a, tile, first, count, masked);
+    multiply(tile->values, 1, dim, tile->weights, tile->mixed, (float *)tile->shrink, dim, pairs, tile->width);
+}
+
+/* Attends with the queries `from` ... `from` + `count` - 1 of a sequence, and their heads that share a key head. */
+static void attend_tile(const Attention *a, long sequence, long kv_head, long from, long count) {
+    long row = a->rows[sequence] + from, position = a->context_lens[sequence] - a->query_lens[sequence] + from;
+    long start = a->window && position >= a->window ? position - a->window + 1 : 0, stop = position + count;
+    long dim = a->head_dim;
+    const int64_t *table = a->tables + a->table_starts[sequence];
+    Tile tile;
+    begin_tile(a, &tile, row, count, position, kv_head);
+    for (long first = start; first < stop; first += STRETCH) {
+        long keys = stop - first < STRETCH ? stop - first : STRETCH;
+        /* Either a query stands before some of the keys, or some are too old for one. */
+        int masked = first + keys - 1 > position || (a->window && first <= stop - 1 - a->window);
+        load_stretch(a, &tile, table, first, keys, kv_head);
+        if (dim == 64) attend_stretch(&tile, a, first, keys, masked, 64);
+        else if (dim == 128) attend_stretch(&tile, a, first, keys, masked, 128);
+        else attend_stretch(&tile, a, first, keys, masked, dim);
+    }
+    end_tile(a, &tile, row, count, kv_head);
+}
+
+/* -- all sequences of a step --------------------------------------------------------------------------------------- */
+
+static long queries_of_tile(const Attention *a) {
+    long count = TILE_ROWS / (a->heads / a->kv_heads);
+    return count ? count : 1;
+}
+
+static long parts_of_decode(const Attention *a) { /* with few sequences, their key heads are divided among threads */
+    return a->sequences >= 2 * a->threads ? 1 : a->kv_heads;
+}
+
+static long items_of(const Attention *a, long sequence) {
+    long queries = a->query_lens[sequence], each = queries_of_tile(a);
+    return queries == 1 ? parts_of_decode(a) : (queries + each - 1) / each * a->kv_heads;
+}
+
+static void attend_item(const Attention *a, long sequence, long item) {
+    long queries = a->query_lens[sequence], each = queries_of_tile(a), parts = parts_of_decode(a);
+    if (queries == 1) {
+        attend_decode(a, sequence, item * a->kv_heads / parts, (item + 1) * a->kv_heads / parts);
+        return;
+    }
+    /* The last tiles come first: they see the most keys, and threads end together if small items come last. */
+    long first = ((queries - 1) / each - item / a->kv_heads) * each;
+    attend_tile(a, sequence, item % a->kv_heads, first, queries - first < each ? queries - first : each);
+}
+
+void NAME(attention)(const Attention *a) {
+    long taken = 0;
+#pragma omp parallel num_threads(a->threads)
+    {
+        long sequence = 0, before = 0;
+        while (sequence < a->sequences) {
+            long item = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
+            while (sequence < a->sequences && item >= before + items_of(a, sequence)) before += items_of(a, sequence++);
+            if (sequence < a->sequences) attend_item(a, sequence, item - before);
+        }
+    }
+}

@@ -1,0 +1,1 @@
+"""A package, so that pytest ends what is shared by all of it before other tests begin."""

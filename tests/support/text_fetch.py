@@ -1,0 +1,48 @@
+"""The two ends of the RPC that fetches a model's text: a server that has nothing else, and the call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from services.core.clock import MonotonicClock
+from services.router.model_text_fetch import fetch_model_text
+from services.rpc.serving import GrpcServer
+from services.worker.model_text import ModelTextHost
+from services.worker.session import WORKER_SERVICE
+from tests.support.trusted import CLUSTER_TOKEN, dial
+from tests.support.workers import until
+
+
+class OnlyText(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker's end of the RPC, with nothing else of a worker."""
+
+    def __init__(self, folder: Path, within_s: float = 60.0) -> None:
+        self.host = ModelTextHost(folder, MonotonicClock(), within_s=within_s)
+
+    async def GetModelText(self, request: worker_pb2.GetModelTextRequest, context: Any) -> None:
+        await self.host.serve(context.write)
+
+
+@contextlib.asynccontextmanager
+async def serving(servicer: OnlyText) -> AsyncIterator[str]:
+    server = GrpcServer(token=CLUSTER_TOKEN)
+    server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
+    await server.start()
+    try:
+        yield server.address
+        await until(lambda: not len(servicer.host), "every place is free again")
+    finally:
+        await server.stop()
+
+
+async def fetch(address: str, folder: Path, within_s: float = 30.0) -> None:
+    async with dial(address) as channel:
+        await fetch_model_text(channel, folder, within_s=within_s)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

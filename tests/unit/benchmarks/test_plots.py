@@ -1,0 +1,81 @@
+"""Pictures: what is in them, and where points stand."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.chart import Axis, Chart
+from benchmarks.figure import Series
+from benchmarks.plots import CHARTS, draw
+
+LINES = [
+    Series("itl", "split & apart", ((10.0, 0.0), (100.0, 100.0))),
+    Series("itl", "mixed", ((20.0, 0.0), (900.0, 100.0))),
+]
+
+
+def texts(svg: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+
+
+def lines(svg: str) -> list[list[tuple[float, float]]]:
+    found = re.findall(r"<polyline points='([^']*)'", svg)
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in each.split())] for each in found]
+
+
+def test_a_picture_has_title_units_ticks_and_every_line_by_name() -> None:
+    said = texts(CHARTS["itl"].svg(LINES))
+    assert "Gaps between tokens while prompts arrive" in said
+    assert "inter-token latency, ms" in said
+    assert {"10", "100", "1000"} <= set(said)
+    assert {"split & apart", "mixed"} <= set(said)
+
+
+def test_every_axis_names_its_unit() -> None:
+    for chart in CHARTS.values():
+        assert chart.title
+        for axis in (chart.x, chart.y):
+            assert re.search(r", (ms|%|tokens/s)$|sequences|tokens", axis.label), axis.label
+
+
+def test_points_stand_where_their_values_are() -> None:
+    svg = Chart("t", Axis("x, s"), Axis("y, s")).svg([Series("c", "n", ((0.0, 0.0), (5.0, 5.0), (10.0, 10.0)))])
+    (low, middle, high) = lines(svg)[0]
+    assert low[0] < middle[0] < high[0]
+    assert low[1] > middle[1] > high[1]  # SVG counts downwards
+    assert middle[0] - low[0] == pytest.approx(high[0] - middle[0], abs=0.2)
+    assert svg.count("<circle") == 3
+
+
+def test_equal_factors_are_equal_steps_on_a_logarithmic_axis() -> None:
+    svg = Chart("t", Axis("x, s", logarithmic=True), Axis("y, s")).svg([Series("c", "n", ((1, 1), (10, 1), (100, 1)))])
+    (one, ten, hundred) = lines(svg)[0]
+    assert ten[0] - one[0] == pytest.approx(hundred[0] - ten[0], abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "ticks"),
+    [
+        (Axis("x"), [3.0, 9.0], [0, 2, 4, 6, 8, 10]),
+        (Axis("x"), [0.0, 1200.0], [0, 500, 1000, 1500]),
+        (Axis("x", logarithmic=True), [12.0, 430.0], [10, 20, 50, 100, 200, 500]),
+        (Axis("x", logarithmic=True), [64.0, 64.0], [50, 100]),
+    ],
+)
+def test_ticks_are_round_and_reach_past_the_values(axis: Axis, values: list[float], ticks: list[float]) -> None:
+    assert axis.ticks(values) == pytest.approx(ticks)
+
+
+def test_lines_of_several_files_are_told_apart() -> None:
+    pictures = draw({"here": LINES, "there": [LINES[0]]})
+    assert set(pictures) == {"itl"}
+    assert {"mixed (here)", "split & apart (here)", "split & apart (there)"} <= set(texts(pictures["itl"]))
+    assert draw({"here": []}) == {}
+
+
+def test_nothing_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match="no points"):
+        CHARTS["itl"].svg([Series("itl", "empty", ())])
