@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.cpu.decoder_layer import layer_for
+from services.engine.cpu.linear_plan import pack_linears
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
-from services.engine.cpu.packed_linear import pack_linears
 from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.cpu.replacement import ROUNDINGS, relative_difference, replace_modules
 from services.engine.native.bindings import DTYPES, Kernels, kernels
@@ -26,10 +26,8 @@ logger = logging.getLogger(__name__)
 def use_fast_paths(module: nn.Module) -> None:
     """Replaces modules of the model by faster ones for this machine, where they compute the same."""
     num_parts, num_layers = use_native_modules(module)  # first, since it looks for linear layers that are not packed
-    num_packed = pack_linears(module)
-    logger.info(
-        "native: %d norms and gates, %d whole layers; packed: %d linear layers", num_parts, num_layers, num_packed
-    )
+    packed = ", ".join(f"{count} by {way}" for way, count in sorted(pack_linears(module).items()))
+    logger.info("native: %d norms and gates, %d whole layers; linear layers: %s", num_parts, num_layers, packed)
 
 
 @torch.inference_mode()

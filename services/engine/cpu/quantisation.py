@@ -20,7 +20,7 @@ from services.core.errors import ConfigError, UnsupportedModel
 from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.model import kept_blocks
 from services.engine.model.grouped_weights import GroupedWeights, round_weights
-from services.engine.native.quantised import products
+from services.engine.native.bindings import kernels
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ def quantise(model: PreTrainedModel, quantization: str, directory: Path) -> str:
     if bits is not None:
         if not on_cpu:
             raise ConfigError(f"--quantization: {quantization} works on a CPU only, and the device is {model.device}")
-        if products() is None:
+        if kernels() is None:
             logger.warning("without the CPU kernels, which were not built, %s is slower than none", quantization)
         _replace(model, ((name, round_weights(_matrix(layer), bits)) for name, layer in _linears(model)))
         return f"{quantization} (groups of 32)"
     if quantization != "auto" or not on_cpu:
         return ""
-    if products() is None:
+    if kernels() is None:
         logger.info("weights in blocks of GGUF, if there are any, are not used: the CPU kernels were not built")
         return ""
     kinds: set[str] = set()

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from services.engine.cpu.replacement import relative_difference
 from services.engine.model.grouped_weights import GROUP, GroupedWeights, joined, round_inputs
-from services.engine.native.quantised import COLUMNS, EIGHT, EIGHT_BY_16, FOUR, PackedWeights, products
+from services.engine.native.bindings import COLUMNS, EIGHT, EIGHT_BY_16, FOUR, QuantisedPanels, kernels
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +37,18 @@ class QuantisedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._weights: GroupedWeights | None = weights
-        self._packed: PackedWeights | None = None
-        self._products = products()
-        if self._products is not None:
-            self._use_products(weights)
+        self._packed: QuantisedPanels | None = None
+        self._kernels = kernels()
+        if self._kernels is not None:
+            self._use_kernel(weights)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns [..., out_features] for inputs [..., in_features]."""
-        if self._packed is None or self._products is None:
+        if self._packed is None or self._kernels is None:
             return self._plain(inputs)
         if inputs.dtype == torch.float16:
-            return self._products.linear(inputs.float(), self._packed, self._bias).half()
-        return self._products.linear(inputs, self._packed, self._bias)
+            return self._kernels.quantised_linear(inputs.float(), self._packed, self._bias).half()
+        return self._kernels.quantised_linear(inputs, self._packed, self._bias)
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class QuantisedLinear(nn.Module):
     def _plain(self, inputs: Tensor) -> Tensor:
         return linear(round_inputs(inputs), self.grouped.dequantised(), self._bias).to(inputs.dtype)
 
-    def _use_products(self, weights: GroupedWeights) -> None:
+    def _use_kernel(self, weights: GroupedWeights) -> None:
         """Packs the weights and gives up the others, if the products agree with torch's."""
         inputs = torch.randn(_NUM_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
         expected = self._plain(inputs)
@@ -106,7 +106,7 @@ def side_by_side(layers: Sequence[QuantisedLinear]) -> nn.Module:
     return QuantisedLinear(weights, bias, like)
 
 
-def pack(weights: GroupedWeights) -> PackedWeights:
+def pack(weights: GroupedWeights) -> QuantisedPanels:
     """Returns the weights in panels. Scales and minimums of 4-bit weights take 16 bits where that changes none."""
     kind = FOUR if weights.bits == 4 else EIGHT if weights.group == GROUP else EIGHT_BY_16
     factors = [weights.scales] + ([] if weights.minimums is None else [weights.minimums])
@@ -123,10 +123,10 @@ def pack(weights: GroupedWeights) -> PackedWeights:
         parts.append((sets.half() if half else sets).contiguous().view(torch.uint8))
     has_minimums = weights.minimums is not None
     panels = torch.cat(parts, dim=2)
-    return PackedWeights(panels, kind, has_minimums, half, weights.in_features, weights.out_features)
+    return QuantisedPanels(panels, kind, has_minimums, half, weights.in_features, weights.out_features)
 
 
-def unpack(packed: PackedWeights) -> GroupedWeights:
+def unpack(packed: QuantisedPanels) -> GroupedWeights:
     """Returns the weights that were packed."""
     in_panels = packed.panels
     size = 256 if packed.kind == FOUR else 512

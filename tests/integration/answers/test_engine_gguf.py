@@ -18,7 +18,7 @@ from services.engine.cpu import quantisation
 from services.engine.loading import load
 from services.engine.model import kept_blocks
 from services.engine.model.gguf_conversion import convert_gguf
-from services.engine.native.quantised import products
+from services.engine.native.bindings import kernels
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
@@ -177,7 +177,7 @@ def test_quantised_weights_are_kept_bit_for_bit(quantised: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_file_is_served_as_it_is_or_dequantised(quantised: Path, dtype: str) -> None:
-    if products() is None:
+    if kernels() is None:
         pytest.skip("the kernels were not built here")
 
     def info(quantization: str) -> EngineInfo:
@@ -199,14 +199,14 @@ def test_a_file_is_served_as_it_is_or_dequantised(quantised: Path, dtype: str) -
 
 
 def test_without_kernels_a_file_is_dequantised(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantisation, "products", lambda: None)
+    monkeypatch.setattr(quantisation, "kernels", lambda: None)
     loaded = load(EngineConfig(str(quantised), "m", num_blocks=8))
     loaded.cache.close()
     assert loaded.info.numerics == "bfloat16 weights, bfloat16 activations"
 
 
 def test_blocks_of_another_file_are_refused(quantised: Path, tmp_path: Path) -> None:
-    if products() is None:
+    if kernels() is None:
         pytest.skip("the kernels were not built here")
     other = tiny_model("llama", tmp_path, dtype=torch.bfloat16, head_dim=16, seed=1)
     (other / kept_blocks.FILE).write_bytes((quantised / kept_blocks.FILE).read_bytes())

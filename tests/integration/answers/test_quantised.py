@@ -36,7 +36,7 @@ def prompts() -> list[list[int]]:
 
 def reference_of(model: Path, scheme: str) -> GreedyReference:
     reference = GreedyReference(model, GAP_BOUND)
-    with mock.patch.object(quantised_linear, "products", return_value=None):
+    with mock.patch.object(quantised_linear, "kernels", return_value=None):
         quantise(reference.model, scheme, model)
     return reference
 
@@ -93,7 +93,7 @@ def test_without_kernels_torch_computes_the_same(
     with drive(model, quantization="int4") as driver:
         expected = driver.engine.info
     for module in ("services.engine.cpu.quantised_linear", "services.engine.cpu.quantisation"):
-        monkeypatch.setattr(f"{module}.products", lambda: None)
+        monkeypatch.setattr(f"{module}.kernels", lambda: None)
     reference = reference_of(model, "int4")
     with drive(model, quantization="int4") as driver:
         assert driver.engine.info == expected, "it is the same that is computed"

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from services.engine.cpu import quantised_linear
 from services.engine.cpu.quantised_linear import QuantisedLinear, side_by_side
 from services.engine.model.grouped_weights import round_inputs, round_weights
-from services.engine.native.quantised import Products, products
+from services.engine.native.bindings import Kernels, kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -24,10 +24,10 @@ def layer(out_features: int, bits: int, dtype: torch.dtype, *, bias: bool = True
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("built", [True, False])
 def test_against_torch(bits: int, dtype: torch.dtype, built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if built and products() is None:
+    if built and kernels() is None:
         pytest.skip("the kernels were not built here")
     if not built:
-        monkeypatch.setattr(quantised_linear, "products", lambda: None)
+        monkeypatch.setattr(quantised_linear, "kernels", lambda: None)
     found = layer(33, bits, dtype)
     assert (found.weight.dtype, found.weight.numel(), found.in_features, found.out_features) == (dtype, 0, 70, 33)
     assert found.nbytes < 48 * 96 * 2
@@ -42,11 +42,11 @@ def test_against_torch(bits: int, dtype: torch.dtype, built: bool, monkeypatch: 
 def test_a_product_that_disagrees_is_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if products() is None:
+    if kernels() is None:
         pytest.skip("the kernels were not built here")
     right = layer(20, 4, torch.float32)
-    original = Products.linear
-    monkeypatch.setattr(Products, "linear", lambda *arguments: original(*arguments) * 1.01)
+    original = Kernels.quantised_linear
+    monkeypatch.setattr(Kernels, "quantised_linear", lambda *arguments: original(*arguments) * 1.01)
     other = layer(20, 4, torch.float32)
     assert "a product of 4-bit weights differs by 0.01" in caplog.text
     monkeypatch.undo()

@@ -8,18 +8,10 @@ from torch import Tensor
 
 from services.engine.cpu.quantised_linear import pack, unpack
 from services.engine.model.grouped_weights import GroupedWeights, joined, round_inputs, round_weights
-from services.engine.native.instruction_sets import InstructionSet, usable
-from services.engine.native.quantised import Products
+from services.engine.native.bindings import Kernels
+from services.engine.native.instruction_sets import usable
 
 SHAPES = [(576, 48), (64, 96), (33, 17), (100, 5), (31, 1), (1536, 20)]
-
-
-@pytest.fixture(params=usable(), ids=lambda each: each.name)
-def products(request: pytest.FixtureRequest) -> Products:
-    wanted: InstructionSet = request.param
-    if not wanted.shared_object.exists():
-        pytest.skip("the kernels were not built here")
-    return Products(wanted.shared_object)
 
 
 def forms(in_features: int, out_features: int) -> dict[str, GroupedWeights]:
@@ -52,7 +44,7 @@ def forms(in_features: int, out_features: int) -> dict[str, GroupedWeights]:
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_products_are_exact_but_for_sums_of_floats(products: Products, in_features: int, out_features: int) -> None:
+def test_products_are_exact_but_for_sums_of_floats(native: Kernels, in_features: int, out_features: int) -> None:
     bias = torch.randn(out_features)
     inputs = torch.randn(70, in_features)
     inputs[3], inputs[4] = 0, torch.sign(inputs[4])  # as large as 8 bits allow
@@ -62,20 +54,20 @@ def test_products_are_exact_but_for_sums_of_floats(products: Products, in_featur
         exact = round_inputs(inputs).double() @ weights.dequantised().double().T
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 70):
             for added in (None, bias):
-                found = products.linear(inputs[:rows], packed, added)
+                found = native.quantised_linear(inputs[:rows], packed, added)
                 wanted = exact[:rows] + (0 if added is None else added)
                 size = round_inputs(inputs[:rows]).double().abs() @ weights.dequantised().double().abs().T
                 largest = weights.scales.abs().max() * 256
                 bound = 2e-6 * (size + inputs[:rows].double().abs().sum(1, keepdim=True) * largest + 1)
                 assert ((found - wanted).abs() <= bound).all(), (name, rows)
-        narrow = products.linear(inputs.bfloat16(), packed, bias)
-        wide = products.linear(inputs.bfloat16().float(), packed, bias)
+        narrow = native.quantised_linear(inputs.bfloat16(), packed, bias)
+        wide = native.quantised_linear(inputs.bfloat16().float(), packed, bias)
         assert narrow.dtype == torch.bfloat16
         assert torch.equal(narrow, wide.bfloat16()), name
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_rows_do_not_depend_on_each_other(products: Products, threads: int) -> None:
+def test_rows_do_not_depend_on_each_other(native: Kernels, threads: int) -> None:
     """Nor on the number of threads; and 1500 rows are more than stay in a cache at once."""
     before = torch.get_num_threads()
     inputs = torch.randn(1500, 544)
@@ -83,31 +75,31 @@ def test_rows_do_not_depend_on_each_other(products: Products, threads: int) -> N
     try:
         for name, weights in forms(544, 40).items():
             packed = pack(weights)
-            together = products.linear(inputs.view(2, 750, 544), packed, None).view(1500, 40)
+            together = native.quantised_linear(inputs.view(2, 750, 544), packed, None).view(1500, 40)
             for row in (0, 5, 700, 1499):
-                assert torch.equal(products.linear(inputs[row], packed, None), together[row]), name
-            assert products.linear(inputs[:0], packed, None).shape == (0, 40)
+                assert torch.equal(native.quantised_linear(inputs[row], packed, None), together[row]), name
+            assert native.quantised_linear(inputs[:0], packed, None).shape == (0, 40)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_stays_visible(products: Products, bad: float, dtype: torch.dtype) -> None:
+def test_what_is_not_finite_stays_visible(native: Kernels, bad: float, dtype: torch.dtype) -> None:
     inputs = torch.randn(3, 100, dtype=dtype)
     inputs[1, 99] = bad
     for name, weights in forms(100, 20).items():
-        found = products.linear(inputs, pack(weights), None)
+        found = native.quantised_linear(inputs, pack(weights), None)
         assert found[1].isnan().all(), name
         assert found[[0, 2]].isfinite().all(), name
 
 
 def test_instruction_sets_agree() -> None:
-    libraries = [each.library for each in usable() if each.library.exists()]
+    libraries = [each.shared_object for each in usable() if each.shared_object.exists()]
     inputs = torch.randn(9, 576)
     for name, weights in forms(576, 40).items():
         packed = pack(weights)
-        first, *others = (Products(library).linear(inputs, packed, None) for library in libraries)
+        first, *others = (Kernels(library).quantised_linear(inputs, packed, None) for library in libraries)
         for other in others:
             torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-5 * first.abs().max().item(), msg=name)
 
