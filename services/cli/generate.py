@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from baton.v1 import inference_pb2
 from services.cli.arguments import Parser, add_target, token_ids
 from services.cli.client import inference, plain, shown
 from services.core.errors import BatonError, ConfigError
-from services.core.printable import printable
+from services.core.printable import printable, printable_json
 
 _SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed transfer"), ("total_ms", "total"))
 
@@ -26,7 +25,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     with inference(arguments.target) as client, client.generate_stream(request, timeout_s=arguments.timeout) as events:
         answer = _read(events, echo=not arguments.json)
     if arguments.json:
-        print(json.dumps(answer, ensure_ascii=False))
+        print(printable_json(answer))
     else:
         _summarise(answer)
     return 0

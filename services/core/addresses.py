@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _MAX_NAME_CHARS = 253
+_LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 def parse(address: str) -> tuple[str, int]:
@@ -71,3 +73,22 @@ def _is_name(host: str) -> bool:
         except ValueError:
             return False
     return len(host) <= _MAX_NAME_CHARS and all(_LABEL.fullmatch(label) for label in labels)
+
+
+def bare_host(text: str) -> str:
+    """Returns the host of `HOST`, `HOST:PORT`, `[ADDRESS]:PORT` or a bare address, in the form for comparisons."""
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") < 2:
+        text = text.partition(":")[0]
+    return text.lower().removesuffix(".")
+
+
+def host_names(bound: str, others: Iterable[str] = ()) -> frozenset[str] | None:
+    """Returns the hosts that an HTTP server answers to which listens on `bound`; None for any.
+
+    On loopback it answers to the names of loopback alone, and to `others`: a browser that was lured to a name which its
+    owner points at loopback says that name.
+    """
+    here = bare_host(bound)
+    return _LOOPBACK_NAMES | {here, *map(bare_host, others)} if others or is_loopback(here) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -16,6 +17,14 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(character if _is_safe(character, keep) else _escape(character) for character in text)
+
+
+def printable_json(value: object) -> str:
+    """Returns the value as JSON on one line, with every unsafe character written as JSON escapes it."""
+    text = json.dumps(value, ensure_ascii=False)
+    if text.isprintable():
+        return text
+    return "".join(each if _is_safe(each, "") else json.dumps(each)[1:-1] for each in text)
 
 
 def _is_safe(character: str, keep: str) -> bool:

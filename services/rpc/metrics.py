@@ -13,14 +13,18 @@ import socketserver
 import threading
 import time
 import wsgiref.simple_server
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.core.addresses import bare_host, host_names
 from services.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +129,7 @@ class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
         """Open connections, oldest first, each with the monotonic second at which it must end."""
         self._lock = threading.Lock()
         super().__init__((host, port), _Scrape)
-        self.set_app(make_wsgi_app(registry))
+        self.set_app(_answering_to(host_names(host), make_wsgi_app(registry)))
 
     def server_bind(self) -> None:
         """Binds without the name server lookup of its own host name that the library's version makes."""
@@ -161,6 +165,19 @@ class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
         del self._open[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
+
+
+def _answering_to(names: frozenset[str] | None, app: WSGIApplication) -> WSGIApplication:
+    """Returns the app with a check of the host that a request names. `names` None: any."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST")
+        if names is not None and host is not None and bare_host(host) not in names:
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [b"unknown host\n"]
+        return app(environ, start_response)
+
+    return answer
 
 
 class _Scrape(wsgiref.simple_server.WSGIRequestHandler):

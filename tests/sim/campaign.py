@@ -125,14 +125,17 @@ def run(
     """Runs what is not done yet. Failures are told with `tell` as they come, and kept."""
     done = {} if progress is None else progress.done
     summary = Summary()
-    missing = []
-    for first in range(seeds.start, seeds.stop, chunk_seeds):
-        some = range(first, min(first + chunk_seeds, seeds.stop))
+    missing, first = [], seeds.start
+    while first < seeds.stop:
         chunk = done.get(first)
-        if chunk is not None and chunk.num_seeds == len(some):
+        if chunk is not None and first + chunk.num_seeds <= seeds.stop:
             summary.add(chunk)
-        else:
-            missing.append(some)
+            first += chunk.num_seeds
+            continue
+        next_done = min((other for other in done if other > first), default=seeds.stop)
+        some = range(first, min(first + chunk_seeds, next_done, seeds.stop))
+        missing.append(some)
+        first = some.stop
     if summary.num_seeds:
         tell(f"{summary.num_seeds} of {len(seeds)} seeds are done")
     last_s, told_s = time.monotonic(), time.monotonic()

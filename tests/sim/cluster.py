@@ -30,6 +30,7 @@ _MOMENTS = {
 }
 
 
+_ROUNDING_S = 1e-6
 _LINGERS_S = 0.5
 _BACK_AFTER_S = 0.2
 
@@ -85,6 +86,8 @@ class Cluster:
             router.submit(request)
         except BatonError as error:
             request.refused(error)
+        else:
+            self.world.require(not router.admits_no_more, f"{request.request_id} is admitted by a router that stops")
 
     def _leave_at_token(self, request: SimRequest) -> None:
         if request.cancel_at_token is not None and len(request.received) >= request.cancel_at_token:
@@ -189,7 +192,11 @@ class Cluster:
         self.world.note("stop router", name)
 
         async def stop() -> None:
+            began_s, router.admits_no_more = self.world.now_s, True
             await router.conductor.drain(deadline_s)
+            given_up = [other.request_id for other in self.requests if router.serves(other.request_id)]
+            in_time = self.world.now_s >= began_s + deadline_s - _ROUNDING_S
+            self.world.require(in_time or not given_up, f"{name} gives {given_up} up before its deadline")
             await router.close()
             self.world.require(not router.coordinator.num_live, f"{name} leaves requests behind")
             self.world.after(_LINGERS_S, lambda: self.crash(name) if router.node.alive else None)

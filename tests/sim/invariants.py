@@ -59,6 +59,7 @@ class Watch:
                 check_worker(self._world, inhabitant)
         elif isinstance(inhabitant, SimRouter) and thorough:
             inhabitant.coordinator.check()
+            _check_queue(self._world, inhabitant)
 
     def check_all(self) -> None:
         for worker in self._cluster.workers.values():
@@ -67,6 +68,13 @@ class Watch:
         for router in self._cluster.routers.values():
             if router.node.alive:
                 router.coordinator.check()
+
+
+def _check_queue(world: World, router: SimRouter) -> None:
+    """It is bounded, but for those that were placed before and lost their workers."""
+    waiting = [request for request in router.coordinator._book.queue if not request.story.num_retries]
+    full = len(waiting) <= router.config.max_queue
+    world.require(full, f"{router.node.name}: {len(waiting)} queued, {router.config.max_queue} may be")
 
 
 def not_idle(cluster: Cluster) -> list[str]:

@@ -38,7 +38,8 @@ class Network:
         self.servers: dict[str, SimServer] = {}
         self.wires: dict[Wire, None] = {}
         self._cut: set[frozenset[str]] = set()
-        self.cut_for_ever: set[frozenset[str]] = set()
+        self.cut_for_ever: dict[frozenset[str], float] = {}
+        """With the time of the cut."""
         self.silent_nodes: set[Node] = set()
         """They never say anything again."""
         self._delays_s: dict[frozenset[str], float] = {}
@@ -59,7 +60,7 @@ class Network:
         """A cut that never heals. Each end's keepalive notices in its time."""
         link = frozenset((one, other))
         self.cut(one, other)
-        self.cut_for_ever.add(link)
+        self.cut_for_ever.setdefault(link, self.world.now_s)
         for wire in [wire for wire in self.wires if wire.link == link]:
             wire.starve()
 

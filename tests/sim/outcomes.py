@@ -24,6 +24,23 @@ def copies_may_stall(cluster: Cluster) -> bool:
     return any(w.plan.slowest_copy_s > w.plan.config.stall_s for w in cluster.workers.values())
 
 
+def waited_for_a_cut(cluster: Cluster, request: SimRequest) -> bool:
+    """A way between workers was cut for ever, and the request came before that had to be known: handoffs that cannot
+    cross it hold blocks until they are given up, and a pair is given up after several of them."""
+    return any(
+        link <= cluster.workers.keys() and request.arrival_s <= cut_s + recovery_s(cluster)
+        for link, cut_s in cluster.network.cut_for_ever.items()
+    )
+
+
+def waited_for_copies(cluster: Cluster, request: SimRequest) -> bool:
+    """The copies of all prompts, one after the other through small pools, may take as long as a request may wait."""
+    block_size = min(worker.engine.info.block_size for worker in cluster.workers.values())
+    num_blocks = sum(len(other.message.token_ids.ids) // block_size + 1 for other in cluster.requests)
+    slowest_s = num_blocks * max(worker.plan.slowest_copy_s for worker in cluster.workers.values())
+    return slowest_s >= cluster.routers[request.router].config.queue_timeout_s
+
+
 def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows: int) -> None:
     """Every request ended, and in a way that it may."""
     smallest = min(worker.engine.info.max_model_len for worker in cluster.workers.values())
@@ -63,9 +80,10 @@ def able(cluster: Cluster, request: SimRequest, since_s: float, until_s: float) 
 
 def _check_refusal(world: World, cluster: Cluster, request: SimRequest) -> None:
     """Nobody refuses what could have been served. (A full queue, a deadline that others stand in the way of, and blocks
-    that stay leased because copies of them stall, are reasons of their own.)"""
+    that stay leased because copies of them are slow, stall or cannot pass, are reasons of their own.)"""
     assert request.ended_s is not None
     others = request.queue_was_full or request.deadline_s is not None or copies_may_stall(cluster)
+    others = others or waited_for_a_cut(cluster, request) or waited_for_copies(cluster, request)
     if request.outcome == "OVERLOADED" and others:
         return
     served_by = able(cluster, request, 0.0, request.ended_s)

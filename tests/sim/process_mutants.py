@@ -21,6 +21,8 @@ from services.router.conductor import Conductor
 from services.router.coordinator import coordinator, dispatch, handoff, silent_legs
 from services.router.coordinator.actions import EmitTokens
 from services.router.coordinator.book import Book
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.coordinator import Coordinator
 from services.router.coordinator.request import Request
 from services.router.policy import Job
 from services.worker.session import RouterSession
@@ -190,6 +192,24 @@ def waits_for_ever_for_a_silent_leg() -> Bug:
     return replaced(silent_legs, "_silent_too_long", lambda *_, **__: None)
 
 
+def queues_without_a_bound() -> Bug:
+    init = Coordinator.__init__
+
+    def unbound(self: Coordinator, config: CoordinatorConfig) -> None:
+        init(self, dataclasses.replace(config, max_queue=1 << 30))
+
+    return replaced(Coordinator, "__init__", unbound)
+
+
+def admits_requests_while_it_stops() -> Bug:
+    return replaced(Coordinator, "stop_admission", lambda *_: None)
+
+
+def stops_without_waiting() -> Bug:
+    drain = Conductor.drain
+    return replaced(Conductor, "drain", lambda self, deadline_s: drain(self, 0.0))
+
+
 MUTANTS: tuple[Mutant, ...] = (
     frees_blocks_under_a_step,
     indexes_blocks_of_a_failed_step,
@@ -208,4 +228,7 @@ MUTANTS: tuple[Mutant, ...] = (
     replays_without_the_received_tokens,
     replays_with_other_weights,
     waits_for_ever_for_a_silent_leg,
+    queues_without_a_bound,
+    admits_requests_while_it_stops,
+    stops_without_waiting,
 )

@@ -74,6 +74,7 @@ class SimRouter:
         node.loop.create_task(self._server.start(), name="start")
         self._ticking = node.loop.create_task(self.catalogue.tick_forever(), name="tick")
         self.stopping = False
+        self.admits_no_more = False
 
     async def close(self) -> None:
         """As `main` does it, when the requests are over."""
@@ -85,6 +86,9 @@ class SimRouter:
     def checks(self, worker_id: str) -> bool:
         """A canary is under way there."""
         return any(canary.involves(worker_id) for canary in self.coordinator._canaries._live)
+
+    def serves(self, request_id: str) -> bool:
+        return request_id in self.coordinator._book.requests
 
     @property
     def queue_is_full(self) -> bool:

@@ -104,3 +104,15 @@ def test_a_failure_is_kept_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert summary.failures.keys() == {"0", "1", "2"}
     assert "seed 2 failed" in told[-1]
     assert "--seed 2 --trace" in told[-1]
+
+
+def test_pieces_of_another_size_count_too(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "progress.jsonl")
+    for seeds in (range(2, 5), range(7, 9)):
+        progress.add(run_chunk(seeds), wall_s=1.0)
+    told: list[str] = []
+    summary = campaign.run(range(8), 1, progress, chunk_seeds=4, tell=told.append)
+    assert told == ["3 of 8 seeds are done"], "the last piece goes beyond what is asked for"
+    assert summary.num_seeds == 8
+    assert summary.outcomes == run_chunk(range(8)).outcomes
+    assert {first: chunk.num_seeds for first, chunk in progress.done.items()} == {0: 2, 2: 3, 5: 2, 7: 1}

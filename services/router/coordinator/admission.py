@@ -69,13 +69,14 @@ def _end_those_in_vain(book: Book, now: float) -> None:
     costs, longest = _costs(book), book.workers.cluster.whole.longest_sequence
     ahead = Ahead(0, _num_on_their_way(book))
     for request in book.queue:
-        with book.isolated("tick", request, now):
-            spec = request.spec
-            work = _work(book, len(spec.token_ids), spec.min_tokens, request.max_tokens)
-            error = None if request.output else _hopeless(book, costs, spec, work, ahead, now)
-            if error is not None:
-                book.fail(request, error, now)
-                continue
+        spec = request.spec
+        if spec.deadline_s is not None and not request.output:
+            with book.isolated("tick", request, now):
+                work = _work(book, len(spec.token_ids), spec.min_tokens, request.max_tokens)
+                error = _hopeless(book, costs, spec, work, ahead, now)
+                if error is not None:
+                    book.fail(request, error, now)
+                    continue
         if request.total_tokens > longest:
             continue  # no ready worker could serve it, so it delays nobody
         ahead = Ahead(ahead.num_tokens + _num_tokens(request), ahead.num_sequences + 1)

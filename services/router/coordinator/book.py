@@ -62,6 +62,8 @@ class Book:
         """Requests whose prompts are being tokenised: each has a place in the queue."""
         self.num_in: Counter[Phase] = Counter()
         """Live requests by phase."""
+        self.crashed: set[str] = set()
+        """The ids of the requests that count crashes."""
         self.handoffs_in_flight = HandoffsInFlight()
         """The handoffs that still need room on a decode worker. One from a mixed worker does not count, since that
         worker can adopt its own lease."""
@@ -326,6 +328,7 @@ class Book:
         request.prefill = request.decode = request.released_leg = None
         request.phase = Phase.FINISHED
         del self.requests[request.request_id]
+        self.crashed.discard(request.request_id)
         self.num_in = Counter(other.phase for other in self.requests.values())
         self._count_handoff(request)
         self.placement_is_due = True
@@ -403,6 +406,7 @@ class Book:
         self._move(request, Phase.FINISHED, now)
         del self.num_in[Phase.FINISHED]
         del self.requests[request.request_id]
+        self.crashed.discard(request.request_id)
 
 
 def _remaining_s(request: Request, now: float) -> float | None:

@@ -374,6 +374,7 @@ def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> 
         return
     request.setbacks.newest_leg_at_crash = book.newest_leg
     request.setbacks.crashes.append(crash)
+    book.crashed.add(request.request_id)
     taken_away = crash.session_lost or crash.failed_import
     if taken_away and len(request.setbacks.crashes) == book.config.max_crashes - 1:
         request.setbacks.not_before_s = now + book.config.last_chance_pause_s
@@ -454,10 +455,9 @@ def _worker_gone_under(
 def worker_alive(book: Book, worker: Worker) -> None:
     """Forgets the crashes that were assumed when this incarnation's session broke: it is back, so it did not crash."""
     back = (worker.info.worker_id, worker.info.incarnation)
-    for request in book.requests.values():
-        request.setbacks.crashes = [
-            crash for crash in request.setbacks.crashes if not crash.session_lost or crash.process != back
-        ]
+    for request_id in book.crashed:
+        setbacks = book.requests[request_id].setbacks
+        setbacks.crashes = [crash for crash in setbacks.crashes if not crash.session_lost or crash.process != back]
 
 
 def migrate(book: Book, worker: Worker, now: float) -> int:

@@ -44,6 +44,9 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 }
 
 
+_NOBODY: frozenset[str] = frozenset()
+
+
 @dataclass(slots=True)
 class HeldLease:
     """Keeps what the router knows of the lease of a prefill leg."""
@@ -210,7 +213,7 @@ class Request:
         return Job(
             num_tokens=num_tokens,
             total_tokens=self.total_tokens,
-            avoid=frozenset(crash.worker_id for crash in self.setbacks.crashes),
+            avoid=frozenset(crash.worker_id for crash in self.setbacks.crashes) if self.setbacks.crashes else _NOBODY,
             fingerprint=self.fingerprint if self.output else None,
             conversation=self.spec.conversation,
             tenant=self.spec.tenant,

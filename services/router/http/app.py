@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.core.addresses import is_loopback
+from services.core.addresses import bare_host, host_names
 from services.core.errors import BatonError
 from services.router.byte_budget import ByteBudget
 from services.router.catalogue import Catalogue, ServedModel
@@ -33,7 +33,6 @@ from services.router.http.generation import Generation
 from services.router.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
 from services.router.intake import Intake
 
-_LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
 
 
@@ -50,13 +49,11 @@ def guarded(app: ASGIApp, bound: str, *, hosts: Sequence[str] = (), origins: Seq
             allow_headers=["*"],
             expose_headers=_EXPOSED,
         )
-    here = bare_host(bound)
-    names = {*_LOOPBACK_NAMES, here, *map(bare_host, hosts)} if hosts or is_loopback(here) else None
-    return _Guard(app, names)
+    return _Guard(app, host_names(bound, hosts))
 
 
 class _Guard:
-    def __init__(self, app: ASGIApp, names: set[str] | None) -> None:
+    def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
         """`names` are the hosts that are answered; None for any."""
         self._app = app
         self._names = names
@@ -77,15 +74,6 @@ class _Guard:
                 "unknown_host",
             )
         return None
-
-
-def bare_host(text: str) -> str:
-    """Returns the host of `HOST`, `HOST:PORT`, `[ADDRESS]:PORT` or a bare address, in the form for comparisons."""
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") < 2:
-        text = text.partition(":")[0]
-    return text.lower().removesuffix(".")
 
 
 def make_app(

@@ -45,9 +45,16 @@ def place_prefill(
     prefill is always let through.
     """
     candidates = []
+    decode_room: dict[tuple[Room, int], bool] = {}  # most sources share their takers, and the size of their blocks
     for start in workers.fit(job).starts:
         worker = workers.view(start.worker_id)
-        if _has_prefill_room(job, worker, config) and _has_decode_room(job, worker, start.room, handoffs_in_flight):
+        if worker.roles is not Role.MIXED and handoffs_in_flight:
+            key = (start.room, worker.block_size)
+            if key not in decode_room:
+                decode_room[key] = _has_decode_room(job, worker, start.room, handoffs_in_flight)
+            if not decode_room[key]:
+                continue
+        if _has_prefill_room(job, worker, config):
             candidates.append(worker)
     return _best(candidates, job, None, now, config.prefill_terms)
 
@@ -138,9 +145,7 @@ def _has_prefill_room(job: Job, worker: WorkerView, config: PolicyConfig) -> boo
 
 
 def _has_decode_room(job: Job, source: WorkerView, takers: Room, handoffs_in_flight: HandoffsInFlight) -> bool:
-    """Could the handoff of a prefill on `source` be taken over, after those in flight?"""
-    if source.roles is Role.MIXED or not handoffs_in_flight:
-        return True
+    """Returns whether the handoff of a prefill on `source` could be taken over, after those in flight."""
     taken = handoffs_in_flight.num_blocks(source.block_size)
     return takers.num_blocks - taken >= import_blocks(job, source)
 

@@ -205,7 +205,7 @@ def test_a_router_serves_without_the_extra(model: str) -> None:
     ("arguments", "purpose"),
     [
         (("prefill",), "a worker"),
-        (("up",), "a worker"),
+        (("up", "--port", "0"), "a worker"),
         (("models", "pull"), "converting smollm2-135m-instruct"),
         (("models", "pull", "--time-dtypes"), "timing types"),
     ],

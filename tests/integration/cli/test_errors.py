@@ -38,7 +38,7 @@ def baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         (["up", "--prefill", "1", "--decode", "0"], 2, "--decode: without a decode or a mixed worker"),
         (["up", "--port", "70000"], 2, "--port: 70000 must be in [0, 65535]"),
         (["up", "--metrics-port", "65535"], 2, "--metrics-port: "),
-        (["up", "--model", "/no/such/model"], 2, "--model: '/no/such/model'"),
+        (["up", "--port", "0", "--model", "/no/such/model"], 2, "--model: '/no/such/model'"),
         (["up", "--transport", "pigeon"], 2, "--transport: 'pigeon' is not one of auto, shm, grpc"),
         (["up", "--unknown"], 2, "unrecognized arguments: --unknown"),
         (["prefill", "--block-size", "0"], 2, "--block-size: 0 must be in [1, 1024]"),

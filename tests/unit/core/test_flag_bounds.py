@@ -83,3 +83,14 @@ def test_the_command_ends_with_usage_and_names_the_flag(argv: list[str]) -> None
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert argv[-2] in done.stderr
+
+
+@pytest.mark.parametrize("config_type", [UpConfig, RouterConfig, WorkerConfig])
+@pytest.mark.parametrize(("value", "is_taken"), [("-2", False), ("-1", True), ("0", True), ("65536", False)])
+def test_metrics_ports_are_the_same_for_every_command(config_type: type, value: str, is_taken: bool) -> None:
+    """-1 stands for none."""
+    if is_taken:
+        assert load(config_type, [f"--metrics-port={value}"], {}).metrics_port == int(value)
+    else:
+        with pytest.raises(ConfigError, match=r"^--metrics-port: "):
+            load(config_type, [f"--metrics-port={value}"], {})

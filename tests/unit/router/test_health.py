@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router import main
+from services.router.config import RouterConfig
 from services.router.health import TRANSITIONS, Health, HealthConfig, HealthRecord
 
 SHALLOW = HealthConfig()
@@ -163,3 +168,13 @@ def test_any_life(events: list[tuple[str, float]], deep: bool) -> None:
         record.tick(life.now)
     record.tick(life.now + 60.0)
     assert record.usable or record.takes_one or record.wants_probe(life.now + 60.0)
+
+
+def test_a_router_checks_deeply_again_and_again_and_trusts_what_is_new_slowly() -> None:
+    """As `baton router` is configured by default."""
+    text: Any = SimpleNamespace(context_tokens=8, vocab_size=8)
+    health = main._coordinator_config(RouterConfig(model="m"), text).health
+    assert (health.deep_checks, health.starts_slowly) == (True, True)
+    assert health.recheck_s == RouterConfig(model="m").canary_period_s > 0
+    without = main._coordinator_config(RouterConfig(model="m", canaries=False), text).health
+    assert (without.deep_checks, without.starts_slowly) == (False, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.request
 
 import pytest
@@ -56,3 +57,24 @@ def test_the_port_is_exclusive_and_given_back():
         MetricsServer(registry, port=server.port)
     server.close()
     MetricsServer(registry, port=server.port).close()
+
+
+@pytest.mark.parametrize(
+    ("bound", "host", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:{port}", 200),
+        ("127.0.0.1", "localhost", 200),
+        ("127.0.0.1", "evil.example:{port}", 403),
+        ("0.0.0.0", "any.example", 200),
+    ],
+)
+def test_on_loopback_it_answers_to_names_of_loopback_alone(bound: str, host: str, status: int) -> None:
+    """A page in a browser may have its own name point at loopback."""
+    server = MetricsServer(new_registry("baton-router", "router-0"), bound)
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("GET", "/metrics", headers={"Host": host.format(port=server.port)})
+        assert connection.getresponse().status == status
+        connection.close()
+    finally:
+        server.close()
