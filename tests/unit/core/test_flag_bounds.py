@@ -90,7 +90,7 @@ def test_the_command_ends_with_usage_and_names_the_flag(argv: list[str]) -> None
 def test_metrics_ports_are_the_same_for_every_command(config_type: type, value: str, is_taken: bool) -> None:
     """-1 stands for none."""
     if is_taken:
-        assert load(config_type, [f"--metrics-port={value}"], {}).metrics_port == int(value)
+        assert dataclasses.asdict(load(config_type, [f"--metrics-port={value}"], {}))["metrics_port"] == int(value)
     else:
         with pytest.raises(ConfigError, match=r"^--metrics-port: "):
             load(config_type, [f"--metrics-port={value}"], {})
