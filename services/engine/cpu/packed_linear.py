@@ -72,9 +72,9 @@ def narrowest_dtype(weight: Tensor) -> torch.dtype:
 
 def pack(weight: Tensor) -> Tensor:
     """Returns weights [out_features, in_features], of which in_features is even, in the panels of linear.c."""
-    panels = pad(weight, (0, 0, 0, -weight.shape[0] % PANEL)).unflatten(0, (-1, PANEL))
+    panels: Tensor = pad(weight, (0, 0, 0, -weight.shape[0] % PANEL)).unflatten(0, (-1, PANEL))
     if weight.dtype == torch.bfloat16:
-        return panels.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+        panels = panels.unflatten(2, (-1, 2))
     return panels.transpose(1, 2).contiguous()
 
 
