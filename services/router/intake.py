@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
 from services.core.config import DAY_S
-from services.core.errors import DeadlineExceeded, InvalidRequest
+from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
+from services.router.byte_budget import RETRY_AFTER_S
 from services.router.call import Call
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
@@ -172,7 +173,7 @@ class Intake:
         *,
         fewest_tokens: int = 1,
     ) -> list[int]:
-        """Waits for the tokenizer, at most until the request's deadline.
+        """Waits for the tokenizer, at most until the request's deadline, and as long as a request may be queued.
 
         Meanwhile the request has a place in the queue.
         """
@@ -189,11 +190,15 @@ class Intake:
             ),
             now,
         )
+        late: BatonError = Overloaded("the prompt was not tokenised in time", retry_after_s=RETRY_AFTER_S)
+        limit_s = coordinator.queue_timeout_s
+        if deadline_s is not None and deadline_s - now < limit_s:
+            limit_s, late = deadline_s - now, DeadlineExceeded("the deadline passed before the prompt was tokenised")
         try:
-            async with asyncio.timeout(None if deadline_s is None else deadline_s - now):
+            async with asyncio.timeout(limit_s):
                 return await model.line.run(num_bytes, work)
         except TimeoutError as error:
-            raise DeadlineExceeded("the deadline passed before the prompt was tokenised") from error
+            raise late from error
         finally:
             coordinator.arrived()
 

@@ -3,8 +3,8 @@
 A caller needs only one frame to open a call, and may then send nothing, send half a message, or not read the answer. A
 server that is full ends the call that has kept it waiting longest; the HTTP server does the same with connections.
 Calls whose messages are still arriving have a bound of their own, since the runtime holds the bytes received so far of
-each. Owns: both bounds, over the services that need no token. Never: calls that have the token, or what the runtime
-keeps of an answer that its client does not read.
+each. An answer of which nothing is read ends after a while. Owns: these bounds, over the services that need no token.
+Never: calls that have the token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from services.core.errors import MalformedMessage, Overloaded
+from services.core.errors import Cancelled, MalformedMessage, Overloaded
 from services.rpc.authentication import FOR_ANYONE
 from services.rpc.interceptors import Behavior, Context, Handler
 
@@ -25,6 +25,8 @@ ARRIVING_BYTES = 256 << 20
 """The most bytes that messages still arriving may have together if each has the largest size allowed."""
 GRACE_S = 0.5
 """Seconds for which a call may keep the server waiting before it may be ended to make room for others."""
+WRITE_WITHIN_S = 60.0
+"""A client that takes nothing of its answer for so long is given up, as it is over HTTP."""
 _RETRY_AFTER_S = 1.0
 _PROBE = "/grpc.health.v1.Health/Check"
 
@@ -81,9 +83,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 async with contextlib.aclosing(outcome) as responses:
                     async for response in responses:
                         with call.unread():
-                            await context.write(response)
+                            await _write(context, response)
 
         return respond
+
+
+async def _write(context: Context, response: Any) -> None:
+    """Raises Cancelled if the peer takes nothing for too long: what is kept for it would stay."""
+    try:
+        async with asyncio.timeout(WRITE_WITHIN_S):
+            await context.write(response)
+    except TimeoutError:
+        raise Cancelled(f"nothing of the answer was read for {WRITE_WITHIN_S:g} s") from None
 
 
 class OpenCalls:

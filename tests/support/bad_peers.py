@@ -19,6 +19,8 @@ from tests.support.trusted import CLUSTER_TOKEN
 
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HTTP2_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+NO_WINDOW = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00" + b"\x00\x04" + bytes(4)
+"""Settings of a client that takes no byte of an answer."""
 
 
 def grpc_request(path: str, message: bytes, headers: Mapping[str, bytes]) -> bytes:

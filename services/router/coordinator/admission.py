@@ -6,7 +6,7 @@ A request whose deadline cannot be met is refused at once, not when the deadline
 the way, the client gets RESOURCE_EXHAUSTED and a time to try again; if even an idle cluster would be too slow, it gets
 DEADLINE_EXCEEDED, since another try would not help. A busy cluster also refuses a request that it expects to finish
 late: to serve it would make others late too. In a full queue an arrival takes the place of the youngest request of the
-lowest priority, if its own priority is higher.
+lowest priority, if its own priority is higher; or of the youngest of its priority that no ready worker could hold.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
     _not_hopeless(book, spec, _work(book, len(spec.token_ids), spec.min_tokens, max_tokens), now)
     if len(book.queue) + book.num_expected < book.config.max_queue:
         return
-    victim = next((request for request in reversed(list(book.queue)) if not request.output), None)
-    if victim is None or victim.spec.priority >= spec.priority:
+    victims = _victims(book, spec.priority, len(spec.token_ids) + max_tokens)
+    if not victims:
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
-    crowded_out = Overloaded("crowded out by a higher priority", retry_after_s=book.config.retry_after_s)
-    book.fail_surely(victim, crowded_out, now)
+    crowded_out = Overloaded("crowded out of a full queue", retry_after_s=book.config.retry_after_s)
+    book.fail_surely(victims[-1], crowded_out, now)
 
 
 def end_overdue(book: Book, now: float) -> None:
@@ -58,8 +58,23 @@ def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -
     num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
     if num_beyond < 0:
         return
-    if num_beyond >= sum(not request.output and request.spec.priority < expected.priority for request in book.queue):
+    if num_beyond >= len(_victims(book, expected.priority, expected.fewest_tokens + expected.min_tokens)):
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
+
+
+def _victims(book: Book, priority: int, total_tokens: int) -> list[Request]:
+    """Returns the queued requests whose places a request may take, the best one last.
+
+    They have no output, and either a lower priority, or the same and no ready worker that could hold them: while their
+    worker is away they must not keep out what others could serve.
+    """
+    longest = book.workers.cluster.whole.longest_sequence
+    queued = [request for request in book.queue if not request.output]
+    lower = [request for request in queued if request.spec.priority < priority]
+    if total_tokens > longest:
+        return lower
+    stranded = [request for request in queued if request.spec.priority == priority and request.total_tokens > longest]
+    return stranded + lower
 
 
 def _end_those_in_vain(book: Book, now: float) -> None:

@@ -97,6 +97,11 @@ class Coordinator:
             with self._book.isolated("event", request, now):
                 self._book.finish(request, FinishReason.STOP, None, now)
 
+    @property
+    def queue_timeout_s(self) -> float:
+        """Returns how long a request may wait for room, in seconds."""
+        return self._config.queue_timeout_s
+
     def stop_admission(self, why: BatonError | None = None) -> None:
         """Refuses all requests from now on with the error `why`; by default it says that the router is stopping."""
         self._stopping = why or Draining("the router is stopping", retry_after_s=self._config.retry_after_s)

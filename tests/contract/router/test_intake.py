@@ -113,6 +113,19 @@ async def test_a_deadline_that_passes_in_the_line_frees_its_place(small: Cluster
     assert (await first).output.text == TEXT
 
 
+async def test_the_tokenizer_is_waited_for_as_long_as_a_queue(model: str, gate: Gate) -> None:
+    """Without a deadline too: a text that never ends, and one behind it."""
+    cluster = Cluster(replace(CONFIG, model=model, queue_timeout_s=0.5, tokenizer_threads=1))
+    await cluster.start()
+    calls = [asyncio.ensure_future(refused(cluster.inference.Generate(request(LONG)))) for _ in range(2)]
+    for error in await asyncio.gather(*calls):
+        assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == "the prompt was not tokenised in time"
+    gate.open.set()
+    await cluster.assert_idle()
+    await cluster.stop()
+
+
 async def test_a_short_text_does_not_wait_behind_a_long_one(small: Cluster, gate: Gate) -> None:
     asked = request(LONG * 20, truncate_prompt=True, stopping=types_pb2.StoppingParams(max_tokens=12))
     long = asyncio.ensure_future(small.inference.Generate(asked))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,11 @@ import pytest
 from google.rpc import error_details_pb2
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2, worker_pb2
+from services.router.byte_budget import ByteBudget
+from services.rpc import call_limits
 from services.rpc.status import status_of_call
+from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, NO_WINDOW, grpc_frames, grpc_request
+from tests.support.kv_harness import until
 from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, code_of, read, request
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 
@@ -68,6 +74,26 @@ async def test_a_slow_reader_gets_what_waited_in_messages_it_takes(cluster: Clus
     assert sum(len(chunk.logprobs) for chunk in chunks) == len(token_ids)
     assert text == TOKENIZER.decode(token_ids)
     decode.decode_gate.set()
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that lives, answers pings and never lets a byte of data through; the request itself has ended."""
+    monkeypatch.setattr(call_limits, "WRITE_WITHIN_S", 0.5)
+    await cluster.add("prefill")
+    await cluster.add("decode")
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.port)
+    asked = request(stopping=types_pb2.StoppingParams(max_tokens=4)).SerializeToString()
+    call = grpc_request("/baton.v1.InferenceService/GenerateStream", asked, {}).removeprefix(
+        HTTP2_PREFACE + HTTP2_SETTINGS
+    )
+    writer.write(HTTP2_PREFACE + NO_WINDOW + call)
+    reading = asyncio.create_task(grpc_frames(reader, writer))
+    budgets = [each for each in gc.get_objects() if isinstance(each, ByteBudget)]
+    await until(lambda: any(each.used_bytes for each in budgets))
+    await until(lambda: not any(each.used_bytes for each in budgets))
+    reading.cancel()
+    writer.close()
+    assert (await cluster.inference.Generate(request())).output.text == TEXT
 
 
 async def test_a_whole_answer_that_no_client_would_take_is_refused_before_it_is_computed(cluster: Cluster) -> None:

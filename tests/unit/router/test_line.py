@@ -68,6 +68,31 @@ def test_what_no_ready_worker_can_hold_holds_up_nobody(bench: Bench, num_big: in
     assert [command.spec.request_id for command in bench.take_legs(Role.PREFILL)][:1] == ["big0"]
 
 
+@pytest.mark.parametrize("priority", [0, 1])
+def test_it_keeps_nobody_out_of_a_full_queue(priority: int) -> None:
+    """The youngest of it makes room, unless it came with a higher priority; what could be served too stays."""
+    bench = Bench(max_queue=3)
+    for worker_id, num_blocks in (("a", 8), ("b", 64)):
+        bench.join(worker_id, Role.DECODE, num_blocks=num_blocks)
+    busy(bench, "a", 0)
+    bench.lose("b")
+    for number in range(2):
+        bench.submit(f"big{number}", priority=priority, **BIG)
+    bench.submit("first", **SHORT)
+    with pytest.raises(Overloaded, match="the queue is full"):
+        bench.submit("big2", priority=priority - 1, **BIG)
+    if priority:
+        with pytest.raises(Overloaded, match="the queue is full"):
+            bench.submit("second", **SHORT)
+        return
+    bench.submit("second", **SHORT)
+    assert bench.failed.keys() == {"big1"}
+    bench.submit("third", **SHORT)
+    assert bench.failed.keys() == {"big1", "big0"}
+    with pytest.raises(Overloaded, match="the queue is full"):
+        bench.submit("fourth", **SHORT)
+
+
 def test_it_does_not_count_in_forecasts_either(bench: Bench) -> None:
     """A deadline is not refused for the sake of work that nobody can begin."""
     bench.load("p", ms_per_prefill_token=10)
