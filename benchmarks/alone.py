@@ -21,7 +21,7 @@ def main() -> None:
     from benchmarks.engine import running
     from benchmarks.precision import Precision
 
-    precision = Precision(options["dtype"], options.get("quantization", ""))
+    precision = Precision(options["dtype"], options["quantization"])
     step_tokens = options.get("max_num_batched_tokens", 2048)
     with running(Path(options["model"]), precision, options["threads"], step_tokens) as load:
         answer_lines(load.run)

@@ -76,7 +76,8 @@ def running(model: Path, precision: Precision, threads: int, max_num_batched_tok
         num_blocks=_BLOCKS,
         threads=threads,
         max_num_batched_tokens=max_num_batched_tokens,
-        **precision.engine_settings(),
+        dtype=precision.dtype,
+        quantization=precision.quantization,
     )
     engine = torch_engine(config)
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from benchmarks.turns import turn
 from benchmarks.works import works
 from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.engine.model.kept_blocks import FILE as BLOCKS_FILE
 
 _HERE = Path(__file__).parent
 
@@ -88,17 +90,17 @@ def _sides(arguments: argparse.Namespace) -> Iterator[contextlib.AbstractContext
 
 @contextlib.contextmanager
 def _baton(precision: Precision, model: Path, threads: int) -> Iterator[Side]:
-    precision.engine_settings()  # a flag that this version does not have is told here, not by a child
-    options = {"model": str(model), "threads": threads, "dtype": precision.dtype}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.alone",
-        json.dumps({**options, "quantization": precision.quantization}),
-    ]
-    kind = {"": UNQUANTISED, "int8": EIGHT_BITS}.get(precision.quantization, FOUR_BITS)
+    options = {"model": str(model), "threads": threads, **dataclasses.asdict(precision)}
+    command = [sys.executable, "-m", "benchmarks.alone", json.dumps(options)]
     with turn(f"Baton {precision}", command) as engine:
-        yield Side(engine.name, kind, True, engine.run)
+        yield Side(engine.name, _kind(precision, model), True, engine.run)
+
+
+def _kind(precision: Precision, model: Path) -> str:
+    """Returns what an engine is compared with."""
+    if precision.quantization == "auto":
+        return FOUR_BITS if (model / BLOCKS_FILE).is_file() else UNQUANTISED
+    return {"none": UNQUANTISED, "int8": EIGHT_BITS, "int4": FOUR_BITS}[precision.quantization]
 
 
 @contextlib.contextmanager

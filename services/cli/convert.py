@@ -1,4 +1,5 @@
-"""Runs `python -m services.cli.convert GGUF OUT`: one conversion in its own process, whose end frees torch's memory.
+"""Runs `python -m services.cli.convert GGUF OUT [--keep-blocks]`: one conversion in its own process, whose end frees
+torch's memory.
 
 Owns: nothing. It prints the reason of a failure as one line on stdout, for the parent; progress goes to stderr.
 """
@@ -14,12 +15,12 @@ from services.engine.cpu.openmp import expect_shared_cores
 
 
 def main() -> int:
-    gguf, out = map(pathlib.Path, sys.argv[1:])
+    gguf, out = map(pathlib.Path, sys.argv[1:3])
     try:
         expect_shared_cores()
         from services.engine.model.gguf_conversion import convert_gguf  # loads torch
 
-        convert_gguf(gguf, out)
+        convert_gguf(gguf, out, keep_blocks="--keep-blocks" in sys.argv[3:])
     except Exception as error:  # the process boundary: the parent raises the error again
         if os.environ.get("BATON_DEBUG"):
             raise

@@ -16,7 +16,7 @@ from services.cli.model_cache import (
     DEFAULT_MODEL,
     Convert,
     ResolvedModel,
-    convert_gguf,
+    convert_gguf_as_it_is,
     models_dir,
     new_entry,
     read_entry,
@@ -41,7 +41,7 @@ def resolve_model(name: str) -> ResolvedModel:
     if name and path.is_dir():
         return _local_directory(path.resolve())
     if path.is_file():
-        return _gguf_file(path.resolve(), models_dir(), convert_gguf)
+        return _gguf_file(path.resolve(), models_dir(), convert_gguf_as_it_is)
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _hub_model(name)
     raise ConfigError(f"--model: {name!r} is no directory, no GGUF file, no hub id and not {DEFAULT_MODEL!r}")
@@ -58,7 +58,7 @@ def _gguf_file(path: pathlib.Path, root: pathlib.Path, convert: Convert) -> Reso
         if file.read(4) != b"GGUF":
             raise UnknownModel(f"{path} is not a GGUF file")
     digest = sha256(path)
-    target = root / f"gguf-{digest[:16]}"
+    target = root / f"gguf-{digest[:16]}-as-it-is"  # entries of earlier releases lack the quantised weights
     if read_entry(target) is None:
         print(f"converting {path.name}, once", file=sys.stderr)
         with new_entry(target, path.stem, f"GGUF sha256:{digest}") as workspace:

@@ -35,7 +35,15 @@ from services.cli.worker_packages import demand_torch
 from services.core import config as configuration
 from services.core.addresses import join
 from services.core.cluster_token import FILE_HELP, cluster_token
-from services.core.config import A_DURATION_OR_ZERO, DTYPE_HELP, duration_or_zero, option, positive
+from services.core.config import (
+    A_DURATION_OR_ZERO,
+    DTYPE_HELP,
+    QUANTIZATION,
+    QUANTIZATION_HELP,
+    duration_or_zero,
+    option,
+    positive,
+)
 from services.core.config import port as is_port
 from services.core.errors import ConfigError
 
@@ -77,6 +85,7 @@ class UpConfig:
     )
     device: str = option("cpu", "torch device of the workers; cuda spreads them over all GPUs, cuda:1 is that one")
     dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     threads: int | None = option(
         None,
         "compute threads of each worker (default: the cores, divided)",
@@ -169,7 +178,7 @@ def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int
 
 
 def _worker_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = ["--dtype", config.dtype, "--transport", config.transport]
+    flags = ["--dtype", config.dtype, "--quantization", config.quantization, "--transport", config.transport]
     if config.kv_blocks is not None:
         flags += ["--kv-blocks", str(config.kv_blocks)]
     return tuple(flags)

@@ -31,6 +31,12 @@ DTYPE_HELP = (
     "timing shows that to be faster"
 )
 
+QUANTIZATION = ("auto", "none", "int8", "int4")
+QUANTIZATION_HELP = (
+    "bits of weights on a CPU, the same on all workers; int8 and int4 round them at load; auto: those of a GGUF file "
+    "stay as they are there, others as saved; none: as saved, and those of a GGUF file in 16 bits"
+)
+
 
 def option(
     default: Any,

@@ -18,6 +18,7 @@ from services.engine.attention import choice
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cpu.fast_paths import use_fast_paths
 from services.engine.cpu.host_memory import keep_freed_memory
+from services.engine.cpu.quantisation import num_weight_bytes, quantise
 from services.engine.engine import Engine
 from services.engine.model import fingerprint, servable, verification, weights
 from services.engine.model.kv_cache import KVCache, KVShape
@@ -50,22 +51,23 @@ def load(config: EngineConfig) -> Loaded:
     module = weights.load_model(Path(config.model_path), config.dtype, device, register_attention())
     servable.check_config(module.config)
     weights_digest = fingerprint.weights_digest(module)  # before any forward pass, which may change buffers
+    scheme = quantise(module, config.quantization, Path(config.model_path))
     shape = servable.examine(module)
-    weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    weight_bytes = num_weight_bytes(module)
     expected = verification.plain_logits(module, shape.vocab_size)
     use_fast_paths(module)
     backend = choice.select(device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size)
     model = PagedModel(module, shape, backend)
-    verification.verify(model, config.block_size, expected)
+    verification.verify(model, config.block_size, expected, rounds_inputs=bool(scheme))
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, shape.dtype)
     num_blocks = _num_blocks(config, device, kv_shape, weight_bytes)
     max_model_len = _max_model_len(config, shape, num_blocks)
     cache = KVCache(kv_shape, num_blocks, device)
     info = EngineInfo(
         model_id=config.model_id,
-        weights_digest=weights_digest,
+        weights_digest=fingerprint.quantised_digest(weights_digest, scheme),
         config_digest=fingerprint.config_digest(module.config, shape.eos_token_ids),
-        numerics=fingerprint.numerics(module),
+        numerics=fingerprint.numerics(module, scheme),
         dtype=weights.DTYPE_NAMES[shape.dtype],
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,

@@ -12,6 +12,8 @@ from services.core.config import (
     A_LOG_INTERVAL,
     DTYPE_HELP,
     LOG_INTERVAL_HELP,
+    QUANTIZATION,
+    QUANTIZATION_HELP,
     duration,
     duration_or_zero,
     log_interval,
@@ -29,6 +31,7 @@ class WorkerConfig:
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
     device: str = option("cpu", "torch device, such as cpu or cuda:0")
     dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     dtype_reason: str = ""
     """Why `dtype` has its value, if "auto" was asked for. It is not a flag."""
     memory_utilization: float = option(

@@ -1,4 +1,4 @@
-"""Computes a whole Llama-like decoder layer in a dozen calls instead of fifty, on CPUs in bfloat16.
+"""Computes a whole Llama-like decoder layer in a dozen calls instead of fifty, on CPUs.
 
 This is only an optimisation. A layer of any class is replaced if it has the submodules of a Llama layer and if, on
 random input, the replacement passes the same tensors to attention and has the same output. A feature that is not
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
-from services.engine.cpu.replacement import relative_difference
+from services.engine.cpu.quantised_linear import QuantisedLinear, side_by_side
+from services.engine.cpu.replacement import ROUNDINGS, relative_difference
 from services.engine.model.paged_model import attending, current_attention
 from services.engine.native.bindings import Kernels
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = 0.02
-"""Largest root mean square of a tensor's difference, relative to that of the tensor: a few roundings of bfloat16."""
+_TOLERANCE = {dtype: 2 * difference for dtype, difference in ROUNDINGS.items()}
+"""Largest root mean square of the difference of each tensor, relative to its own: a layer rounds more than a part."""
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NUM_TOKENS = 5
@@ -80,8 +81,8 @@ def layer_for(layer: nn.Module, native: Kernels) -> NativeDecoderLayer | None:
     head_dim = getattr(attention, "head_dim", None)
     if set(parts) != _ATTENTION_PARTS or not isinstance(head_dim, int) or not isinstance(mlp, NativeGatedMLP):
         return None
-    plain = all(type(part) is nn.Linear for part in (*parts.values(), *mlp.children()))
-    if not plain or not all(isinstance(norm, NativeRMSNorm) for norm in norms):
+    linears = {type(part) for part in (*parts.values(), *mlp.children())}
+    if linears not in ({nn.Linear}, {QuantisedLinear}) or not all(isinstance(norm, NativeRMSNorm) for norm in norms):
         return None
     try:
         expected = _Trial(layer, head_dim)
@@ -96,8 +97,10 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, module.get_submodule(name))
 
 
-def _side_by_side(*linears: nn.Linear) -> nn.Linear:
+def _side_by_side(*linears: nn.Linear) -> nn.Module:
     """Returns one linear layer whose output is the outputs of these, joined along the last dimension."""
+    if type(linears[0]) is not nn.Linear:
+        return side_by_side(cast(tuple[QuantisedLinear, ...], linears))
     weight = torch.cat([linear.weight.detach() for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     joined.weight = nn.Parameter(weight, requires_grad=False)
@@ -117,11 +120,11 @@ class _Trial:
         self.options: dict[str, Any] = {}
         self._tensors: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
-        hidden = layer.get_submodule("input_layernorm").get_parameter("weight").shape[0]
-        inputs = torch.randn(1, _NUM_TOKENS, hidden, generator=generator).bfloat16()
+        weight = layer.get_submodule("input_layernorm").get_parameter("weight")
+        inputs = torch.randn(1, _NUM_TOKENS, len(weight), generator=generator).to(weight.dtype)
         angles = torch.rand(1, _NUM_TOKENS, head_dim // 2, generator=generator).repeat(1, 1, 2) * 6
         with attending(self._attend):
-            output = layer(inputs, position_embeddings=(angles.cos().bfloat16(), angles.sin().bfloat16()))
+            output = layer(inputs, position_embeddings=(angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)))
         self._tensors.append(output)
 
     def _attend(
@@ -136,6 +139,6 @@ class _Trial:
     def agrees_with(self, expected: _Trial) -> bool:
         """Returns whether the inputs of attention and the output are the same, except for roundings."""
         return all(
-            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE
+            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE[found.dtype]
             for found, wanted in zip(self._tensors, expected._tensors, strict=True)
         )

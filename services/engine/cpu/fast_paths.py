@@ -7,54 +7,50 @@ Owns: which modules are tried, and in which order. Never: how the replacements c
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from services.engine.cpu.decoder_layer import layer_for
+from services.engine.cpu.linear_plan import pack_linears
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
-from services.engine.cpu.packed_linear import pack_linears
-from services.engine.cpu.replacement import relative_difference, replace_modules
-from services.engine.native.bindings import Kernels, kernels
+from services.engine.cpu.quantised_linear import QuantisedLinear
+from services.engine.cpu.replacement import ROUNDINGS, relative_difference, replace_modules
+from services.engine.native.bindings import DTYPES, Kernels, kernels
 
 logger = logging.getLogger(__name__)
-
-_TOLERANCE = 0.01
-"""Largest root mean square of the difference, relative to that of the output: roundings of bfloat16. With another
-activation or form of norm the difference is far larger."""
 
 
 def use_fast_paths(module: nn.Module) -> None:
     """Replaces modules of the model by faster ones for this machine, where they compute the same."""
     num_parts, num_layers = use_native_modules(module)  # first, since it looks for linear layers that are not packed
-    num_packed = pack_linears(module)
-    logger.info(
-        "native: %d norms and gates, %d whole layers; packed: %d linear layers", num_parts, num_layers, num_packed
-    )
+    packed = ", ".join(f"{count} by {way}" for way, count in sorted(pack_linears(module).items()))
+    logger.info("native: %d norms and gates, %d whole layers; linear layers: %s", num_parts, num_layers, packed)
 
 
 @torch.inference_mode()
 def use_native_modules(model: nn.Module) -> tuple[int, int]:
     """Replaces norms, gated MLPs and decoder layers of the model by ones that call the kernels in C.
 
-    Returns how many norms and MLPs it replaced, and how many layers; both are 0 if there are no kernels.
+    Returns how many norms and MLPs it replaced, and how many layers; both are 0 if there are no kernels for the type.
     """
-    native = kernels()
-    if native is None:
+    native, dtype = kernels(), _dtype_of_most(model)
+    if native is None or dtype not in DTYPES:
         return 0, 0
-    parts = replace_modules(model, lambda module: _norm_for(module, native) or _mlp_for(module, native))
+    parts = replace_modules(model, lambda module: _norm_for(module, native, dtype) or _mlp_for(module, native, dtype))
     return parts, replace_modules(model, lambda module: layer_for(module, native))
 
 
-def _norm_for(module: nn.Module, native: Kernels) -> nn.Module | None:
+def _norm_for(module: nn.Module, native: Kernels, dtype: torch.dtype) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
         return None
-    if not isinstance(weight, Tensor) or not _usable(weight):
+    if not isinstance(weight, Tensor) or not _usable(weight, dtype):
         return None
-    inputs = _random(3, weight.shape[-1]) * 3
+    inputs = _random(dtype, 3, weight.shape[-1]) * 3
     for offset in (0.0, 1.0):
         candidate = NativeRMSNorm(weight.detach(), epsilon, offset, native)
         if _agree(candidate, module, inputs):
@@ -62,23 +58,36 @@ def _norm_for(module: nn.Module, native: Kernels) -> nn.Module | None:
     return None
 
 
-def _mlp_for(module: nn.Module, native: Kernels) -> nn.Module | None:
+def _mlp_for(module: nn.Module, native: Kernels, dtype: torch.dtype) -> nn.Module | None:
     gate = getattr(module, "gate_proj", None)
-    if not isinstance(gate, nn.Linear) or not hasattr(module, "up_proj") or not hasattr(module, "down_proj"):
+    if (
+        not isinstance(gate, nn.Linear | QuantisedLinear)
+        or not hasattr(module, "up_proj")
+        or not hasattr(module, "down_proj")
+    ):
         return None
-    if not _usable(gate.weight):
+    if not _usable(gate.weight, dtype):
         return None
     candidate = NativeGatedMLP(module, native)
-    return candidate if _agree(candidate, module, _random(3, gate.in_features)) else None
+    return candidate if _agree(candidate, module, _random(dtype, 3, gate.in_features)) else None
 
 
-def _usable(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+def _dtype_of_most(model: nn.Module) -> torch.dtype | None:
+    """Returns the dtype of most of the model's numbers. Modules that are kept in another, as some norms are in float32,
+    get inputs of this one."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else None
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+def _usable(weight: Tensor, dtype: torch.dtype) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == dtype
+
+
+def _random(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def _agree(candidate: Callable[[Tensor], Tensor], module: Callable[[Tensor], Tensor], inputs: Tensor) -> bool:
-    return relative_difference(candidate(inputs), module(inputs)) <= _TOLERANCE
+    return relative_difference(candidate(inputs), module(inputs)) <= ROUNDINGS[inputs.dtype]

@@ -1,4 +1,4 @@
-"""Computes root mean square norms and the gates of MLPs in one kernel each, on CPUs in bfloat16.
+"""Computes root mean square norms and the gates of MLPs in one kernel each, on CPUs.
 
 Owns: the modules that call these kernels. Never: which modules of a model they replace (`fast_paths`).
 """

@@ -1,34 +1,42 @@
-"""Replaces linear layers by ones with weights in oneDNN's own layout, on CPUs in bfloat16.
+"""Computes linear layers with their weights in a layout that a kernel reads fast, on CPUs.
 
-They take half the time of plain ones for few rows. This is only an optimisation: the output of each is compared with
-that of the plain layer, which stays if they differ or if torch lacks the operators.
+A layer that computes in float32 keeps its weights in 16 bits if that loses nothing, as it is with every model that was
+saved in 16 bits: its results are those of float32 weights, and a decode reads half the memory.
+Owns: the layouts, and the comparison of a packed layer with the plain one. Never: which of them a layer gets
+(`linear_plan`).
 """
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, pad
 
-from services.engine.cpu.replacement import relative_difference, replace_modules
+from services.engine.cpu.replacement import ROUNDINGS, relative_difference
+from services.engine.native.bindings import PANEL, Kernels
 
-logger = logging.getLogger(__name__)
-
-_TOLERANCE = 0.02
-"""Largest root mean square of the difference, relative to that of the output: a few roundings of bfloat16."""
+_NUM_ROWS = 5
+"""Rows of random input for which a packed layer is compared with the plain one."""
 
 
-class PackedLinear(nn.Module):
-    """Computes a linear layer in place of an `nn.Linear`, whose weight can then be freed."""
+class _PackedLinear(nn.Module):
+    """Has what model code may read of an `nn.Linear`, whose weight can then be freed."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
         # Model code may read the weight's dtype or device, so there is an empty weight.
-        self.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+
+class OneDnnLinear(_PackedLinear):
+    """Computes a linear layer by oneDNN, with weights in its own layout."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """Raises RuntimeError, AttributeError or NotImplementedError if torch lacks the operators here."""
+        super().__init__(layer)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the output, [..., out_features], for inputs [..., in_features]."""
@@ -38,31 +46,45 @@ class PackedLinear(nn.Module):
         return outputs
 
 
+class NativeLinear(_PackedLinear):
+    """Computes a linear layer by linear.c."""
+
+    def __init__(self, layer: nn.Linear, native: Kernels) -> None:
+        super().__init__(layer)
+        self._native = native
+        self._float_bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+        weight = layer.weight.detach()
+        self._panels = pack(weight.to(narrowest_dtype(weight)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the output, [..., out_features], for inputs [..., in_features]."""
+        return self._native.linear(inputs, self._panels, self._float_bias, self.out_features)
+
+
+def narrowest_dtype(weight: Tensor) -> torch.dtype:
+    """Returns the dtype of fewest bits that has all numbers of the weight."""
+    if weight.dtype == torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            if all(torch.equal(rows.to(dtype).float(), rows) for rows in weight.split(1024)):
+                return dtype
+    return weight.dtype
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Returns weights [out_features, in_features], of which in_features is even, in the panels of linear.c."""
+    panels: Tensor = pad(weight, (0, 0, 0, -weight.shape[0] % PANEL)).unflatten(0, (-1, PANEL))
+    if weight.dtype == torch.bfloat16:
+        panels = panels.unflatten(2, (-1, 2))
+    return panels.transpose(1, 2).contiguous()
+
+
 @torch.inference_mode()
-def pack_linears(model: nn.Module) -> int:
-    """Replaces every linear layer of the model that can be packed, and returns how many it replaced."""
-    reasons: set[str] = set()
-    count = replace_modules(model, lambda module: _pack(module, reasons))
-    for reason in sorted(reasons):
-        logger.info("linear layers stay plain: %s", reason)
-    return count
-
-
-def _pack(linear: nn.Module, reasons: set[str]) -> PackedLinear | None:
-    """Returns the packed layer, or None if `linear` must stay.
-
-    If the operators do not work on this machine, it adds the reason, which is the same for all layers, to `reasons`.
-    """
-    if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or linear.weight.dtype != torch.bfloat16:
-        return None
-    try:
-        packed = PackedLinear(linear)
-        inputs = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-        difference = relative_difference(packed(inputs), linear(inputs))
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        reasons.add(str(error))
-        return None
-    if not difference <= _TOLERANCE:
-        logger.warning("a packed linear layer differs by %.2g and stays plain", difference)
-        return None
-    return packed
+def agrees(packed: nn.Module, layer: nn.Linear) -> bool:
+    """Returns whether the packed layer computes what the plain one does, except for roundings."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(_NUM_ROWS, layer.in_features, generator=generator).to(layer.weight.dtype)
+    expected = linear(inputs, layer.weight, layer.bias)
+    return all(
+        relative_difference(packed(inputs[:rows]), expected[:rows]) <= 2 * ROUNDINGS[inputs.dtype]
+        for rows in (1, _NUM_ROWS)
+    )

@@ -25,6 +25,8 @@ _SAMPLES = 4096
 """Evenly spaced elements that are read of a large tensor."""
 _LARGEST_FLOAT32 = 3.4e38
 """Magnitude below which a number is rounded to float32 in the digest; larger ones do not fit that type."""
+_PACKING_VERSION = 1
+"""The version of the ways in which weights are rounded to fewer bits. Increase it when one gives other values."""
 
 IRRELEVANT = frozenset(
     {
@@ -92,13 +94,24 @@ def config_digest(config: PreTrainedConfig, eos_token_ids: Collection[int]) -> s
     return hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def numerics(model: PreTrainedModel) -> str:
+def numerics(model: PreTrainedModel, scheme: str = "") -> str:
     """Returns the types of weights and activations in words, such as "bfloat16 weights, bfloat16 activations".
 
-    Weights are used in the type they were loaded in. A quantisation scheme would have to be named here.
+    scheme: the way in which weights were packed into fewer bits. Without one they are used in the type they were loaded
+    in.
     """
     dtype = str(model.dtype).removeprefix("torch.")
+    if scheme:
+        return f"{scheme} weights, {dtype} activations rounded to 8 bits"
     return f"{dtype} weights, {dtype} activations"
+
+
+def quantised_digest(loaded: str, scheme: str) -> str:
+    """Returns the digest of weights that were packed by a scheme from those with the digest `loaded`; the same one if
+    there is no scheme. A packed weight follows from the scheme and from the weight as it was loaded."""
+    if not scheme:
+        return loaded
+    return hashlib.blake2b(f"{loaded} {_PACKING_VERSION} {scheme}".encode(), digest_size=16).hexdigest()
 
 
 def _described(config: PreTrainedConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_float, c_int, c_long, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADS, MAX_HEAD_DIM = 128, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PANEL = 32
+"""Output columns of a panel of linear.c."""
+COLUMNS = 16
+"""Output columns of a panel of quantised.c."""
+FOUR, EIGHT, EIGHT_BY_16 = range(3)
+"""Kinds of weights, as quantised.c names them."""
 
 _Functions = dict[torch.dtype, Any]
 """One function of the library, as compiled for each dtype."""
@@ -41,6 +48,41 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class QuantisedPanels:
+    """Keeps weights of 4 or 8 bits in panels, as quantised.c describes them."""
+
+    panels: Tensor
+    """[panels, groups, bytes of a block], uint8."""
+    kind: int
+    """FOUR, EIGHT or EIGHT_BY_16."""
+    has_minimums: bool
+    half_scales: bool
+    in_features: int
+    out_features: int
+
+
+class _Linear(ctypes.Structure):
+    """The struct `Linear` of linear.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "panels", "bias")),
+        *((name, c_long) for name in ("rows", "in_features", "out_features")),
+        ("in_float", c_int),
+        ("threads", c_int),
+    )
+
+
+class _QuantisedProduct(ctypes.Structure):
+    """The struct `Product` of quantised.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "panels", "bias")),
+        *((name, c_long) for name in ("rows", "in_features", "out_features", "block")),
+        *((name, c_int) for name in ("kind", "has_minimums", "half_scales", "bf16", "threads")),
+    )
+
+
 class Kernels:
     """The functions of one library. Each uses as many threads as torch does."""
 
@@ -53,6 +95,8 @@ class Kernels:
         self._add_rms_norm = _functions(library, "add_rms_norm", *[pointer] * 4, *[number] * 2, *[real] * 2, c_int)
         self._silu_gate = _functions(library, "silu_gate", *[pointer] * 3, *[number] * 3, c_int)
         self._rotate = _functions(library, "rotate", *[pointer] * 3, *[number] * 4, c_int)
+        self._linear = _functions(library, "linear", pointer, result=c_int)
+        self._quantised_product = _function(library, "baton_quantised_product", (pointer,), c_int)
 
     def attention(self, dtype: torch.dtype, arguments: AttentionArguments) -> None:
         """Computes attention over the pool, and writes it to `arguments.output`. All tensors have this dtype."""
@@ -121,17 +165,70 @@ class Kernels:
             torch.get_num_threads(),
         )
 
+    def linear(self, inputs: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        """Returns inputs [..., in_features] times the weights, [..., out_features] in the same dtype.
 
-def _functions(library: ctypes.CDLL, kernel: str, *types: type) -> _Functions:
+        panels: as linear.c describes them, of any of `DTYPES`. Inputs are of the same or float32. bias: float32, or
+        None. Raises MemoryError.
+        """
+        inputs = inputs.contiguous()
+        outputs = inputs.new_empty(*inputs.shape[:-1], out_features)
+        if not outputs.numel():
+            return outputs
+        product = _Linear(
+            inputs.data_ptr(),
+            outputs.data_ptr(),
+            panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            inputs.numel() // inputs.shape[-1],
+            inputs.shape[-1],
+            out_features,
+            inputs.dtype == torch.float32,
+            torch.get_num_threads(),
+        )
+        if self._linear[panels.dtype](ctypes.byref(product)):
+            raise MemoryError(f"no memory for {inputs.numel()} inputs in float32")
+        return outputs
+
+    def quantised_linear(self, inputs: Tensor, weights: QuantisedPanels, bias: Tensor | None) -> Tensor:
+        """Returns inputs [..., in_features] times the weights, [..., out_features] in the same dtype: float32 or
+        bfloat16. bias: float32, or None. Raises MemoryError."""
+        inputs = inputs.contiguous()
+        outputs = inputs.new_empty(*inputs.shape[:-1], weights.out_features)
+        if not outputs.numel():
+            return outputs
+        product = _QuantisedProduct(
+            inputs.data_ptr(),
+            outputs.data_ptr(),
+            weights.panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            inputs.numel() // weights.in_features,
+            weights.in_features,
+            weights.out_features,
+            weights.panels.shape[2],
+            weights.kind,
+            weights.has_minimums,
+            weights.half_scales,
+            inputs.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        if self._quantised_product(ctypes.byref(product)):
+            raise MemoryError(f"no memory for {inputs.numel()} rounded inputs")
+        return outputs
+
+
+def _functions(library: ctypes.CDLL, kernel: str, *types: type, result: type | None = None) -> _Functions:
     """Returns the kernel for each dtype. Raises OSError if the library is of another version and lacks one."""
-    found = {}
-    for dtype in DTYPES:
-        name = f"baton_{str(dtype).removeprefix('torch.')}_{kernel}"
-        try:
-            found[dtype] = library[name]
-        except AttributeError as error:
-            raise OSError(f"it has no {name}; build it again") from error
-        found[dtype].argtypes, found[dtype].restype = types, None
+    names = {dtype: f"baton_{str(dtype).removeprefix('torch.')}_{kernel}" for dtype in DTYPES}
+    return {dtype: _function(library, name, types, result) for dtype, name in names.items()}
+
+
+def _function(library: ctypes.CDLL, name: str, types: tuple[type, ...], result: type | None) -> Any:
+    try:
+        found = library[name]
+    except AttributeError as error:
+        raise OSError(f"it has no {name}; build it again") from error
+    found.argtypes, found.restype = types, result
     return found
 
 

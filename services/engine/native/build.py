@@ -17,10 +17,18 @@ from pathlib import Path
 
 from services.engine.native.instruction_sets import InstructionSet, instruction_sets
 
-_SOURCES = sorted(Path(__file__).parent.glob("*.c"))
-_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
-"""Macros, one of which says for what type of elements a file is compiled (elements.h)."""
+_FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
+_PARTS = (
+    *(
+        (source, (f"-D{each}",))
+        for source in ("attention.c", "elementwise.c", "linear.c")
+        for each in ("FLOAT32", "BFLOAT16", "FLOAT16")
+    ),
+    ("quantised.c", ("-fno-fast-math",)),
+)
+"""The files of a library and the flags of each. Those with a macro are compiled for each type of elements (elements.h).
+Quantised products round where they say they do, so that instruction sets never differ by a step."""
 
 
 def main() -> int:
@@ -45,12 +53,12 @@ def main() -> int:
 def _build(compiler: str, wanted: InstructionSet) -> str:
     """Builds one library; returns why it could not, or an empty text."""
     with tempfile.TemporaryDirectory(dir=wanted.shared_object.parent) as folder:
-        objects = {Path(folder, f"{source.stem}-{each}.o"): (source, each) for source in _SOURCES for each in _ELEMENTS}
+        objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(_PARTS)}
         library = Path(folder, wanted.shared_object.name)
         for command in (
             *(
-                [compiler, *_COMPILE, *wanted.compiler_flags, f"-D{element}", "-c", str(source), "-o", str(compiled)]
-                for compiled, (source, element) in objects.items()
+                [compiler, *_COMPILE, *flags, *wanted.compiler_flags, "-c", str(_FOLDER / source), "-o", str(compiled)]
+                for compiled, (source, flags) in objects.items()
             ),
             # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
             [compiler, "-shared", *map(str, objects), "-o", str(library)],

@@ -35,11 +35,23 @@ FORCED words narrowed_bits(floats values) { /* in the upper half of each lane; t
     return (words)values + 0x7fff + (((words)values >> 16) & 1);
 }
 
-FORCED void narrow_lanes(floats values, element *to) {
-    *(shorts *)to = __builtin_convertvector(narrowed_bits(values) >> 16, shorts);
+FORCED shorts narrowed(floats values) {
+#if defined(__AVX512BF16__)
+    return (shorts)_mm512_cvtneps_pbh((__m512)values);
+#else
+    return __builtin_convertvector(narrowed_bits(values) >> 16, shorts);
+#endif
 }
 
-FORCED floats rounded(floats values) { return (floats)(narrowed_bits(values) & 0xffff0000); } /* as if stored */
+FORCED void narrow_lanes(floats values, element *to) { *(shorts *)to = narrowed(values); }
+
+FORCED floats rounded(floats values) { /* as if they were stored */
+#if defined(__AVX512BF16__)
+    return (floats)(__builtin_convertvector(narrowed(values), words) << 16);
+#else
+    return (floats)(narrowed_bits(values) & 0xffff0000);
+#endif
+}
 
 #elif defined(FLOAT16)
 #define NAME(kernel) baton_float16_##kernel

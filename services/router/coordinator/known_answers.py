@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUM_LIKELIEST = 20
 """How many of the likeliest tokens at each position are asked for, with their log-probabilities."""
-_MARGINS = (("bfloat16", 1.0), ("float16", 0.5))
+_MARGINS = (("bfloat16", 1.0), ("float16", 0.5), ("rounded to 8 bits", 0.5))
 _LEAST_MARGIN = 0.1
 """How far behind the likeliest token another may be and still tie with it, in nats.
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, quants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.core.errors import UnsupportedModel
-from services.engine.config import EngineConfig
+from services.engine.config import EngineConfig, EngineInfo
+from services.engine.cpu import quantisation
 from services.engine.loading import load
+from services.engine.model import kept_blocks
 from services.engine.model.gguf_conversion import convert_gguf
+from services.engine.native.bindings import kernels
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
@@ -42,7 +46,8 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(directory: Path, path: Path) -> None:
+def write_gguf(directory: Path, path: Path, kinds: Mapping[str, GGMLQuantizationType] | None = None) -> None:
+    """`kinds`: by the end of a weight's name, the type that it is quantised to; others have 32 bits."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config
     writer = GGUFWriter(path, "llama")
@@ -74,7 +79,9 @@ def write_gguf(directory: Path, path: Path) -> None:
         elif "k_proj" in name:
             weight = interleaved(weight, config.num_key_value_heads)
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
-        writer.add_tensor(TENSORS[name] if name in TENSORS else f"blk.{layer}.{TENSORS[rest]}", weight)
+        kind = next((kind for end, kind in (kinds or {}).items() if name.endswith(end)), None)
+        data = weight if kind is None else quants.quantize(weight, kind)
+        writer.add_tensor(TENSORS[name] if name in TENSORS else f"blk.{layer}.{TENSORS[rest]}", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -134,3 +141,75 @@ def test_a_broken_file_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"broken\.gguf cannot be converted"):
         convert_gguf(tmp_path / "broken.gguf", tmp_path / "cache" / "broken")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+KINDS = {
+    "embed_tokens.weight": GGMLQuantizationType.Q8_0,
+    "lm_head.weight": GGMLQuantizationType.Q8_0,
+    "q_proj.weight": GGMLQuantizationType.Q4_0,
+    "k_proj.weight": GGMLQuantizationType.Q4_1,
+    "v_proj.weight": GGMLQuantizationType.Q5_0,
+    "o_proj.weight": GGMLQuantizationType.Q5_1,
+    "gate_proj.weight": GGMLQuantizationType.Q4_0,
+    "up_proj.weight": GGMLQuantizationType.Q4_0,
+}
+"""Of the down projection nothing: it stays as it is."""
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model converted from a file with quantised weights, which are kept."""
+    folder = tmp_path_factory.mktemp("quantised")
+    original = tiny_model("llama", folder, head_dim=16)
+    write_gguf(original, folder / "tiny.gguf", KINDS)
+    convert_gguf(folder / "tiny.gguf", folder / "converted", keep_blocks=True)
+    return folder / "converted"
+
+
+def test_quantised_weights_are_kept_bit_for_bit(quantised: Path) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(quantised).state_dict()
+    found = {name: (kind, grouped.dequantised()) for name, kind, grouped in kept_blocks.read(quantised)}
+    assert len(found) == 3 * 6 + 1
+    for name, (kind, weight) in found.items():
+        assert KINDS[f"{name.rpartition('.')[2]}.weight"].name == kind
+        assert torch.equal(weight.bfloat16(), weights[f"{name}.weight"]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_is_served_as_it_is_or_dequantised(quantised: Path, dtype: str) -> None:
+    if kernels() is None:
+        pytest.skip("the kernels were not built here")
+
+    def info(quantization: str) -> EngineInfo:
+        loaded = load(EngineConfig(str(quantised), "m", dtype=dtype, quantization=quantization, num_blocks=8))
+        loaded.cache.close()
+        return loaded.info
+
+    kept, plain, rounded = info("auto"), info("none"), info("int8")
+    assert kept.numerics == f"GGUF Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 weights, {dtype} activations rounded to 8 bits"
+    assert plain.numerics == f"{dtype} weights, {dtype} activations"
+    assert len({each.weights_digest for each in (kept, plain, rounded)}) == 3
+    assert len({each.config_digest for each in (kept, plain, rounded)}) == 1
+    (quantised / kept_blocks.FILE).rename(quantised / "hidden")
+    try:
+        without = info("auto")
+    finally:
+        (quantised / "hidden").rename(quantised / kept_blocks.FILE)
+    assert without == plain
+
+
+def test_without_kernels_a_file_is_dequantised(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantisation, "kernels", lambda: None)
+    loaded = load(EngineConfig(str(quantised), "m", num_blocks=8))
+    loaded.cache.close()
+    assert loaded.info.numerics == "bfloat16 weights, bfloat16 activations"
+
+
+def test_blocks_of_another_file_are_refused(quantised: Path, tmp_path: Path) -> None:
+    if kernels() is None:
+        pytest.skip("the kernels were not built here")
+    other = tiny_model("llama", tmp_path, dtype=torch.bfloat16, head_dim=16, seed=1)
+    (other / kept_blocks.FILE).write_bytes((quantised / kept_blocks.FILE).read_bytes())
+    with pytest.raises(UnsupportedModel, match=r"is not of these weights .* --quantization none"):
+        load(EngineConfig(str(other), "m", num_blocks=8))
+    load(EngineConfig(str(other), "m", quantization="none", num_blocks=8)).cache.close()

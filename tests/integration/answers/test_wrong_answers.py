@@ -7,7 +7,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 
 from baton.v1 import control_pb2
 from services.engine.runner import DeviceRunner
@@ -34,15 +33,12 @@ def damage(host: WorkerHost) -> None:
     engine = engine_of(host)
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
-    with engine._lock, torch.no_grad():
-        layers = [
-            parameter
-            for name, parameter in runner._model.module.named_parameters()
-            if name.endswith(("o_proj.weight", "down_proj.weight"))
-        ]
-        assert layers
-        for parameter in layers:
-            parameter.neg_()
+    named = runner._model.module.named_modules()
+    layers = [module for name, module in named if name.endswith(("o_proj", "down_proj"))]
+    assert layers
+    with engine._lock:
+        for layer in layers:
+            layer.register_forward_hook(lambda module, inputs, output: -output)
 
 
 def health(cluster: Cluster, worker_id: str) -> Health:

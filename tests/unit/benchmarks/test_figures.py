@@ -91,18 +91,13 @@ def test_peers_take_turns_and_the_first_round_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("text", "precision"),
     [
-        ("bfloat16", Precision("bfloat16", "")),
+        ("bfloat16", Precision("bfloat16", "none")),
         ("float32+int8", Precision("float32", "int8")),
         ("+int4", Precision("auto", "int4")),
     ],
 )
 def test_precisions_are_named_in_a_word(text: str, precision: Precision) -> None:
     assert parse_precision(text) == precision
-
-
-def test_without_quantization_no_flag_is_given() -> None:
-    assert Precision("float32").up_flags() == ["--dtype", "float32"]
-    assert Precision("float32").engine_settings() == {"dtype": "float32"}
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ def test_agreement(case: str) -> None:
         ("float32 weights, float32 activations", 0.01, 0.2),
         ("bfloat16 weights, bfloat16 activations", 0.5, 2.0),
         ("float16 weights, float16 activations", 0.2, 1.0),
+        ("int4 (groups of 32) weights, float32 activations rounded to 8 bits", 0.2, 1.0),
+        ("int8 (groups of 32) weights, bfloat16 activations rounded to 8 bits", 0.5, 2.0),
         ("", 0.01, 0.2),
     ],
 )

@@ -19,8 +19,9 @@ from transformers import (
 
 from services.engine.cpu.decoder_layer import NativeDecoderLayer
 from services.engine.cpu.fast_paths import use_native_modules
+from services.engine.cpu.replacement import ROUNDINGS, relative_difference
 from services.engine.model.paged_model import attending, register_attention
-from services.engine.native.bindings import kernels
+from services.engine.native.bindings import DTYPES
 
 SIZES = {
     "vocab_size": 64,
@@ -33,10 +34,9 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _native() -> None:
-    if kernels() is None:
-        pytest.skip("the kernels were not built here")
+TOLERANCE = {dtype: 2 * difference for dtype, difference in ROUNDINGS.items()}
+
+pytestmark = pytest.mark.usefixtures("native")
 
 
 class Attention:
@@ -55,11 +55,9 @@ class Attention:
         return mixed.transpose(1, 2)
 
 
-def model_of(config: PretrainedConfig) -> nn.Module:
+def model_of(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=register_attention(), dtype=torch.bfloat16
-    ).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention(), dtype=dtype).eval()
     for parameter in model.parameters():  # biases and norms too
         nn.init.normal_(parameter, std=0.1)
     return model
@@ -74,6 +72,7 @@ def run(model: nn.Module, num_tokens: int) -> tuple[Tensor, list[dict[str, Any]]
     return logits, attention.options
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 7, 700])
 @pytest.mark.parametrize(
     "config",
@@ -85,33 +84,35 @@ def run(model: nn.Module, num_tokens: int) -> tuple[Tensor, list[dict[str, Any]]
     ],
     ids=["llama", "llama with biases", "mistral", "qwen2"],
 )
-def test_layers_of_llamas_kind_are_replaced(config: PretrainedConfig, num_tokens: int) -> None:
-    model = model_of(config)
+def test_layers_of_llamas_kind_are_replaced(config: PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> None:
+    model = model_of(config, dtype)
     expected, wanted = run(model, num_tokens)
     assert use_native_modules(model)[1] == 2
     found, options = run(model, num_tokens)
     assert options == wanted
-    assert (found - expected).float().norm() < 0.02 * expected.float().norm()
+    assert relative_difference(found, expected) < TOLERANCE[dtype]
     again, _ = run(model, num_tokens)
     assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "config",
     [Qwen3Config(**SIZES), Gemma2Config(**SIZES, query_pre_attn_scalar=16), LlamaConfig(**SIZES, hidden_act="gelu")],
     ids=["norms of heads", "norms after", "another gate"],
 )
-def test_other_layers_stay(config: PretrainedConfig) -> None:
-    model = model_of(config)
+def test_other_layers_stay(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    model = model_of(config, dtype)
     expected, _ = run(model, 7)
     assert use_native_modules(model)[1] == 0
     found, _ = run(model, 7)
-    assert (found - expected).float().norm() < 0.02 * expected.float().norm()
+    assert relative_difference(found, expected) < TOLERANCE[dtype]
 
 
-def test_a_layer_that_differs_stays() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_that_differs_stays(dtype: torch.dtype) -> None:
     """Its parts are those of Llama, what it does with them is not."""
-    model = model_of(LlamaConfig(**SIZES))
+    model = model_of(LlamaConfig(**SIZES), dtype)
     layer = model.get_submodule("model.layers.1")
     original = layer.forward
     layer.forward = lambda *args, **kwargs: original(*args, **kwargs) * 1.1  # type: ignore[method-assign]

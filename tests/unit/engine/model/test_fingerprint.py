@@ -220,6 +220,23 @@ def test_replaced_modules_do_not_show(
     assert native.numerics == f"{dtype} weights, {dtype} activations"
 
 
+def test_each_scheme_of_quantisation_computes_something_else(directories: dict[str, Path]) -> None:
+    def of(scheme: str) -> EngineInfo:
+        loaded = loading.load(
+            EngineConfig(str(directories["llama"]), "m", dtype="float32", quantization=scheme, num_blocks=8)
+        )
+        loaded.cache.close()
+        return loaded.info
+
+    found = {scheme: of(scheme) for scheme in ("none", "int8", "int4")}
+    assert found["none"] == info_of(directories["llama"]), "auto, without a file's own blocks"
+    module = weights.load_model(directories["llama"], "float32", CPU, register_attention())
+    assert found["none"].weights_digest == fingerprint.weights_digest(module)
+    assert len({info.weights_digest for info in found.values()}) == 3
+    assert found["int4"].numerics == "int4 (groups of 32) weights, float32 activations rounded to 8 bits"
+    assert of("int4") == found["int4"]
+
+
 def test_names_paths_and_threads_do_not_show(directories: dict[str, Path], tmp_path: Path) -> None:
     elsewhere = with_config(directories["llama"], tmp_path / "elsewhere", transformers_version="4.0", dtype="bfloat16")
     assert info_of(directories["llama"]) == info_of(elsewhere)

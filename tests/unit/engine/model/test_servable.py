@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from services.core.errors import ConfigError, UnsupportedModel
 from services.engine.attention import paged
 from services.engine.config import EngineConfig
-from services.engine.cpu.packed_linear import PackedLinear, pack_linears
 from services.engine.loading import load
 from services.engine.model import servable, verification, weights
 from services.engine.model.paged_model import PagedModel, register_attention
@@ -124,20 +123,6 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
         AutoConfig.for_model("gptj", n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
     ).save_pretrained(tmp_path)
     assert "attention interface" in refusal(lambda: weights.load_model(tmp_path, "auto", CPU, register_attention()))
-
-
-def test_packed_layers_agree_with_plain_ones() -> None:
-    model = nn.Sequential(nn.Linear(48, 80), nn.Sequential(nn.Linear(80, 16, bias=False))).bfloat16()
-    inputs = torch.randn(2, 7, 48).bfloat16()
-    with torch.inference_mode():
-        expected = model(inputs)
-        assert pack_linears(model) in (0, 2)  # none where the CPU's build lacks the operators
-        torch.testing.assert_close(model(inputs), expected, atol=0.02, rtol=0.02)
-        assert model(inputs[:, :0]).shape == (2, 0, 16)
-    assert pack_linears(nn.Linear(4, 4)) == 0
-    float32 = nn.Sequential(nn.Linear(4, 4))
-    pack_linears(float32)
-    assert not isinstance(float32[0], PackedLinear)
 
 
 def test_weights_that_could_run_code_are_not_read(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Chooses how each linear layer of a model is computed on this CPU: by torch, by oneDNN or by linear.c.
+
+Owns: the choice, by a timing on this machine for each shape of layers. Never: how the ways compute (`packed_linear`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from services.engine.cpu.packed_linear import NativeLinear, OneDnnLinear, agrees
+from services.engine.cpu.replacement import replace_modules
+from services.engine.native.bindings import DTYPES, kernels
+
+logger = logging.getLogger(__name__)
+
+_ROWS = ((1, 64.0), (16, 4.0), (256, 4.0))
+"""Rows of a product, and how many of them the usual request takes: 1,024 tokens of prompt in chunks, and 128 of output,
+half of them alone and half in a batch of 16 (the medians of conversations: Splitwise, arXiv 2311.18677, §III)."""
+_MOST_PRODUCTS = 1.5e9
+"""Multiplications of a timed product. Fewer rows are timed of layers that would take more."""
+_ROUNDS = 3
+_Shape = tuple[int, int]
+_Way = Callable[[nn.Linear], nn.Module]
+
+
+@torch.inference_mode()
+def pack_linears(model: nn.Module) -> dict[str, int]:
+    """Replaces every linear layer of the model by the fastest way that computes the same; returns how many layers are
+    computed in each."""
+    ways = _ways()
+    chosen: dict[tuple[_Shape, torch.dtype], str] = {}
+    counts: Counter[str] = Counter()
+
+    def replacement(module: nn.Module) -> nn.Module | None:
+        if type(module) is not nn.Linear or module.weight.device.type != "cpu" or module.weight.dtype not in DTYPES:
+            return None
+        kind = ((module.in_features, module.out_features), module.weight.dtype)
+        if kind not in chosen:
+            chosen[kind] = _fastest(module, ways)
+        packed = ways[chosen[kind]](module)
+        if packed is not module and not agrees(packed, module):
+            logger.warning("a linear layer by %s differs and stays plain", chosen[kind])
+            packed = module
+        counts[chosen[kind] if packed is not module else "torch"] += 1
+        return packed if packed is not module else None
+
+    replace_modules(model, replacement)
+    return dict(counts)
+
+
+def _ways() -> dict[str, _Way]:
+    native = kernels()
+    ways: dict[str, _Way] = {"torch": lambda layer: layer, "oneDNN": OneDnnLinear}
+    if native is not None:
+        ways["linear.c"] = lambda layer: NativeLinear(layer, native)
+    return ways
+
+
+def _fastest(layer: nn.Linear, ways: dict[str, _Way]) -> str:
+    """Returns the way that takes least for the usual request, on one thread."""
+    made: dict[str, nn.Module] = {}
+    for name, way in ways.items():
+        if name == "linear.c" and layer.in_features % 2:
+            continue
+        try:
+            module = way(layer)
+            if agrees(module, layer):
+                made[name] = module
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            logger.info("linear layers are not computed by %s here: %s", name, error)
+    if len(made) == 1:
+        return next(iter(made))
+    costs = dict.fromkeys(made, 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for rows, times in _ROWS:
+            rows = max(1, min(rows, int(_MOST_PRODUCTS / (layer.in_features * layer.out_features))))
+            for name, taken_s in _time(made, rows, layer).items():
+                costs[name] += times * taken_s
+    finally:
+        torch.set_num_threads(threads)
+    best = min(costs, key=costs.__getitem__)
+    told = ", ".join(f"{name} {1e3 * each:.1f} ms" for name, each in costs.items())
+    logger.info("%d x %d in %s: %s", layer.in_features, layer.out_features, layer.weight.dtype, told)
+    return best
+
+
+def _time(made: dict[str, nn.Module], rows: int, layer: nn.Linear) -> dict[str, float]:
+    """Returns the least processor time of a few products of `rows` rows, in seconds, of each way in turns."""
+    inputs = torch.randn(rows, layer.in_features).to(layer.weight.dtype)
+    found: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(_ROUNDS):
+        for name, module in made.items():
+            started_s = time.thread_time()
+            module(inputs)
+            found[name].append(time.thread_time() - started_s)
+    return {name: min(each) for name, each in found.items()}

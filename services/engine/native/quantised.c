@@ -1,0 +1,322 @@
+/* Multiplies by weights of 4 or 8 bits: y[rows, out] = x[rows, in] W^T + bias.
+ *
+ * Inputs are rounded to 8 bits, each group of 32 by its largest, as llama.cpp's Q8_0 does; products within a group are
+ * summed in whole numbers, exactly, and groups in float32. So all instruction sets give the same but for the rounding
+ * of that last sum, and a row's result does not depend on the rows beside it.
+ *
+ * Weights lie in panels of 16 output columns. A panel is a row of blocks, one for each group of 32 inputs:
+ *   values   8 bits: [8 quads][16 columns][4 inputs], signed. 4 bits: [4][16][4] bytes, unsigned: the low half of byte
+ *            [q] is of quad q, the high half of quad q + 4.
+ *   scales   [16] for the group, or [2][16] for its halves; float32 or float16.
+ *   minimums [16], as scales, if there are any. A weight is scale * value + minimum.
+ * Inputs and columns beyond the last are zeros. `services/engine/cpu/quantised_linear.py` writes this form.
+ *
+ * It is compiled once for each instruction set, like kernels.c, and uses OpenMP in the same way.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define COLUMNS 16
+#define GROUP 32
+#define ALWAYS static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+
+#if defined(__AVX512BW__)
+#define LANES 16 /* columns that a vector holds */
+#define ROWS 8   /* rows that one pass over a panel serves: as many as leave their sums in registers */
+#elif defined(__AVX2__)
+#define LANES 8
+#define ROWS 4
+#else
+#define LANES 4
+#define ROWS 4
+#endif
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int16_t shorts __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+
+typedef struct { /* 32 inputs of one row, rounded */
+    int8_t values[GROUP];
+    float scale, total; /* total: scale * the sum of the values */
+    int32_t offsets[2]; /* -128 * the sum of the values of each half */
+} Group;
+
+enum { FOUR, EIGHT, EIGHT_BY_16 }; /* 4 bits; 8 bits; 8 bits with a scale for each half of a group */
+
+typedef struct {
+    const void *x;
+    void *y;
+    const uint8_t *panels;
+    const float *bias; /* [out], or null */
+    long rows, in, out;
+    long block; /* bytes of a block */
+    int kind, has_minimums, half_scales; /* half_scales: scales and minimums are float16 */
+    int bf16; /* x and y are bfloat16; otherwise float32 */
+    int threads;
+} Product;
+
+/* -- sums of products in whole numbers ----------------------------------------------------------------------------- */
+
+/* `add4` adds to each lane's sum the products of its four weights and four inputs; 4-bit weights are unsigned. `begin`
+ * and `finish` enclose a group. */
+#if defined(__AVX512VNNI__)
+
+/* vpdpbusd takes unsigned weights: 8-bit ones are shifted by 128, and `begin` makes up for it. */
+ALWAYS ints begin(const int bits, int32_t offset) { return bits == 8 ? (ints)_mm512_set1_epi32(offset) : (ints){0}; }
+ALWAYS ints ready(ints weights, const int bits) { return bits == 8 ? (ints)((words)weights ^ 0x80808080u) : weights; }
+ALWAYS ints add4(ints sums, ints weights, int32_t inputs, const int bits) {
+    (void)bits;
+    return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(inputs));
+}
+ALWAYS ints finish(ints sums, const int bits) { (void)bits; return sums; }
+
+#else
+
+ALWAYS ints begin(const int bits, int32_t offset) { (void)bits, (void)offset; return (ints){0}; }
+ALWAYS ints ready(ints weights, const int bits) { (void)bits; return weights; }
+
+/* `pairs` returns the sums of two products in 16 bits each. They cannot overflow: weights are at most 128 and inputs at
+ * most 127 in size. 16 of 4-bit weights fit as well, so these are summed in 16 bits until the group ends. */
+#if defined(__AVX512BW__)
+ALWAYS shorts pairs(ints weights, int32_t inputs, const int bits) {
+    __m512i w = (__m512i)weights, x = _mm512_set1_epi32(inputs);
+    if (bits == 4) return (shorts)_mm512_maddubs_epi16(w, x);
+    x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+    return (shorts)_mm512_maddubs_epi16(_mm512_abs_epi8(w), x);
+}
+ALWAYS ints widened(shorts sums) { return (ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)); }
+#elif defined(__AVX2__)
+ALWAYS shorts pairs(ints weights, int32_t inputs, const int bits) {
+    __m256i w = (__m256i)weights, x = _mm256_set1_epi32(inputs);
+    if (bits == 4) return (shorts)_mm256_maddubs_epi16(w, x);
+    return (shorts)_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+}
+ALWAYS ints widened(shorts sums) { return (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+#else
+ALWAYS shorts even(ints pairs) { return (shorts)((words)pairs << 8 & 0xff00ff00u) >> 8; }
+ALWAYS shorts odd(ints pairs) { return (shorts)pairs >> 8; }
+ALWAYS shorts pairs(ints weights, int32_t inputs, const int bits) {
+    ints x = (ints){0} + inputs;
+    (void)bits;
+    return even(weights) * even(x) + odd(weights) * odd(x);
+}
+ALWAYS ints widened(shorts sums) { return ((ints)((words)sums << 16) >> 16) + ((ints)sums >> 16); }
+#endif
+
+ALWAYS ints add4(ints sums, ints weights, int32_t inputs, const int bits) {
+    shorts found = pairs(weights, inputs, bits);
+    return bits == 4 ? (ints)((shorts)sums + found) : sums + widened(found);
+}
+ALWAYS ints finish(ints sums, const int bits) { return bits == 4 ? widened((shorts)sums) : sums; }
+
+#endif
+
+/* -- numbers of 16 bits -------------------------------------------------------------------------------------------- */
+
+ALWAYS floats from_halves(const uint8_t *from) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    /* Exponents are moved by a product, which is exact and right for subnormal numbers too. */
+    words wide = __builtin_convertvector(*(const halves *)from, words);
+    floats size = (floats)((wide & 0x7fff) << 13) * 0x1p112f;
+    return (floats)((words)size | (wide & 0x8000) << 16);
+#endif
+}
+
+ALWAYS floats from_bf16(const uint16_t *from) {
+    return (floats)(__builtin_convertvector(*(const halves *)from, words) << 16);
+}
+
+ALWAYS halves to_bf16(floats numbers) { /* to nearest, ties to even */
+    words bits = (words)numbers;
+    words odd_ones = bits >> 16 & 1;
+    words nan = (words)((bits & 0x7fffffff) > 0x7f800000);
+    bits = (bits + 0x7fff + odd_ones) >> 16;
+    return __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), halves);
+}
+
+/* -- rounding of the inputs ---------------------------------------------------------------------------------------- */
+
+ALWAYS ints nearest(floats numbers) { /* ties to even */
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvtps_epi32((__m512)numbers);
+#elif defined(__AVX2__)
+    return (ints)_mm256_cvtps_epi32((__m256)numbers);
+#elif defined(__x86_64__)
+    return (ints)_mm_cvtps_epi32((__m128)numbers);
+#else
+    ints result;
+    for (int i = 0; i < LANES; i++) result[i] = (int32_t)__builtin_lrintf(numbers[i]);
+    return result;
+#endif
+}
+
+static void round_group(const float *x, Group *group) {
+    int32_t largest = 0; /* the bits of the largest size: NaN and infinity are above all others */
+    for (int i = 0; i < GROUP; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    float size, inverse = 0;
+    memcpy(&size, &largest, sizeof size);
+    group->scale = size / 127;
+    if (largest >= 0x7f800000) { /* what is not finite must stay visible in the results */
+        uint32_t nan = 0x7fc00000;
+        memcpy(&group->scale, &nan, sizeof nan);
+    } else if (largest >= 0x00800000) {
+        inverse = 127 / size;
+    }
+    int32_t sums[2] = {0, 0};
+    int32_t rounded[GROUP];
+    for (int i = 0; i < GROUP; i += LANES) {
+        ints values = nearest(*(const floats *)(x + i) * inverse);
+        memcpy(rounded + i, &values, sizeof values);
+    }
+    for (int i = 0; i < GROUP; i++) group->values[i] = (int8_t)rounded[i];
+    for (int i = 0; i < GROUP / 2; i++) sums[0] += rounded[i], sums[1] += rounded[i + GROUP / 2];
+    group->total = group->scale * (float)(sums[0] + sums[1]);
+    group->offsets[0] = -128 * sums[0], group->offsets[1] = -128 * sums[1];
+}
+
+static void round_row(const Product *p, long row, Group *groups) {
+    for (long from = 0; from < p->in; from += GROUP, groups++) {
+        float x[GROUP] = {0};
+        long count = p->in - from < GROUP ? p->in - from : GROUP;
+        if (!p->bf16)
+            memcpy(x, (const float *)p->x + row * p->in + from, (size_t)count * sizeof *x);
+        else {
+            uint16_t narrow[GROUP] = {0};
+            memcpy(narrow, (const uint16_t *)p->x + row * p->in + from, (size_t)count * sizeof *narrow);
+            for (int i = 0; i < GROUP; i += LANES) *(floats *)(x + i) = from_bf16(narrow + i);
+        }
+        round_group(x, groups);
+    }
+}
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+
+static void store(const Product *p, long row, long column, floats sums) {
+    long count = p->out - column < LANES ? p->out - column : LANES;
+    float results[LANES];
+    memcpy(results, &sums, sizeof sums);
+    if (p->bias)
+        for (long i = 0; i < count; i++) results[i] += p->bias[column + i];
+    if (p->bf16) {
+        halves narrow = to_bf16(*(const floats *)results);
+        memcpy((uint16_t *)p->y + row * p->out + column, &narrow, (size_t)count * sizeof(uint16_t));
+    } else {
+        memcpy((float *)p->y + row * p->out + column, results, (size_t)count * sizeof(float));
+    }
+}
+
+ALWAYS floats scales_at(const Product *p, const uint8_t *values_end, long set, long lane) {
+    if (p->half_scales) return from_halves(values_end + 2 * (set * COLUMNS + lane));
+    return *(const floats *)(values_end + 4 * (set * COLUMNS + lane));
+}
+
+ALWAYS ints weights_at(const uint8_t *block, long quad, long lane, const int kind) {
+    if (kind != FOUR) return *(const ints *)(block + 64 * quad + 4 * lane);
+    words both = *(const words *)(block + 64 * (quad % 4) + 4 * lane);
+    return (ints)((quad < 4 ? both : both >> 4) & 0x0f0f0f0fu);
+}
+
+/* Adds to the sums of `rows` rows the products of `quads` quads, and multiplies by the scales. */
+ALWAYS void add_quads(
+    const Product *p, const Group *x, long stride, const uint8_t *block, long lane, floats *sums, const long first,
+    const long quads, const long rows, const int kind) {
+    const int bits = kind == FOUR ? 4 : 8;
+    ints totals[ROWS];
+    UNROLLED for (long r = 0; r < rows; r++) {
+        const int32_t *offsets = x[r * stride].offsets;
+        totals[r] = begin(bits, quads == 8 ? offsets[0] + offsets[1] : offsets[first / 4]);
+    }
+    UNROLLED for (long quad = first; quad < first + quads; quad++) {
+        ints weights = ready(weights_at(block, quad, lane, kind), bits);
+        UNROLLED for (long r = 0; r < rows; r++) {
+            int32_t inputs;
+            memcpy(&inputs, x[r * stride].values + 4 * quad, sizeof inputs);
+            totals[r] = add4(totals[r], weights, inputs, bits);
+        }
+    }
+    floats scales = scales_at(p, block + (kind == FOUR ? 256 : 512), first / 4, lane);
+    UNROLLED for (long r = 0; r < rows; r++)
+        sums[r] += __builtin_convertvector(finish(totals[r], bits), floats) * (scales * x[r * stride].scale);
+}
+
+/* Computes `rows` rows of the LANES columns that begin with `lane` of a panel. x: the first group of the first row. */
+ALWAYS void tile(const Product *p, const Group *x, long row, long panel, long lane, const long rows, const int kind) {
+    long groups = (p->in + GROUP - 1) / GROUP;
+    const uint8_t *block = p->panels + panel * groups * p->block;
+    floats sums[ROWS];
+    UNROLLED for (long r = 0; r < rows; r++) sums[r] = (floats){0};
+    for (long g = 0; g < groups; g++, x++, block += p->block) {
+        if (kind == EIGHT_BY_16) {
+            add_quads(p, x, groups, block, lane, sums, 0, 4, rows, kind);
+            add_quads(p, x, groups, block, lane, sums, 4, 4, rows, kind);
+        } else {
+            add_quads(p, x, groups, block, lane, sums, 0, 8, rows, kind);
+        }
+        if (p->has_minimums) {
+            floats minimums = scales_at(p, block + (kind == FOUR ? 256 : 512), 1, lane);
+            UNROLLED for (long r = 0; r < rows; r++) sums[r] += minimums * x[r * groups].total;
+        }
+    }
+    UNROLLED for (long r = 0; r < rows; r++) store(p, row + r, panel * COLUMNS + lane, sums[r]);
+}
+
+ALWAYS void strip(const Product *p, const Group *x, long row, long end, long panel, long lane, const int kind) {
+    long groups = (p->in + GROUP - 1) / GROUP;
+    for (; row + ROWS <= end; row += ROWS, x += ROWS * groups) tile(p, x, row, panel, lane, ROWS, kind);
+    switch (end - row) {
+#if ROWS > 4
+    case 7: tile(p, x, row, panel, lane, 7, kind); break;
+    case 6: tile(p, x, row, panel, lane, 6, kind); break;
+    case 5: tile(p, x, row, panel, lane, 5, kind); break;
+    case 4: tile(p, x, row, panel, lane, 4, kind); break;
+#endif
+    case 3: tile(p, x, row, panel, lane, 3, kind); break;
+    case 2: tile(p, x, row, panel, lane, 2, kind); break;
+    case 1: tile(p, x, row, panel, lane, 1, kind); break;
+    }
+}
+
+/* Computes the rows from `row` to `end` of a panel; x: the groups of row `row`. */
+static void multiply(const Product *p, const Group *x, long row, long end, long panel) {
+    for (long lane = 0; lane < COLUMNS && panel * COLUMNS + lane < p->out; lane += LANES) {
+        if (p->kind == FOUR) strip(p, x, row, end, panel, lane, FOUR);
+        else if (p->kind == EIGHT) strip(p, x, row, end, panel, lane, EIGHT);
+        else strip(p, x, row, end, panel, lane, EIGHT_BY_16);
+    }
+}
+
+#define CACHED (512 << 10) /* bytes of rounded inputs that stay in a core's second cache while all panels pass */
+
+/* Returns 0, or 1 if there is no memory for the rounded inputs. */
+int baton_quantised_product(const Product *p) {
+    long groups = (p->in + GROUP - 1) / GROUP, panels = (p->out + COLUMNS - 1) / COLUMNS;
+    Group *x = aligned_alloc(64, ((size_t)(p->rows * groups) * sizeof *x + 63) / 64 * 64);
+    if (!x) return 1;
+#pragma omp parallel for num_threads(p->threads) schedule(static) if (p->rows * p->in > 32768)
+    for (long row = 0; row < p->rows; row++) round_row(p, row, x + row * groups);
+    long most = CACHED / (groups * (long)sizeof *x) / ROWS * ROWS, step = most < ROWS ? ROWS : most;
+    long chunk = panels / (8 * p->threads) + 1;
+    for (long row = 0; row < p->rows; row += step) {
+        long end = row + step < p->rows ? row + step : p->rows;
+#pragma omp parallel for num_threads(p->threads) schedule(dynamic, chunk)
+        for (long panel = 0; panel < panels; panel++) multiply(p, x + row * groups, row, end, panel);
+    }
+    free(x);
+    return 0;
+}
