@@ -154,10 +154,7 @@ def test_a_lease_s_own_prompt_is_hashed_without_the_lock(engine: Engine, monkeyp
     locked: list[bool] = []
     do_at_each_hash(monkeypatch, lambda: locked.append(engine._lock.locked()))
     adopted = sequence()
-    adopted.block_ids = engine._pool.allocate(4, Holder.LEASE)
-    adopted.num_computed = len(PROMPT)
-    adopted.token_ids.append(7)
-    engine.adopt(adopted, adopted.block_ids, Holder.LEASE)
+    engine.adopt(adopted, (), engine._pool.allocate(4, Holder.LEASE), 7, Holder.LEASE)
     engine._step(lambda report: None)
     assert locked == [False] * (len(PROMPT) // BLOCK_SIZE)
 
