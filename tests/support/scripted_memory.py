@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from services.core.sealed_memory import SealedMemory
-from services.kv.regions import Buffer
+from services.kv.regions import Buffer, Region
 
 _SLOT_BYTES = 8
 _NUM_SPECIAL = 3
@@ -39,12 +39,16 @@ class ScriptedMemory:
         self.block_bytes = block_size * _SLOT_BYTES
         self._block_size = block_size
         self._memory = SealedMemory("scripted-kv", num_blocks * self.block_bytes)
+        self._region = Region(self._memory.address, num_blocks * self.block_bytes, "cpu")
         self._bytes = memoryview(self._memory.map)
         self._slots = self._bytes.cast("q")
 
     @property
     def fd(self) -> int | None:
         return self._memory.fd
+
+    def region(self, block_id: int) -> Region:
+        return self._region.part(block_id * self.block_bytes, self.block_bytes)
 
     def read_block(self, block_id: int) -> Buffer:
         return self._block(block_id).toreadonly()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -12,16 +13,23 @@ from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
 from baton.v1 import types_pb2, worker_pb2
+from services.core.errors import LayoutMismatch
 from services.engine.config import StepReport
 from services.engine.worker_engine import OnStep, WorkerEngine
+from services.rpc.serving import GrpcServer
+from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
+from services.worker.machine import Machine
+from services.worker.main import engine_config
 from tests.support import ROOT
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_memory import script
 from tests.support.text_model import byte_tokenizer, write_model
+from tests.support.trusted import CLUSTER_TOKEN
 from tests.support.workers import (
     DECODE,
     MIXED,
@@ -114,6 +122,17 @@ async def test_what_the_memory_holds_is_what_is_said(model: Path) -> None:
         assert written
         assert answer.token_ids[0] == right[0], "the prefill worker's"
         assert answer.token_ids[1] != right[1]
+
+
+async def test_a_pool_that_contradicts_the_layout_fails_the_start(model: Path) -> None:
+    """Peers take a block's size from the layout: with another they would read parts of other blocks."""
+    config = worker_config(model, worker_id="decode-7")
+    engine = ScriptedEngine(engine_config(config, DECODE))
+    engine.info = dataclasses.replace(engine.info, head_dim=2)
+    tracer = Tracer(TracerProvider(shutdown_on_exit=False))
+    with pytest.raises(LayoutMismatch, match="block 0 has 128 bytes, and by the layout 256"):
+        WorkerHost(config, DECODE, engine, GrpcServer(), tracer, Machine(CLUSTER_TOKEN))
+    engine.close()
 
 
 PHASES: dict[str, Callable[[Cluster], bool]] = {

@@ -19,6 +19,7 @@ from services.engine.schedule.sequence import (
 from services.engine.warm_up import Loaded
 from services.engine.worker_engine import EngineRoom
 from services.kv.pool import Holder, OutOfBlocks
+from services.kv.regions import Region
 from tests.support.fake_runner import FakeRunner
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -31,6 +32,9 @@ class NoMemory:
     fd = None
     block_bytes = 0
     num_blocks = NUM_BLOCKS
+
+    def region(self, block_id: int) -> Region:
+        return Region(0, 0, "cpu")
 
     def read_block(self, block_id: int) -> bytes:
         return b""
