@@ -8,6 +8,7 @@ Owns: how such memory is made, and which seals it must have. Never: who is given
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -29,6 +30,8 @@ class SealedMemory:
         try:
             os.ftruncate(fd, num_bytes)
             self.map = mmap.mmap(fd, num_bytes)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+            """Of the first byte of `map`."""
         except BaseException:
             os.close(fd)
             raise

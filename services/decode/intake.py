@@ -146,11 +146,8 @@ class ImportIntake:
 
         If it raises, the caller still has the blocks.
         """
-        sequence.block_ids = [*held.prefix, *held.block_ids]
-        sequence.num_cached = len(held.prefix) * self._host.engine.info.block_size
-        sequence.num_computed = len(sequence.token_ids)
-        sequence.token_ids.append(first_token.token_ids[0])
-        self._host.engine.adopt(sequence, held.block_ids, held.holder)
+        token_id = first_token.token_ids[0]
+        self._host.engine.adopt(sequence, held.prefix, held.block_ids, token_id, held.holder)
         held.over = True
 
     def _contradiction(self, command: worker_pb2.DecodeCommand, outcome: FetchOutcome) -> str | None:

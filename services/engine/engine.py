@@ -88,18 +88,16 @@ class Engine:
             self._arrivals[sequence.seq_id] = sequence
         self._wake.set()
 
-    def adopt(self, sequence: Sequence, block_ids: Iterable[int], holder: Holder) -> None:
-        """Takes over a sequence whose KV is in this pool (see `Scheduler.adopt`).
-
-        References to `block_ids`, which are some of its blocks, pass from `holder` to the sequence; it has references
-        to its other blocks already. When this method raises, all references are as they were before.
-        """
+    def adopt(
+        self, sequence: Sequence, prefix: Iterable[int], block_ids: Iterable[int], first_token: int, holder: Holder
+    ) -> None:
+        """Takes over a sequence whose KV is in this pool (see `WorkerEngine.adopt`)."""
         block_ids = tuple(block_ids)
         hash_prompt(sequence, self.info.block_size)
         with self._lock:
             self._pool.transfer(block_ids, holder, Holder.SEQUENCE)
             try:
-                self._scheduler.adopt(sequence)
+                self._scheduler.adopt(sequence, prefix, block_ids, first_token)
             except BaseException:
                 self._pool.transfer(block_ids, Holder.SEQUENCE, holder)
                 raise
@@ -112,6 +110,10 @@ class Engine:
             if self._arrivals.pop(seq_id, None) is None:
                 self._scheduler.abort(seq_id)
         self._wake.set()
+
+    def was_admitted(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence's `Admitted` event was reported or will be (see `WorkerEngine.was_admitted`)."""
+        return sequence.admitted_s is not None
 
     def hash_prompt(self, sequence: Sequence) -> None:
         """Computes the hashes of the sequence's full blocks (see `WorkerEngine.hash_prompt`)."""

@@ -1,7 +1,8 @@
 """Defines what a worker sees of its engine: the `WorkerEngine` protocol and the two records that pass through it.
 
 Workers use nothing else of an engine, so another one can be written against this file, `config`, `schedule.sequence`
-and `step_tally` alone.
+and `step_tally` alone; `tests/support/scripted_engine.py` is the smallest one. A worker makes a `Sequence`, and from
+then on only passes it back: what becomes of it, events say.
 Owns: the contract. Never: how an engine schedules, computes or keeps its blocks.
 """
 
@@ -76,7 +77,13 @@ class WorkerEngine(Protocol):
         ...
 
     def start(self, on_step: OnStep) -> None:
-        """Begins to run steps. All events are reported to `on_step`, on the engine's thread; it must not block."""
+        """Begins to run steps. All events are reported to `on_step`, on the engine's thread; it must not block.
+
+        A sequence's events come in this order: `Admitted` (not for an adopted one), when it has all blocks of its
+        prompt; for PREFILL_ONLY a `Progress` after every step that computed a part of the prompt; then `Token`, once
+        for PREFILL_ONLY and else until one has a `finish`. `Failed` may take the place of any, and is the last.
+        Blocks and tokens are reported only after the step that wrote them has completed on the device.
+        """
         ...
 
     def stop(self) -> None:
@@ -92,11 +99,24 @@ class WorkerEngine(Protocol):
         ...
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence whose prompt is to be computed here."""
+        """Queues a sequence whose prompt is to be computed here. It holds no block before all that its prompt needs
+        are available.
+
+        When a PREFILL_ONLY sequence is admitted, the engine takes LEASE references to its blocks, besides its own: the
+        worker drops them with `release`. Its own end with its token, as those of any sequence end with its last.
+        """
         ...
 
     def abort(self, seq_id: int) -> None:
-        """Ends a sequence without an event, at the end of the step it is in, if any. Unknown ids are ignored."""
+        """Ends a sequence without an event, at the end of the step it is in, if any. Unknown ids are ignored.
+
+        LEASE references stay, and so does an `Admitted` that is not yet reported: the worker must learn of them.
+        """
+        ...
+
+    def was_admitted(self, sequence: Sequence) -> bool:
+        """Returns whether the `Admitted` of a sequence that was added has been reported or will be. `abort` settles it:
+        after that the answer does not change."""
         ...
 
     def hash_prompt(self, sequence: Sequence) -> None:
@@ -113,11 +133,14 @@ class WorkerEngine(Protocol):
         """
         ...
 
-    def adopt(self, sequence: Sequence, block_ids: Iterable[int], holder: Holder) -> None:
-        """Takes over a sequence whose KV is in the pool, except that of its last token.
+    def adopt(
+        self, sequence: Sequence, prefix: Iterable[int], block_ids: Iterable[int], first_token: int, holder: Holder
+    ) -> None:
+        """Takes over a sequence whose KV is in the pool. `first_token` was sampled after its tokens, and has no KV yet;
+        the engine goes on after it.
 
-        References to `block_ids`, which are some of its blocks, pass from `holder` to the sequence; it has references
-        to its other blocks already. When this method raises, all references are as they were before.
+        Its blocks are `prefix`, to which it has SEQUENCE references already, and then `block_ids`, references to which
+        pass from `holder` to the sequence. When this method raises, all references are as they were before.
         """
         ...
 

@@ -51,6 +51,7 @@ class PrefillLeg:
         self._arrival_s = host.clock.now()
         self._sequence = host.new_sequence(command, Mode.PREFILL_ONLY)
         self._lease: Lease | None = None
+        self._admission: Admitted | None = None
         self._given_up = False
         self._chunks: list[tuple[str, float, Attributes]] = []
         self._deadline: asyncio.TimerHandle | None = None
@@ -74,7 +75,7 @@ class PrefillLeg:
         self._host.engine.abort(self._sequence.seq_id)
         if self._lease is not None:
             self._host.leases.abort(self._lease.lease_id, self._host.awake.now())
-        elif self._sequence.admitted_s is None:
+        elif not self._host.engine.was_admitted(self._sequence):
             self._close()
         # Otherwise the engine has taken the lease's references, and the Admitted event that reports it is on its way.
 
@@ -107,6 +108,7 @@ class PrefillLeg:
             self._host.release_blocks(event.block_ids, Holder.LEASE)
             self._close()
             return
+        self._admission = event
         self._lease = self._host.leases.open(
             new_lease_id(),
             owner=self._session,
@@ -127,11 +129,12 @@ class PrefillLeg:
     def _sampled(self, event: Token) -> None:
         """Seals the lease, since the prompt is computed, or ends it if the first token ends the sequence."""
         assert self._lease is not None
+        assert self._admission is not None, "it came with the lease"
         tokens = tokens_of(self.number, event)
-        admitted_s = self._sequence.admitted_s or event.now
+        admitted_s = self._admission.now
         tokens.timings.prefill_wait_ms = (admitted_s - self._arrival_s) * 1000
         tokens.timings.prefill_compute_ms = (event.now - admitted_s) * 1000
-        self._trace(admitted_s, event.now)
+        self._trace(self._admission, event.now)
         # The token is sent first: the router streams it without waiting for the transfer.
         self._session.emit(worker_pb2.LegEvent(tokens=tokens))
         finished = event.finish is not None
@@ -173,18 +176,18 @@ class PrefillLeg:
         self._host.hub.unregister(self._sequence.seq_id)
         self._host.leg_over(self._session, self.number)
 
-    def _trace(self, admitted_s: float, end_s: float) -> None:
+    def _trace(self, admission: Admitted, end_s: float) -> None:
         common: dict[str, Value] = {Attr.LEG: self.number, Attr.WORKER: self._host.worker_id}
-        self._host.span(self._command, Span.PREFILL_WAIT, self._arrival_s, admitted_s, common)
+        self._host.span(self._command, Span.PREFILL_WAIT, self._arrival_s, admission.now, common)
         self._host.span(
             self._command,
             Span.PREFILL_COMPUTE,
-            admitted_s,
+            admission.now,
             end_s,
             {
                 **common,
                 Attr.NUM_TOKENS: len(self._command.token_ids),
-                Attr.CACHED_TOKENS: self._sequence.num_cached,
+                Attr.CACHED_TOKENS: admission.num_cached,
                 Attr.NUM_CHUNKS: len(self._chunks),
             },
             self._chunks,

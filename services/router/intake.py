@@ -126,6 +126,7 @@ class Intake:
             cache_salt=request.cache_salt,
             conversation=request.session,
             tenant=call.caller.tenant,
+            model=model.model_id,
             min_tokens=_fewest_tokens(request.stopping),
             payload=request,
         )

@@ -97,7 +97,7 @@ class Router:
             clock=clock,
         )
         self._trimmer = Trimmer()
-        budget = ByteBudget(config.max_pending_bytes, freed=self._trimmer.soon)
+        self.byte_budget = budget = ByteBudget(config.max_pending_bytes, freed=self._trimmer.soon)
         self._server = GrpcServer(
             config.host,
             config.port,

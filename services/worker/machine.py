@@ -42,8 +42,7 @@ class Machine:
         if device.startswith("cuda"):
             from services.engine.cpu.pinning import pin  # torch: only where there is a GPU
 
-            with area.bytes as memory:
-                area.before_close = pin(memory)
+            area.before_close = pin(area.whole)
         return area
 
     def mappings(self, block_bytes: int) -> MappingCache:

@@ -18,6 +18,7 @@ from services.core.errors import ConfigError
 from services.engine.worker_engine import WorkerEngine
 from services.kv.imports import ImportTable
 from services.kv.layout import Layout
+from services.kv.regions import check_regions
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.client import BlockFetcher
 from services.kvtransfer.servicer import KVTransferServicer
@@ -54,7 +55,7 @@ def _shm_source(site: Site) -> ShmSource:
     area = None
     if cache.fd is None:
         num_slots = num_slots_for(cache, config.staging_mb << 20)
-        area = machine.staging_area(num_slots, cache.block_bytes, site.engine.info.device)
+        area = machine.staging_area(num_slots, cache.block_bytes, cache.region(0).device)
     if (area or cache).fd is None:
         # Peers would have to trust this process not to truncate what they have mapped.
         if area is not None:
@@ -90,6 +91,7 @@ class Transfer:
         incarnation: int,
     ) -> None:
         self.layout = _layout(engine)
+        check_regions(engine.cache, self.layout.block_bytes)
         self._reader = machine.thread("kv-read")
         site = Site(config, engine, machine, board, self._reader, worker_id, incarnation)
         self.sources = list(_offered(site))

@@ -11,6 +11,8 @@ import torch
 
 from baton.v1 import types_pb2
 from services.engine.cpu import pinning
+from services.engine.model.kv_cache import KVCache, KVShape
+from services.kv.regions import Region, check_regions
 from services.kvtransfer.transports.staging import StagingArea
 from tests.support.cluster import running_cluster
 from tests.support.equality import GreedyReference
@@ -47,9 +49,18 @@ async def test_a_gpu_and_a_cpu_worker_meet(tmp_path: Path) -> None:
         reference.check(prompt, (await cluster.greedy(prompt, 20)).token_ids)
 
 
+def test_a_block_s_region_is_its_memory_on_the_device() -> None:
+    shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype=torch.bfloat16)
+    cache = KVCache(shape, 3, torch.device("cuda"))
+    for block in range(3):
+        assert cache.region(block) == Region(cache.keys(0)[block].data_ptr(), cache.block_bytes, "cuda:0")
+    check_regions(cache, cache.block_bytes)
+    cache.close()
+
+
 def test_staging_is_page_locked() -> None:
     area = StagingArea(8, 1 << 20)
-    unlock = pinning.pin(area.bytes)
+    unlock = pinning.pin(area.whole)
     slot = torch.frombuffer(area.slot(3), dtype=torch.uint8)
     assert slot.is_pinned()
     del slot

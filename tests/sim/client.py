@@ -78,6 +78,7 @@ class SimRequest:
             priority=message.priority,
             deadline_s=None if self.deadline_s is None else now + self.deadline_s,
             cache_salt=message.cache_salt,
+            model="sim",
             payload=message,
         )
 

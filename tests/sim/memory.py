@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from services.core.hashing import BlockHash
 from services.kv.pool import BlockPool, Holder
+from services.kv.regions import Region
 from services.kvtransfer.transports.shm_source import ShmSource
 from services.kvtransfer.transports.staging import Staging, StagingArea
 from services.worker.host import WorkerHost
@@ -23,6 +24,7 @@ class SimStagingArea(StagingArea):
         self.num_blocks = num_slots
         self.block_bytes = block_bytes
         self.store = bytearray(num_slots * block_bytes)
+        self.whole = Region(0, len(self.store), "sim")
 
     @property
     def fd(self) -> int | None:
@@ -68,6 +70,10 @@ class SimMemory:
         pass
 
     # As BlockMemory: copies.
+
+    def region(self, block_id: int) -> Region:
+        """In a machine whose memory this is."""
+        return Region(block_id * self.block_bytes, self.block_bytes, "sim")
 
     def read_block(self, block_id: int) -> bytes:
         return bytes(self._view(block_id))

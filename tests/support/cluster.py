@@ -11,13 +11,14 @@ from typing import Any
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from services.engine.loading import torch_engine
 from services.router.coordinator import Coordinator
 from services.router.coordinator.workers import WorkerState
 from services.router.main import Router, RouterConfig
 from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
 from tests.support.trusted import CLUSTER_TOKEN, dial
-from tests.support.workers import Roles, idle, running_worker, until, worker_config
+from tests.support.workers import LoadEngine, Roles, idle, running_worker, until, worker_config
 
 READY_WITHIN_S = 20.0
 
@@ -111,9 +112,13 @@ async def running_cluster(
     each: Sequence[dict[str, Any]] | None = None,
     tracer: Tracer | None = None,
     worker_tracer: Tracer | None = None,
+    load: LoadEngine = torch_engine,
     **worker: Any,
 ) -> AsyncIterator[Cluster]:
-    """`worker` configures all workers, `each` one by one. Asserts at the end that everything is idle."""
+    """`worker` configures all workers, `each` one by one; `load` makes their engines.
+
+    Asserts at the end that everything is idle.
+    """
     tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
     worker_tracer = worker_tracer or tracer
     async with contextlib.AsyncExitStack() as stack:
@@ -128,7 +133,7 @@ async def running_cluster(
         for index, role in enumerate(roles):
             changes = {"silence_s": PATIENT_S, **worker, **(each[index] if each else {})}
             config = worker_config(model, router=(brain.control_address,), worker_id=f"w{index}", **changes)
-            workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer)))
+            workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer, load)))
         channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}"))
         control_channel = await stack.enter_async_context(dial(brain.control_address))
         cluster = Cluster(brain, workers, channel, control_channel)

@@ -79,9 +79,33 @@ class EngineDriver:
         min_tokens: int = 0,
         **fields: Any,
     ) -> int:
-        """Returns the id to wait for. fields: others of `Sequence`; with block_ids, it is adopted."""
+        """Returns the id to wait for. fields: others of `Sequence`."""
+        sequence = self._sequence(token_ids, max_tokens, sampling, stop_token_ids, min_tokens, **fields)
+        self.outputs[sequence.seq_id] = Output(sequence.mode, sequence.output_base)
+        self.engine.add(sequence)
+        return sequence.seq_id
+
+    def adopt(self, token_ids: Tokens[int], block_ids: Tokens[int], first_token: int, max_tokens: int) -> int:
+        """Goes on after KV and a token from elsewhere; the blocks are held as an import's. Returns the id to wait for.
+
+        Its output is what comes after the first token.
+        """
+        sequence = self._sequence(token_ids, max_tokens)
+        self.outputs[sequence.seq_id] = Output(sequence.mode, base=1)
+        self.engine.adopt(sequence, (), block_ids, first_token, Holder.IMPORT)
+        return sequence.seq_id
+
+    def _sequence(
+        self,
+        token_ids: Tokens[int],
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        stop_token_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        **fields: Any,
+    ) -> Sequence:
         seq_id = next(self._ids)
-        sequence = Sequence(
+        return Sequence(
             seq_id=seq_id,
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
@@ -90,12 +114,6 @@ class EngineDriver:
             arrival_s=float(seq_id),
             **fields,
         )
-        self.outputs[seq_id] = Output(sequence.mode, sequence.output_base)
-        if sequence.block_ids:
-            self.engine.adopt(sequence, (), Holder.IMPORT)
-        else:
-            self.engine.add(sequence)
-        return seq_id
 
     def wait(self, *seq_ids: int, timeout_s: float = 120.0) -> list[Output]:
         for seq_id in seq_ids:

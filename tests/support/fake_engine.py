@@ -152,13 +152,10 @@ class FakeEngine:
     def _adopt(self, sequence: Sequence, block_ids: list[int]) -> Record:
         record = self.records[sequence.seq_id]
         first = next_token(digests(record.given, sequence.cache_salt)[-1])
-        sequence.block_ids = block_ids
-        sequence.num_computed = len(record.given)
-        sequence.token_ids.append(first)
         record.output.append(first)
         record.num_written = len(record.given)
         record.decodes = True
-        self.scheduler.adopt(sequence)
+        self.scheduler.adopt(sequence, (), block_ids, first)
         return record
 
     def draft(self, seq_id: int, num_right: int, wrong: list[int]) -> None:

@@ -148,7 +148,7 @@ class Bench:
         self.links = {"p": self.join("p", Role.PREFILL), "d": self.join("d", Role.DECODE)}
 
     def join(self, name: str, role: Role) -> FakeLink:
-        info = WorkerInfo(name, role, 1, Fingerprint("L"), 16, 64, 1024, 8, "h")
+        info = WorkerInfo(name, role, 1, Fingerprint("L"), 16, 64, 1024, 8, host_id="h")
         link = FakeLink(info)
         self.coordinator.worker_joined(info, self.clock.now())
         self.conductor.links[name] = as_any(link)

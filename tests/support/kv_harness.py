@@ -20,7 +20,7 @@ from services.kv.imports import Import, ImportTable
 from services.kv.layout import Layout
 from services.kv.lease import Lease
 from services.kv.lease_table import LeaseTable
-from services.kv.regions import Buffer
+from services.kv.regions import Buffer, Region
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.client import BlockFetcher, FetchOrder, FetchOutcome
 from services.kvtransfer.servicer import KVTransferServicer
@@ -67,8 +67,12 @@ class MemfdMemory:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._map = self._memory.map
+        self._region = Region(self._memory.address, num_blocks * block_bytes, "cpu")
         self.gate: Gate | None = None
         self.corrupts = False
+
+    def region(self, block_id: int) -> Region:
+        return self._region.part(block_id * self.block_bytes, self.block_bytes)
 
     def read_block(self, block_id: int) -> memoryview:
         return memoryview(self._map)[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]

@@ -11,6 +11,7 @@ def view(worker_id: str, roles: Role, *, busy: int = 0, **changes: object) -> Wo
     """64 blocks of 16; `busy` of them active."""
     worker = WorkerView(
         worker_id=worker_id,
+        model="",
         roles=roles,
         ready=True,
         host_id="h1",

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from unittest import mock
 
 import grpc
@@ -15,8 +15,10 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from services.decode.leg import DecodePhase
+from services.engine.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.loading import torch_engine
+from services.engine.worker_engine import WorkerEngine
 from services.prefill.leg import PrefillPhase
 from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import Tracer
@@ -30,6 +32,7 @@ from tests.support.trusted import CLUSTER_TOKEN, dial
 
 Roles = dict[types_pb2.WorkerRole, Callable[[WorkerHost], WorkerPhase]]
 """What a worker is made of: its phases, by its roles."""
+LoadEngine = Callable[[EngineConfig], WorkerEngine]
 PREFILL: Roles = {types_pb2.WORKER_ROLE_PREFILL: PrefillPhase}
 DECODE: Roles = {types_pb2.WORKER_ROLE_DECODE: DecodePhase}
 MIXED: Roles = {**PREFILL, **DECODE}
@@ -57,11 +60,13 @@ def pools_that_cannot_be_mapped() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def running_worker(config: WorkerConfig, roles: Roles, tracer: Tracer | None = None) -> AsyncIterator[WorkerHost]:
+async def running_worker(
+    config: WorkerConfig, roles: Roles, tracer: Tracer | None = None, load: LoadEngine = torch_engine
+) -> AsyncIterator[WorkerHost]:
     """A worker that serves; asserts that it is idle when the block ends without an error."""
     server = GrpcServer(config.host, config.port, token=CLUSTER_TOKEN)
     await server.start()
-    engine = await asyncio.to_thread(torch_engine, engine_config(config, roles))
+    engine = await asyncio.to_thread(load, engine_config(config, roles))
     tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
     host = WorkerHost(config, roles, engine, server, tracer, Machine(CLUSTER_TOKEN))
     await host.start()
@@ -85,6 +90,13 @@ async def until(
         await asyncio.sleep(pause_s)
 
 
+@runtime_checkable
+class CheckedEngine(Protocol):
+    def check_idle(self) -> None:
+        """Raises AssertionError unless no sequence is left and nothing holds a block."""
+        ...
+
+
 async def idle(host: WorkerHost) -> None:
     """Nothing is held: no leg, lease, import, sequence or block reference, and every count agrees."""
 
@@ -94,7 +106,7 @@ async def idle(host: WorkerHost) -> None:
         return not busy and stats.ledger.idle and not stats.num_running and not stats.num_waiting
 
     await until(quiet, f"{host.worker_id} idle: {host.engine.stats()}, {host.num_legs} legs, {len(host.leases)} leases")
-    assert isinstance(host.engine, Engine)
+    assert isinstance(host.engine, CheckedEngine)
     host.engine.check_idle()
     assert host.engine.alive, "the step thread lives"
 

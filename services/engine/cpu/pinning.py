@@ -11,24 +11,25 @@ from collections.abc import Callable
 
 import torch
 
+from services.kv.regions import Region
+
 log = logging.getLogger(__name__)
 
 _PORTABLE = 1
 """The flag cudaHostRegisterPortable, with which the memory counts as locked in the contexts of all devices."""
 
 
-def pin(memory: memoryview) -> Callable[[], None]:
-    """Locks the pages of `memory` for CUDA devices.
+def pin(memory: Region) -> Callable[[], None]:
+    """Locks the pages of host memory for CUDA devices.
 
     Returns a function that unlocks it, to be called before the memory is unmapped. If CUDA refuses, it logs a warning
     and the function does nothing.
     """
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     runtime = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE))
+    error = int(runtime.cudaHostRegister(memory.address, memory.length, _PORTABLE))
     if error:
         log.warning(
-            "%d MiB of staging are not page-locked (CUDA error %d): copies are slower", memory.nbytes >> 20, error
+            "%d MiB of staging are not page-locked (CUDA error %d): copies are slower", memory.length >> 20, error
         )
         return lambda: None
-    return lambda: runtime.cudaHostUnregister(address)
+    return lambda: runtime.cudaHostUnregister(memory.address)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.core.sealed_memory import SealedMemory
 from services.kv.layout import BlockShape, block_bytes, block_shape
+from services.kv.regions import Region
 
 _COPY_DTYPE = torch.uint8
 
@@ -56,6 +57,7 @@ class KVCache:
             self._blocks = torch.frombuffer(self._memory.map, dtype=shape.dtype).view(dimensions)
         else:
             self._blocks = torch.zeros(dimensions, dtype=shape.dtype, device=device)
+        self._region = Region(self._blocks.data_ptr(), num_blocks * self.block_bytes, str(self._blocks.device))
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = self._blocks.view(num_blocks, -1).view(_COPY_DTYPE)  # [num_blocks, block_bytes]
         self._tokens = self._blocks.view(-1, shape.num_kv_heads * shape.head_dim)
@@ -105,6 +107,10 @@ class KVCache:
         if block_ids:
             index = torch.tensor(block_ids, device=self.device)
             self._bytes.index_fill_(0, index, 0)
+
+    def region(self, block_id: int) -> Region:
+        """Returns where the block is: on a GPU, its device's address."""
+        return self._region.part(block_id * self.block_bytes, self.block_bytes)
 
     def read_block(self, block_id: int) -> memoryview:
         """Returns the block's bytes: on a CPU a read-only view of the memory itself, elsewhere a copy (see

@@ -69,11 +69,19 @@ class Scheduler:
         elif never_fits(self.pool, sequence):
             self._fail(sequence, Overloaded(f"{num_tokens} tokens do not fit the {self.pool.num_blocks} KV blocks"))
 
-    def adopt(self, sequence: Sequence) -> None:
-        """Queues a sequence whose KV is in the pool, except that of its last token. The SEQUENCE references to its
-        blocks are taken already."""
+    def adopt(self, sequence: Sequence, prefix: Iterable[int], block_ids: Iterable[int], first_token: int) -> None:
+        """Queues a sequence whose tokens' KV is in the pool, and gives it the token that was sampled after them.
+
+        Its blocks are `prefix`, which were found in the prefix cache, and then `block_ids`. The SEQUENCE references to
+        all of them are taken already.
+        """
         assert sequence.mode is Mode.GENERATE, "a lease is not adopted twice"
-        assert sequence.num_uncomputed == 1, "all but the handed-over token is computed"
+        assert not sequence.block_ids, "it was adopted already"
+        sequence.block_ids = list(prefix)
+        sequence.num_cached = len(sequence.block_ids) * self.pool.block_size
+        sequence.block_ids += block_ids
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.token_ids.append(first_token)
         sequence.decoding = True
         assert len(sequence.block_ids) * self.pool.block_size >= sequence.num_computed, "blocks cover what is computed"
         to_write = sequence.block_ids[sequence.num_computed // self.pool.block_size :]

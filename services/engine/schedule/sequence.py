@@ -1,6 +1,7 @@
 """Defines what the engine serves: a sequence, its parameters and events, and the records of a step (plan and result).
 
-Pure data. The scheduler is the only writer of `Sequence`.
+Pure data. Once a sequence was passed to an engine, that engine is the only writer and the only reader of it; workers
+learn from events what becomes of it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Finish(enum.Enum):
 class Sequence:
     """Keeps the tokens of one leg and its state.
 
-    `token_ids` is the prompt, then the output received before a replay, then the output produced here.
+    `token_ids` is the prompt, then the output received before a replay, then the output produced here. Who makes a
+    sequence gives the fields up to `cache_salt`; the others are the engine's.
     """
 
     seq_id: int
@@ -102,6 +104,7 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the full blocks of token_ids known so far."""
     admitted_s: float | None = None
+    """When it got its blocks; None before."""
     decoding: bool = False
     """Whether the newest token was sampled by the last step, or handed over with the KV of all others."""
     draft_token_ids: tuple[int, ...] = ()

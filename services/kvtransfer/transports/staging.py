@@ -14,7 +14,7 @@ from baton.v1 import kvtransfer_pb2
 from services.core.clock import Clock
 from services.core.sealed_memory import SealedMemory
 from services.kv.lease import FetchTicket, Lease
-from services.kv.regions import BlockMemory, Buffer
+from services.kv.regions import BlockMemory, Buffer, Region
 from services.kv.slots import SlotTable
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.checksums import checksum
@@ -41,6 +41,8 @@ class StagingArea:
         self.before_close: Callable[[], None] = lambda: None
         self._memory = SealedMemory("baton-staging", num_slots * block_bytes)
         self._map = self._memory.map
+        self.whole = Region(self._memory.address, num_slots * block_bytes, "cpu")
+        """The region of all slots."""
 
     @property
     def fd(self) -> int | None:
@@ -51,6 +53,9 @@ class StagingArea:
     def bytes(self) -> memoryview:
         """Returns a view of all slots. No view may be left at `close`."""
         return memoryview(self._map)
+
+    def region(self, block_id: int) -> Region:
+        return self.whole.part(block_id * self.block_bytes, self.block_bytes)
 
     def read_block(self, block_id: int) -> memoryview:
         return self.slot(block_id).toreadonly()

@@ -92,7 +92,9 @@ def new_canary(
     room = min(worker.max_model_len for worker in workers) - _NUM_TOKENS
     num_tokens = max(1, min(workers[0].block_size + 1, room))
     token_ids = tuple(1 + index % (_NUM_TOKEN_IDS - 1) for index in range(num_tokens))
-    return Canary(RequestSpec(name, token_ids, _NUM_TOKENS, _PRIORITY, cache_salt=name), source, target, now, awake_s)
+    model = workers[0].model_id
+    spec = RequestSpec(name, token_ids, _NUM_TOKENS, _PRIORITY, cache_salt=name, model=model)
+    return Canary(spec, source, target, now, awake_s)
 
 
 def prefill_command(canary: Canary, timeout_s: float) -> SendLeg:

@@ -137,6 +137,8 @@ class RequestSpec:
     """The conversation it belongs to, as the client names it; empty for none."""
     tenant: str = ""
     """Whose request it is; empty until there are keys."""
+    model: str = ""
+    """The model that is to answer, by the name that its workers register."""
     min_tokens: int = 0
     """The fewest output tokens; admission compares their cost with the deadline."""
     payload: inference_pb2.GenerateRequest | None = None

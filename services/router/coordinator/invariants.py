@@ -18,6 +18,7 @@ def check(book: Book) -> None:
         for leg in (request.prefill, request.decode):
             if leg is not None:
                 current[leg.leg] = leg.worker.worker_id
+                assert leg.worker.model_id == request.spec.model, "a worker of another model"
                 assert book.legs[leg.leg] is request
                 assert book.workers.get(leg.worker.worker_id).legs[leg.leg] == request.request_id
         assert (request.phase is Phase.QUEUED) == (request.prefill is None and request.decode is None)

@@ -217,6 +217,7 @@ class Request:
             fingerprint=self.fingerprint if self.output else None,
             conversation=self.spec.conversation,
             tenant=self.spec.tenant,
+            model=self.spec.model,
             prompt=self.spec,
         )
 

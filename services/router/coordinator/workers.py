@@ -166,6 +166,7 @@ class Worker:
         info = self.info
         return WorkerView(
             worker_id=info.worker_id,
+            model=info.model_id,
             roles=info.roles,
             ready=self.takes_requests,
             host_id=info.host_id,

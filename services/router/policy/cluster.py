@@ -59,15 +59,16 @@ def unblamed(able: list[WorkerView], job: Job) -> list[WorkerView]:
 
 
 def _may_compute(job: Job, worker: WorkerView) -> bool:
-    """Returns whether the worker may compute the job: after tokens were streamed, only an equal fingerprint may.
+    """Returns whether the worker may compute the job: one of its model, and after tokens were streamed, only one of an
+    equal fingerprint.
 
-    To take over KV, an equal `kv` is enough.
+    To take over KV, an equal `kv` is enough, and the model.
     """
-    return job.fingerprint is None or worker.fingerprint == job.fingerprint
+    return worker.model == job.model and (job.fingerprint is None or worker.fingerprint == job.fingerprint)
 
 
 def _fits(job: Job, worker: WorkerView) -> bool:
-    return worker.roles.can_decode and job.total_tokens <= worker.context_tokens
+    return worker.roles.can_decode and worker.model == job.model and job.total_tokens <= worker.context_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -161,7 +162,7 @@ class Part:
         """What these could serve, were they idle: prompt and output, tokens."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
-        self._fits: dict[tuple[int, int, frozenset[str], Fingerprint | None], Fit] = {}
+        self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None], Fit] = {}
         # The lengths beyond which a job no longer fits one or another of them.
         self._prompt_bounds = sorted(
             {view.context_tokens - 1 for view in views if view.roles.can_prefill}
@@ -171,6 +172,7 @@ class Part:
 
     def fit(self, job: Job) -> Fit:
         key = (
+            job.model,
             bisect_left(self._prompt_bounds, job.num_tokens),
             bisect_left(self._sequence_bounds, job.total_tokens),
             job.avoid,
@@ -247,9 +249,12 @@ class Fit:
         return any(source.worker_id not in views[worker_id].untried for worker_id in self.takers(source))
 
 
-def _lasting(view: WorkerView) -> tuple[bool, bool, Role, Fingerprint, int, int, int, frozenset[str], frozenset[str]]:
+def _lasting(
+    view: WorkerView,
+) -> tuple[str, bool, bool, Role, Fingerprint, int, int, int, frozenset[str], frozenset[str]]:
     """All that decides whom a job fits."""
     return (
+        view.model,
         view.ready,
         view.on_trial,
         view.roles,

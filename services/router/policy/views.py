@@ -104,6 +104,8 @@ class WorkerView:
     """What policy knows of a worker: its description, its newest snapshot, and what was sent there since."""
 
     worker_id: str
+    model: str
+    """What it serves."""
     roles: Role
     ready: bool
     host_id: str
@@ -184,6 +186,8 @@ class Job:
     """The conversation it belongs to; empty for none."""
     tenant: str = ""
     """Whose it is."""
+    model: str = ""
+    """The model that is to compute it: no worker of another one may."""
     prompt: PromptTokens | None = None
     """The prompt, for a policy that weighs which worker has a part of it cached. Replayed output is not in it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from baton.v1 import types_pb2
 from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
 from services.kv.lease import FetchEnd, Lease, LeaseState
+from services.kv.regions import check_regions
 from services.kvtransfer.transports.staging import StagingArea, num_slots_for
 from tests.support.kv_harness import LAYOUT, TOKEN, Destination, DeviceMemory, Gate, Source, running, until
 
@@ -293,6 +295,17 @@ async def test_a_slot_that_is_corrupted_on_the_way_is_data_loss() -> None:
         order = destination.order(source, lease, leg=2, transport="shm", checksums=True)
         assert (await destination.fetcher.fetch(order)).ready
         assert destination.holds(order.targets) == source.expected(lease)
+
+
+def test_a_slot_s_region_is_its_memory() -> None:
+    area = StagingArea(3, LAYOUT.block_bytes)
+    assert (area.whole.length, area.whole.device) == (3 * LAYOUT.block_bytes, "cpu")
+    for slot in range(3):
+        area.write_block(slot, os.urandom(LAYOUT.block_bytes))
+        region = area.region(slot)
+        assert ctypes.string_at(region.address, region.length) == bytes(area.read_block(slot))
+    check_regions(area, LAYOUT.block_bytes)
+    area.close()
 
 
 def test_the_number_of_slots_is_bounded_by_bytes_and_by_the_pool_but_some_there_are() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from google.rpc import error_details_pb2
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2, worker_pb2
-from services.router.byte_budget import ByteBudget
 from services.rpc import call_limits
 from services.rpc.status import status_of_call
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, NO_WINDOW, grpc_frames, grpc_request
@@ -88,9 +86,8 @@ async def test_an_answer_that_nobody_reads_is_given_up(cluster: Cluster, monkeyp
     )
     writer.write(HTTP2_PREFACE + NO_WINDOW + call)
     reading = asyncio.create_task(grpc_frames(reader, writer))
-    budgets = [each for each in gc.get_objects() if isinstance(each, ByteBudget)]
-    await until(lambda: any(each.used_bytes for each in budgets))
-    await until(lambda: not any(each.used_bytes for each in budgets))
+    await until(lambda: cluster.router.byte_budget.used_bytes > 0)
+    await until(lambda: cluster.router.byte_budget.used_bytes == 0)
     reading.cancel()
     writer.close()
     assert (await cluster.inference.Generate(request())).output.text == TEXT

@@ -98,14 +98,13 @@ def test_prefill_here_and_decode_there(llama: Path, reference: GreedyReference, 
     with drive(llama) as source, drive(llama) as target:
         (prefilled,) = source.wait(source.submit(prompt, 20, mode=Mode.PREFILL_ONLY))
         with target.engine._lock:
-            blocks = target.engine._pool.allocate(len(prefilled.block_ids), Holder.SEQUENCE)
+            blocks = target.engine._pool.allocate(len(prefilled.block_ids), Holder.IMPORT)
         for theirs, ours in zip(prefilled.block_ids, blocks, strict=True):
             target.engine.cache.write_block(ours, source.engine.cache.read_block(theirs))
         source.engine.release(prefilled.block_ids, Holder.LEASE)
-        handed_over = [*prompt, *prefilled.token_ids]
-        (decoded,) = target.generate([handed_over], 20, block_ids=blocks, num_computed=len(prompt), output_base=1)
-    assert len(decoded) == 19
-    reference.check(prompt, prefilled.token_ids + decoded)
+        (decoded,) = target.wait(target.adopt(prompt, blocks, prefilled.token_ids[0], 20))
+    assert len(decoded.token_ids) == 19
+    reference.check(prompt, prefilled.token_ids + decoded.token_ids)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

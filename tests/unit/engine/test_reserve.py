@@ -19,6 +19,7 @@ from services.engine.schedule.sequence import (
 from services.engine.warm_up import Loaded
 from services.engine.worker_engine import EngineRoom
 from services.kv.pool import Holder, OutOfBlocks
+from services.kv.regions import Region
 from tests.support.fake_runner import FakeRunner
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -31,6 +32,9 @@ class NoMemory:
     fd = None
     block_bytes = 0
     num_blocks = NUM_BLOCKS
+
+    def region(self, block_id: int) -> Region:
+        return Region(0, 0, "cpu")
 
     def read_block(self, block_id: int) -> bytes:
         return b""
@@ -154,10 +158,7 @@ def test_a_lease_s_own_prompt_is_hashed_without_the_lock(engine: Engine, monkeyp
     locked: list[bool] = []
     do_at_each_hash(monkeypatch, lambda: locked.append(engine._lock.locked()))
     adopted = sequence()
-    adopted.block_ids = engine._pool.allocate(4, Holder.LEASE)
-    adopted.num_computed = len(PROMPT)
-    adopted.token_ids.append(7)
-    engine.adopt(adopted, adopted.block_ids, Holder.LEASE)
+    engine.adopt(adopted, (), engine._pool.allocate(4, Holder.LEASE), 7, Holder.LEASE)
     engine._step(lambda report: None)
     assert locked == [False] * (len(PROMPT) // BLOCK_SIZE)
 

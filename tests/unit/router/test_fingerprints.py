@@ -63,6 +63,17 @@ def test_its_like_takes_it(bench: Bench, role: Role) -> None:
     assert (replay.worker_id, replay.output_base) == ("w", 1)
 
 
+def test_a_request_waits_for_its_model_beside_workers_of_another(bench: Bench) -> None:
+    bench.submit("r", model="big")
+    assert bench.phase() is Phase.QUEUED, "the pair that is there has another model"
+    bench.join("p-big", Role.PREFILL, fingerprint=OLD, model_id="big")
+    assert bench.phase() is Phase.QUEUED, "and so has the only one that could take the KV over, were it by layout alone"
+    bench.join("d-big", Role.DECODE, fingerprint=OLD, model_id="big")
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p-big", started(prefill))
+    assert (prefill.worker_id, bench.take_leg(Role.DECODE).worker_id) == ("p-big", "d-big")
+
+
 def test_before_the_first_token_nothing_is_bound(bench: Bench) -> None:
     """A lease, even one that a decode worker has admitted, has streamed nothing yet."""
     _, decode = bench.handed_over()

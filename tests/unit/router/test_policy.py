@@ -28,6 +28,7 @@ from tests.support.worker_views import decode, mixed, prefill, view
 
 NOW = 1000.0
 CONFIG = PolicyConfig()
+MAKERS = {"p": prefill, "d": decode, "m": mixed}
 JOB = Job(num_tokens=64, total_tokens=128)
 OTHER_NUMERICS = Fingerprint("L", "int8 weights")
 REPLAY = replace(JOB, fingerprint=Fingerprint("L"))
@@ -154,6 +155,30 @@ def test_a_replay_goes_to_what_began_the_stream(case: str) -> None:
     workers, runs_prompt, runs_whole = REPLAYS[case]
     assert _place_prefill(REPLAY, workers) == runs_prompt
     assert _place_decode(REPLAY, None, workers) == runs_whole
+
+
+@pytest.mark.parametrize("wanted", ["", "x", "y"])
+def test_no_worker_of_another_model_is_chosen(wanted: str) -> None:
+    """Not even one that could take the KV over, has all the room, or is the only one."""
+    job = replace(JOB, model=wanted)
+    workers = [make(f"{kind}-{model}", model=model) for kind, make in MAKERS.items() for model in ("x", "y")]
+    runs_prompt, runs_whole = _place_prefill(job, workers), _place_decode(job, None, workers)
+    takes_over = _place_decode(job, SOURCE, workers)
+    if wanted:
+        assert (runs_prompt, runs_whole, takes_over) == (f"p-{wanted}", f"d-{wanted}", f"d-{wanted}")
+        assert _nearest(job, SOURCE, [decode("d-y", model="y"), decode("d-x", model="x", busy=64)]) == f"d-{wanted}"
+    else:
+        assert (runs_prompt, runs_whole, takes_over) == (None, None, None)
+    in_place = mixed("p", model="z")
+    assert _place_decode(job, SOURCE, [in_place]) is None, "nor its own lease"
+
+
+def test_a_worker_that_comes_back_with_another_model_takes_no_more_of_the_first() -> None:
+    cluster, job = Cluster([mixed(model="x")]), replace(JOB, model="x")
+    assert cluster.whole.fit(job).can_begin
+    cluster.put(mixed(model="y"))
+    assert not cluster.whole.fit(job).can_begin
+    assert cluster.whole.fit(replace(job, model="y")).can_begin
 
 
 def test_kv_is_taken_over_whatever_computed_it() -> None:

@@ -70,7 +70,8 @@ def test_what_fits_whom_is_found_once_and_is_what_it_would_be_each_time() -> Non
             left = [view for view in views.values() if view.worker_id not in claimed]
             prompt = random_.randint(1, 130)
             fingerprint = random_.choice([None, Fingerprint("a"), Fingerprint("b")])
-            job = Job(prompt, prompt + random_.randint(1, 60), frozenset(), fingerprint)
+            model = random_.choice("mn")
+            job = Job(prompt, prompt + random_.randint(1, 60), frozenset(), fingerprint, model=model)
             part = cluster.without(claimed)
             assert part.able(job, None) == [view for view in left if can_decode(job, view)]
             takers = {}
@@ -96,6 +97,7 @@ def _view(random_: random.Random, worker_id: str, like: WorkerView | None = None
     others = [f"w{number}" for number in range(6)]
     return WorkerView(
         worker_id=worker_id,
+        model=like.model if like else random_.choice("mmn"),
         roles=like.roles if like else random_.choice([Role.PREFILL, Role.DECODE, Role.MIXED]),
         ready=like.ready if like else random_.random() < 0.8,
         host_id="h",

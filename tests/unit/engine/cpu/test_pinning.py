@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import mmap
 
 import pytest
 import torch
 
 from services.engine.cpu.pinning import pin
+from services.kv.regions import Region
 
 
 class FakeRuntime:
@@ -33,11 +33,9 @@ def test_memory_is_locked_until_it_is_undone(
 ) -> None:
     runtime = FakeRuntime(error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = mmap.mmap(-1, 3 << 20)
-    with caplog.at_level(logging.WARNING), memoryview(memory) as view:
-        unpin = pin(view)
-    assert list(runtime.locked.values()) == ([] if error else [3 << 20])
+    with caplog.at_level(logging.WARNING):
+        unpin = pin(Region(4096, 3 << 20, "cpu"))
+    assert runtime.locked == ({} if error else {4096: 3 << 20})
     assert ("3 MiB of staging are not page-locked" in caplog.text) == bool(error)
     unpin()
     assert not runtime.locked
-    memory.close()  # nothing refers to it any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from services.engine.model.kv_cache import KVCache, KVShape
+from services.kv.layout import Layout
+from services.kv.regions import check_regions
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.bfloat16)
 NUM_BLOCKS = 5
@@ -57,6 +60,25 @@ def test_blocks_travel_between_caches(cache: KVCache) -> None:
         cache.copy_block(3, slot)
     assert slots == bytes(cache.block_bytes) + cache.read_block(3) + bytes(cache.block_bytes)
     other.close()
+
+
+def test_a_block_s_region_is_its_memory(cache: KVCache) -> None:
+    layout = Layout("m", "w", "c", "bfloat16", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4)
+    for block in range(NUM_BLOCKS):
+        region = cache.region(block)
+        assert region.address == cache.keys(0)[block].data_ptr()
+        assert region.length == layout.block_bytes
+        assert region.device == "cpu"
+        cache.write_block(block, os.urandom(cache.block_bytes))
+        assert ctypes.string_at(region.address, region.length) == bytes(cache.read_block(block))
+    check_regions(cache, layout.block_bytes)
+
+
+def test_the_region_of_a_block_on_a_device_names_it() -> None:
+    cache = KVCache(SHAPE, NUM_BLOCKS, torch.device("meta"))
+    assert cache.region(1).device == "meta"
+    assert cache.region(1).address - cache.region(0).address == cache.block_bytes
+    assert cache.fd is None
 
 
 def test_a_block_of_the_wrong_size_is_refused(cache: KVCache) -> None:
