@@ -105,6 +105,7 @@ class Router:
             max_request_bytes=config.max_message_bytes,
             interceptors=[ReadInterceptor(budget, servicer.FULL_NAME, servicer.RAW_METHODS, config.max_text_bytes)],
             max_concurrent_rpcs=config.max_concurrent_rpcs,
+            freed=self._trimmer.soon,
         )
         self._control_server = GrpcServer(
             config.control_host, config.control_port, token=token, max_request_bytes=_MAX_CONTROL_BYTES

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from services.core.errors import Cancelled, MalformedMessage, Overloaded
+from services.core.errors import Cancelled, MalformedMessage, MessageTooLarge, Overloaded
 from services.rpc.authentication import FOR_ANYONE
 from services.rpc.interceptors import Behavior, Context, Handler
 
@@ -27,6 +27,9 @@ GRACE_S = 0.5
 """Seconds for which a call may keep the server waiting before it may be ended to make room for others."""
 WRITE_WITHIN_S = 60.0
 """A client that takes nothing of its answer for so long is given up, as it is over HTTP."""
+SHORT_BYTES = 64 << 10
+"""The longest request of an open call other than those that carry prompts."""
+_WITH_PROMPTS = frozenset({"/baton.v1.InferenceService/Generate", "/baton.v1.InferenceService/GenerateStream"})
 _RETRY_AFTER_S = 1.0
 _PROBE = "/grpc.health.v1.Health/Check"
 
@@ -41,9 +44,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     It reads every request as a stream, to see how long it takes to arrive. On the wire this makes no difference.
     """
 
-    def __init__(self, most: int, most_arriving: int) -> None:
-        """`most` bounds the calls open at once; health probes (`Health/Check`) do not count."""
+    def __init__(self, most: int, most_arriving: int, freed: Callable[[], None] = lambda: None) -> None:
+        """`most` bounds the calls open at once; health probes (`Health/Check`) do not count. `freed` is called when
+        the bytes of a request that is too long are about to be freed."""
         self._calls = OpenCalls(most, most_arriving)
+        self._freed = freed
 
     async def intercept_service(
         self,
@@ -61,7 +66,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         else:
             make, behavior = grpc.stream_unary_rpc_method_handler, handler.stream_unary or handler.unary_unary
             respond = self._unary(behavior, handler.request_streaming, is_probe=method == _PROBE)
-        return make(respond, handler.request_deserializer, handler.response_serializer)
+        parse = handler.request_deserializer if method in _WITH_PROMPTS else self._short(handler.request_deserializer)
+        return make(respond, parse, handler.response_serializer)
+
+    def _short(self, deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        """Returns the parser with a bound on the bytes: parsed, they may take many times as much memory."""
+
+        def deserialize(data: bytes) -> Any:
+            if len(data) > SHORT_BYTES:
+                self._freed()
+                raise MessageTooLarge(f"{len(data)} bytes")
+            return deserializer(data)
+
+        return deserialize
 
     def _unary(self, behavior: Behavior, many: bool, *, is_probe: bool) -> Behavior:
         async def respond(requests: AsyncIterator[Any], context: Context) -> Any:

@@ -16,6 +16,7 @@ from services.core.addresses import join
 from services.core.errors import ConfigError
 from services.rpc.authentication import TokenInterceptor
 from services.rpc.call_limits import CallInterceptor, most_arriving
+from services.rpc.health import HealthServicer
 from services.rpc.interceptors import ErrorInterceptor
 from services.rpc.options import MAX_REQUEST_BYTES, server_options
 
@@ -42,20 +43,22 @@ class GrpcServer:
         max_request_bytes: int = MAX_REQUEST_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         max_concurrent_rpcs: int = MAX_CALLS,
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
         """`token` is the cluster token; without it only open services can be called (`authentication.py`).
 
         With `reflects`, the server describes its services and their messages to anyone who asks. `interceptors` run
-        closer to the servicers than the interceptor that translates errors.
+        closer to the servicers than the interceptor that translates errors. `freed` is called when much memory is
+        about to be freed.
         """
         self.host = host
         self._port = port
         self._bound = False
         self._reflects = reflects
         self._services: list[str] = []
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         # The runtime's own limit counts calls whose clients never read their answers, and cannot end them.
-        limits = CallInterceptor(max_concurrent_rpcs, most_arriving(max_request_bytes))
+        limits = CallInterceptor(max_concurrent_rpcs, most_arriving(max_request_bytes), freed)
         self._server = grpc.aio.server(
             # The outermost interceptor translates all errors.
             interceptors=[ErrorInterceptor(), TokenInterceptor(token), limits, *interceptors],
