@@ -31,7 +31,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 """The request that a choice is made for: the medians of conversations (Splitwise, arXiv 2311.18677, §III)."""
 MIN_SPEEDUP = 1.1
 """Float32 must be this many times as fast to be chosen, since it takes twice the memory."""
-_VERSION = 1
+_VERSION = 2
 """The version of the way of timing. Increase it to make earlier choices void."""
 _TIMING_LIMIT_S = 180.0
 """The time limit in seconds. A timing takes seconds, but more on a machine that is busy with other things."""
@@ -45,6 +45,7 @@ _MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors format allows."""
 _CHOOSABLE = ("bfloat16", "float16")
 _VARIABLES = (
+    "BATON_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",

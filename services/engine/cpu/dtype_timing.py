@@ -59,7 +59,7 @@ def time_both(directory: Path, saved: str) -> dict[str, Any]:
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     num_layers, scale = _reduce(config)
-    samples = {name: _Sample(config, name) for name in (saved, "float32")}
+    samples = {name: _Sample(config, name, saved) for name in (saved, "float32")}
     rows = min(sample.rows_worth_timing() for sample in samples.values())
     prefills: dict[str, list[float]] = {name: [] for name in samples}
     decodes: dict[str, list[float]] = {name: [] for name in samples}
@@ -99,10 +99,13 @@ def _reduce(config: PreTrainedConfig) -> tuple[int, float]:
 class _Sample:
     """Runs the reduced model in one dtype, as a worker runs a model."""
 
-    def __init__(self, config: PreTrainedConfig, dtype: str) -> None:
+    def __init__(self, config: PreTrainedConfig, dtype: str, saved: str) -> None:
+        """Its weights are numbers of the type `saved`, as the model's are: in float32 they may be kept in its bits."""
         cpu = torch.device("cpu")
         module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=register_attention())
         module = module.eval().requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(DTYPES[saved]))
         shape = servable.examine(module)
         use_fast_paths(module)
         backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE)
