@@ -103,7 +103,7 @@ class Router:
             config.port,
             reflects=True,
             max_request_bytes=config.max_message_bytes,
-            interceptors=[ReadInterceptor(budget, servicer.FULL_NAME, servicer.RAW_METHODS, config.max_text_bytes)],
+            interceptors=[ReadInterceptor(budget, config.max_text_bytes)],
             max_concurrent_rpcs=config.max_concurrent_rpcs,
             freed=self._trimmer.soon,
         )

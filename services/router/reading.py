@@ -19,6 +19,7 @@ from services.core.errors import MalformedMessage
 from services.router.byte_budget import ByteBudget, Charge
 from services.router.incoming import Incoming
 from services.rpc import wire_count
+from services.rpc.call_limits import WITH_PROMPTS
 from services.rpc.interceptors import Behavior, Context, Handler
 
 READ_WITHIN_S = 60.0
@@ -27,10 +28,9 @@ READ_WITHIN_S = 60.0
 class ReadInterceptor(grpc.aio.ServerInterceptor):
     """Gives handlers an `Incoming` in place of the request, charged to the budget until they end."""
 
-    def __init__(self, budget: ByteBudget, service: str, methods: tuple[str, ...], max_text_bytes: int) -> None:
+    def __init__(self, budget: ByteBudget, max_text_bytes: int) -> None:
         self._budget = budget
         self._limits = wire_count.MessageLimits(text_bytes=max_text_bytes)
-        self._methods = frozenset(f"/{service}/{method}" for method in methods)
 
     async def intercept_service(
         self,
@@ -39,7 +39,7 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         found = await continuation(handler_call_details)
         handler: Any = found
-        if handler is None or handler_call_details.method not in self._methods:
+        if handler is None or handler_call_details.method not in WITH_PROMPTS:
             return found
         if handler.response_streaming:
             streaming = self._streaming(handler.unary_stream)

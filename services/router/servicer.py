@@ -14,8 +14,6 @@ from services.router.incoming import Incoming
 from services.router.intake import Intake
 
 FULL_NAME = "baton.v1.InferenceService"
-RAW_METHODS = ("Generate", "GenerateStream")
-"""Methods whose requests arrive as `Incoming` (services/router/reading.py)."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):

@@ -29,7 +29,8 @@ WRITE_WITHIN_S = 60.0
 """A client that takes nothing of its answer for so long is given up, as it is over HTTP."""
 SHORT_BYTES = 64 << 10
 """The longest request of an open call other than those that carry prompts."""
-_WITH_PROMPTS = frozenset({"/baton.v1.InferenceService/Generate", "/baton.v1.InferenceService/GenerateStream"})
+WITH_PROMPTS = frozenset({"/baton.v1.InferenceService/Generate", "/baton.v1.InferenceService/GenerateStream"})
+"""The open calls whose requests may be long."""
 _RETRY_AFTER_S = 1.0
 _PROBE = "/grpc.health.v1.Health/Check"
 
@@ -66,7 +67,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         else:
             make, behavior = grpc.stream_unary_rpc_method_handler, handler.stream_unary or handler.unary_unary
             respond = self._unary(behavior, handler.request_streaming, is_probe=method == _PROBE)
-        parse = handler.request_deserializer if method in _WITH_PROMPTS else self._short(handler.request_deserializer)
+        parse = handler.request_deserializer if method in WITH_PROMPTS else self._short(handler.request_deserializer)
         return make(respond, parse, handler.response_serializer)
 
     def _short(self, deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

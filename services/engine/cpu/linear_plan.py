@@ -25,6 +25,8 @@ half of them alone and half in a batch of 16 (the medians of conversations: Spli
 _MOST_PRODUCTS = 1.5e9
 """Multiplications of a timed product. Fewer rows are timed of layers that would take more."""
 _ROUNDS = 3
+_TORCH = "torch"
+"""The name of the way of a layer that stays as it is."""
 _Shape = tuple[int, int]
 _Way = Callable[[nn.Linear], nn.Module]
 
@@ -41,41 +43,48 @@ def pack_linears(model: nn.Module) -> dict[str, int]:
         if type(module) is not nn.Linear or module.weight.device.type != "cpu" or module.weight.dtype not in DTYPES:
             return None
         kind = ((module.in_features, module.out_features), module.weight.dtype)
-        if kind not in chosen:
-            chosen[kind] = _fastest(module, ways)
-        packed = ways[chosen[kind]](module)
-        if packed is not module and not agrees(packed, module):
-            logger.warning("a linear layer by %s differs and stays plain", chosen[kind])
-            packed = module
-        counts[chosen[kind] if packed is not module else "torch"] += 1
-        return packed if packed is not module else None
+        if kind in chosen:
+            name = chosen[kind]
+            packed = _packed(module, name, ways)
+        else:
+            name, packed = _fastest(module, ways)
+            chosen[kind] = name
+        counts[name if packed is not None else _TORCH] += 1
+        return packed
 
     replace_modules(model, replacement)
     return dict(counts)
 
 
 def _ways() -> dict[str, _Way]:
+    """Returns the ways that replace a layer, by name."""
     native = kernels()
-    ways: dict[str, _Way] = {"torch": lambda layer: layer, "oneDNN": OneDnnLinear}
+    ways: dict[str, _Way] = {"oneDNN": OneDnnLinear}
     if native is not None:
         ways["linear.c"] = lambda layer: NativeLinear(layer, native)
     return ways
 
 
-def _fastest(layer: nn.Linear, ways: dict[str, _Way]) -> str:
-    """Returns the way that takes least for the usual request, on one thread."""
-    made: dict[str, nn.Module] = {}
-    for name, way in ways.items():
-        if name == "linear.c" and layer.in_features % 2:
-            continue
-        try:
-            module = way(layer)
-            if agrees(module, layer):
-                made[name] = module
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
-            logger.info("linear layers are not computed by %s here: %s", name, error)
+def _packed(layer: nn.Linear, name: str, ways: dict[str, _Way]) -> nn.Module | None:
+    """Returns the layer in this way, or None if it must stay as it is."""
+    if name == _TORCH or (name == "linear.c" and layer.in_features % 2):
+        return None
+    try:
+        packed = ways[name](layer)
+        if agrees(packed, layer):
+            return packed
+        logger.warning("a linear layer by %s differs and stays plain", name)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        logger.info("linear layers are not computed by %s here: %s", name, error)
+    return None
+
+
+def _fastest(layer: nn.Linear, ways: dict[str, _Way]) -> tuple[str, nn.Module | None]:
+    """Returns the way that takes least for the usual request, on one thread, and the layer in this way."""
+    packed = {name: _packed(layer, name, ways) for name in ways}
+    made: dict[str, nn.Module] = {_TORCH: layer, **{name: each for name, each in packed.items() if each is not None}}
     if len(made) == 1:
-        return next(iter(made))
+        return _TORCH, None
     costs = dict.fromkeys(made, 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -89,7 +98,7 @@ def _fastest(layer: nn.Linear, ways: dict[str, _Way]) -> str:
     best = min(costs, key=costs.__getitem__)
     told = ", ".join(f"{name} {1e3 * each:.1f} ms" for name, each in costs.items())
     logger.info("%d x %d in %s: %s", layer.in_features, layer.out_features, layer.weight.dtype, told)
-    return best
+    return best, packed.get(best)
 
 
 def _time(made: dict[str, nn.Module], rows: int, layer: nn.Linear) -> dict[str, float]:

@@ -27,9 +27,7 @@ FORCED element narrow(float value) { /* to nearest, ties to even; not for NaN */
     return (element)((wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16);
 }
 
-FORCED floats widen_lanes(const element *from) {
-    return (floats)(__builtin_convertvector(*(const shorts *)from, words) << 16);
-}
+FORCED floats widen_lanes(const element *from) { return widen_bfloats(from); }
 
 FORCED words narrowed_bits(floats values) { /* in the upper half of each lane; the lower is rubbish */
     return (words)values + 0x7fff + (((words)values >> 16) & 1);
@@ -84,17 +82,7 @@ FORCED element narrow(float value) { /* to nearest, ties to even */
 }
 #endif
 
-FORCED floats widen_lanes(const element *from) {
-#if LANES == 16
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i_u *)from));
-#elif LANES == 8 && defined(__F16C__)
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)from));
-#else
-    floats result;
-    for (int i = 0; i < LANES; i++) result[i] = widen(from[i]);
-    return result;
-#endif
-}
+FORCED floats widen_lanes(const element *from) { return widen_halves(from); }
 
 FORCED void narrow_lanes(floats values, element *to) {
 #if LANES == 16

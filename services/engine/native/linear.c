@@ -22,7 +22,6 @@
 #define FEW 4         /* up to so many rows, weights become float in registers, each once */
 #define BLOCK_ROWS 96 /* rows, and inputs below, of a block, whose x stays in a core's second cache */
 #define BLOCK_IN 512
-#define UNROLLED _Pragma("GCC unroll 16")
 
 #if defined(BFLOAT16)
 #define PAIRS 2 /* neighbouring inputs that lie side by side */

@@ -13,34 +13,18 @@
  *
  * It is compiled once for each instruction set, like kernels.c, and uses OpenMP in the same way.
  */
-#include <stdint.h>
+#include "vectors.h"
 #include <stdlib.h>
-#include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #define COLUMNS 16
 #define GROUP 32
-#define ALWAYS static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 16")
-
-#if defined(__AVX512BW__)
-#define LANES 16 /* columns that a vector holds */
-#define ROWS 8   /* rows that one pass over a panel serves: as many as leave their sums in registers */
-#elif defined(__AVX2__)
-#define LANES 8
-#define ROWS 4
+#if LANES == 16
+#define ROWS 8 /* rows that one pass over a panel serves: as many as leave their sums in registers */
 #else
-#define LANES 4
 #define ROWS 4
 #endif
 
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int16_t shorts __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef int16_t pairs_of_sums __attribute__((vector_size(4 * LANES), aligned(4)));
 
 typedef struct { /* 32 inputs of one row, rounded */
     int8_t values[GROUP];
@@ -69,85 +53,58 @@ typedef struct {
 #if defined(__AVX512VNNI__)
 
 /* vpdpbusd takes unsigned weights: 8-bit ones are shifted by 128, and `begin` makes up for it. */
-ALWAYS ints begin(const int bits, int32_t offset) { return bits == 8 ? (ints)_mm512_set1_epi32(offset) : (ints){0}; }
-ALWAYS ints ready(ints weights, const int bits) { return bits == 8 ? (ints)((words)weights ^ 0x80808080u) : weights; }
-ALWAYS ints add4(ints sums, ints weights, int32_t inputs, const int bits) {
+FORCED ints begin(const int bits, int32_t offset) { return bits == 8 ? (ints)_mm512_set1_epi32(offset) : (ints){0}; }
+FORCED ints ready(ints weights, const int bits) { return bits == 8 ? (ints)((words)weights ^ 0x80808080u) : weights; }
+FORCED ints add4(ints sums, ints weights, int32_t inputs, const int bits) {
     (void)bits;
     return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(inputs));
 }
-ALWAYS ints finish(ints sums, const int bits) { (void)bits; return sums; }
+FORCED ints finish(ints sums, const int bits) { (void)bits; return sums; }
 
 #else
 
-ALWAYS ints begin(const int bits, int32_t offset) { (void)bits, (void)offset; return (ints){0}; }
-ALWAYS ints ready(ints weights, const int bits) { (void)bits; return weights; }
+FORCED ints begin(const int bits, int32_t offset) { (void)bits, (void)offset; return (ints){0}; }
+FORCED ints ready(ints weights, const int bits) { (void)bits; return weights; }
 
 /* `pairs` returns the sums of two products in 16 bits each. They cannot overflow: weights are at most 128 and inputs at
  * most 127 in size. 16 of 4-bit weights fit as well, so these are summed in 16 bits until the group ends. */
 #if defined(__AVX512BW__)
-ALWAYS shorts pairs(ints weights, int32_t inputs, const int bits) {
+FORCED pairs_of_sums pairs(ints weights, int32_t inputs, const int bits) {
     __m512i w = (__m512i)weights, x = _mm512_set1_epi32(inputs);
-    if (bits == 4) return (shorts)_mm512_maddubs_epi16(w, x);
+    if (bits == 4) return (pairs_of_sums)_mm512_maddubs_epi16(w, x);
     x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
-    return (shorts)_mm512_maddubs_epi16(_mm512_abs_epi8(w), x);
+    return (pairs_of_sums)_mm512_maddubs_epi16(_mm512_abs_epi8(w), x);
 }
-ALWAYS ints widened(shorts sums) { return (ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)); }
+FORCED ints widened(pairs_of_sums sums) { return (ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)); }
 #elif defined(__AVX2__)
-ALWAYS shorts pairs(ints weights, int32_t inputs, const int bits) {
+FORCED pairs_of_sums pairs(ints weights, int32_t inputs, const int bits) {
     __m256i w = (__m256i)weights, x = _mm256_set1_epi32(inputs);
-    if (bits == 4) return (shorts)_mm256_maddubs_epi16(w, x);
-    return (shorts)_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    if (bits == 4) return (pairs_of_sums)_mm256_maddubs_epi16(w, x);
+    return (pairs_of_sums)_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 }
-ALWAYS ints widened(shorts sums) { return (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+FORCED ints widened(pairs_of_sums sums) { return (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
 #else
-ALWAYS shorts even(ints pairs) { return (shorts)((words)pairs << 8 & 0xff00ff00u) >> 8; }
-ALWAYS shorts odd(ints pairs) { return (shorts)pairs >> 8; }
-ALWAYS shorts pairs(ints weights, int32_t inputs, const int bits) {
+FORCED pairs_of_sums even(ints pairs) { return (pairs_of_sums)((words)pairs << 8 & 0xff00ff00u) >> 8; }
+FORCED pairs_of_sums odd(ints pairs) { return (pairs_of_sums)pairs >> 8; }
+FORCED pairs_of_sums pairs(ints weights, int32_t inputs, const int bits) {
     ints x = (ints){0} + inputs;
     (void)bits;
     return even(weights) * even(x) + odd(weights) * odd(x);
 }
-ALWAYS ints widened(shorts sums) { return ((ints)((words)sums << 16) >> 16) + ((ints)sums >> 16); }
+FORCED ints widened(pairs_of_sums sums) { return ((ints)((words)sums << 16) >> 16) + ((ints)sums >> 16); }
 #endif
 
-ALWAYS ints add4(ints sums, ints weights, int32_t inputs, const int bits) {
-    shorts found = pairs(weights, inputs, bits);
-    return bits == 4 ? (ints)((shorts)sums + found) : sums + widened(found);
+FORCED ints add4(ints sums, ints weights, int32_t inputs, const int bits) {
+    pairs_of_sums found = pairs(weights, inputs, bits);
+    return bits == 4 ? (ints)((pairs_of_sums)sums + found) : (ints)(sums + widened(found));
 }
-ALWAYS ints finish(ints sums, const int bits) { return bits == 4 ? widened((shorts)sums) : sums; }
+FORCED ints finish(ints sums, const int bits) { return bits == 4 ? widened((pairs_of_sums)sums) : sums; }
 
 #endif
-
-/* -- numbers of 16 bits -------------------------------------------------------------------------------------------- */
-
-ALWAYS floats from_halves(const uint8_t *from) {
-#if defined(__AVX512F__)
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#elif defined(__F16C__)
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-#else
-    /* Exponents are moved by a product, which is exact and right for subnormal numbers too. */
-    words wide = __builtin_convertvector(*(const halves *)from, words);
-    floats size = (floats)((wide & 0x7fff) << 13) * 0x1p112f;
-    return (floats)((words)size | (wide & 0x8000) << 16);
-#endif
-}
-
-ALWAYS floats from_bf16(const uint16_t *from) {
-    return (floats)(__builtin_convertvector(*(const halves *)from, words) << 16);
-}
-
-ALWAYS halves to_bf16(floats numbers) { /* to nearest, ties to even */
-    words bits = (words)numbers;
-    words odd_ones = bits >> 16 & 1;
-    words nan = (words)((bits & 0x7fffffff) > 0x7f800000);
-    bits = (bits + 0x7fff + odd_ones) >> 16;
-    return __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), halves);
-}
 
 /* -- rounding of the inputs ---------------------------------------------------------------------------------------- */
 
-ALWAYS ints nearest(floats numbers) { /* ties to even */
+FORCED ints nearest(floats numbers) { /* ties to even */
 #if defined(__AVX512F__)
     return (ints)_mm512_cvtps_epi32((__m512)numbers);
 #elif defined(__AVX2__)
@@ -199,7 +156,7 @@ static void round_row(const Product *p, long row, Group *groups) {
         else {
             uint16_t narrow[GROUP] = {0};
             memcpy(narrow, (const uint16_t *)p->x + row * p->in + from, (size_t)count * sizeof *narrow);
-            for (int i = 0; i < GROUP; i += LANES) *(floats *)(x + i) = from_bf16(narrow + i);
+            for (int i = 0; i < GROUP; i += LANES) *(floats *)(x + i) = widen_bfloats(narrow + i);
         }
         round_group(x, groups);
     }
@@ -214,26 +171,26 @@ static void store(const Product *p, long row, long column, floats sums) {
     if (p->bias)
         for (long i = 0; i < count; i++) results[i] += p->bias[column + i];
     if (p->bf16) {
-        halves narrow = to_bf16(*(const floats *)results);
+        shorts narrow = narrow_bfloats(*(const floats *)results);
         memcpy((uint16_t *)p->y + row * p->out + column, &narrow, (size_t)count * sizeof(uint16_t));
     } else {
         memcpy((float *)p->y + row * p->out + column, results, (size_t)count * sizeof(float));
     }
 }
 
-ALWAYS floats scales_at(const Product *p, const uint8_t *values_end, long set, long lane) {
-    if (p->half_scales) return from_halves(values_end + 2 * (set * COLUMNS + lane));
+FORCED floats scales_at(const Product *p, const uint8_t *values_end, long set, long lane) {
+    if (p->half_scales) return widen_halves((const uint16_t *)values_end + set * COLUMNS + lane);
     return *(const floats *)(values_end + 4 * (set * COLUMNS + lane));
 }
 
-ALWAYS ints weights_at(const uint8_t *block, long quad, long lane, const int kind) {
+FORCED ints weights_at(const uint8_t *block, long quad, long lane, const int kind) {
     if (kind != FOUR) return *(const ints *)(block + 64 * quad + 4 * lane);
     words both = *(const words *)(block + 64 * (quad % 4) + 4 * lane);
     return (ints)((quad < 4 ? both : both >> 4) & 0x0f0f0f0fu);
 }
 
 /* Adds to the sums of `rows` rows the products of `quads` quads, and multiplies by the scales. */
-ALWAYS void add_quads(
+FORCED void add_quads(
     const Product *p, const Group *x, long stride, const uint8_t *block, long lane, floats *sums, const long first,
     const long quads, const long rows, const int kind) {
     const int bits = kind == FOUR ? 4 : 8;
@@ -256,7 +213,7 @@ ALWAYS void add_quads(
 }
 
 /* Computes `rows` rows of the LANES columns that begin with `lane` of a panel. x: the first group of the first row. */
-ALWAYS void tile(const Product *p, const Group *x, long row, long panel, long lane, const long rows, const int kind) {
+FORCED void tile(const Product *p, const Group *x, long row, long panel, long lane, const long rows, const int kind) {
     long groups = (p->in + GROUP - 1) / GROUP;
     const uint8_t *block = p->panels + panel * groups * p->block;
     floats sums[ROWS];
@@ -276,7 +233,7 @@ ALWAYS void tile(const Product *p, const Group *x, long row, long panel, long la
     UNROLLED for (long r = 0; r < rows; r++) store(p, row + r, panel * COLUMNS + lane, sums[r]);
 }
 
-ALWAYS void strip(const Product *p, const Group *x, long row, long end, long panel, long lane, const int kind) {
+FORCED void strip(const Product *p, const Group *x, long row, long end, long panel, long lane, const int kind) {
     long groups = (p->in + GROUP - 1) / GROUP;
     for (; row + ROWS <= end; row += ROWS, x += ROWS * groups) tile(p, x, row, panel, lane, ROWS, kind);
     switch (end - row) {

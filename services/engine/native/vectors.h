@@ -27,6 +27,7 @@ typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(2), may_a
 #endif
 
 #define FORCED static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
 
 /* Where `mask` (all bits of a lane, or none) is set a, else b. */
 FORCED floats chosen(ints mask, floats a, floats b) { return (floats)((mask & (ints)a) | (~mask & (ints)b)); }
@@ -48,6 +49,35 @@ FORCED floats smaller(floats a, floats b) {
     return (floats)_mm256_min_ps((__m256)a, (__m256)b);
 #else
     return chosen(a < b, a, b);
+#endif
+}
+
+/* Numbers of 16 bits, as many as there are lanes. */
+
+FORCED floats widen_bfloats(const uint16_t *from) {
+    return (floats)(__builtin_convertvector(*(const shorts *)from, words) << 16);
+}
+
+FORCED shorts narrow_bfloats(floats numbers) { /* to nearest, ties to even; NaN stays NaN */
+    words bits = (words)numbers;
+    words odd_ones = bits >> 16 & 1;
+    words nan = (words)((bits & 0x7fffffff) > 0x7f800000);
+    bits = (bits + 0x7fff + odd_ones) >> 16;
+    return __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), shorts);
+}
+
+FORCED floats widen_halves(const uint16_t *from) {
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i_u *)from));
+#elif LANES == 8 && defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)from));
+#else
+    /* Exponents are moved by a product, which is exact and right for subnormal numbers too. */
+    words wide = __builtin_convertvector(*(const shorts *)from, words);
+    words rest = wide & 0x7fff;
+    words special = (words)(rest >= 0x7c00) & 0x7f800000; /* infinity, NaN */
+    floats size = (floats)(rest << 13) * 0x1p112f;
+    return (floats)((words)size | special | (wide & 0x8000) << 16);
 #endif
 }
 
