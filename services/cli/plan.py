@@ -1,4 +1,4 @@
-"""Plans what `baton up` starts, and with what share of the machine: pure arithmetic.
+"""Plans what `baton up` starts, and with what share of the machine.
 
 Owns: dividing cores, ports and memory among the children. Never: asks the machine anything, or starts anything.
 """

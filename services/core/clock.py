@@ -1,4 +1,4 @@
-"""Defines the clocks that are injected: pure code takes `now` as an argument; other code asks a `Clock`."""
+"""Defines the clocks that are injected: state machines take `now` as an argument; other code asks a `Clock`."""
 
 from __future__ import annotations
 
