@@ -21,7 +21,7 @@ from services.router.coordinator.actions import EmitFinished, EmitStarted, Summa
 from services.router.streaming import Piece, TextStream
 from services.router.wire import FINISH_REASONS
 
-Event = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
+AnswerEvent = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
 
 
 MAX_CHUNK_TOKENS = 256
@@ -166,7 +166,7 @@ class Answer:
         if self._error is not None:
             raise self._error
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[AnswerEvent]:
         while True:
             await self._changed.wait()
             self._changed.clear()

@@ -44,8 +44,9 @@ from services.router.health import Health
 from services.router.metrics import ConductorMetrics
 from services.router.policy import Role
 from services.router.request_metrics import RequestRecord
-from services.router.sessions import Dial, SessionTimes, WorkerLink
+from services.router.sessions import SessionTimes, WorkerLink
 from services.router.tracing import RequestTrace
+from services.rpc.channels import Dial
 from services.rpc.logging import ids
 from services.rpc.telemetry import UNTRACED
 

@@ -19,7 +19,7 @@ import grpc
 
 from services.core.errors import Cancelled, MalformedMessage, Overloaded
 from services.rpc.authentication import FOR_ANYONE
-from services.rpc.interceptors import Behavior, Context, Handler
+from services.rpc.interceptors import Behavior, CallContext, Handler
 
 ARRIVING_BYTES = 256 << 20
 """The most bytes that messages still arriving may have together if each has the largest size allowed."""
@@ -64,7 +64,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return make(respond, handler.request_deserializer, handler.response_serializer)
 
     def _unary(self, behavior: Behavior, many: bool, *, is_probe: bool) -> Behavior:
-        async def respond(requests: AsyncIterator[Any], context: Context) -> Any:
+        async def respond(requests: AsyncIterator[Any], context: CallContext) -> Any:
             async with self._calls.open(is_probe=is_probe) as call:
                 arriving = _Arriving(requests, call)
                 return await behavior(arriving if many else await _first(arriving), context)
@@ -72,7 +72,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return respond
 
     def _streaming(self, behavior: Behavior, many: bool) -> Behavior:
-        async def respond(requests: AsyncIterator[Any], context: Context) -> None:
+        async def respond(requests: AsyncIterator[Any], context: CallContext) -> None:
             async with self._calls.open() as call:
                 arriving = _Arriving(requests, call)
                 outcome = behavior(arriving if many else await _first(arriving), context)
@@ -88,7 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return respond
 
 
-async def _write(context: Context, response: Any) -> None:
+async def _write(context: CallContext, response: Any) -> None:
     """Raises Cancelled if the peer takes nothing for too long: what is kept for it would stay."""
     try:
         async with asyncio.timeout(WRITE_WITHIN_S):

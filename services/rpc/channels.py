@@ -15,6 +15,8 @@ from services.core.errors import ConfigError
 from services.rpc.authentication import credentials
 from services.rpc.options import channel_options
 
+Dial = Callable[[str], grpc.aio.Channel]
+
 
 def dial(address: str, token: str | None = None) -> grpc.aio.Channel:
     """Returns an aio channel to `host:port` that connects on first use.

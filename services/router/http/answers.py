@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.answer import Event
+from services.router.answer import AnswerEvent
 from services.router.http.parameters import StreamOptions
 from services.router.http.reply import Reply
 from services.router.incoming import Incoming
@@ -138,7 +138,7 @@ def completion_logprobs(
 
 
 class Writer(Protocol):
-    async def take(self, index: int, event: Event) -> None:
+    async def take(self, index: int, event: AnswerEvent) -> None:
         """Takes an event of the prompt with that index. Returns once the client's connection has room for more."""
         ...
 
@@ -157,7 +157,7 @@ class _Whole:
         self._usages = [inference_pb2.Usage() for _ in call.prompts]
         self._choices: dict[int, Json] = {}
 
-    async def take(self, index: int, event: Event) -> None:
+    async def take(self, index: int, event: AnswerEvent) -> None:
         prompt, output = self._call.prompts[index], self._outputs[index]
         match event:
             case inference_pb2.Chunk():
@@ -188,14 +188,14 @@ class _Stream:
         # event; later events are collected in the answers' own buffers.
         self._turn = asyncio.Lock()
 
-    async def take(self, index: int, event: Event) -> None:
+    async def take(self, index: int, event: AnswerEvent) -> None:
         async with self._turn:
             if payloads := self._payloads(index, event):
                 await self._reply.events(payloads)
             if not self._unfinished:
                 await self._reply.done()
 
-    def _payloads(self, index: int, event: Event) -> list[Json]:
+    def _payloads(self, index: int, event: AnswerEvent) -> list[Json]:
         prompt, usage = self._call.prompts[index], self._usages[index]
         match event:
             case inference_pb2.PromptInfo():

@@ -92,7 +92,7 @@ class Cluster:
 
     def __init__(self, views: Iterable[WorkerView] = ()) -> None:
         self.views: dict[str, WorkerView] = {}
-        self._parts: dict[frozenset[str], Part] = {}
+        self._parts: dict[frozenset[str], WorkerSubset] = {}
         self._rooms: dict[tuple[str, ...], Room] = {}
         self._rooms_of: dict[str, list[Room]] = {}
         self._num_fits = 0
@@ -115,14 +115,14 @@ class Cluster:
             self._forget()
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> WorkerSubset:
         return self.without(frozenset())
 
-    def without(self, claimed: frozenset[str]) -> Part:
+    def without(self, claimed: frozenset[str]) -> WorkerSubset:
         """What is left to others where these are claimed. Valid until something changes."""
         part = self._parts.get(claimed)
         if part is None:
-            part = Part(self, [view for view in self.views.values() if view.worker_id not in claimed])
+            part = WorkerSubset(self, [view for view in self.views.values() if view.worker_id not in claimed])
             self._parts[claimed] = part
         return part
 
@@ -150,7 +150,7 @@ class Cluster:
         self._parts, self._rooms, self._rooms_of, self._num_fits = {}, {}, {}, 0
 
 
-class Part:
+class WorkerSubset:
     """Some of the workers, in one topology."""
 
     def __init__(self, cluster: Cluster, views: list[WorkerView]) -> None:
