@@ -75,7 +75,7 @@ Measure = Callable[[pathlib.Path, str], Timings]
 
 
 class TimingFailed(Exception):
-    """Raised if nothing could be timed. The message is the reason."""
+    """Reports that nothing could be timed. The message is the reason."""
 
 
 def choose_dtype(

@@ -24,7 +24,7 @@ MAX_POOL_BYTES = 4 << 30
 
 @dataclasses.dataclass(frozen=True)
 class CoreShare:
-    """The cores that a worker may run on, and the threads it computes with."""
+    """Names the cores that a worker may run on, and the number of threads it computes with."""
 
     cores: tuple[int, ...]
     threads: int

@@ -40,7 +40,7 @@ def epoch_ns(monotonic_s: float) -> int:
 
 
 class ManualClock:
-    """A clock for tests and the simulator, which moves only when it is told to."""
+    """Gives a time that moves only when it is told to, for tests and the simulator."""
 
     def __init__(self, start_s: float = 1000.0) -> None:
         self._now_s = start_s

@@ -33,7 +33,7 @@ With 20 log-probabilities each they take 80 KB in a message, and as JSON less th
 
 @dataclass(slots=True)
 class _Piece:
-    """Some tokens, few enough for a chunk, and the text that became certain with them."""
+    """Holds some tokens, few enough for a chunk, and the text that became certain with them."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -42,7 +42,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Pending:
-    """The pieces that the client has not taken yet, in order."""
+    """Keeps the pieces that the client has not taken yet, in order."""
 
     pieces: collections.deque[_Piece] = field(default_factory=collections.deque)
 
@@ -65,7 +65,7 @@ class _Pending:
 
 
 class Answer:
-    """The answer to one request. Iterate over it once.
+    """Holds the answer to one request. Iterate over it once.
 
     It yields PromptInfo, Chunks and Completion, or raises the error that ended the request.
     """

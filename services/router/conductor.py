@@ -59,7 +59,7 @@ _CLIENT_ERRORS = (InvalidRequest, Cancelled, DeadlineExceeded)
 
 @dataclass(slots=True)
 class _Live:
-    """What a live request has outside the coordinator."""
+    """Holds what a live request has outside the coordinator."""
 
     answer: Answer
     trace: RequestTrace
@@ -67,6 +67,8 @@ class _Live:
 
 
 class Conductor:
+    """Connects one model's coordinator with its workers' sessions and with the answers to its clients."""
+
     def __init__(
         self,
         coordinator: Coordinator,
@@ -78,8 +80,8 @@ class Conductor:
         incarnation: int,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        """`incarnation`: the router's. `call_soon`: calls a function in the next turn of the event loop; by default the
-        running loop's."""
+        """`incarnation` is the router's. `call_soon` calls a function in the next turn of the event loop; by default it
+        is the running loop's."""
         self.coordinator = coordinator
         self.incarnation = incarnation
         self.links: dict[str, WorkerLink] = {}
@@ -261,7 +263,7 @@ class Conductor:
             (self._call_soon or asyncio.get_running_loop().call_soon)(self._place)
 
     def _place(self) -> None:
-        """Once per turn of the event loop, for all of its inputs together."""
+        """Places what waits, once per turn of the event loop for all of its inputs together."""
         self._turn_is_ordered = False
         with self._isolated("placement"):
             self.coordinator.place(self._clock.now())

@@ -54,15 +54,15 @@ class LinkOwner(Protocol):
 
 
 class _Ended(Exception):
-    """Raised when the worker closed the session with status OK."""
+    """Reports that the worker closed the session with status OK."""
 
 
 class _Silent(Exception):
-    """Raised when the worker sends nothing or reads nothing any more. The message says which."""
+    """Reports that the worker sends nothing or reads nothing any more. The message says which."""
 
 
 class WorkerLink:
-    """The link to one incarnation of a worker, from dialling to its loss.
+    """Keeps the link to one incarnation of a worker, from dialling to its loss.
 
     Call `start` once; `close` ends it without a report to the owner.
     """

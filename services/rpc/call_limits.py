@@ -98,7 +98,7 @@ async def _write(context: CallContext, response: Any) -> None:
 
 
 class OpenCalls:
-    """The open calls of one server, and which of them keep it waiting. Use it on the event loop only."""
+    """Keeps the open calls of one server, and which of them keep it waiting. Use it on the event loop only."""
 
     def __init__(self, most: int, most_arriving: int) -> None:
         self._most = most
@@ -211,7 +211,7 @@ class OpenCall:
 
 
 class _Arriving:
-    """The request stream of one call; it marks the call as waiting while the next request is awaited."""
+    """Reads the request stream of one call, and marks the call as waiting while the next request is awaited."""
 
     def __init__(self, requests: AsyncIterator[Any], call: OpenCall) -> None:
         self._requests = requests

@@ -121,7 +121,7 @@ def _checked(request: Any, method: str) -> Any:
 
 
 class _Requests:
-    """The runtime's request stream. Its iteration raises MalformedMessage where a message did not parse."""
+    """Wraps the runtime's request stream. Its iteration raises MalformedMessage where a message did not parse."""
 
     def __init__(self, requests: AsyncIterator[Any], method: str) -> None:
         self._requests = requests

@@ -20,7 +20,7 @@ from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, AttentionAr
 
 @dataclass(frozen=True, slots=True)
 class NativeExtents:
-    """Where a step's sequences lie, as the kernel takes it."""
+    """Describes where a step's sequences lie, in the form that the kernel takes."""
 
     of_sequences: Tensor
     """First row, number of queries, number of tokens, and begin in `tables`, of each sequence: [4, num_sequences]
@@ -31,7 +31,7 @@ class NativeExtents:
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """The decodes of a step, or its chunks."""
+    """Holds the decodes of a step, or its chunks."""
 
     layout: StepLayout
     rows: Tensor
@@ -40,8 +40,8 @@ class StepPart:
 
 
 class NativeAttention:
-    """The `paged.PagedAttention` for CPUs in float32, bfloat16 and float16. Raises ValueError for heads beyond the
-    kernel's limits."""
+    """Computes attention as `paged.PagedAttention` defines it, on CPUs in float32, bfloat16 and float16. Raises
+    ValueError for heads beyond the kernel's limits."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -28,7 +28,7 @@ _FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON
 
 @dataclass(frozen=True)
 class Ending:
-    """How an output ended, in OpenAI's words, and which of the request's stops ended it (vLLM's `stop_reason`)."""
+    """Says how an output ended, in OpenAI's words, and which of the request's stops ended it (vLLM's `stop_reason`)."""
 
     finish_reason: str
     stop_reason: str | int | None
@@ -47,7 +47,7 @@ class Ending:
 
 
 class Style(Protocol):
-    """How one endpoint writes the choices of one prompt. Each prompt has one of its own."""
+    """Writes the choices of one prompt as one endpoint does. Each prompt has a style of its own."""
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
         """Returns the choice of an answer that is not streamed."""
@@ -68,7 +68,7 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Objects:
-    """The names that an endpoint gives to its ids and objects."""
+    """Names the ids and objects of an endpoint."""
 
     id_prefix: str
     whole: str
@@ -77,7 +77,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a call, with its request."""
+    """Describes one prompt of a call, with its request."""
 
     incoming: Incoming
     style: Style

@@ -96,7 +96,7 @@ ReadCall = Callable[[Body, TokenTexts], HttpCall]
 
 
 class Generation:
-    """One endpoint (an ASGI app). A call waits for no client but its own."""
+    """Serves one endpoint (an ASGI app). A call waits for no client but its own."""
 
     def __init__(
         self, intake: Intake, catalogue: Catalogue, read_call: ReadCall, budget: ByteBudget, limits: BodyLimits

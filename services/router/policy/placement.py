@@ -82,7 +82,7 @@ def nearest_to_room(job: Job, source: Source | None, able: list[WorkerView]) -> 
 
 @dataclass(frozen=True, slots=True)
 class NearestStart:
-    """Where an aged prompt could begin soonest, and whether it could begin now."""
+    """Names where an aged prompt could begin soonest, and says whether it could begin now."""
 
     source_id: str
     """The worker that would run the prompt."""
@@ -114,7 +114,8 @@ def nearest_start(job: Job, workers: WorkerSubset, config: PolicyConfig) -> Near
 
 
 def _tried(able: list[WorkerView], source: Source | None) -> list[WorkerView]:
-    """Those that are known to take over what runs at `source`, room or not. All of them, if none is."""
+    """Returns those that are known to take over what runs at `source`, whether they have room or not; all, if none is
+    known to."""
     if source is None:
         return able
     return [worker for worker in able if source.worker_id not in worker.untried] or able
