@@ -1,4 +1,4 @@
-"""What Baton measures of itself: `make bench`. Figures, never pass or fail; targets stand beside them."""
+"""Measures Baton itself: `make bench` runs it. It gives figures, never pass or fail; targets stand beside them."""
 
 from services.engine.cpu.openmp import expect_own_cores
 

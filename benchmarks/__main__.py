@@ -1,4 +1,5 @@
-"""`python -m benchmarks [--only engine,split,…] [--repeats N] [--json FILE]`: a table, and a result file.
+"""Runs benchmarks: `python -m benchmarks [--only engine,split,…] [--repeats N] [--json FILE]` prints a table, and
+writes a result file.
 
 router      what placing requests costs the router's event loop
 engine      one stream, a long prompt, a batch; step time over batch and context
@@ -66,7 +67,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result) -> None:
-    """What needs a model, and torch, which takes long to load."""
+    """Runs the benchmarks that need a model, and torch, which takes long to load."""
     from benchmarks import dtype, end_to_end, engine, overload, split, tracing, transfer
     from services.cli.model_cache import DEFAULT_MODEL
     from services.cli.model_names import resolve_model

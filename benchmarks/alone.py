@@ -1,4 +1,4 @@
-"""Baton's engine in a process of its own, for measurements that take turns with others on the same cores.
+"""Runs Baton's engine in a process of its own, for measurements that take turns with others on the same cores.
 
 `python -m benchmarks.alone '{"model": FOLDER, "threads": N, "dtype": …, "quantization": …, "cores": […]}'` speaks the
 lines of `benchmarks/peers/lines.py`. Programs of peers speak the same (`benchmarks/peers`).

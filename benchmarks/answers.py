@@ -1,4 +1,4 @@
-"""What a client sees of one answer, and figures of many: percentiles, and goodput under an objective. Pure.
+"""Computes what a client sees of one answer, and figures of many: percentiles, and goodput under an objective. Pure.
 
 The terms are those of Splitwise (arXiv 2311.18677, table II): time to first token (TTFT), time per output token after
 it (TPOT), and the gaps between tokens one by one (inter-token latency, ITL).
@@ -16,7 +16,7 @@ QUANTILE_SHARES = tuple(number / 100 for number in range(100)) + tuple(number / 
 
 @dataclass
 class Answer:
-    """One request, from the moment when the client sends it. Times are of one clock, in seconds."""
+    """Records one request, from the moment when the client sends it. Times are of one clock, in seconds."""
 
     sent_s: float
     token_times_s: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def tpot_ms(self) -> float:
-        """0 for an answer of one token, which has no time after the first."""
+        """Returns the milliseconds per token after the first; 0 for an answer of one token, which has none."""
         times = self.token_times_s
         return (times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else 0.0
 
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a client of a service wants of every answer (a service level objective)."""
+    """Bounds what a client of a service accepts of every answer (a service level objective)."""
 
     ttft_ms: float
     tpot_ms: float

@@ -23,7 +23,7 @@ _STYLE = "font-family='Helvetica, Arial, sans-serif' fill='#222'"
 
 @dataclass(frozen=True)
 class Axis:
-    """A label with its unit, and whether equal steps are equal factors."""
+    """Describes an axis: its label with a unit, and whether equal steps are equal factors."""
 
     label: str
     logarithmic: bool = False

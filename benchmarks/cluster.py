@@ -1,4 +1,5 @@
-"""A real `baton up` that is measured from outside: started, ready, stopped; and the requests that are sent to it."""
+"""Runs a real `baton up` that is measured from outside: started, ready, stopped; and the requests that are sent to
+it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Up:
 
 @contextlib.contextmanager
 def cluster(model: str, precision: Precision, *flags: str) -> Iterator[Up]:
-    """A `baton up` that is ready, and is ended with SIGTERM. What it logs goes to `out/bench-up.log`."""
+    """Runs a `baton up` that is ready, and ends it with SIGTERM. What it logs goes to `out/bench-up.log`."""
     command = [sys.executable, "-m", "services.cli.main", "up", "--model", model, "--port", "0"]
     log = Path("out/bench-up.log")
     log.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A real `baton up`: time to ready, handoffs at 2048 in / 128 out, throughput of one mixed worker, memory."""
+"""Measures a real `baton up`: time to ready, handoffs at 2048 in / 128 out, throughput of one mixed worker, memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _handoffs(channel: grpc.Channel, repeats: int) -> list[Figure]:
 
 
 def _memory(status: control_pb2.GetStatusResponse) -> list[Figure]:
-    """PSS without other workers' pools: what is mapped of a memfd is counted once, for its owner."""
+    """Measures PSS without other workers' pools: what is mapped of a memfd is counted once, for its owner."""
     figures = []
     for entry in status.workers:
         maps = psutil.Process(entry.worker.pid).memory_maps(grouped=False)

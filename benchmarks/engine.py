@@ -1,4 +1,4 @@
-"""The engine alone, on this process's threads: no network, no handoff."""
+"""Measures the engine alone, on this process's threads: no network, no handoff."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Load:
         engine.start(self._on_step)
 
     def run(self, count: int, num_prompt_tokens: int, max_tokens: int) -> float:
-        """Seconds for `count` sequences at once, with prompts that share nothing."""
+        """Returns the seconds for `count` sequences at once, with prompts that share nothing."""
         self._left, self.token_times_s, self.decode_steps_ms = count, [], {}
         self._over.clear()
         started = time.perf_counter()
@@ -69,7 +69,7 @@ class Load:
 
 @contextlib.contextmanager
 def running(model: Path, precision: Precision, threads: int, max_num_batched_tokens: int = 2048) -> Iterator[Load]:
-    """An engine that is loaded and idle, and is stopped at the end."""
+    """Yields an engine that is loaded and idle, and stops it at the end."""
     config = EngineConfig(
         str(model),
         model.name,
@@ -88,7 +88,7 @@ def running(model: Path, precision: Precision, threads: int, max_num_batched_tok
 
 
 def measure(model: Path, precision: Precision, threads: int, repeats: int, settings: WorkSettings) -> Findings:
-    """The works of `benchmarks/works.py`, a round of all of them at a time; then the times of decode steps."""
+    """Runs the works of `benchmarks/works.py`, a round of all of them at a time; then times decode steps."""
     each = works(settings.batch)
     with running(model, precision, threads) as load:
         load.run(4, 256, 8)
@@ -107,7 +107,7 @@ def measure(model: Path, precision: Precision, threads: int, repeats: int, setti
 
 
 def _step_times(load: Load) -> Findings:
-    """The median time of steps that only decode, over the sequences in them and the tokens before each."""
+    """Measures the median time of steps that only decode, over the sequences in them and the tokens before each."""
     medians: dict[tuple[int, int], float] = {}
     for context in _CONTEXTS:
         for batch in _BATCHES:

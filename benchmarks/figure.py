@@ -1,4 +1,4 @@
-"""One measured figure, the ratio of two, a line of a picture, and the table of figures."""
+"""Defines one measured figure, the ratio of two, a line of a picture, and the table of figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Median and spread of repeated measurements of one thing, a sample for each round."""
+    """Holds median and spread of repeated measurements of one thing, a sample for each round."""
 
     name: str
     unit: str
@@ -31,7 +31,8 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One line of a picture, of which `plots` draws one for each `chart`: points (x, y) in the units of its axes."""
+    """Holds one line of a picture, of which `plots` draws one for each `chart`: points (x, y) in the units of its
+    axes."""
 
     chart: str
     name: str

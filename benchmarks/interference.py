@@ -1,4 +1,5 @@
-"""What running answers suffer when prompts arrive: a few long streams, and a prompt every few seconds beside them.
+"""Measures what running answers suffer when prompts arrive: a few long streams, and a prompt every few seconds beside
+them.
 
 On a worker that does both phases each prompt stops every stream for as long as it is read, or slows it chunk by chunk;
 on separate workers it does not (Splitwise, arXiv 2311.18677, §III-C). Measured as clients see it.
@@ -33,7 +34,7 @@ class InterferenceSettings:
 
 @dataclass
 class Interference:
-    """One round."""
+    """Holds the measurements of one round."""
 
     gaps_ms: list[float] = field(default_factory=list)
     """Between tokens of the running streams."""

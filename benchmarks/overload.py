@@ -1,4 +1,5 @@
-"""More than a cluster can do: goodput at one, two and three times its capacity, over one real `baton up`.
+"""Asks more of a cluster than it can do: measures goodput at one, two and three times its capacity, over one real
+`baton up`.
 
 Capacity is what a closed loop of clients without deadlines gets. Then requests arrive at random (Poisson) at multiples
 of it, each with a deadline. Goodput counts the output tokens of requests that were complete by their deadlines.
@@ -30,7 +31,7 @@ _MULTIPLES = (1, 2, 3)
 
 @dataclass
 class Phase:
-    """What came of the requests of one phase."""
+    """Counts what came of the requests of one phase."""
 
     good_tokens: int = 0
     late: int = 0
@@ -39,7 +40,7 @@ class Phase:
 
     @property
     def goodput(self) -> float:
-        """Output tokens a second, of requests in time."""
+        """Returns the output tokens a second of the requests that ended in time."""
         return self.good_tokens / self.seconds
 
 
@@ -73,7 +74,7 @@ async def _measure(address: str, processes: Mapping[str, psutil.Process], repeat
 
 
 def _private_bytes(process: psutil.Process) -> int:
-    """Resident, without the pools, which are shared memory."""
+    """Returns the resident bytes without the pools, which are shared memory."""
     memory = process.memory_info()
     return int(memory.rss - memory.shared)
 
@@ -108,7 +109,8 @@ async def _closed_loop(stub: inference_pb2_grpc.InferenceServiceStub, chance: ra
 
 
 async def _open_loop(stub: inference_pb2_grpc.InferenceServiceStub, chance: random.Random, rate: float) -> Phase:
-    """Arrivals for a phase. Seconds count from the first arrival to the last end: what is begun is part of the bill."""
+    """Sends arrivals for a phase. Seconds count from the first arrival to the last end: what is begun is part of the
+    bill."""
     phase = Phase()
     started = time.monotonic()
 

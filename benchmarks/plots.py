@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plots RESULT.json… [--out FOLDER]`: pictures of what result files hold, as SVG.
+"""Draws pictures of what result files hold, as SVG: `python -m benchmarks.plots RESULT.json… [--out FOLDER]`.
 
 Lines of several files stand in one picture, each with its file's name, so that two machines or two versions can be seen
 side by side. No file is drawn from anything but a result.

@@ -1,4 +1,5 @@
-"""The types and weight scheme that a benchmark runs a model in, as flags of `baton up` and as an engine's settings."""
+"""Names the types and the weight scheme that a benchmark runs a model in, as flags of `baton up` and as an engine's
+settings."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from services.cli.dtype_choice import choose_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Both as the flags of the same names of `baton up`."""
+    """Names both as the flags of `baton up` do."""
 
     dtype: str = setting("auto", "type of weights and KV cache, as for baton up")
     quantization: str = setting("auto", "weight scheme, as for baton up")

@@ -29,14 +29,14 @@ _SCHEMES += (("float32", "int4"), ("bfloat16", "int4"))
 
 
 class _Sums:
-    """What one scheme gave, summed over tokens, in nats."""
+    """Adds up what one scheme gave over tokens, in nats."""
 
     def __init__(self) -> None:
         self.num_tokens = self.num_same = 0
         self.surprise = self.distance = 0.0
 
     def add(self, found: Tensor, reference: Tensor, wanted: Tensor) -> None:
-        """Log-probabilities [tokens, vocab_size] of the scheme and of float32, and the tokens that follow."""
+        """Adds log-probabilities [tokens, vocab_size] of the scheme and of float32, and the tokens that follow."""
         self.num_tokens += len(wanted)
         self.num_same += int((found.argmax(-1) == reference.argmax(-1)).sum())
         self.surprise -= found.gather(-1, wanted[:, None]).sum().item()

@@ -50,7 +50,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True)
 class Level:
-    """What came of the requests of one level of load."""
+    """Holds what came of the requests of one level of load."""
 
     answers: tuple[Answer, ...]
     seconds: float

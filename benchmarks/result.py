@@ -1,4 +1,5 @@
-"""A result file: the machine, what it did meanwhile, the settings, the figures and the lines of pictures, as JSON."""
+"""Writes a result file: the machine, what it did meanwhile, the settings, the figures and the lines of pictures, as
+JSON."""
 
 from __future__ import annotations
 

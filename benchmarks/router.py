@@ -1,4 +1,5 @@
-"""What the coordinator costs its event loop: one input at a time, with the placement that it causes. No model, no I/O.
+"""Measures what the coordinator costs its event loop: one input at a time, with the placement that it causes. No model,
+no I/O.
 
 The clusters are as `baton router` configures them, deep checks included (all have passed). Times are those of the
 processor, so that other processes disturb them less; a plain loop of Python, timed in the same run, says how fast the
@@ -59,7 +60,7 @@ def measure(repeats: int) -> list[Figure]:
 def _compared(
     name: str, target: str, few: Callable[[], list[float]], many: Callable[[], list[float]], repeats: int
 ) -> list[Figure]:
-    """With 1,000 live requests and with 4,000, in turns."""
+    """Measures a cost with 1,000 live requests and with 4,000, in turns."""
     pairs = [(few(), many()) for _ in range(repeats)]
     figures = [Figure(name, "ms", tuple(sample for one, _ in pairs for sample in one), target)]
     figures.append(Figure("  99th of 100", "ms", tuple(statistics.quantiles(one, n=100)[98] for one, _ in pairs)))
@@ -80,7 +81,7 @@ def _load_messages(number: int) -> list[float]:
 
 
 class _Cluster:
-    """`number` prefill workers and as many decode workers, which answer at once."""
+    """Simulates `number` prefill workers and as many decode workers, which answer at once."""
 
     def __init__(self, number: int, num_live: int, num_queued: int) -> None:
         config = CoordinatorConfig(model_context_tokens=8192, max_queue=8192, health=_HEALTH)
@@ -105,7 +106,7 @@ class _Cluster:
     # What is measured, in milliseconds
 
     def loads(self) -> list[float]:
-        """Of decode workers in turn: heartbeats with what they said before."""
+        """Times heartbeats of decode workers in turn, which repeat their last load."""
         decoders = [info for info in self._workers.values() if info.roles is Role.DECODE]
         samples = []
         for number in range(_NUM_SAMPLES):
@@ -115,7 +116,7 @@ class _Cluster:
         return samples
 
     def submits(self) -> list[float]:
-        """Of requests that find room at once; for each that comes, one goes."""
+        """Times requests that find room at once; for each that comes, one goes."""
         samples = []
         for _ in range(_NUM_SAMPLES):
             sent: list[SendLeg] = []
@@ -136,7 +137,7 @@ class _Cluster:
     # What happens
 
     def _turn(self) -> list[object]:
-        """What one turn of the event loop does after its input."""
+        """Does what one turn of the event loop does after its input."""
         self._coordinator.place(self._now)
         return list(self._coordinator.take_actions())
 
@@ -207,7 +208,7 @@ class _Cluster:
             self._turn()
 
     def _load_of(self, info: WorkerInfo, *, busy: bool) -> Load:
-        """`busy`: full. Else with room for all that is asked here."""
+        """Returns a snapshot of a worker that is full if `busy`, and else has room for all that is asked here."""
         self._num_snapshots += 1
         free = 0 if busy else info.num_blocks - 64
         return Load(

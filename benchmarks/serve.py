@@ -1,4 +1,4 @@
-"""What serving costs: many streams over gRPC and over HTTP against the same engine alone, on one core each.
+"""Measures what serving costs: many streams over gRPC and over HTTP against the same engine alone, on one core each.
 
 One mixed worker of a real `baton up` has the first core; the router and the clients, which are this process, have the
 others. The engine alone has that first core too, and runs while the cluster does nothing. They take turns.
@@ -35,7 +35,7 @@ class ServeSettings:
 
 
 def measure(model: str, path: str, precision: Precision, repeats: int, settings: ServeSettings) -> Findings:
-    """`path` is the folder of `model`. Raises SystemExit if there is only one core."""
+    """Measures serving of `model`, whose folder is `path`. Raises SystemExit if there is only one core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("serve: a worker and the router need a core each, and there is one in all")
@@ -100,7 +100,7 @@ async def _http_s(up: Up, port: int, number: int, settings: ServeSettings) -> fl
 
 
 async def _all_s(sends: list[Callable[[], Awaitable[Answer]]], settings: ServeSettings) -> float:
-    """Seconds from the first request to the end of the last answer."""
+    """Returns the seconds from the first request to the end of the last answer."""
     began_s = time.perf_counter()
     answers = await asyncio.gather(*(send() for send in sends))
     seconds = time.perf_counter() - began_s

@@ -1,4 +1,5 @@
-"""Prefill and decode on separate workers against both on one, at equal cores: real clusters in turns, round by round.
+"""Compares prefill and decode on separate workers with both on one, at equal cores: real clusters in turns, round by
+round.
 
 The clusters have the same cores in all: one prefill and one decode worker, one mixed worker, and as many mixed workers
 as the first has. A last one, of a single mixed worker on as many cores as a prefill worker has, reads the same prompts
@@ -28,7 +29,7 @@ _IDLE_PROMPTS = 5
 
 @dataclass
 class Rounds:
-    """What was measured of one cluster, a sample for each round."""
+    """Holds what was measured of one cluster, a sample for each round."""
 
     interference: list[Interference] = field(default_factory=list)
     levels: dict[float, list[Level]] = field(default_factory=dict)
@@ -105,7 +106,8 @@ def _interference_figures(
 
 
 def _second_gap(rounds: Sequence[Sequence[Answer]], target: str) -> Figure:
-    """The gap from the first token to the second, in which a handoff ends, over those after it; nothing else runs."""
+    """Computes the gap from the first token to the second, in which a handoff ends, over those after it; nothing else
+    runs."""
     first = [statistics.median(answer.gaps_ms[0] for answer in answers) for answers in rounds]
     normal = [statistics.median(gap for answer in answers for gap in answer.gaps_ms[1:]) for answers in rounds]
     return ratio("  idle: first-to-second-token gap over a normal gap", first, normal, target)

@@ -1,5 +1,5 @@
-"""Traces of real workloads: when each request arrived and how long it was. Read, scaled, made up; never sent. Pure but
-for reading the file.
+"""Reads traces of real workloads: when each request arrived and how long it was. They are read, scaled, made up; never
+sent. Pure but for reading the file.
 
 Two formats are read. Azure's (the traces of Splitwise, arXiv 2311.18677) is CSV with the columns
 `TIMESTAMP,ContextTokens,GeneratedTokens`. Mooncake's is JSON lines with `timestamp` (milliseconds), `input_length`,
@@ -102,7 +102,8 @@ def _azure(path: Path, lines: Iterable[str]) -> list[TracedRequest]:
 
 
 def _seconds(timestamp: str) -> float:
-    """Of "2023-11-16 18:15:46.6805900": Python reads six digits after the point, and the traces have seven."""
+    """Returns the seconds of a time such as "2023-11-16 18:15:46.6805900": Python reads six digits after the point, and
+    the traces have seven."""
     whole, _, fraction = timestamp.partition(".")
     moment = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC)
     return moment.timestamp() + float(f"0.{fraction or 0}")

@@ -1,4 +1,5 @@
-"""What tracing costs: CPU-seconds of router and workers per output token, with every request traced and with none.
+"""Measures what tracing costs: CPU-seconds of router and workers per output token, with every request traced and with
+none.
 
 One cluster of real processes sends its spans to a collector in this process, which is not counted. Whether a run's
 requests are traced, their `traceparent` decides, so both kinds of run have the same processes: two clusters that do the
@@ -38,7 +39,7 @@ _SETTLE_S = 1.5
 
 @dataclass(frozen=True)
 class Work:
-    """All requests at once, so that they share every step."""
+    """Describes the load: all requests at once, so that they share every step."""
 
     num_requests: int
     prompt_tokens: int
@@ -54,7 +55,7 @@ WORST = Work(16, 128, 4)
 
 
 def measure(model: str, precision: Precision, repeats: int) -> list[Figure]:
-    """At least PAIRS pairs."""
+    """Measures at least PAIRS pairs of runs, one traced and one not."""
     pairs = max(PAIRS, repeats)
     with _collecting() as collector, _running(model, precision, collector) as processes:
         return _compare("tracing", USUAL, processes, collector, pairs, "<= 2 (median)") + _compare(
@@ -86,7 +87,7 @@ def _compare(
 
 
 class _Processes:
-    """Router and workers."""
+    """Holds router and workers."""
 
     def __init__(self, channel: grpc.Channel, processes: list[psutil.Process]) -> None:
         self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -111,7 +112,7 @@ class _Processes:
 
 @contextlib.contextmanager
 def _running(model: str, precision: Precision, collector: _Collector) -> Iterator[_Processes]:
-    """One thread to each worker: threads that spin for one another would count as work."""
+    """Runs a cluster with one thread for each worker: threads that spin for one another would count as work."""
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": str(_EXPORT_DELAY_MS),
@@ -127,7 +128,7 @@ def _running(model: str, precision: Precision, collector: _Collector) -> Iterato
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """What processes started inside inherit: no other OTEL_* variables than these."""
+    """Sets what processes started inside inherit: no other OTEL_* variables than these."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         del os.environ[name]

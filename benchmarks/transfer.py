@@ -1,4 +1,4 @@
-"""Block transfer alone: two processes on this host, a pool each, one lease at a time."""
+"""Measures block transfer alone: two processes on this host, a pool each, one lease at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NUM_BLOCKS = 128
 
 
 class _Pool:
-    """Host memory behind a memfd, as the engine's is."""
+    """Holds host memory behind a memfd, as the engine's is."""
 
     def __init__(self) -> None:
         self.block_bytes, self.num_blocks = _LAYOUT.block_bytes, _NUM_BLOCKS
@@ -55,7 +55,7 @@ class _Pool:
 
 
 def measure(repeats: int) -> Findings:
-    """A sample of each transport and of a plain copy in memory, which is what a transport can reach, in turns."""
+    """Takes samples of each transport and of a plain copy in memory, which is what a transport can reach, in turns."""
     samples: dict[str, list[float]] = {"a copy in memory": [], "shm": [], "grpc": []}
     for _ in range(repeats):
         samples["a copy in memory"].append(_copy_gb_s())
@@ -70,7 +70,8 @@ def measure(repeats: int) -> Findings:
 
 
 def _copy_gb_s() -> float:
-    """Of all blocks of one pool to another, block by block, as a transport does; the second time, when pages exist."""
+    """Returns the rate of copying all blocks of one pool to another, block by block, as a transport does; the second
+    pass is timed, when pages exist."""
     source, target = _Pool(), _Pool()
     for _ in range(2):
         started = time.perf_counter()
@@ -81,7 +82,7 @@ def _copy_gb_s() -> float:
 
 
 async def _measure(transport: str, repeats: int) -> list[float]:
-    """GB/s of `repeats` leases after one that warms up."""
+    """Returns the GB/s of `repeats` leases after one that warms up."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     source = context.Process(target=_run_source, args=(theirs, repeats + 1), daemon=True)

@@ -1,4 +1,5 @@
-"""Engines in processes of their own that are measured in turns: each runs only while it is asked, and is stopped else.
+"""Runs engines in processes of their own that are measured in turns: each runs only while it is asked, and is stopped
+else.
 
 Owns: the processes, and what is said with them in lines (`benchmarks/peers/lines.py` is the other side). Idle, some
 engines poll; a stopped process takes nothing from the one that is being measured.
@@ -19,7 +20,7 @@ _OURS = ("GOMP_SPINCOUNT", "PYTHONPATH")
 
 
 class Turn:
-    """One engine. Its processes are a group, which is stopped and continued as a whole."""
+    """Runs one engine. Its processes are a group, which is stopped and continued as a whole."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name = name
@@ -29,7 +30,7 @@ class Turn:
         self._stop()
 
     def run(self, count: int, num_prompt_tokens: int, max_tokens: int) -> float:
-        """Seconds that the engine says it took. Raises RuntimeError if it has ended."""
+        """Returns the seconds that the engine says it took. Raises RuntimeError if it has ended."""
         asks = self._process.stdin
         assert asks is not None
         os.killpg(self._process.pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The three works by which engines are compared: one stream, one long prompt, a batch.
+"""Defines the three works by which engines are compared: one stream, one long prompt, a batch.
 
 They are defined by one function that every engine has, in whatever environment it runs: `run`. So Baton and its peers
 do the same, and what is computed of the times is written once.
@@ -31,7 +31,7 @@ class Work:
 
 
 def works(batch: int) -> tuple[Work, ...]:
-    """`batch`: sequences of the last work."""
+    """Returns the three works. The last has `batch` sequences."""
     return (
         Work("single stream", "tok/s", True, _single_stream),
         Work("prefill of 2048 tokens", "s", False, lambda run: run(1, 2048, 1)),
@@ -40,7 +40,7 @@ def works(batch: int) -> tuple[Work, ...]:
 
 
 def _single_stream(run: Run) -> float:
-    """64 tokens after the first, whose time is that of the prompt."""
+    """Times 64 tokens after the first, whose time is that of the prompt."""
     return 64 / (run(1, 16, 65) - run(1, 16, 1))
 
 

@@ -41,7 +41,7 @@ class Answer:
 
 
 def queries(path: pathlib.Path) -> Iterator[Query]:
-    """Of panels, annotations and variables."""
+    """Yields the queries of panels, annotations and variables."""
     dashboard = json.loads(path.read_text())
     for panel in dashboard["panels"]:
         optional = any(words in panel.get("description", "") for words in MAY_BE_EMPTY)
@@ -55,7 +55,7 @@ def queries(path: pathlib.Path) -> Iterator[Query]:
 
 
 def filled_in(expression: str, range_: str, rate_interval: str) -> str:
-    """Grafana's variables, as a viewer has them who has chosen nothing."""
+    """Fills in Grafana's variables, as a viewer has them who has chosen nothing."""
     for variable, value in (("$__rate_interval", rate_interval), ("$__range", range_), ("$worker", ".+")):
         expression = expression.replace(variable, value)
     return expression

@@ -21,12 +21,12 @@ BEGIN, END = "<!-- configuration: written by scripts/config_table.py -->", "<!--
 
 
 def tables() -> str:
-    """All tables in Markdown."""
+    """Returns all tables in Markdown."""
     return "\n\n".join(f"## {title}\n\n{_table(config)}" for title, config in TABLES.items())
 
 
 def updated(page: str) -> str:
-    """The page's text with the tables as they should be."""
+    """Returns the page's text with the tables as they should be."""
     if BEGIN not in page or END not in page:
         raise SystemExit(f"{PAGE.name} lacks the lines {BEGIN!r} and {END!r}")
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{tables()}\n\n{END}", page, flags=re.DOTALL)

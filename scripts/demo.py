@@ -1,4 +1,4 @@
-"""The whole system on one machine, with real prompts: what `make demo` runs.
+"""Runs the whole system on one machine, with real prompts: `make demo` runs this.
 
 Starts `baton up` (router, one prefill worker, one decode worker), sends three prompts over gRPC and streams the
 answers, stops the cluster, then shows from the trace file where each request spent its time and how many bytes of KV
@@ -32,7 +32,7 @@ STOP_S = 60.0
 
 
 class DemoFailed(Exception):
-    """The message is the reason, for people."""
+    """Says, in its message, why the demo failed, for people."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def run(start_s: float) -> None:
 
 
 class Cluster:
-    """`baton up` as a child, whose log goes to a file."""
+    """Runs `baton up` as a child, whose log goes to a file."""
 
     def __init__(self, log_fd: int) -> None:
         command = [*BATON, "up", "--prefill", "1", "--decode", "1", "--port", "0", "--trace-file", str(TRACE_FILE)]
@@ -104,7 +104,7 @@ class Cluster:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_fd, text=True)
 
     def wait_until_ready(self, start_s: float) -> str:
-        """Shows what it prints; the router's address once a request would succeed."""
+        """Shows what it prints, and returns the router's address once a request would succeed."""
         watchdog = threading.Timer(start_s, self._process.kill)
         watchdog.start()
         try:
@@ -126,7 +126,7 @@ class Cluster:
         raise DemoFailed(f"baton up ended with status {status}. The end of its log:\n{self._log()}")
 
     def stop(self) -> None:
-        """Ctrl-C: it drains and exits 0."""
+        """Sends Ctrl-C, so that the child drains and exits 0."""
         heading("Ctrl-C")
         self._process.send_signal(signal.SIGINT)
         try:
@@ -138,7 +138,7 @@ class Cluster:
             raise DemoFailed(f"baton up exited with {self._process.returncode}. The end of its log:\n{self._log()}")
 
     def kill(self) -> None:
-        """Whatever happened, it is gone, and its children end with it."""
+        """Ends the child, whatever happened, and its children with it."""
         self._process.kill()
         self._process.wait()
         if self._process.stdout is not None:
@@ -162,7 +162,7 @@ def ask(target: str, prompt: Prompt) -> None:
 
 
 def show(prompt: Prompt) -> None:
-    """The request's breakdown, and proof that what was promised happened."""
+    """Prints the request's breakdown, and proof that what was promised happened."""
     heading(f"where {prompt.request_id} spent its time")
     trace = [*BATON, "trace", str(TRACE_FILE), "--request", prompt.request_id]
     if subprocess.run(trace, check=False).returncode != 0:

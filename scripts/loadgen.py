@@ -1,4 +1,4 @@
-"""A public load generator against Baton's HTTP: what `make loadgen` runs.
+"""Runs a public load generator against Baton's HTTP: `make loadgen` runs this.
 
 Starts `baton up` on free ports, lets guidellm send streamed requests to both endpoints, and reads its report. Exit
 status 0 only if guidellm and the router agree that no request failed, and nothing is left running on the workers.
@@ -39,7 +39,7 @@ ROWS = (
 
 
 class LoadFailed(Exception):
-    """The message is the reason, for people."""
+    """Says, in its message, why the run failed, for people."""
 
 
 def main() -> int:
@@ -65,7 +65,8 @@ def main() -> int:
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """`baton up`; what it printed, by first word: the control and the HTTP address, the model's folder."""
+    """Runs `baton up`, and yields what it printed, by first word: the control and the HTTP address, the model's
+    folder."""
     with open(OUT / "loadgen.log", "w") as log:
         process = subprocess.Popen(
             [*BATON, "up", "--port", "0", "--http-port", "0"], stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
@@ -95,7 +96,8 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 def load(arguments: argparse.Namespace, endpoint: str, lines: dict[str, str]) -> dict[str, Any]:
-    """guidellm's measurements of one endpoint. It needs no network: prompts are made with the model's tokenizer."""
+    """Returns guidellm's measurements of one endpoint. It needs no network: prompts are made with the model's
+    tokenizer."""
     path = OUT / f"loadgen{endpoint.replace('/', '-')}.json"
     path.unlink(missing_ok=True)
     sizes = f"prompt_tokens={arguments.prompt_tokens},output_tokens={arguments.output_tokens}"
@@ -132,7 +134,7 @@ def report(endpoint: str, metrics: dict[str, Any]) -> None:
 
 
 def check_router(http: str, control: str) -> None:
-    """What the router counted, and that nothing runs any more."""
+    """Checks what the router counted, and that nothing runs any more."""
     with urllib.request.urlopen(f"{http}/metrics") as answer:
         text = answer.read().decode()
     counted = re.findall(r'^baton_requests_total{outcome="(\w+)"} (\S+)', text, re.M)

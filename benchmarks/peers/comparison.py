@@ -1,4 +1,5 @@
-"""Rounds of several engines, and how many times as good Baton's are as each peer, and as the best of its kind. Pure.
+"""Measures several engines in rounds, and how many times as good Baton's are as each peer, and as the best of its kind.
+Pure.
 
 A kind is what the weights are: as they were saved, or of fewer bits. Engines of different kinds are compared too, but a
 target is set against the best of the same kind, work by work.
@@ -20,7 +21,7 @@ _REQUIRED = {UNQUANTISED: (1.4, 1 / 0.6, 1.5), FOUR_BITS: (1.0, 1 / 0.9, 1.2)}
 
 @dataclass
 class Side:
-    """One engine in one precision, and what it has measured: for each work a sample a round."""
+    """Holds one engine in one precision, and what it has measured: for each work a sample a round."""
 
     name: str
     kind: str
@@ -35,7 +36,7 @@ class Side:
 def measure_in_turns(
     sides: Sequence[Side], works: Sequence[Work], repeats: int, tell: Callable[[str], None] = print
 ) -> None:
-    """Each work is done by every side before the next work begins, so that both sides of a ratio are seconds apart.
+    """Measures each work with every side before the next work begins, so that both sides of a ratio are seconds apart.
     The first round warms up and is dropped."""
     for number in range(repeats + 1):
         for work in works:
@@ -77,6 +78,6 @@ def _advantage(work: Work, ours: Side, theirs: Side, target: str) -> Figure:
 
 
 def _best(work: Work, sides: Sequence[Side]) -> Side:
-    """By the median."""
+    """Returns the side that is best by the median."""
     choose = max if work.more_is_better else min
     return choose(sides, key=lambda side: statistics.median(side.samples[work.name]))

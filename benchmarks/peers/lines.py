@@ -1,4 +1,5 @@
-"""What an engine that is measured says and hears in lines, in whatever environment it runs. Imports no package.
+"""Speaks with an engine that is measured, in lines that it says and hears in whatever environment it runs. Imports no
+package.
 
 An engine says READY when it is. Then for each line `{"count": N, "prompt_tokens": N, "max_tokens": N}` on stdin it runs
 those sequences and says `DONE {"seconds": S}`. `benchmarks/turns.py` is the other side.

@@ -21,7 +21,7 @@ from baton.v1.inference_pb2 import (
 )
 from baton_client.errors import CallCancelled
 from baton_client.retries import A_FEW_TIMES, Attempts, RetryPolicy
-from baton_client.wire import GENERATE, GENERATE_STREAM, LIST_MODELS, OPTIONS, Metadata, Options
+from baton_client.wire import GENERATE, GENERATE_STREAM, LIST_MODELS, OPTIONS, ChannelOptions, Metadata
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -37,7 +37,7 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
         retry: RetryPolicy = A_FEW_TIMES,
-        options: Options = OPTIONS,
+        options: ChannelOptions = OPTIONS,
     ) -> None:
         """Takes HOST:PORT, and `credentials` for TLS where something in front of the router speaks it. `metadata` goes
         with every call; `options` are the gRPC channel's."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Metadata = Sequence[tuple[str, str | bytes]]
-Options = Sequence[tuple[str, int | str]]
+ChannelOptions = Sequence[tuple[str, int | str]]
 
 GENERATE = "/baton.v1.InferenceService/Generate"
 GENERATE_STREAM = "/baton.v1.InferenceService/GenerateStream"
 LIST_MODELS = "/baton.v1.InferenceService/ListModels"
 
-OPTIONS: Options = (
+OPTIONS: ChannelOptions = (
     # A long answer with log-probabilities is more than gRPC takes by default.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 16 << 20),

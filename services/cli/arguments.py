@@ -14,7 +14,7 @@ from services.core.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser without abbreviations, which does not print the usage before each error."""
+    """Parses arguments as argparse does, without abbreviations and without printing the usage before each error."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """What a child reports when it serves."""
+    """Reports, from a child, the ports that it serves."""
 
     port: int
     metrics_port: int
@@ -32,7 +32,7 @@ class Ready:
 
 
 class Lifeline:
-    """A pipe that no one writes. Children hold its read end and read end of file when this process has ended."""
+    """Keeps a pipe that no one writes. Children hold its read end and read end of file when this process has ended."""
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()  # exec closes both; only `pass_fds` hands one on
@@ -43,7 +43,7 @@ class Lifeline:
 
 
 class Child:
-    """A started process. Make it on the event loop's thread, and await `wait` before dropping it.
+    """Represents a started process. Make it on the event loop's thread, and await `wait` before dropping it.
 
     A pidfd reports its end: asyncio's own subprocesses may lose an exit status when a signal is sent at the same
     moment.

@@ -31,7 +31,7 @@ PROGRAM = (sys.executable, "-m", "services.cli.main")
 
 @dataclasses.dataclass(frozen=True)
 class PlannedWorker:
-    """One worker as planned."""
+    """Describes one worker as planned."""
 
     worker_id: str
     role: str
@@ -44,7 +44,7 @@ class PlannedWorker:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterPlan:
-    """Everything that is decided before the first process starts."""
+    """Describes everything that is decided before the first process starts."""
 
     model: ResolvedModel
     host: str
@@ -63,7 +63,7 @@ class ClusterPlan:
 
 
 class LocalCluster:
-    """A router and its workers. Make it and run it on one event loop. `announce` takes one line for people."""
+    """Runs a router and its workers. Make it and run it on one event loop. `announce` takes one line for people."""
 
     def __init__(
         self,

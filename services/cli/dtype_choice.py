@@ -76,7 +76,7 @@ Measure = Callable[[pathlib.Path, str], Timings]
 
 
 class TimingFailed(Exception):
-    """Raised if nothing could be timed. The message is the reason."""
+    """Reports that nothing could be timed. The message is the reason."""
 
 
 def choose_dtype(
@@ -122,7 +122,7 @@ def choose_dtype(
 
 
 def decide(saved: str, timings: Timings) -> Choice:
-    """Chooses float32 if it is clearly faster for the usual request, else the saved type. Pure."""
+    """Chooses float32 if it is clearly faster for the usual request, else the saved type."""
     whole_s = {name: (PROMPT_TOKENS * each[0] + OUTPUT_TOKENS * each[1]) / 1e3 for name, each in timings.of.items()}
     chosen = "float32" if whole_s["float32"] * MIN_SPEEDUP < whole_s[saved] else saved
     figures = ", ".join(

@@ -32,7 +32,7 @@ Convert = Callable[[pathlib.Path, pathlib.Path], None]
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedModel:
-    """A model on disk: `model_id` is its name for clients, `path` a directory in the transformers layout."""
+    """Names a model on disk: `model_id` is its name for clients, `path` a directory in the transformers layout."""
 
     model_id: str
     path: pathlib.Path

@@ -34,7 +34,7 @@ _POLL_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class WheelModel:
-    """A GGUF file inside a wheel, with the digests that both must have."""
+    """Describes a GGUF file inside a wheel, with the digests that both must have."""
 
     name: str
     requirement: str

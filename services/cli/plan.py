@@ -1,4 +1,4 @@
-"""Plans what `baton up` starts, and with what share of the machine: pure arithmetic.
+"""Plans what `baton up` starts, and with what share of the machine.
 
 Owns: dividing cores, ports and memory among the children. Never: asks the machine anything, or starts anything.
 """
@@ -24,7 +24,7 @@ MAX_POOL_BYTES = 4 << 30
 
 @dataclasses.dataclass(frozen=True)
 class CoreShare:
-    """The cores that a worker may run on, and the threads it computes with."""
+    """Names the cores that a worker may run on, and the number of threads it computes with."""
 
     cores: tuple[int, ...]
     threads: int

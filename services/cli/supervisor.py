@@ -18,7 +18,8 @@ from services.core.errors import WorkerFailed
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """The wait before a restart: doubles from `first_s` to `most_s`, starts over once a child served `healthy_s`."""
+    """Computes the wait before a restart: it doubles from `first_s` to `most_s`, and starts over once a child served
+    `healthy_s`."""
 
     first_s: float = 0.5
     most_s: float = 30.0
@@ -32,7 +33,7 @@ class Backoff:
 
 
 class Supervised:
-    """One place in the cluster, and the child that fills it now."""
+    """Represents one place in the cluster, and the child that fills it now."""
 
     def __init__(
         self,

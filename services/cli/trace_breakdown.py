@@ -13,7 +13,8 @@ from services.rpc.names import Attr, Event, Span
 
 @dataclasses.dataclass(frozen=True)
 class FirstToken:
-    """Milliseconds to the first token; the parts and `rest_ms` (placing, messages, detokenising) make up the total."""
+    """Divides the milliseconds to the first token; the parts and `rest_ms` (placing, messages, detokenising) make up
+    the total."""
 
     total_ms: float | None
     queue_ms: float
@@ -25,7 +26,7 @@ class FirstToken:
 
 @dataclasses.dataclass(frozen=True)
 class SecondToken:
-    """Milliseconds from the first token's computation to the second's.
+    """Divides the milliseconds from the first token's computation to the second's.
 
     The overlapped part of the transfer ran beside prefill and costs nothing; the other parts and `rest_ms` make up the
     total.

@@ -25,7 +25,7 @@ class SpanEvent:
 
 @dataclasses.dataclass(frozen=True)
 class SpanRecord:
-    """One finished span. Times are Unix nanoseconds."""
+    """Records one finished span. Times are Unix nanoseconds."""
 
     name: str
     trace_id: str
@@ -51,7 +51,7 @@ class SpanRecord:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRequest:
-    """All spans of one request in order of their start. `root` is missing while the request runs."""
+    """Holds all spans of one request in order of their start. `root` is missing while the request runs."""
 
     request_id: str
     trace_id: str

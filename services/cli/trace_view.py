@@ -21,7 +21,7 @@ _PART_BAR = 40
 
 @dataclasses.dataclass(frozen=True)
 class Ink:
-    """The characters of a bar: work, and work hidden behind other work."""
+    """Names the characters of a bar: work, and work hidden behind other work."""
 
     solid: str
     hidden: str

@@ -16,8 +16,8 @@ stopped, or its event loop was blocked."""
 
 
 class AwakeTime:
-    """Awake time, computed from the times at which it is read. Read it several times in each GAP_S; with fewer
-    readings, time in which the process ran is taken for a stop."""
+    """Computes awake time from the times at which it is read. Read it several times in each GAP_S; with fewer readings,
+    time in which the process ran is taken for a stop."""
 
     def __init__(self) -> None:
         self._read_s: float | None = None

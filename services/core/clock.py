@@ -1,4 +1,4 @@
-"""Defines the clocks that are injected: pure code takes `now` as an argument; other code asks a `Clock`."""
+"""Defines the clocks that are injected: state machines take `now` as an argument; other code asks a `Clock`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def epoch_ns(monotonic_s: float) -> int:
 
 
 class ManualClock:
-    """A clock for tests and the simulator, which moves only when it is told to."""
+    """Gives a time that moves only when it is told to, for tests and the simulator."""
 
     def __init__(self, start_s: float = 1000.0) -> None:
         self._now_s = start_s

@@ -11,7 +11,7 @@ _MAX_QUOTED_CHARS = 200
 
 
 class BatonError(Exception):
-    """The root of all errors. `reason` is stable and upper case; the message is for people."""
+    """Is the root of all errors. `reason` is stable and upper case; the message is for people."""
 
     reason = "INTERNAL"
 

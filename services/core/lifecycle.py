@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """The state of a process from its start to its end; each process has one. Signals and `stop` are handled on the
-    event loop's thread; the lifeline has a thread of its own."""
+    """Keeps the state of a process from its start to its end; each process has one. Signals and `stop` are handled on
+    the event loop's thread; the lifeline has a thread of its own."""
 
     def __init__(
         self,

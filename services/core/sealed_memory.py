@@ -19,8 +19,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_
 
 
 class SealedMemory:
-    """A sealed memfd. `map` is its only writable mapping, now and later. The memory is zero at first, and the kernel
-    allocates a page when it is first written."""
+    """Holds a sealed memfd. `map` is its only writable mapping, now and later. The memory is zero at first, and the
+    kernel allocates a page when it is first written."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

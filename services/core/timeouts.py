@@ -19,7 +19,7 @@ could make the check repeat without a pause."""
 
 
 class AwakeClock:
-    """A `Clock` that gives the awake time of another. `tick_forever` must run on the event loop that uses it."""
+    """Gives the awake time of another `Clock`. `tick_forever` must run on the event loop that uses it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ async def timeout_after(seconds: float, clock: Clock) -> AsyncIterator[None]:
 
 
 class _DeadlineTimer:
-    """A timer that ends a timeout when `clock` reaches the deadline, and else sets itself again.
+    """Ends a timeout when `clock` reaches the deadline, and else sets itself again.
 
     It is an object because a closure that sets itself again refers to itself: it would keep the task, and all that a
     cancelled task refers to, until a garbage collection.

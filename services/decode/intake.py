@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.v1 import types_pb2, worker_pb2
 from services.core.config import DAY_S
 from services.core.errors import BatonError, LayoutMismatch, LeaseInvalid, ProtocolViolation
-from services.decode.admission import AdmissionPolicy, Refusal
+from services.decode.handoff_admission import AdmissionPolicy, Refusal
 from services.engine.schedule.sequence import Sequence
 from services.engine.worker_engine import EngineRoom
 from services.kv.imports import Import, ImportState
@@ -100,8 +100,8 @@ class ImportIntake:
                 checksums=self._host.config.checksums,
             )
         )
-        if outcome.ready and (nonsense := self._contradiction(command, outcome)) is not None:
-            raise ProtocolViolation(nonsense)
+        if outcome.ready and (contradiction := self._contradiction(command, outcome)) is not None:
+            raise ProtocolViolation(contradiction)
         return outcome
 
     def give_up(self, held: Held) -> None:

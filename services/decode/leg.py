@@ -105,10 +105,10 @@ class DecodeLeg:
             await self._fetch(self._held)
 
     def _run(self, work: Callable[[], Awaitable[None]], name: str) -> None:
-        self._task = self._host.spawn(self._telling(work), name)
+        self._task = self._host.spawn(self._reporting_defects(work), name)
         self._task.add_done_callback(lambda _: self._task_over())
 
-    async def _telling(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _reporting_defects(self, work: Callable[[], Awaitable[None]]) -> None:
         """Runs the work, and reports to the router any exception that the work does not handle itself.
 
         Such an exception is no failed import, which another worker could repeat, but a defect of this one.

@@ -25,7 +25,7 @@ from services.core.errors import (
 )
 from services.core.timeouts import timeout_after
 
-Call: TypeAlias = "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, kvtransfer_pb2.FetchResponse]"
+FetchCall: TypeAlias = "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, kvtransfer_pb2.FetchResponse]"
 ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
 
 # How many messages are read ahead of the copies if they carry the blocks' bytes. Other announcements are small, and all
@@ -59,7 +59,7 @@ class FetchStream:
     """Reads one Fetch call. It is a context: call `open` first, then `next` until that returns the seal."""
 
     def __init__(
-        self, call: Call, clock: Clock, error_of: ErrorOf, *, carried: bool, awake: Clock, silence_s: float
+        self, call: FetchCall, clock: Clock, error_of: ErrorOf, *, carried: bool, awake: Clock, silence_s: float
     ) -> None:
         """`carried` says that the messages bring the blocks' bytes.
 

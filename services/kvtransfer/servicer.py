@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
-import grpc
-
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import (
@@ -31,8 +29,8 @@ from services.kv.lease import FetchEnd, FetchTicket, LeaseState
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.transports import Announcer, SourceEnd
 from services.kvtransfer.wire import layout_from_proto
+from services.rpc.interceptors import CallContext
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Requests: TypeAlias = AsyncIterator[kvtransfer_pb2.FetchRequest]
 
 _LEASE_ID_BYTES = 16
@@ -69,7 +67,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         """Notes that this worker leaves: calls for leases that are aborted from now on get Draining as the reason."""
         self._leaving = True
 
-    async def Fetch(self, requests: Requests, context: Context) -> None:
+    async def Fetch(self, requests: Requests, context: CallContext) -> None:
         opened = await self._read_open(requests)
         ticket = self._board.table.open_fetch(opened.lease_id, opened.leg, opened.first_block, self._clock.now())
         announcer = self._ends[opened.transport].announcer(ticket, checksums=opened.checksums)
@@ -90,7 +88,9 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                 if not acks.cancelled():
                     acks.exception()  # marks it as retrieved: `_serve` has raised this error, or another
 
-    async def Release(self, request: kvtransfer_pb2.ReleaseRequest, context: Context) -> kvtransfer_pb2.ReleaseResponse:
+    async def Release(
+        self, request: kvtransfer_pb2.ReleaseRequest, context: CallContext
+    ) -> kvtransfer_pb2.ReleaseResponse:
         _check_lease_id("lease_id", request.lease_id)
         answer = self._board.table.release(request.lease_id, request.leg, self._clock.now())
         if not answer.valid and self._leaving:
@@ -122,7 +122,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                 raise ProtocolViolation("open comes first and only then")
             self._board.table.ack(ticket, request.ack.copied_blocks, self._clock.now())
 
-    async def _serve(self, followed: _Followed, announcer: Announcer, context: Context) -> None:
+    async def _serve(self, followed: _Followed, announcer: Announcer, context: CallContext) -> None:
         """Announces blocks as they are published and find room, then sends the seal; ends with the fetch."""
         lease, sent = followed.ticket.lease, followed.ticket.first_block
         while not followed.over:

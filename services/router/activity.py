@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouterFigures:
-    """The figures of one activity line. The first three are counts since the start."""
+    """Holds the figures of one activity line. The first three are counts since the start."""
 
     accepted: int
     ended: int

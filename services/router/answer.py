@@ -21,7 +21,7 @@ from services.router.coordinator.actions import EmitFinished, EmitStarted, Summa
 from services.router.streaming import Piece, TextStream
 from services.router.wire import FINISH_REASONS
 
-Event = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
+AnswerEvent = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
 
 
 MAX_CHUNK_TOKENS = 256
@@ -33,7 +33,7 @@ With 20 log-probabilities each they take 80 KB in a message, and as JSON less th
 
 @dataclass(slots=True)
 class _Piece:
-    """Some tokens, few enough for a chunk, and the text that became certain with them."""
+    """Holds some tokens, few enough for a chunk, and the text that became certain with them."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -42,7 +42,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Pending:
-    """The pieces that the client has not taken yet, in order."""
+    """Keeps the pieces that the client has not taken yet, in order."""
 
     pieces: collections.deque[_Piece] = field(default_factory=collections.deque)
 
@@ -65,7 +65,7 @@ class _Pending:
 
 
 class Answer:
-    """The answer to one request. Iterate over it once.
+    """Holds the answer to one request. Iterate over it once.
 
     It yields PromptInfo, Chunks and Completion, or raises the error that ended the request.
     """
@@ -166,7 +166,7 @@ class Answer:
         if self._error is not None:
             raise self._error
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[AnswerEvent]:
         while True:
             await self._changed.wait()
             self._changed.clear()

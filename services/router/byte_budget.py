@@ -35,7 +35,8 @@ class ByteBudget:
 
 
 class Charge:
-    """The bytes that one request holds of the budget: a context manager that gives all of them back at its end."""
+    """Holds the bytes that one request takes of the budget: a context manager that gives all of them back at its
+    end."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget

@@ -13,7 +13,7 @@ from services.router.incoming import Incoming
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as the front has found out."""
+    """Names who asks, as far as the front has found out."""
 
     tenant: str = ""
     """Empty: nobody in particular. It never comes from a request's body."""

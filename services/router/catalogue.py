@@ -49,7 +49,7 @@ class _Failure:
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """One model: what clients may ask of it, and who answers."""
+    """Describes one model: what clients may ask of it, and who answers."""
 
     facts: ModelFacts
     text: ModelText
@@ -86,7 +86,8 @@ Serve = Callable[[str, ModelText], ServedModel]
 
 
 class Catalogue:
-    """Make it on the event loop, with the router's own model; call `close` at the end."""
+    """Keeps the models that are served. Make it on the event loop, with the router's own model; call `close` at the
+    end."""
 
     def __init__(
         self,

@@ -44,8 +44,9 @@ from services.router.health import Health
 from services.router.metrics import ConductorMetrics
 from services.router.policy import Role
 from services.router.request_metrics import RequestRecord
-from services.router.sessions import Dial, SessionTimes, WorkerLink
+from services.router.sessions import SessionTimes, WorkerLink
 from services.router.tracing import RequestTrace
+from services.rpc.channels import Dial
 from services.rpc.logging import ids
 from services.rpc.telemetry import UNTRACED
 
@@ -58,7 +59,7 @@ _CLIENT_ERRORS = (InvalidRequest, Cancelled, DeadlineExceeded)
 
 @dataclass(slots=True)
 class _Live:
-    """What a live request has outside the coordinator."""
+    """Holds what a live request has outside the coordinator."""
 
     answer: Answer
     trace: RequestTrace
@@ -66,6 +67,8 @@ class _Live:
 
 
 class Conductor:
+    """Connects one model's coordinator with its workers' sessions and with the answers to its clients."""
+
     def __init__(
         self,
         coordinator: Coordinator,
@@ -77,8 +80,8 @@ class Conductor:
         incarnation: int,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        """`incarnation`: the router's. `call_soon`: calls a function in the next turn of the event loop; by default the
-        running loop's."""
+        """`incarnation` is the router's. `call_soon` calls a function in the next turn of the event loop; by default it
+        is the running loop's."""
         self.coordinator = coordinator
         self.incarnation = incarnation
         self.links: dict[str, WorkerLink] = {}
@@ -260,7 +263,7 @@ class Conductor:
             (self._call_soon or asyncio.get_running_loop().call_soon)(self._place)
 
     def _place(self) -> None:
-        """Once per turn of the event loop, for all of its inputs together."""
+        """Places what waits, once per turn of the event loop for all of its inputs together."""
         self._turn_is_ordered = False
         with self._isolated("placement"):
             self.coordinator.place(self._clock.now())

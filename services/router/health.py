@@ -70,7 +70,7 @@ class HealthConfig:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Trust that grows from 0 at `since_s` to 1 in `over_s` seconds."""
+    """Describes trust that grows from 0 at `since_s` to 1 in `over_s` seconds."""
 
     since_s: float
     over_s: float
@@ -80,7 +80,7 @@ class Ramp:
 
 
 class HealthRecord:
-    """The health of one worker, across its restarts, or of one pair."""
+    """Keeps the health of one worker, across its restarts, or of one pair."""
 
     def __init__(self, config: HealthConfig, now: float) -> None:
         self.state = Health.NEW if config.deep_checks else Health.UP
@@ -128,12 +128,12 @@ class HealthRecord:
 
     @property
     def ages(self) -> bool:
-        """Whether time alone will change it."""
+        """Returns whether time alone will change it."""
         return self.state is Health.DOWN or self.ramp is not None
 
     @property
     def settled(self) -> bool:
-        """Whether it is up, and neither time nor a probe will change that."""
+        """Returns whether it is up, and neither time nor a probe will change that."""
         return self.state is Health.UP and self._starts_at_s is None and self._probe_at_s == math.inf
 
     # Inputs

@@ -76,7 +76,7 @@ async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
 
 
 class Router:
-    """A whole router in this process. Make it on the event loop; call `start`, perhaps `drain`, then `stop`."""
+    """Runs a whole router in this process. Make it on the event loop; call `start`, perhaps `drain`, then `stop`."""
 
     def __init__(self, config: RouterConfig, tracer: Tracer, token: str) -> None:
         """Loads the tokenizer of its own model. `token` is the cluster token. Raises ConfigError."""

@@ -24,7 +24,7 @@ _WHERE = ("action", "event", "placement", "tick")
 
 
 class RouterMetrics:
-    """The registry of one router, and its endpoint unless the port is -1."""
+    """Keeps the registry of one router, and its endpoint unless the port is -1."""
 
     def __init__(self, config: RouterConfig, *, instance: str) -> None:
         self.registry = registry = new_registry("baton-router", instance)
@@ -83,7 +83,7 @@ class RouterMetrics:
 
 
 class ConductorMetrics:
-    """What happens to one model's requests and workers."""
+    """Counts what happens to one model's requests and workers."""
 
     def __init__(self, router: RouterMetrics, model_id: str) -> None:
         self.requests = router.requests.of(model_id)
@@ -97,7 +97,7 @@ class ConductorMetrics:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """The cluster's state at one moment."""
+    """Holds the cluster's state at one moment."""
 
     ready: bool = False
     phases: Tally[Phase] = field(default_factory=Tally)

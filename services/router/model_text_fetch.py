@@ -73,7 +73,7 @@ async def _receive(call: Any, folder: pathlib.Path) -> None:
 
 
 class _Arrivals:
-    """What has come so far of one answer."""
+    """Holds what has come so far of one answer."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class LibraryPanic(RuntimeError):
-    """Is raised in place of a panic, with its message."""
+    """Replaces a panic of a library, with its message."""
 
 
 def panics_are_errors(function: Callable[P, T]) -> Callable[P, T]:

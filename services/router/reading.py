@@ -20,7 +20,7 @@ from services.router.byte_budget import ByteBudget, Charge
 from services.router.incoming import Incoming
 from services.rpc import wire_count
 from services.rpc.call_limits import WITH_PROMPTS
-from services.rpc.interceptors import Behavior, Context, Handler
+from services.rpc.interceptors import Behavior, CallContext, Handler
 
 READ_WITHIN_S = 60.0
 
@@ -48,14 +48,14 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(unary, _boxed, handler.response_serializer)
 
     def _unary(self, behavior: Behavior) -> Behavior:
-        async def respond(requests: AsyncIterator[list[bytes]], context: Context) -> Any:
+        async def respond(requests: AsyncIterator[list[bytes]], context: CallContext) -> Any:
             with self._budget.charge() as charge:
                 return await behavior(await _read(requests, charge, self._limits), context)
 
         return respond
 
     def _streaming(self, behavior: Behavior) -> Behavior:
-        async def respond(requests: AsyncIterator[list[bytes]], context: Context) -> AsyncIterator[Any]:
+        async def respond(requests: AsyncIterator[list[bytes]], context: CallContext) -> AsyncIterator[Any]:
             with self._budget.charge() as charge:
                 async with contextlib.aclosing(
                     behavior(await _read(requests, charge, self._limits), context)

@@ -37,7 +37,7 @@ def operation(request: inference_pb2.GenerateRequest) -> str:
 
 
 class RequestMetrics:
-    """The instruments of all requests of a router. Each model has its own series of them (`of`)."""
+    """Holds the instruments of all requests of a router. Each model has its own series of them (`of`)."""
 
     def __init__(self, registry: CollectorRegistry, *, slo_ttft_s: float, slo_e2e_s: float) -> None:
         self.targets_s = {"ttft": slo_ttft_s, "e2e": slo_e2e_s}
@@ -127,7 +127,7 @@ class RequestMetrics:
 
 
 class ModelMetrics:
-    """One model's series of the instruments."""
+    """Holds one model's series of the instruments."""
 
     def __init__(self, instruments: RequestMetrics, model_id: str) -> None:
         self.totals = instruments
@@ -204,7 +204,7 @@ class ModelMetrics:
 
 
 class RequestRecord:
-    """The times of one request, from its arrival. Exactly one of `finished` and `failed` is called, once."""
+    """Measures the times of one request, from its arrival. Exactly one of `finished` and `failed` is called, once."""
 
     def __init__(self, metrics: ModelMetrics, operation: str, arrived_s: float) -> None:
         self._metrics = metrics

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +20,10 @@ from services.core.clock import Clock
 from services.router import wire
 from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
+from services.rpc.channels import Dial
 from services.rpc.silence import PeerWatch
 
 log = logging.getLogger(__name__)
-
-Dial = Callable[[str], grpc.aio.Channel]
 
 _WRITE_FAILED = "Internal error from Core"
 """The details of the error that grpc.aio raises if a write fails, with INTERNAL in place of the call's own status."""
@@ -56,15 +54,15 @@ class LinkOwner(Protocol):
 
 
 class _Ended(Exception):
-    """Raised when the worker closed the session with status OK."""
+    """Reports that the worker closed the session with status OK."""
 
 
 class _Silent(Exception):
-    """Raised when the worker sends nothing or reads nothing any more. The message says which."""
+    """Reports that the worker sends nothing or reads nothing any more. The message says which."""
 
 
 class WorkerLink:
-    """The link to one incarnation of a worker, from dialling to its loss.
+    """Keeps the link to one incarnation of a worker, from dialling to its loss.
 
     Call `start` once; `close` ends it without a report to the owner.
     """

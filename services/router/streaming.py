@@ -2,6 +2,9 @@
 
 Owns: detokenisation and stop strings of one request. Never: the request itself; the caller ends it. The text does not
 depend on how the tokens are divided into calls.
+
+`tokenizers.DecodeStream` does not replace `Detokeniser`. It has only `step`, so an incomplete character at the end of
+an output would be lost, and it returns nothing for 100 broken bytes in a row (tokenizers 0.23).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class TextBound:
-    """The most characters of a text that one token stands for."""
+    """Bounds the characters of a text that one token can stand for."""
 
     ascii_chars: int
     """The bound for a text that is all ASCII."""

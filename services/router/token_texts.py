@@ -21,7 +21,7 @@ class TokenText:
 
 
 class TokenTexts:
-    """The texts and bytes of one tokenizer's tokens.
+    """Gives the texts and bytes of one tokenizer's tokens.
 
     A token with half a character has U+FFFD as its text, and its own bytes.
     """

@@ -35,7 +35,7 @@ which the allocator would keep.
 
 
 class TokeniserLine:
-    """Two lanes of threads, for short and for long texts. Call `run` on the event loop.
+    """Tokenises in two lanes of threads, for short and for long texts. Call `run` on the event loop.
 
     `close` does not wait for texts that are being tokenised, since a chat template may take any time; a `run` that
     still awaits one of them may never return.
@@ -71,7 +71,7 @@ class TokeniserLine:
 
 
 class _Threads:
-    """Threads that do not keep the process from ending, as those of a ThreadPoolExecutor would."""
+    """Runs threads that do not keep the process from ending, as those of a ThreadPoolExecutor would."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._work: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()

@@ -26,7 +26,7 @@ CHAT_ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts of a served model that its requests are checked against."""
+    """Holds the facts of a served model that its requests are checked against."""
 
     model_id: str
     vocab_size: int

@@ -19,7 +19,7 @@ import grpc
 
 from services.core.errors import Cancelled, MalformedMessage, MessageTooLarge, Overloaded
 from services.rpc.authentication import FOR_ANYONE
-from services.rpc.interceptors import Behavior, Context, Handler
+from services.rpc.interceptors import Behavior, CallContext, Handler
 
 ARRIVING_BYTES = 256 << 20
 """The most bytes that messages still arriving may have together if each has the largest size allowed."""
@@ -82,7 +82,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return deserialize
 
     def _unary(self, behavior: Behavior, many: bool, *, is_probe: bool) -> Behavior:
-        async def respond(requests: AsyncIterator[Any], context: Context) -> Any:
+        async def respond(requests: AsyncIterator[Any], context: CallContext) -> Any:
             async with self._calls.open(is_probe=is_probe) as call:
                 arriving = _Arriving(requests, call)
                 return await behavior(arriving if many else await _first(arriving), context)
@@ -90,7 +90,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return respond
 
     def _streaming(self, behavior: Behavior, many: bool) -> Behavior:
-        async def respond(requests: AsyncIterator[Any], context: Context) -> None:
+        async def respond(requests: AsyncIterator[Any], context: CallContext) -> None:
             async with self._calls.open() as call:
                 arriving = _Arriving(requests, call)
                 outcome = behavior(arriving if many else await _first(arriving), context)
@@ -106,7 +106,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return respond
 
 
-async def _write(context: Context, response: Any) -> None:
+async def _write(context: CallContext, response: Any) -> None:
     """Raises Cancelled if the peer takes nothing for too long: what is kept for it would stay."""
     try:
         async with asyncio.timeout(WRITE_WITHIN_S):
@@ -116,7 +116,7 @@ async def _write(context: Context, response: Any) -> None:
 
 
 class OpenCalls:
-    """The open calls of one server, and which of them keep it waiting. Use it on the event loop only."""
+    """Keeps the open calls of one server, and which of them keep it waiting. Use it on the event loop only."""
 
     def __init__(self, most: int, most_arriving: int) -> None:
         self._most = most
@@ -229,7 +229,7 @@ class OpenCall:
 
 
 class _Arriving:
-    """The request stream of one call; it marks the call as waiting while the next request is awaited."""
+    """Reads the request stream of one call, and marks the call as waiting while the next request is awaited."""
 
     def __init__(self, requests: AsyncIterator[Any], call: OpenCall) -> None:
         self._requests = requests

@@ -15,6 +15,8 @@ from services.core.errors import ConfigError
 from services.rpc.authentication import credentials
 from services.rpc.options import channel_options
 
+Dial = Callable[[str], grpc.aio.Channel]
+
 
 def dial(address: str, token: str | None = None) -> grpc.aio.Channel:
     """Returns an aio channel to `host:port` that connects on first use.
@@ -30,7 +32,7 @@ def dial(address: str, token: str | None = None) -> grpc.aio.Channel:
 
 
 class _TokenChannel(grpc.aio.Channel):
-    """A channel whose calls carry the token.
+    """Wraps a channel so that its calls carry the token.
 
     Its calls are the inner channel's own, which an interceptor of gRPC would wrap: nothing stands between a session and
     its messages.

@@ -17,9 +17,9 @@ from services.core import errors
 from services.core.errors import MalformedMessage
 from services.rpc import status
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+CallContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in grpc's type stubs
-Behavior = Callable[[Any, Context], Any]
+Behavior = Callable[[Any, CallContext], Any]
 
 # Stands in for a request whose bytes did not parse. An exception in the deserialiser would reach the client as UNKNOWN.
 _MALFORMED = object()
@@ -58,7 +58,7 @@ def _guarded(handler: Any, method: str) -> Handler:
 
 
 def _unary(behavior: Behavior) -> Behavior:
-    async def respond(request: Any, context: Context) -> Any:
+    async def respond(request: Any, context: CallContext) -> Any:
         async with _translated(context):
             return await behavior(request, context)
 
@@ -66,7 +66,7 @@ def _unary(behavior: Behavior) -> Behavior:
 
 
 def _streaming(behavior: Behavior) -> Behavior:
-    async def respond(request: Any, context: Context) -> None:
+    async def respond(request: Any, context: CallContext) -> None:
         async with _translated(context):
             outcome = behavior(request, context)
             if inspect.isawaitable(outcome):  # the handler writes through the context itself
@@ -80,7 +80,7 @@ def _streaming(behavior: Behavior) -> Behavior:
 
 
 @contextlib.asynccontextmanager
-async def _translated(context: Context) -> AsyncIterator[None]:
+async def _translated(context: CallContext) -> AsyncIterator[None]:
     """Sets the RPC's status if the block raises, and suppresses the exception, so that the handler returns."""
     try:
         yield
@@ -121,7 +121,7 @@ def _checked(request: Any, method: str) -> Any:
 
 
 class _Requests:
-    """The runtime's request stream. Its iteration raises MalformedMessage where a message did not parse."""
+    """Wraps the runtime's request stream. Its iteration raises MalformedMessage where a message did not parse."""
 
     def __init__(self, requests: AsyncIterator[Any], method: str) -> None:
         self._requests = requests

@@ -117,7 +117,7 @@ class MetricsServer:
 
 
 class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
-    """The listening socket. Its thread accepts connections and ends those that are too old."""
+    """Listens for scrapes. Its thread accepts connections and ends those that are too old."""
 
     daemon_threads = True
     block_on_close = False

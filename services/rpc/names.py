@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class Span:
-    """Span names (docs/tracing.md).
+    """Names the spans (docs/tracing.md).
 
     The first five and DECODE are spans of the router. A name with a dot is a child of the part before the dot.
     """
@@ -103,7 +103,7 @@ class Attr:
 
 
 class Metric:
-    """Prometheus names. The client library appends `_total` to counters."""
+    """Names the Prometheus metrics. The client library appends `_total` to counters."""
 
     # OpenTelemetry GenAI server metrics, in the Prometheus spelling: histograms in seconds.
     REQUEST_DURATION = "gen_ai_server_request_duration_seconds"
@@ -165,7 +165,8 @@ INTERNAL_ERRORS_TEXT = (
 
 
 class VllmMetric:
-    """vLLM's names for metrics that endpoint pickers (the gateway API's inference extension) and dashboards scrape."""
+    """Names, as vLLM does, the metrics that endpoint pickers (the gateway API's inference extension) and dashboards
+    scrape."""
 
     RUNNING = "vllm:num_requests_running"
     WAITING = "vllm:num_requests_waiting"

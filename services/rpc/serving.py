@@ -27,7 +27,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """The gRPC server of a process: `add` services, `bind` (or let `start` do it), `start`, `set_ready`, `stop`.
+    """Runs the gRPC server of a process: `add` services, `bind` (or let `start` do it), `start`, `set_ready`, `stop`.
 
     The health of "" is SERVING as soon as the server has started (the process is alive); each service is NOT_SERVING
     until `set_ready` changes it. Make it on the event loop that it will serve on.

@@ -35,7 +35,8 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class OpenSpan:
-    """A span that has begun. Set what becomes known, then `end` it; a span that is never ended is never exported."""
+    """Represents a span that has begun. Set what becomes known, then `end` it; a span that is never ended is never
+    exported."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span

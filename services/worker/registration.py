@@ -18,10 +18,9 @@ import grpc
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.core.addresses import join, parse
 from services.core.printable import printable
+from services.rpc.channels import Dial
 
 log = logging.getLogger(__name__)
-
-Dial = Callable[[str], grpc.aio.Channel]
 
 _RESOLVE_EVERY_S = 1.0
 _MAX_INTERVAL_S = 1.0

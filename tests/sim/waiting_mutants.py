@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from services.core.awake import AwakeTime
-from services.decode.admission import AdmissionPolicy
+from services.decode.handoff_admission import AdmissionPolicy
 from services.engine.schedule import step
 from services.engine.worker_engine import EngineRoom
 from services.kv.lease_table import LeaseTable

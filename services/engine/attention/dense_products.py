@@ -20,7 +20,7 @@ allowed too."""
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Some sequences with one new token each, padded to the same number of blocks."""
+    """Holds some sequences with one new token each, padded to the same number of blocks."""
 
     rows: slice | Tensor
     """Rows of the sequences in the step: [batch]."""
@@ -34,7 +34,8 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One sequence with several new tokens. Keys are counted from the first gathered token that some query sees."""
+    """Holds one sequence with several new tokens. Keys are counted from the first gathered token that some query
+    sees."""
 
     rows: slice
     blocks: Tensor
@@ -86,7 +87,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The products of a step, for layers of one sliding window."""
+    """Holds the products of a step, for layers of one sliding window."""
 
     decodes: list[DecodeGroup]
     chunks: list[Chunk]

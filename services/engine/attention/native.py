@@ -19,8 +19,8 @@ from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, AttentionAr
 
 
 @dataclass(frozen=True, slots=True)
-class Extents:
-    """Where a step's sequences lie, as the kernel takes it."""
+class NativeExtents:
+    """Describes where a step's sequences lie, in the form that the kernel takes."""
 
     of_sequences: Tensor
     """First row, number of queries, number of tokens, and begin in `tables`, of each sequence: [4, num_sequences]
@@ -30,8 +30,8 @@ class Extents:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The decodes of a step, or its chunks."""
+class StepPart:
+    """Holds the decodes of a step, or its chunks."""
 
     layout: StepLayout
     rows: Tensor
@@ -40,8 +40,8 @@ class Part:
 
 
 class NativeAttention:
-    """The `paged.PagedAttention` for CPUs in float32, bfloat16 and float16. Raises ValueError for heads beyond the
-    kernel's limits."""
+    """Computes attention as `paged.PagedAttention` defines it, on CPUs in float32, bfloat16 and float16. Raises
+    ValueError for heads beyond the kernel's limits."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -98,17 +98,17 @@ class NativeAttention:
         return output
 
 
-def _parts(layout: StepLayout) -> list[Part]:
+def _parts(layout: StepLayout) -> list[StepPart]:
     of_row = torch.tensor(layout.query_lens).repeat_interleave(torch.tensor(layout.query_lens))
     parts = []
     for is_chunks in (False, True):
         indices = [i for i, query_len in enumerate(layout.query_lens) if (query_len > 1) == is_chunks]
         if indices:
-            parts.append(Part(layout.only(indices), ((of_row > 1) == is_chunks).nonzero()[:, 0], is_chunks))
+            parts.append(StepPart(layout.only(indices), ((of_row > 1) == is_chunks).nonzero()[:, 0], is_chunks))
     return parts
 
 
-def _extents(layout: StepLayout) -> Extents:
+def _extents(layout: StepLayout) -> NativeExtents:
     lengths = [len(table) for table in layout.block_tables]
     rows, starts = accumulate(layout.query_lens, initial=0), accumulate(lengths, initial=0)
     count = len(lengths)
@@ -118,4 +118,4 @@ def _extents(layout: StepLayout) -> Extents:
         4 * count,
     )
     tables = numpy.fromiter(chain.from_iterable(layout.block_tables), numpy.int64, sum(lengths))
-    return Extents(torch.from_numpy(of_sequences).view(4, count), torch.from_numpy(tables))
+    return NativeExtents(torch.from_numpy(of_sequences).view(4, count), torch.from_numpy(tables))

@@ -28,7 +28,7 @@ def activate() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Extents:
+class VarlenExtents:
     """Keeps a step's lengths and blocks in the form that the kernel takes: int32 tensors on the device."""
 
     query_starts: Tensor
@@ -80,14 +80,14 @@ class VarlenAttention:
         return mixed
 
 
-def _extents(layout: StepLayout, device: torch.device) -> Extents:
+def _extents(layout: StepLayout, device: torch.device) -> VarlenExtents:
     width = max(len(table) for table in layout.block_tables)
     tables = [[*table, *[0] * (width - len(table))] for table in layout.block_tables]
 
     def on_device(values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    return Extents(
+    return VarlenExtents(
         query_starts=on_device([0, *accumulate(layout.query_lens)]),
         key_starts=on_device([0, *accumulate(layout.context_lens)]),
         context_lens=on_device(list(layout.context_lens)),

@@ -26,7 +26,8 @@ _NUM_ROWS = 3
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer that replaces an `nn.Linear`. It takes and returns float32, bfloat16 or float16."""
+    """Replaces an `nn.Linear` by a linear layer over quantised weights. It takes and returns float32, bfloat16 or
+    float16."""
 
     def __init__(self, weights: GroupedWeights, bias: Tensor | None, like: Tensor) -> None:
         """Takes the weights, a bias [out_features] or None, and a tensor of the type of the layer that is replaced."""
@@ -52,7 +53,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the weights take."""
+        """Returns the bytes that the weights take."""
         if self._packed is not None:
             return self._packed.panels.nbytes
         kept = self.grouped
@@ -60,7 +61,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def grouped(self) -> GroupedWeights:
-        """The weights as they were given."""
+        """Returns the weights as they were given."""
         if self._weights is not None:
             return self._weights
         assert self._packed is not None, "one of the two is always there"
@@ -83,7 +84,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _OneAfterTheOther(nn.Module):
-    """Linear layers of the same inputs whose outputs stand side by side."""
+    """Computes linear layers of the same inputs, whose outputs stand side by side."""
 
     def __init__(self, layers: Sequence[QuantisedLinear]) -> None:
         super().__init__()

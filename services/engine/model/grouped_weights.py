@@ -26,8 +26,8 @@ _LEAST = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeights:
-    """Weights [out_features, in_features]. A weight is scale * value + minimum; inputs beyond the last have the value
-    0."""
+    """Holds weights [out_features, in_features]. A weight is scale * value + minimum; inputs beyond the last have the
+    value 0."""
 
     values: Tensor
     """[out_features, padded], int8: from 0 to 15 if `bits` is 4."""
@@ -43,7 +43,7 @@ class GroupedWeights:
 
     @property
     def out_features(self) -> int:
-        """The number of rows."""
+        """Returns the number of rows."""
         return self.values.shape[0]
 
     def dequantised(self) -> Tensor:

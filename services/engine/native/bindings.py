@@ -35,7 +35,7 @@ _Functions = dict[torch.dtype, Any]
 
 
 class AttentionArguments(ctypes.Structure):
-    """The struct `Attention` of attention.c."""
+    """Mirrors the struct `Attention` of attention.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "keys", "values", "output")),
@@ -63,7 +63,7 @@ class QuantisedPanels:
 
 
 class _Linear(ctypes.Structure):
-    """The struct `Linear` of linear.c."""
+    """Mirrors the struct `Linear` of linear.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "panels", "bias")),
@@ -74,7 +74,7 @@ class _Linear(ctypes.Structure):
 
 
 class _QuantisedProduct(ctypes.Structure):
-    """The struct `Product` of quantised.c."""
+    """Mirrors the struct `Product` of quantised.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "panels", "bias")),
@@ -84,7 +84,7 @@ class _QuantisedProduct(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of one library. Each uses as many threads as torch does."""
+    """Calls the functions of one library. Each uses as many threads as torch does."""
 
     def __init__(self, path: Path) -> None:
         """Loads the library at `path`. Raises OSError if that fails."""

@@ -23,7 +23,7 @@ VARIABLE = "BATON_CPU_ISA"
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """One way to compile the kernels."""
+    """Describes one way to compile the kernels."""
 
     name: str
     compiler_flags: tuple[str, ...]
@@ -32,7 +32,7 @@ class InstructionSet:
 
     @property
     def shared_object(self) -> Path:
-        """The library that is compiled for it."""
+        """Returns the library that is compiled for it."""
         return Path(__file__).with_name(f"kernels-{self.name}.so")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from services.core.hashing import num_blocks_for
-from services.engine.schedule.admission import FoundBlocks, rank
+from services.engine.schedule.queues import FoundBlocks, rank
 from services.engine.schedule.sequence import Mode, Sequence, State
 from services.kv.pool import BlockPool, Holder
 

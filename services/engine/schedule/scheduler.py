@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from services.core.errors import InvalidRequest, Overloaded
-from services.engine.schedule.admission import Admission, SchedulerConfig, never_fits
 from services.engine.schedule.batch import Batch, release_blocks
 from services.engine.schedule.prefix import index_computed
+from services.engine.schedule.queues import Admission, SchedulerConfig, never_fits
 from services.engine.schedule.sequence import (
     Admitted,
     Failed,

@@ -4,7 +4,7 @@ sequence. Pure functions."""
 from __future__ import annotations
 
 from services.core.hashing import num_blocks_for
-from services.engine.schedule.admission import tokens_left
+from services.engine.schedule.queues import tokens_left
 from services.engine.schedule.sequence import (
     Finish,
     Mode,

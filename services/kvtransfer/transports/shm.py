@@ -33,7 +33,7 @@ MAGIC = b"baton-kv"
 MESSAGE_BYTES = 16 << 20
 _PEER_CREDENTIALS = struct.Struct("3i")
 _RETRY_ACCEPT_S = 1.0
-_SAY_REFUSED_EVERY_S = 10.0
+_REFUSAL_LOG_EVERY_S = 10.0
 MAX_CONNECTIONS = 256
 """The most connections; each worker of this host that fetches here has one. Further ones are refused, and fetch over
 gRPC."""
@@ -82,7 +82,7 @@ class ShmServer:
         self._connections: set[socket.socket] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._num_refused = 0
-        self._say_refused_at_s = 0.0
+        self._next_refusal_log_s = 0.0
         self._listener = _listen(self.name)
         # A descriptor opened read-only cannot be mapped writable, whoever has it.
         self._pool_fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -136,11 +136,11 @@ class ShmServer:
         return f"one more than {MAX_CONNECTIONS} connections" if len(self._connections) >= MAX_CONNECTIONS else None
 
     def _refused(self, what: str) -> None:
-        """Logs a refusal, at most one in `_SAY_REFUSED_EVERY_S`: a refused peer may come again and again."""
+        """Logs a refusal, at most one in `_REFUSAL_LOG_EVERY_S`: a refused peer may come again and again."""
         self._num_refused += 1
         now = self._loop.time()
-        if now >= self._say_refused_at_s:
-            self._say_refused_at_s = now + _SAY_REFUSED_EVERY_S
+        if now >= self._next_refusal_log_s:
+            self._next_refusal_log_s = now + _REFUSAL_LOG_EVERY_S
             log.warning("shared memory: refused %s on %s (%d refused so far)", what, self.name, self._num_refused)
 
     def _hang_up(self, connection: socket.socket) -> None:

@@ -29,7 +29,7 @@ class HandoffRef:
 
 @dataclass(frozen=True, slots=True)
 class SendLeg:
-    """A command for one phase of a request."""
+    """Commands one phase of a request from a worker."""
 
     phase: Role
     """PREFILL or DECODE."""

@@ -25,7 +25,7 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
     `max_tokens` is the longest output that the request and the context allow. Raises DeadlineExceeded if the deadline
     is too short even for an idle cluster, and Overloaded if queued work stands in the way or the queue is full.
     """
-    _not_hopeless(book, spec, _work(book, len(spec.token_ids), spec.min_tokens, max_tokens), now)
+    _check_deadline(book, spec, _work(book, len(spec.token_ids), spec.min_tokens, max_tokens), now)
     if len(book.queue) + book.num_expected < book.config.max_queue:
         return
     victims = _victims(book, spec.priority, len(spec.token_ids) + max_tokens)
@@ -44,7 +44,7 @@ def end_overdue(book: Book, now: float) -> None:
         with book.isolated("tick", request, now):
             if (error := _waited_too_long(book, request, now)) is not None:
                 book.fail(request, error, now)
-    _end_those_in_vain(book, now)
+    _fail_unmeetable(book, now)
 
 
 def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -> None:
@@ -54,7 +54,7 @@ def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -
     does.
     """
     work = _work(book, expected.fewest_tokens, expected.min_tokens, max_tokens)
-    _not_hopeless(book, expected, work, now, before_s=expected.tokenise_s)
+    _check_deadline(book, expected, work, now, before_s=expected.tokenise_s)
     num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
     if num_beyond < 0:
         return
@@ -77,7 +77,7 @@ def _victims(book: Book, priority: int, total_tokens: int) -> list[Request]:
     return stranded + lower
 
 
-def _end_those_in_vain(book: Book, now: float) -> None:
+def _fail_unmeetable(book: Book, now: float) -> None:
     """Fails queued requests that cannot meet their deadlines, unless some output was received: those may go on."""
     if not len(book.queue):
         return
@@ -88,7 +88,7 @@ def _end_those_in_vain(book: Book, now: float) -> None:
         if spec.deadline_s is not None and not request.output:
             with book.isolated("tick", request, now):
                 work = _work(book, len(spec.token_ids), spec.min_tokens, request.max_tokens)
-                error = _hopeless(book, costs, spec, work, ahead, now)
+                error = _deadline_error(book, costs, spec, work, ahead, now)
                 if error is not None:
                     book.fail(request, error, now)
                     continue
@@ -132,7 +132,7 @@ def _num_on_their_way(book: Book) -> int:
     return book.num_in[Phase.PREFILLING] + book.num_in[Phase.PARKED]
 
 
-def _not_hopeless(
+def _check_deadline(
     book: Book, spec: RequestSpec | ExpectedRequest, work: Work, now: float, *, before_s: float = 0.0
 ) -> None:
     if spec.deadline_s is None:
@@ -141,12 +141,12 @@ def _not_hopeless(
     longest = book.workers.cluster.whole.longest_sequence
     before = [other for other in book.queue if other.spec.priority >= spec.priority and other.total_tokens <= longest]
     ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book))
-    error = _hopeless(book, _costs(book), spec, work, ahead, now, before_s=before_s)
+    error = _deadline_error(book, _costs(book), spec, work, ahead, now, before_s=before_s)
     if error is not None:
         raise error
 
 
-def _hopeless(
+def _deadline_error(
     book: Book,
     costs: Costs,
     spec: RequestSpec | ExpectedRequest,

@@ -311,10 +311,10 @@ class Book:
             self.fail(request, error, now)
         except Exception as defect:
             self.actions.append(Defect("event", request.request_id, defect))
-            self._tear_out(request)
+            self._remove_everywhere(request)
             self.actions.append(EmitFailed(request.request_id, error))
 
-    def _tear_out(self, request: Request) -> None:
+    def _remove_everywhere(self, request: Request) -> None:
         """Removes every trace of a request whose own record cannot be trusted: it searches all other records."""
         for worker in self.workers.all():
             info = worker.info

@@ -296,7 +296,7 @@ class Canaries:
                 self._book.workers.succeeded(worker_id, now)
             if first is not last and canary.imported:
                 self._book.workers.transfer_succeeded(first, last.worker_id, now, timings)
-        self._ask_outvoted(first, now)
+        self._recheck_outvoted(first, now)
         self.run(now)
 
     def _wrong(self, info: WorkerInfo, reason: str, now: float) -> None:
@@ -304,7 +304,7 @@ class Canaries:
         self._book.workers.failed(info.worker_id, reason, now, at_once=True)
         migrate(self._book, self._book.workers.get(info.worker_id), now)
 
-    def _ask_outvoted(self, heard: WorkerInfo, now: float) -> None:
+    def _recheck_outvoted(self, heard: WorkerInfo, now: float) -> None:
         """Has those workers checked again at once whose answers are wrong by the votes as they now are."""
         for worker_id in self._answers.outvoted(heard.fingerprint) - {heard.worker_id}:
             if worker_id in self._book.workers:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from services.router import policy
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import PlacedPrefill, Request
-from services.router.policy import Fingerprint, Part, Source, WorkerView
+from services.router.policy import Fingerprint, Source, WorkerSubset, WorkerView
 
 
 def dispatch(book: Book, now: float) -> None:
@@ -144,7 +144,7 @@ class _Line:
         self._claimed: frozenset[str] = frozenset()
 
     @property
-    def left(self) -> Part:
+    def left(self) -> WorkerSubset:
         """Returns the workers that no queued request has claimed."""
         return self._book.workers.cluster.without(self._claimed)
 

@@ -164,6 +164,8 @@ class Story:
 
 @dataclass(slots=True)
 class Request:
+    """Keeps one live request: what the client asked, what it has received, its legs, and what happened to it so far."""
+
     spec: RequestSpec
     max_tokens: int
     number: int

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.answer import Event
+from services.router.answer import AnswerEvent
 from services.router.http.parameters import StreamOptions
 from services.router.http.reply import Reply
 from services.router.incoming import Incoming
@@ -28,7 +28,7 @@ _FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON
 
 @dataclass(frozen=True)
 class Ending:
-    """How an output ended, in OpenAI's words, and which of the request's stops ended it (vLLM's `stop_reason`)."""
+    """Says how an output ended, in OpenAI's words, and which of the request's stops ended it (vLLM's `stop_reason`)."""
 
     finish_reason: str
     stop_reason: str | int | None
@@ -47,7 +47,7 @@ class Ending:
 
 
 class Style(Protocol):
-    """How one endpoint writes the choices of one prompt. Each prompt has one of its own."""
+    """Writes the choices of one prompt as one endpoint does. Each prompt has a style of its own."""
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
         """Returns the choice of an answer that is not streamed."""
@@ -68,7 +68,7 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Objects:
-    """The names that an endpoint gives to its ids and objects."""
+    """Names the ids and objects of an endpoint."""
 
     id_prefix: str
     whole: str
@@ -77,7 +77,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a call, with its request."""
+    """Describes one prompt of a call, with its request."""
 
     incoming: Incoming
     style: Style
@@ -138,7 +138,7 @@ def completion_logprobs(
 
 
 class Writer(Protocol):
-    async def take(self, index: int, event: Event) -> None:
+    async def take(self, index: int, event: AnswerEvent) -> None:
         """Takes an event of the prompt with that index. Returns once the client's connection has room for more."""
         ...
 
@@ -157,7 +157,7 @@ class _Whole:
         self._usages = [inference_pb2.Usage() for _ in call.prompts]
         self._choices: dict[int, Json] = {}
 
-    async def take(self, index: int, event: Event) -> None:
+    async def take(self, index: int, event: AnswerEvent) -> None:
         prompt, output = self._call.prompts[index], self._outputs[index]
         match event:
             case inference_pb2.Chunk():
@@ -188,14 +188,14 @@ class _Stream:
         # event; later events are collected in the answers' own buffers.
         self._turn = asyncio.Lock()
 
-    async def take(self, index: int, event: Event) -> None:
+    async def take(self, index: int, event: AnswerEvent) -> None:
         async with self._turn:
             if payloads := self._payloads(index, event):
                 await self._reply.events(payloads)
             if not self._unfinished:
                 await self._reply.done()
 
-    def _payloads(self, index: int, event: Event) -> list[Json]:
+    def _payloads(self, index: int, event: AnswerEvent) -> list[Json]:
         prompt, usage = self._call.prompts[index], self._usages[index]
         match event:
             case inference_pb2.PromptInfo():

@@ -99,7 +99,7 @@ def make_app(
 
 
 class _Small:
-    """Endpoints that answer from the router's state."""
+    """Serves endpoints that answer from the router's state."""
 
     def __init__(self, catalogue: Catalogue, registry: CollectorRegistry) -> None:
         self._catalogue = catalogue

@@ -161,7 +161,7 @@ def _string(data: bytes, begin: int, max_text_bytes: int) -> int:
 
 
 class Body:
-    """The fields of a JSON object. Fields that were never taken are unknown."""
+    """Reads the fields of a JSON object. Fields that were never taken are unknown."""
 
     def __init__(self, fields: Mapping[str, Any], path: str = "") -> None:
         self._fields = fields

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.core.errors import BatonError, InvalidRequest, forget_frames
 from services.core.ids import new_request_id
-from services.router.answer import Answer, Event
+from services.router.answer import Answer, AnswerEvent
 from services.router.byte_budget import ByteBudget
 from services.router.call import Call, Caller
 from services.router.catalogue import Catalogue, ServedModel
@@ -32,7 +32,7 @@ from services.router.intake import Intake
 from services.router.token_texts import TokenTexts
 from services.rpc.logging import ids
 
-Take = Callable[[int, Event], Awaitable[None]]
+Take = Callable[[int, AnswerEvent], Awaitable[None]]
 """Takes an event of the prompt with that index. Until it returns, that prompt's answer keeps the events that follow."""
 
 
@@ -96,7 +96,7 @@ ReadCall = Callable[[Body, TokenTexts], HttpCall]
 
 
 class Generation:
-    """One endpoint (an ASGI app). A call waits for no client but its own."""
+    """Serves one endpoint (an ASGI app). A call waits for no client but its own."""
 
     def __init__(
         self, intake: Intake, catalogue: Catalogue, read_call: ReadCall, budget: ByteBudget, limits: BodyLimits

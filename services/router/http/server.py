@@ -68,7 +68,7 @@ class ConnectionStage(enum.Enum):
 
 
 class _Pool:
-    """Connections by stage; within each, those that have been in it longest come first."""
+    """Keeps connections by stage; within each, those that have been in it longest come first."""
 
     def __init__(self) -> None:
         self._members: dict[ConnectionStage, dict[BoundedConnection, None]] = {stage: {} for stage in ConnectionStage}
@@ -94,7 +94,7 @@ class _Pool:
 
 
 class Connections:
-    """All connections of one server. Use it on the server's event loop only."""
+    """Keeps all connections of one server. Use it on the server's event loop only."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -153,7 +153,7 @@ class Connections:
 
 
 class BoundedConnection(H11Protocol):
-    """One connection. Its time limits run only while its client keeps the server waiting."""
+    """Bounds the time that one connection takes. The limits run only while its client keeps the server waiting."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ def default_limits() -> ConnectionLimits:
 
 
 class HttpServer:
-    """The HTTP server: call `start`, then `stop`, both on the event loop. `port` is the port that was bound."""
+    """Runs the HTTP server: call `start`, then `stop`, both on the event loop. `port` is the port that was bound."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, limits: ConnectionLimits | None = None) -> None:
         """`limits` are those of its connections; by default what the process's file descriptors allow."""
@@ -373,7 +373,7 @@ class HttpServer:
 
 
 class _Embedded(uvicorn.Server):
-    """A uvicorn server that leaves the process's signals alone and reports when it listens."""
+    """Runs a uvicorn server that leaves the process's signals alone and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -3,7 +3,7 @@
 Owns: the views policy may look at, the filters and the scores. Never: state, clocks, I/O.
 """
 
-from services.router.policy.cluster import Cluster, Part, can_decode, can_prefill, can_take_over
+from services.router.policy.cluster import Cluster, WorkerSubset, can_decode, can_prefill, can_take_over
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
 from services.router.policy.placement import (
     nearest_start,
@@ -24,12 +24,12 @@ __all__ = [
     "HandoffsInFlight",
     "Job",
     "Load",
-    "Part",
     "PolicyConfig",
     "Role",
     "Source",
     "Term",
     "Work",
+    "WorkerSubset",
     "WorkerView",
     "can_decode",
     "can_prefill",

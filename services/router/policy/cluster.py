@@ -1,4 +1,5 @@
-"""The workers as placement sees them: whom a job fits, found once per topology, and what room they have. Pure.
+"""Keeps the workers as placement sees them: which of them a job fits, found once per topology, and what room they have.
+Pure.
 
 Owns: the newest view of each worker; for each kind of job, who could ever run it and take it over; and the room of each
 set of workers that take over from one source, added up as snapshots come. Never: which worker is best (`placement.py`).
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from services.router.policy.views import Fingerprint, Job, Role, Source, WorkerView
 
 _MOST_FITS = 1024
-"""Kept at once; requests that failed on different workers are of different kinds."""
+"""The most fits kept at once; requests that failed on different workers are of different kinds."""
 
 
 def can_prefill(job: Job, worker: WorkerView) -> bool:
@@ -73,27 +74,27 @@ def _fits(job: Job, worker: WorkerView) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Room:
-    """Of workers that take over from the same sources, together."""
+    """Counts the blocks available to workers that take over from the same sources, added together."""
 
     num_blocks: int
-    """Available by their newest snapshots."""
+    """Blocks that are available by the newest snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a prompt could run."""
+    """Names a worker that could run a prompt, and the room of those that could take it over."""
 
     worker_id: str
     room: Room
-    """Of those that could take it over."""
+    """The room of the workers that could take it over."""
 
 
 class Cluster:
-    """All workers, as they are now."""
+    """Keeps the newest view of every worker."""
 
     def __init__(self, views: Iterable[WorkerView] = ()) -> None:
         self.views: dict[str, WorkerView] = {}
-        self._parts: dict[frozenset[str], Part] = {}
+        self._parts: dict[frozenset[str], WorkerSubset] = {}
         self._rooms: dict[tuple[str, ...], Room] = {}
         self._rooms_of: dict[str, list[Room]] = {}
         self._num_fits = 0
@@ -101,7 +102,7 @@ class Cluster:
             self.put(view)
 
     def put(self, view: WorkerView) -> None:
-        """A worker is new, or there is news of it."""
+        """Adds a worker, or replaces what is known of it."""
         before = self.views.get(view.worker_id)
         self.views[view.worker_id] = view
         if before is None or _lasting(before) != _lasting(view):
@@ -111,19 +112,19 @@ class Cluster:
                 room.num_blocks += num_more
 
     def drop(self, worker_id: str) -> None:
-        """A worker is gone, if it was there."""
+        """Removes a worker, if it is there."""
         if self.views.pop(worker_id, None) is not None:
             self._forget()
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> WorkerSubset:
         return self.without(frozenset())
 
-    def without(self, claimed: frozenset[str]) -> Part:
-        """What is left to others where these are claimed. Valid until something changes."""
+    def without(self, claimed: frozenset[str]) -> WorkerSubset:
+        """Returns the workers that are not claimed. It is valid until something changes."""
         part = self._parts.get(claimed)
         if part is None:
-            part = Part(self, [view for view in self.views.values() if view.worker_id not in claimed])
+            part = WorkerSubset(self, [view for view in self.views.values() if view.worker_id not in claimed])
             self._parts[claimed] = part
         return part
 
@@ -137,7 +138,7 @@ class Cluster:
         return room
 
     def note_fit(self) -> None:
-        """One more is kept. What is dropped is found again when it is asked for."""
+        """Counts a fit that is kept. Beyond `_MOST_FITS` all are dropped, and found again when they are asked for."""
         self._num_fits += 1
         if self._num_fits > _MOST_FITS:
             self._forget()
@@ -151,15 +152,15 @@ class Cluster:
         self._parts, self._rooms, self._rooms_of, self._num_fits = {}, {}, {}, 0
 
 
-class Part:
-    """Some of the workers, in one topology."""
+class WorkerSubset:
+    """Holds some of the workers, in one topology, and what jobs fit them."""
 
     def __init__(self, cluster: Cluster, views: list[WorkerView]) -> None:
         ready = [view for view in views if view.ready]
         self.longest_prompt = max((view.context_tokens for view in ready if view.roles.can_prefill), default=0)
-        """Prompts must be shorter to run on prefill workers, tokens."""
+        """Tokens below which a prompt must stay to run on a prefill worker."""
         self.longest_sequence = max((view.context_tokens for view in ready if view.roles.can_decode), default=0)
-        """What these could serve, were they idle: prompt and output, tokens."""
+        """Tokens of the longest sequence that these workers could serve if they were idle: prompt and output."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None], Fit] = {}
@@ -185,7 +186,8 @@ class Part:
         return fit
 
     def able(self, job: Job, source: Source | None) -> list[WorkerView]:
-        """Who could ever take the job over from there; without a source, run the whole of it."""
+        """Returns the workers that could ever take the job over from `source`; without a source, those that could run
+        all of it."""
         fit, views = self.fit(job), self._cluster.views
         worker_ids = fit.decoders if source is None else fit.takers(source)
         return [views[worker_id] for worker_id in worker_ids]
@@ -198,11 +200,11 @@ class Part:
 
 
 class Fit:
-    """Who of some workers could ever do what for jobs of one kind."""
+    """Computes which of some workers could ever run, take over or decode jobs of one kind."""
 
     def __init__(self, cluster: Cluster, views: list[WorkerView], job: Job) -> None:
         self.decoders = tuple(view.worker_id for view in views if can_decode(job, view))
-        """Could run the whole of it."""
+        """The workers that could run the whole of it."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._job = replace(job, prompt=None)  # what is kept must not keep a prompt in memory
@@ -213,18 +215,18 @@ class Fit:
 
     @property
     def can_hand_over(self) -> bool:
-        """Some worker could run the prompt and some worker take it over."""
+        """Returns whether some worker could run the prompt and some worker take it over."""
         return bool(self._sources)
 
     @property
     def can_begin(self) -> bool:
-        """Someone could run it, in two parts or as a whole."""
+        """Returns whether some worker could run it, in two parts or as a whole."""
         return bool(self._sources or self.decoders)
 
     @property
     def starts(self) -> tuple[Start, ...]:
-        """Where the prompt may run, room or not: as far as there is a choice, nowhere that it has failed, and where
-        someone is known to be able to take it over."""
+        """Returns where the prompt may run, whether there is room or not: as far as there is a choice, no worker on
+        which it has failed, and only workers from which another is known to be able to take it over."""
         if self._starts is None:
             views = self._cluster.views
             able = unblamed([views[source.worker_id] for source in self._sources], self._job)
@@ -237,7 +239,7 @@ class Fit:
         return self._starts
 
     def takers(self, source: Source) -> tuple[str, ...]:
-        """Who could ever take over what runs there."""
+        """Returns the workers that could ever take over what runs at the source."""
         key = (source.worker_id, source.fingerprint.kv)
         if key not in self._takers:
             views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
@@ -252,7 +254,7 @@ class Fit:
 def _lasting(
     view: WorkerView,
 ) -> tuple[str, bool, bool, Role, Fingerprint, int, int, int, frozenset[str], frozenset[str]]:
-    """All that decides whom a job fits."""
+    """Returns everything of a view that decides which jobs fit it: what does not change with the load."""
     return (
         view.model,
         view.ready,

@@ -19,7 +19,7 @@ from services.router.policy.views import WorkerView
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """When a request could run and end. All times are in seconds."""
+    """Says when a request could run and end. All times are in seconds."""
 
     wait_s: float
     """Earliest time until its prompt begins, behind what is queued."""
@@ -33,7 +33,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request, in tokens."""
+    """Describes a request by its tokens."""
 
     num_tokens: int
     """Tokens of its prompt."""
@@ -44,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What the router has accepted before the request."""
+    """Counts what the router has accepted before the request."""
 
     num_tokens: int = 0
     """Tokens of prompts that are still queued in the router."""
@@ -54,7 +54,7 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the cluster's workers cost at one moment. Make it once for many requests."""
+    """Holds what the cluster's workers cost at one moment. Make it once for many requests."""
 
     prefill: _Lane | None
     """The prefill and mixed workers; None if there is none, or not every one has measured its cost."""
@@ -117,7 +117,7 @@ def _decode_ms(worker: WorkerView, output_tokens: float, num_sequences: float) -
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """The workers that could run a prompt, with their queues."""
+    """Holds the workers that could run a prompt, with their queues."""
 
     queues: tuple[tuple[float, float], ...]
     """For each worker (milliseconds until it is free, milliseconds per token); the first to be free comes first."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.errors import ContextLengthExceeded
-from services.router.policy.cluster import Part, Room, import_blocks, unblamed
+from services.router.policy.cluster import Room, WorkerSubset, import_blocks, unblamed
 from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import HandoffsInFlight, Job, Role, Source, WorkerView
 
@@ -36,7 +36,7 @@ def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, context_t
 
 
 def place_prefill(
-    job: Job, workers: Part, handoffs_in_flight: HandoffsInFlight, now: float, config: PolicyConfig
+    job: Job, workers: WorkerSubset, handoffs_in_flight: HandoffsInFlight, now: float, config: PolicyConfig
 ) -> str | None:
     """Returns the worker for the prompt, or None to wait.
 
@@ -64,7 +64,7 @@ def place_decode(
 ) -> str | None:
     """Returns the worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait.
 
-    `able` has the workers of `Part.able` that may be asked.
+    `able` has the workers of `WorkerSubset.able` that may be asked.
     """
     candidates = [worker for worker in _tried(unblamed(able, job), source) if _has_room_to_decode(job, source, worker)]
     return _best(candidates, job, source, now, config.decode_terms)
@@ -73,7 +73,7 @@ def place_decode(
 def nearest_to_room(job: Job, source: Source | None, able: list[WorkerView]) -> str | None:
     """Returns the worker that could take an aged job soonest: the one with the most available blocks, enough or not.
 
-    `able` has workers of `Part.able`.
+    `able` has workers of `WorkerSubset.able`.
     """
     if not able:
         return None
@@ -82,7 +82,7 @@ def nearest_to_room(job: Job, source: Source | None, able: list[WorkerView]) -> 
 
 @dataclass(frozen=True, slots=True)
 class NearestStart:
-    """Where an aged prompt could begin soonest, and whether it could begin now."""
+    """Names where an aged prompt could begin soonest, and says whether it could begin now."""
 
     source_id: str
     """The worker that would run the prompt."""
@@ -92,7 +92,7 @@ class NearestStart:
     target_has_room: bool
 
 
-def nearest_start(job: Job, workers: Part, config: PolicyConfig) -> NearestStart | None:
+def nearest_start(job: Job, workers: WorkerSubset, config: PolicyConfig) -> NearestStart | None:
     """Returns the prefill worker with the most available blocks, and with it the best worker to take over.
 
     The latter is the one with the most available blocks among those that could, enough or not. Other handoffs in flight
@@ -114,7 +114,8 @@ def nearest_start(job: Job, workers: Part, config: PolicyConfig) -> NearestStart
 
 
 def _tried(able: list[WorkerView], source: Source | None) -> list[WorkerView]:
-    """Those that are known to take over what runs at `source`, room or not. All of them, if none is."""
+    """Returns those that are known to take over what runs at `source`, whether they have room or not; all, if none is
+    known to."""
     if source is None:
         return able
     return [worker for worker in able if source.worker_id not in worker.untried] or able

@@ -12,11 +12,11 @@ from services.core.hashing import BlockHash, block_hashes, num_blocks_for
 from services.router.health import Ramp
 
 _MOST_BLOCK_SIZES = 8
-"""For which sums are kept: a cluster has one, or a few."""
+"""The most block sizes for which sums are kept: a cluster has one, or a few."""
 
 
 class Role(enum.Flag):
-    """A set of phases: those that a worker takes commands for. A single phase is the set of that one."""
+    """Names a set of phases: those that a worker takes commands for. A single phase is the set of that one."""
 
     PREFILL = enum.auto()
     DECODE = enum.auto()
@@ -39,7 +39,7 @@ class Role(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a worker computes (mirror of `baton.v1.Fingerprint`)."""
+    """Names what a worker computes (mirror of `baton.v1.Fingerprint`)."""
 
     kv: str
     """Workers exchange KV only if this is equal."""
@@ -54,7 +54,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A worker's load (mirror of `baton.v1.LoadSnapshot`, in the same units)."""
+    """Counts a worker's load (mirror of `baton.v1.LoadSnapshot`, in the same units)."""
 
     sequence_number: int = 0
     blocks_importing: int = 0
@@ -90,7 +90,7 @@ class Load:
         return not (self.blocks_importing or self.blocks_leased or self.blocks_active or self.num_waiting)
 
     def shows_more_room_than(self, other: Load) -> bool:
-        """Something that found no place by the other may find one by this."""
+        """Returns whether something that found no place by the other may find one by this."""
         return (
             self.available_blocks > other.available_blocks
             or self.num_running + self.num_importing < other.num_running + other.num_importing
@@ -101,11 +101,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What policy knows of a worker: its description, its newest snapshot, and what was sent there since."""
+    """Holds what policy knows of a worker: its description, its newest snapshot, and what was sent there since."""
 
     worker_id: str
     model: str
-    """What it serves."""
+    """The model that it serves."""
     roles: Role
     ready: bool
     host_id: str
@@ -158,7 +158,7 @@ class WorkerView:
 
 
 class PromptTokens(Protocol):
-    """The tokens of a prompt, and the salt that keeps its blocks apart from others'."""
+    """Gives the tokens of a prompt, and the salt that keeps its blocks apart from others'."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -169,7 +169,7 @@ class PromptTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A leg that is to be placed. Lengths are in tokens."""
+    """Describes a leg that is to be placed. Lengths are in tokens."""
 
     num_tokens: int
     """Prompt and replayed output: what is computed before the next token can be sampled."""
@@ -185,9 +185,9 @@ class Job:
     conversation: str = ""
     """The conversation it belongs to; empty for none."""
     tenant: str = ""
-    """Whose it is."""
+    """The tenant that sent the request; empty for none."""
     model: str = ""
-    """The model that is to compute it: no worker of another one may."""
+    """The model that is to compute it. No worker of another model may."""
     prompt: PromptTokens | None = None
     """The prompt, for a policy that weighs which worker has a part of it cached. Replayed output is not in it."""
 
@@ -199,7 +199,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The worker that holds a handoff's lease."""
+    """Names the worker that holds a handoff's lease."""
 
     worker_id: str
     host_id: str
@@ -207,10 +207,10 @@ class Source:
 
 
 class HandoffsInFlight:
-    """Prompts whose handoffs still need room on a decode worker, added up as they come and go."""
+    """Counts the prompts whose handoffs still need room on a decode worker, added up as they come and go."""
 
     def __init__(self, lengths: Iterable[int] = ()) -> None:
-        """`lengths`: tokens of each."""
+        """`lengths` are the tokens of each."""
         self._lengths = Counter(lengths)
         self._num_blocks: dict[int, int] = {}
 
@@ -233,7 +233,7 @@ class HandoffsInFlight:
             self._num_blocks[block_size] -= num_blocks_for(num_tokens, block_size) + 1
 
     def num_blocks(self, block_size: int) -> int:
-        """All they will take, with a block each to grow into."""
+        """Returns all blocks they will take, with one each to grow into."""
         if block_size not in self._num_blocks:
             if len(self._num_blocks) >= _MOST_BLOCK_SIZES:
                 self._num_blocks.clear()

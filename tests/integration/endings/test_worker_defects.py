@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import types_pb2, worker_pb2
-from services.decode.admission import AdmissionPolicy
+from services.decode.handoff_admission import AdmissionPolicy
 from services.decode.leg import DecodeLeg
 from services.decode.record import DecodeRecord
 from services.engine.engine import Engine
@@ -241,7 +241,7 @@ async def test_a_leg_that_cannot_be_given_up_harms_no_other(model: Path, poisone
             await session.send(cancel=worker_pb2.CancelLeg(leg=2))
             await session.send(cancel=worker_pb2.CancelLeg(leg=3))
             lease = next(lease for lease in host.leases if lease.listener.number == 2)  # type: ignore[union-attr]
-            await until(lambda: len(host.leases) == 2, "the cancel after it is heeded")
+            await until(lambda: len(host.leases) == 2, "the cancel after it is handled")
             assert session.error is None
         host.leases.abort(lease.lease_id, host.clock.now())
 

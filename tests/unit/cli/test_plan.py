@@ -171,7 +171,7 @@ def test_memory_is_divided_and_bounded() -> None:
     assert large == pytest.approx((GIB + MAX_POOL_BYTES) / (256 * GIB))
 
 
-def test_container_limits_are_heeded(tmp_path: pathlib.Path) -> None:
+def test_a_plan_stays_within_the_limits_of_its_container(tmp_path: pathlib.Path) -> None:
     assert machine.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine.cpu_quota(tmp_path) is None

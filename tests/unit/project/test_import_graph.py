@@ -18,7 +18,7 @@ import pytest
 from tests.support import ROOT
 
 IMPURE = ("torch", "transformers", "grpc", "asyncio", "os", "time", "datetime", "threading", "concurrent", "socket")
-SAYS_PURE = re.compile(r"\bPure\b")
+SAYS_PURE = re.compile(r"\bpure\b", re.IGNORECASE)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.decode.admission import AdmissionPolicy
+from services.decode.handoff_admission import AdmissionPolicy
 from services.engine.worker_engine import EngineRoom
 
 BUSY = EngineRoom(num_available=40, num_blocks=100, num_sequences=3, max_num_seqs=8, num_preempted=0)
