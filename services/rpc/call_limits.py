@@ -3,8 +3,8 @@
 A caller needs only one frame to open a call, and may then send nothing, send half a message, or not read the answer. A
 server that is full ends the call that has kept it waiting longest; the HTTP server does the same with connections.
 Calls whose messages are still arriving have a bound of their own, since the runtime holds the bytes received so far of
-each. An answer of which nothing is read ends after a while. Owns: these bounds, over the services that need no token.
-Never: calls that have the token.
+each; and so have the connections that such calls keep open, since a server accepts few. An answer of which nothing is
+read ends after a while. Owns: these bounds, over the services that need no token. Never: calls that have the token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -39,16 +40,23 @@ def most_arriving(max_request_bytes: int) -> int:
     return max(4, min(256, ARRIVING_BYTES // max_request_bytes))
 
 
+def most_held(max_connections: int) -> int:
+    """Returns how many connections may be kept by calls that only wait for their clients: half, so that others are
+    left to newcomers. A connection whose last call was ended is idle, and closed as such."""
+    return max(4, max_connections // 2)
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Applies the bounds to all calls of open services.
 
     It reads every request as a stream, to see how long it takes to arrive. On the wire this makes no difference.
     """
 
-    def __init__(self, most: int, most_arriving: int, freed: Callable[[], None] = lambda: None) -> None:
-        """`most` bounds the calls open at once; health probes (`Health/Check`) do not count. `freed` is called when
-        the bytes of a request that is too long are about to be freed."""
-        self._calls = OpenCalls(most, most_arriving)
+    def __init__(self, most: int, most_arriving: int, most_held: int, freed: Callable[[], None] = lambda: None) -> None:
+        """`most` bounds the calls open at once; health probes (`Health/Check`) do not count. `most_held` bounds the
+        connections on which calls keep the server waiting. `freed` is called when the bytes of a request that is too
+        long are about to be freed."""
+        self._calls = OpenCalls(most, most_arriving, most_held)
         self._freed = freed
 
     async def intercept_service(
@@ -83,7 +91,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _unary(self, behavior: Behavior, many: bool, *, is_probe: bool) -> Behavior:
         async def respond(requests: AsyncIterator[Any], context: CallContext) -> Any:
-            async with self._calls.open(is_probe=is_probe) as call:
+            async with self._calls.open(context.peer(), is_probe=is_probe) as call:
                 arriving = _Arriving(requests, call)
                 return await behavior(arriving if many else await _first(arriving), context)
 
@@ -91,7 +99,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _streaming(self, behavior: Behavior, many: bool) -> Behavior:
         async def respond(requests: AsyncIterator[Any], context: CallContext) -> None:
-            async with self._calls.open() as call:
+            async with self._calls.open(context.peer()) as call:
                 arriving = _Arriving(requests, call)
                 outcome = behavior(arriving if many else await _first(arriving), context)
                 if inspect.isawaitable(outcome):  # the handler writes through the context itself, as Health.Watch does
@@ -118,30 +126,32 @@ async def _write(context: CallContext, response: Any) -> None:
 class OpenCalls:
     """Keeps the open calls of one server, and which of them keep it waiting. Use it on the event loop only."""
 
-    def __init__(self, most: int, most_arriving: int) -> None:
+    def __init__(self, most: int, most_arriving: int, most_held: int) -> None:
         self._most = most
         self._most_arriving = most_arriving
+        self._most_held = most_held
         self._calls: set[OpenCall] = set()
         self._arriving: dict[OpenCall, int] = {}
         """Calls whose next message is awaited, oldest first, each with the running number of its wait."""
-        self._unread: dict[OpenCall, None] = {}
-        self._num_arrivals = 0
+        self._unread: dict[OpenCall, int] = {}
+        """Calls whose client is to read, in the same way."""
+        self._num_waits = 0
         self._num_swept = 0
-        """The value of `_num_arrivals` at the last sweep."""
+        """The value of `_num_waits` at the last sweep."""
         self._sweep: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._calls)
 
     @contextlib.asynccontextmanager
-    async def open(self, *, is_probe: bool = False) -> AsyncIterator[OpenCall]:
-        """Counts a call as open within the block.
+    async def open(self, peer: str, *, is_probe: bool = False) -> AsyncIterator[OpenCall]:
+        """Counts a call as open within the block. `peer` names its connection.
 
         Raises Overloaded at once if there is no room, or later if the call is ended to make room for another.
         """
         if not is_probe and len(self._calls) >= self._most:
             self._make_room()
-        call = OpenCall(self)
+        call = OpenCall(self, peer)
         try:
             async with asyncio.timeout(None) as call.limit:
                 if not is_probe:
@@ -150,30 +160,27 @@ class OpenCalls:
         except TimeoutError as error:
             if not call.is_evicted:
                 raise
-            message = "the server is full, and this call has kept it waiting"
+            message = "the server needs the room, and this call has kept it waiting"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
         finally:
             self._calls.discard(call)
 
+    def arriving(self, call: OpenCall) -> contextlib.AbstractContextManager[None]:
+        return self._waiting(self._arriving, call)
+
+    def unread(self, call: OpenCall) -> contextlib.AbstractContextManager[None]:
+        return self._waiting(self._unread, call)
+
     @contextlib.contextmanager
-    def arriving(self, call: OpenCall) -> Iterator[None]:
-        self._num_arrivals += 1
-        self._arriving[call] = self._num_arrivals
+    def _waiting(self, waits: dict[OpenCall, int], call: OpenCall) -> Iterator[None]:
+        self._num_waits += 1
+        waits[call] = self._num_waits
         call.since_s = asyncio.get_running_loop().time()
         self._look_later()
         try:
             yield
         finally:
-            self._arriving.pop(call, None)
-
-    @contextlib.contextmanager
-    def unread(self, call: OpenCall) -> Iterator[None]:
-        self._unread[call] = None
-        call.since_s = asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            self._unread.pop(call, None)
+            waits.pop(call, None)
 
     def _make_room(self) -> None:
         before_s = asyncio.get_running_loop().time() - GRACE_S
@@ -184,11 +191,13 @@ class OpenCalls:
         self._evict(victim)
 
     def _look_later(self) -> None:
-        if self._sweep is None and len(self._arriving) > self._most_arriving:
+        # There are no more connections than calls, which are counted faster.
+        is_due = len(self._arriving) > self._most_arriving or len(self._arriving) + len(self._unread) > self._most_held
+        if self._sweep is None and is_due:
             self._sweep = asyncio.get_running_loop().call_later(GRACE_S, self._look)
 
     def _look(self) -> None:
-        """Ends calls above the bound on arriving messages, if they waited at the last sweep already.
+        """Ends calls above the bounds on waiting ones, if they waited at the last sweep already.
 
         One sweep alone would be unfair: an event loop that was held up has not read what has arrived meanwhile.
         """
@@ -197,8 +206,20 @@ class OpenCalls:
             if len(self._arriving) <= self._most_arriving or number > self._num_swept:
                 break
             self._evict(call)
-        self._num_swept = self._num_arrivals
+        self._release_connections()
+        self._num_swept = self._num_waits
         self._look_later()
+
+    def _release_connections(self) -> None:
+        waits = sorted((*self._arriving.items(), *self._unread.items()), key=lambda wait: wait[1])
+        held = Counter(call.peer for call, _ in waits)
+        for call, number in waits:
+            if len(held) <= self._most_held or number > self._num_swept:
+                break
+            self._evict(call)
+            held[call.peer] -= 1
+            if not held[call.peer]:
+                del held[call.peer]
 
     def _evict(self, call: OpenCall) -> None:
         self._calls.discard(call)
@@ -208,7 +229,8 @@ class OpenCalls:
 
 
 class OpenCall:
-    def __init__(self, calls: OpenCalls) -> None:
+    def __init__(self, calls: OpenCalls, peer: str) -> None:
+        self.peer = peer
         self.limit: asyncio.Timeout
         self.is_evicted = False
         self.since_s = 0.0

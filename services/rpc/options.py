@@ -30,9 +30,17 @@ MAX_CONNECTIONS = 4096
 # For the preface and the first settings. The runtime's own limit is two minutes.
 HANDSHAKE_TIMEOUT_MS = 10_000
 # For a connection without a call under way. A client that comes back reconnects by itself.
-MAX_CONNECTION_IDLE_MS = 60_000
+MAX_CONNECTION_IDLE_MS = 20_000
+# After this, a connection takes no new calls, and is closed when those under way have ended, however long they take: no
+# generation and no session is cut. So whoever keeps connections busy has to open them again, as newcomers do.
+MAX_CONNECTION_AGE_MS = 120_000
 # On one connection. The runtime makes a client that wants more wait.
 MAX_CONCURRENT_STREAMS = 2048
+
+
+def max_connections() -> int:
+    """Returns how many connections a server of this process accepts."""
+    return share_of_descriptors(SHARE_OF_DESCRIPTORS, MAX_CONNECTIONS)
 
 
 def server_options(max_request_bytes: int = MAX_REQUEST_BYTES) -> Options:
@@ -43,9 +51,10 @@ def server_options(max_request_bytes: int = MAX_REQUEST_BYTES) -> Options:
         ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
         # The runtime reads this key; it ignores the one with "recv" in its name, which the C constant has.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-        ("grpc.max_allowed_incoming_connections", share_of_descriptors(SHARE_OF_DESCRIPTORS, MAX_CONNECTIONS)),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_MS),
+        ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
         *_keepalive(CLIENT_KEEPALIVE_TIME_MS),
     ]

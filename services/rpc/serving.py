@@ -15,10 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from services.core.addresses import join
 from services.core.errors import ConfigError
 from services.rpc.authentication import TokenInterceptor
-from services.rpc.call_limits import CallInterceptor, most_arriving
+from services.rpc.call_limits import CallInterceptor, most_arriving, most_held
 from services.rpc.health import HealthServicer
 from services.rpc.interceptors import ErrorInterceptor
-from services.rpc.options import MAX_REQUEST_BYTES, server_options
+from services.rpc.options import MAX_REQUEST_BYTES, max_connections, server_options
 
 MAX_CALLS = 1024
 """The most calls without the token that may be open at once."""
@@ -58,7 +58,8 @@ class GrpcServer:
         self._services: list[str] = []
         self._health = HealthServicer()
         # The runtime's own limit counts calls whose clients never read their answers, and cannot end them.
-        limits = CallInterceptor(max_concurrent_rpcs, most_arriving(max_request_bytes), freed)
+        held = most_held(max_connections())
+        limits = CallInterceptor(max_concurrent_rpcs, most_arriving(max_request_bytes), held, freed)
         self._server = grpc.aio.server(
             # The outermost interceptor translates all errors.
             interceptors=[ErrorInterceptor(), TokenInterceptor(token), limits, *interceptors],

@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import httpx2
@@ -31,6 +32,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_DESCRIPTORS = 256
 NUM_PEERS = 400
+NUM_CLIENTS = 80
+"""More than a gRPC server with so few descriptors accepts connections."""
+NEWCOMER_WITHIN_S = 60.0
 HEALTH_WITHIN_S = 5.0
 PROMPT = list(range(10, 40))
 NUM_TOKENS = 200
@@ -167,20 +171,67 @@ async def test_idle_http_peers(attacked: Attacked, what: str) -> None:
 
 @pytest.mark.parametrize("what", OVER_GRPC)
 async def test_idle_grpc_peers(attacked: Attacked, what: str) -> None:
-    """Who is connected goes on, and the process accepts on its other ports, those of workers and operators too. (Who
-    comes new to this one waits until the idle ones are thrown out: gRPC has no other order.)"""
+    """Who is connected goes on, and the process accepts on its other ports, those of workers and operators too. Who
+    comes new to this one waits until the idle ones are thrown out, since gRPC has no other order."""
     greeting, more = OVER_GRPC[what]
     with peers(attacked.grpc_port, NUM_PEERS, lambda number: greeting) as idle:
-        stream = asyncio.create_task(attacked.stream())
-        for _ in range(3):
-            drip(idle, more)
-            assert await attacked.is_live()
-            assert await attacked.is_live("/health")
+        await unharmed(attacked, lambda: drip(idle, more))
+        async with asyncio.timeout(NEWCOMER_WITHIN_S):
+            await newcomer(attacked.grpc_port)
+
+
+async def only_connected(channel: grpc.aio.Channel) -> None:
+    await channel.channel_ready()
+    await asyncio.Event().wait()
+
+
+async def watching(channel: grpc.aio.Channel) -> None:
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    async for _ in watch:
+        pass
+
+
+async def sending_no_request(channel: grpc.aio.Channel) -> None:
+    await channel.stream_unary("/baton.v1.InferenceService/ListModels")(wait_for_ready=True)
+
+
+@pytest.mark.parametrize(
+    ("port", "do"),
+    [
+        ("grpc_port", only_connected),
+        ("grpc_port", watching),
+        ("grpc_port", sending_no_request),
+        ("control_port", watching),
+    ],
+)
+async def test_idle_grpc_clients(attacked: Attacked, port: str, do: Callable[[grpc.aio.Channel], Any]) -> None:
+    """These answer pings, as gRPC's own clients do, so that only what they hold tells that they are idle."""
+    number = getattr(attacked, port)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = []
+        for _ in range(NUM_CLIENTS):
+            channel = await stack.enter_async_context(dial(f"127.0.0.1:{number}"))
+            clients.append(asyncio.create_task(do(channel)))
+        try:
+            await unharmed(attacked, lambda: None, control=port != "control_port")
+            async with asyncio.timeout(NEWCOMER_WITHIN_S):
+                await newcomer(number)
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+
+
+async def unharmed(attacked: Attacked, attack: Callable[[], None], *, control: bool = True) -> None:
+    stream = asyncio.create_task(attacked.stream())
+    for _ in range(3):
+        attack()
+        assert await attacked.is_live()
+        assert await attacked.is_live("/health")
+        if control:
             await newcomer(attacked.control_port)
-        assert await stream == attacked.expected
-        assert num_open_files(attacked) < NUM_DESCRIPTORS - 50
-    async with asyncio.timeout(30):
-        await newcomer(attacked.grpc_port)
+    assert await stream == attacked.expected
+    assert num_open_files(attacked) < NUM_DESCRIPTORS - 50
 
 
 async def newcomer(port: int) -> None:

@@ -12,12 +12,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from services.rpc import options
 from services.rpc.channels import dial
 from services.rpc.serving import GrpcServer
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, grpc_request
 
 MOST = 8
 MIB = 1 << 20
+READY = grpc.ChannelConnectivity.READY
 LIST_MODELS = "/baton.v1.InferenceService/ListModels"
 NO_WINDOW = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00" + b"\x00\x04" + bytes(4)
 """SETTINGS: the client has no room for a byte of any answer."""
@@ -44,8 +46,8 @@ Running = tuple[GrpcServer, grpc.aio.Channel, Inference]
 
 
 @contextlib.asynccontextmanager
-async def running(**options: Any) -> AsyncIterator[Running]:
-    server, servicer = GrpcServer(**options), Inference()
+async def running(**flags: Any) -> AsyncIterator[Running]:
+    server, servicer = GrpcServer(**flags), Inference()
     server.add("baton.v1.InferenceService", inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
     await server.start()
     async with dial(server.address) as channel:
@@ -114,6 +116,69 @@ async def test_who_only_watches_makes_room() -> None:
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, "the one that has watched for longest"
         for watch in watches:
             watch.cancel()
+
+
+def lonely(address: str) -> grpc.aio.Channel:
+    """One with a connection of its own, that comes back soon when it is thrown out."""
+    soon = [(f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "min", "max")]
+    return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1), *soon])
+
+
+async def watch(channel: grpc.aio.Channel) -> None:
+    """Watches for ever, as clients do who want to know."""
+    while True:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+
+
+async def open_a_call(channel: grpc.aio.Channel) -> None:
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await channel.stream_unary(LIST_MODELS)(wait_for_ready=True).code()
+
+
+async def only_connect(channel: grpc.aio.Channel) -> None:
+    await channel.channel_ready()
+
+
+async def call_often(channel: grpc.aio.Channel) -> None:
+    """No connection of this one is ever idle, nor kept by one call."""
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await is_healthy(channel)
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("occupy", [watch, open_a_call, only_connect, call_often])
+async def test_connections_are_not_kept_for_ever(
+    occupy: Callable[[grpc.aio.Channel], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "MAX_CONNECTIONS", 2 * MOST)
+    monkeypatch.setattr(options, "MAX_CONNECTION_IDLE_MS", 500)
+    monkeypatch.setattr(options, "MAX_CONNECTION_AGE_MS", 1000)
+    async with running() as (server, channel, servicer):
+        working = asyncio.ensure_future(
+            inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
+        )
+        await servicer.working.acquire()
+        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+            occupants = [await stack.enter_async_context(lonely(server.address)) for _ in range(2 * MOST)]
+            tasks = [asyncio.create_task(occupy(each)) for each in occupants]
+            try:
+                while sum(each.get_state() is READY for each in occupants) < 2 * MOST - 1:  # noqa: ASYNC110  # no event
+                    await asyncio.sleep(0.01)
+                for _ in range(3):
+                    async with lonely(server.address) as newcomer:
+                        stub = health_pb2_grpc.HealthStub(newcomer)
+                        answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        servicer.gate.set()
+        await working  # older than any connection may be, and not cut
 
 
 async def test_what_the_server_works_on_is_never_ended_for_others() -> None:
