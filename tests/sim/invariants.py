@@ -50,6 +50,8 @@ class Watch:
     def __init__(self, world: World, cluster: Cluster) -> None:
         self._world = world
         self._cluster = cluster
+        self._queued: dict[SimRouter, int] = {}
+        """How many requests each router had in its queue after its last turn."""
 
     def after_turn(self, node: Machine) -> None:
         inhabitant = getattr(node, "inhabitant", None)
@@ -57,9 +59,19 @@ class Watch:
         if isinstance(inhabitant, SimWorker):
             if thorough:
                 check_worker(self._world, inhabitant)
-        elif isinstance(inhabitant, SimRouter) and thorough:
-            inhabitant.coordinator.check()
-            _check_queue(self._world, inhabitant)
+        elif isinstance(inhabitant, SimRouter):
+            self._check_queue(inhabitant)
+            if thorough:
+                inhabitant.coordinator.check()
+
+    def _check_queue(self, router: SimRouter) -> None:
+        """Requires that the queue is bounded, but for requests that come back from a worker, and for their places: who
+        has a higher priority may take those."""
+        queue, longest = router.coordinator._book.queue, router.config.max_queue
+        newcomers = [each.request_id for each in queue if not each.story.num_prefills and not each.story.num_decodes]
+        bound = max(longest, self._queued.get(router, 0))
+        self._world.require(len(newcomers) <= bound, f"{router.node.name}: {newcomers} queued, {longest} may be")
+        self._queued[router] = len(queue)
 
     def check_all(self) -> None:
         for worker in self._cluster.workers.values():
@@ -68,13 +80,6 @@ class Watch:
         for router in self._cluster.routers.values():
             if router.node.alive:
                 router.coordinator.check()
-
-
-def _check_queue(world: World, router: SimRouter) -> None:
-    """It is bounded, but for those that were placed before and lost their workers."""
-    waiting = [request for request in router.coordinator._book.queue if not request.story.num_retries]
-    full = len(waiting) <= router.config.max_queue
-    world.require(full, f"{router.node.name}: {len(waiting)} queued, {router.config.max_queue} may be")
 
 
 def not_idle(cluster: Cluster) -> list[str]:
