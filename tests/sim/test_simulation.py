@@ -26,7 +26,9 @@ def test_no_fault_loses_repeats_or_corrupts_a_token(seeds: range) -> None:
     assert not summary.failures, summary.failures
 
 
-@pytest.mark.parametrize("seed", [2869, 3435, 5051, 5226, 5774, 7342, 21960, 23461, 35949, 39992, 48931, 50787, 87884])
+@pytest.mark.parametrize(
+    "seed", [2869, 3435, 5051, 5226, 5774, 7342, 21960, 23461, 35949, 39992, 48931, 50787, 87884, 99327]
+)
 def test_what_failed_once(seed: int) -> None:
     """Seeds that found something in a run of a hundred thousand. (What a seed does changes with the simulator.)"""
     simulate(seed)
