@@ -217,11 +217,16 @@ class Catalogue:
         """Does the timed work of all models. Called every TICK_S."""
         now = self._clock.now()
         for model in self.all():
-            model.conductor.tick()
-            if model is self.own or model.conductor.in_use:
-                self._unused_since_s.pop(model.model_id, None)
-            elif now - self._unused_since_s.setdefault(model.model_id, now) >= UNUSED_S:
-                self._drop(model)
+            with model.conductor.isolated("tick"):
+                model.conductor.tick()
+            with model.conductor.isolated("tick"):
+                self._drop_if_unused(model, now)
+
+    def _drop_if_unused(self, model: ServedModel, now: float) -> None:
+        if model is self.own or model.conductor.in_use:
+            self._unused_since_s.pop(model.model_id, None)
+        elif now - self._unused_since_s.setdefault(model.model_id, now) >= UNUSED_S:
+            self._drop(model)
 
     def _drop(self, model: ServedModel) -> None:
         name = model.model_id

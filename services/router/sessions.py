@@ -48,6 +48,9 @@ class LinkOwner(Protocol):
         `crashed` is False if the worker ended the session in order.
         """
 
+    def link_failed(self, error: Exception) -> None:
+        """Is called before `link_lost` if this router could not handle what the worker said: a defect of its own."""
+
     def worker_message(self, link: WorkerLink, message: worker_pb2.SessionResponse) -> None: ...
 
     def held_leases(self, link: WorkerLink) -> list[bytes]: ...
@@ -146,8 +149,9 @@ class WorkerLink:
             reason = f"{error.code().name}: {error.details()}"
             if error.details() == _WRITE_FAILED and self._is_leaving:
                 crashed = False  # a write of this router met the orderly end of the call
-        except* Exception:
-            log.exception("worker %s: its messages could not be handled", self.info.worker_id)
+        except* Exception as defects:
+            for defect in defects.exceptions:
+                self._owner.link_failed(defect)
             reason = "internal error"
         finally:
             await channel.close()

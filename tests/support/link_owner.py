@@ -22,6 +22,9 @@ class Owner:
     def worker_message(self, link: WorkerLink, message: Any) -> None:
         pass
 
+    def link_failed(self, error: Exception) -> None:
+        raise error
+
     def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
         self.lost.set_result((reason, crashed))
 
