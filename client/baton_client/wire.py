@@ -15,10 +15,11 @@ OPTIONS: ChannelOptions = (
     # A long answer with log-probabilities is more than gRPC takes by default.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 16 << 20),
-    # A router that has gone without a word is noticed after the sum, while a call is under way.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    # A router that has gone without a word is noticed after the sum, while a call is under way. The timeout is longer
+    # than a pause of the whole host that workers and routers survive.
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 12_000),
+    ("grpc.http2.ping_timeout_ms", 12_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Between two attempts the channel, too, must have tried to connect again.
     ("grpc.initial_reconnect_backoff_ms", 100),

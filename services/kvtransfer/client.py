@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
 from services.core.clock import Clock, MonotonicClock
@@ -91,7 +92,7 @@ class BlockFetcher:
 
     `dial(address)` makes channels (rpc.channels.dial); `error_of(call error)` returns the error that a failed call
     stands for (rpc.status.from_call). `silence_s`, measured by `awake`, bounds each answer that the source owes at
-    once, but not the prefill.
+    once, also whether it is still there, but not the prefill.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class BlockFetcher:
             copier.pin()
             try:
                 with self._channels.use(order.source.address) as channel:
-                    return await self._run(order, kvtransfer_pb2_grpc.KVTransferServiceStub(channel), copier)
+                    return await self._run(order, channel, copier)
             finally:
                 copier.unpin()
         finally:
@@ -163,13 +164,16 @@ class BlockFetcher:
                 log.info("kv transfer from %s takes another transport: %s", source.address, error)
         return await ends[-1].connect(source, offers[ends[-1].transport])
 
-    async def _run(self, order: FetchOrder, stub: Stub, copier: Copier) -> FetchOutcome:
+    async def _run(self, order: FetchOrder, channel: grpc.aio.Channel, copier: Copier) -> FetchOutcome:
+        stub = kvtransfer_pb2_grpc.KVTransferServiceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
         started_s = self._clock.now()
         async with FetchStream(
             stub.Fetch(),
             self._clock,
             self._error_of,
             carried=copier.carried,
+            ask=lambda: health.Check(health_pb2.HealthCheckRequest()),
             awake=self._awake,
             silence_s=self._silence_s,
         ) as stream:

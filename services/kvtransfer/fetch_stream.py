@@ -1,12 +1,16 @@
 """Reads one Fetch call at the destination: announcements in order, then the seal.
 
-Owns: the stream's reader, and what is a protocol violation. Never: copies, the import, the Release.
+While a prompt is computed the source may have nothing to say for long. It is asked meanwhile whether it is there, on
+the same connection: a connection that has lost its other end looks like a quiet one.
+
+Owns: the stream's reader, the watch over its source, and what is a protocol violation. Never: copies, the import, the
+Release.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,6 +35,8 @@ ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
 # How many messages are read ahead of the copies if they carry the blocks' bytes. Other announcements are small, and all
 # are read as they come, so that the time of SEALED is noted when it arrives.
 _CARRIED_AHEAD = 4
+ASK_EVERY_S = 3.0
+"""Seconds between two questions whether the source is there."""
 
 
 def as_transfer_error(error: grpc.RpcError, error_of: ErrorOf) -> BatonError:
@@ -59,9 +65,18 @@ class FetchStream:
     """Reads one Fetch call. It is a context: call `open` first, then `next` until that returns the seal."""
 
     def __init__(
-        self, call: FetchCall, clock: Clock, error_of: ErrorOf, *, carried: bool, awake: Clock, silence_s: float
+        self,
+        call: FetchCall,
+        clock: Clock,
+        error_of: ErrorOf,
+        *,
+        carried: bool,
+        ask: Callable[[], Awaitable[object]],
+        awake: Clock,
+        silence_s: float,
     ) -> None:
-        """`carried` says that the messages bring the blocks' bytes.
+        """`carried` says that the messages bring the blocks' bytes. `ask` makes a call to the source on the connection
+        of `call`; any answer shows that it is there, an error too.
 
         `silence_s`, measured by `awake`, bounds each answer that the source owes at once.
         """
@@ -72,22 +87,25 @@ class FetchStream:
         self._silence_s = silence_s
         self._inbox: asyncio.Queue[kvtransfer_pb2.FetchBlocks | Seal | Exception]
         self._inbox = asyncio.Queue(_CARRIED_AHEAD if carried else 0)
-        self._reader: asyncio.Task[None] | None = None
+        self._ask = ask
+        self._num_received = 0
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> FetchStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._call.cancel()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def open(self, opened: kvtransfer_pb2.FetchOpen) -> None:
         """Sends the first message, and returns when the source has accepted or refused the fetch.
 
         After a refusal `next` raises the source's error. Raises TransferFailed if the source does not answer in time.
-        The time that the prompt then takes has no bound here.
+        The time that the prompt then takes has no bound here, while the source answers.
         """
         try:
             async with timeout_after(self._silence_s, self._awake):
@@ -99,7 +117,10 @@ class FetchStream:
             pass  # the call is over already: the reader gets the reason
         except grpc.aio.AioRpcError as error:
             raise as_transfer_error(error, self._error_of) from error
-        self._reader = asyncio.create_task(self._read(), name="kv-fetch-reader")
+        self._tasks = [
+            asyncio.create_task(self._read(), name="kv-fetch-reader"),
+            asyncio.create_task(self._watch(), name="kv-fetch-watch"),
+        ]
 
     async def next(self) -> kvtransfer_pb2.FetchBlocks | Seal:
         """Returns the next announcement, or the seal. Raises the error that ended the stream before it."""
@@ -132,8 +153,23 @@ class FetchStream:
         except Exception as error:  # `next` raises any error, since it would otherwise wait for ever
             self._fail(error)
 
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            num_received = self._num_received
+            try:
+                async with timeout_after(self._silence_s, self._awake):
+                    await self._ask()
+            except TimeoutError:
+                if self._num_received == num_received:
+                    self._fail(TransferFailed("the source is silent"))
+                    return
+            except grpc.aio.AioRpcError:
+                pass  # an answer; if it says that the connection is lost, the reader learns so too
+
     async def _receive(self) -> kvtransfer_pb2.FetchBlocks | Seal:
         response: Any = await self._call.read()
+        self._num_received += 1
         if response is grpc.aio.EOF:
             raise TransferFailed("the stream ended before it was sealed")
         if response is None:  # the runtime returns None for bytes that do not parse

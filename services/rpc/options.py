@@ -15,11 +15,15 @@ MAX_REQUEST_BYTES = 16 * MIB
 # KV blocks travel in responses where shared memory cannot be used.
 MAX_RESPONSE_BYTES = 64 * MIB
 
-# The first applies to clients, which may be slow; the second to Baton's own processes. A fetch whose source has become
-# unreachable fails after KEEPALIVE_TIME_MS and KEEPALIVE_TIMEOUT_MS together, and is tried elsewhere.
-CLIENT_KEEPALIVE_TIME_MS = 10_000
+# Keepalive only frees what connections to hosts that are gone hold. Baton's own processes judge each other sooner,
+# and in awake time (core/awake.py): sessions by rpc/silence.py, fetches by kvtransfer/fetch_stream.py. The first is a
+# server's, since nothing else judges a client that only reads; the second is that of Baton's own channels.
+CLIENT_KEEPALIVE_TIME_MS = 2_000
 KEEPALIVE_TIME_MS = 4_000
-KEEPALIVE_TIMEOUT_MS = 4_000
+# gRPC counts the time in which this process was stopped, so a pause that is longer than this ends a connection on
+# which a ping was under way, for keepalive or to measure bandwidth. It is more than twice the default limits on
+# silence (2 s at routers, 5 s at workers). gRPC makes it the connection's TCP_USER_TIMEOUT too.
+KEEPALIVE_TIMEOUT_MS = 12_000
 MIN_PING_INTERVAL_MS = 2_000
 MAX_RECONNECT_BACKOFF_MS = 2_000
 

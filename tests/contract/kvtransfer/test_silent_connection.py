@@ -1,4 +1,4 @@
-"""A connection that loses everything is noticed by keepalive, not by a reset that never comes."""
+"""A connection that loses everything is noticed by questions that have no answer, not by a reset that never comes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from services.core.errors import TransferFailed
+from services.kvtransfer.fetch_stream import ASK_EVERY_S
 from services.rpc.options import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, channel_options, server_options
+from tests.support.kv_harness import Destination, Source, running
 from tests.support.proxy import Fault, Proxy
 
 METHOD = "/test.Silent/Talk"
@@ -45,3 +48,25 @@ async def test_noticed_within_time_and_timeout() -> None:
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await server.stop(None)
     await proxy.close()
+
+
+async def test_a_fetch_that_waits_for_its_prompt_notices_sooner() -> None:
+    """By its own questions, in awake time: keepalive waits for longer than a whole host may be paused."""
+    source, destination = Source(), Destination(silence_s=0.5)
+    async with running(source, destination):
+        proxy = Proxy(lambda: [os.getpid()])
+        await proxy.open()
+        proxy.aim(source.server.port)
+        lease = source.lease(40)
+        order = destination.order(source, lease)
+        order.source.address = f"127.0.0.1:{proxy.port}"
+        fetching = destination.start(order)
+        await asyncio.sleep(2 * ASK_EVERY_S)  # what is tested: a source that answers may take its time
+        assert not fetching.done()
+        assert source.table.num_fetches == 1
+        with proxy.failing(Fault.DROP, lambda: [os.getpid()]):
+            async with asyncio.timeout(2 * (ASK_EVERY_S + 0.5)):
+                with pytest.raises(TransferFailed, match="silent"):
+                    await fetching
+        source.table.abort(lease.lease_id, source.clock.now())
+        await proxy.close()
