@@ -30,7 +30,8 @@ FLAGS = (
     *("--dtype", "float32", "--threads", "1", "--kv-blocks", "8192", "--max-num-seqs", "512"),
     *("--max-num-batched-tokens", "1024", "--metrics-port", "0"),
 )
-ROUTER = ("--no-worker-timeout-s", "240", "--queue-timeout-s", "600", "--silence-s", "20")
+# The router's own requests would be steps and tokens too.
+ROUTER = ("--no-worker-timeout-s", "240", "--queue-timeout-s", "600", "--silence-s", "20", "--no-canaries")
 STORM = 250
 PATIENT = 250
 """Beside the storm, with outputs so long that none of them has ended when all is judged."""
