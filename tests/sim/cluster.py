@@ -232,6 +232,10 @@ class Cluster:
     # What is left of it.
 
     @property
+    def block_sizes(self) -> set[int]:
+        return {worker.plan.config.block_size for worker in self.workers.values()}
+
+    @property
     def present(self) -> list[SimWorker]:
         return [worker for name, worker in self.workers.items() if name not in self.gone]
 

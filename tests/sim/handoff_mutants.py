@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from baton.v1 import kvtransfer_pb2, types_pb2, worker_pb2
@@ -11,6 +12,7 @@ from services.core.hashing import block_hashes, num_blocks_for
 from services.decode.intake import Held, ImportIntake
 from services.engine.schedule.sequence import Admitted, Sequence
 from services.kv.imports import Import, ImportState, ImportTable
+from services.kv.layout import Layout
 from services.kv.lease import FetchEnd, FetchTicket, Lease, LeaseState
 from services.kv.lease_table import LeaseTable, ReleaseAnswer
 from services.kv.pool import Holder
@@ -91,6 +93,27 @@ def announces_a_partial_block() -> Bug:
         return lease is not None
 
     return replaced(LeaseTable, "publish", publish)
+
+
+def takes_every_block_for_one_of_four_tokens() -> Bug:
+    """Only clusters with other blocks find it."""
+
+    def publish(self: LeaseTable, lease_id: bytes, num_computed_tokens: int, now: float) -> bool:
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.num_published = min(len(lease.block_ids), max(lease.num_published, num_computed_tokens // 4))
+            self._changed(lease, now)
+        return lease is not None
+
+    return replaced(LeaseTable, "publish", publish)
+
+
+def pairs_workers_with_other_blocks() -> Bug:
+    """Only clusters in which workers have different blocks find it."""
+    fingerprint: Any = Layout.fingerprint
+    return replaced(
+        Layout, "fingerprint", property(lambda self: fingerprint.fget(dataclasses.replace(self, block_size=1)))
+    )
 
 
 # Staging slots.
@@ -190,6 +213,8 @@ MUTANTS: tuple[Mutant, ...] = (
     hands_a_lease_to_an_old_leg,
     announces_blocks_before_they_are_computed,
     announces_a_partial_block,
+    takes_every_block_for_one_of_four_tokens,
+    pairs_workers_with_other_blocks,
     frees_slots_when_the_stream_ends,
     frees_slots_once_they_are_announced,
     takes_slots_back_from_a_leg_that_may_release,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from services.core.errors import LayoutMismatch
 from services.kv.pool import Holder
 from tests.sim.cluster import Cluster
 from tests.sim.memory import staging_of
@@ -27,6 +28,8 @@ def check_worker(world: World, worker: SimWorker) -> None:
     name = worker.plan.name
     pool.check()
     world.require(not host.tally.internal_errors, f"{name}: an exception that was survived; the log has it")
+    mismatched = host.tally.transfers_failed[LayoutMismatch.reason.lower()]
+    world.require(not mismatched, f"{name}: it was sent a handoff from a worker whose layout is another")
     scheduler._admission.check()
     scheduler._batch.check()
     held = Counter(block_id for sequence in scheduler.sequences.values() for block_id in sequence.block_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +108,11 @@ class Expected:
 
 
 class Truth:
-    """`weights`: each computes something else."""
+    """Holds what is computed of everything that is asked. `weights`: each computes something else; `block_sizes`: all
+    that workers have."""
 
-    def __init__(self, block_size: int, weights: Sequence[str]) -> None:
-        self.block_size = block_size
+    def __init__(self, block_sizes: Collection[int], weights: Sequence[str]) -> None:
+        self.block_sizes = sorted(block_sizes)
         self.kv_of: dict[str, dict[BlockHash, bytes]] = {name: {} for name in weights}
 
     def add(
@@ -161,6 +162,7 @@ class Truth:
         return Expected(tuple(output), stop_token_id)
 
     def _remember(self, weights: str, token_ids: list[int], history: History, cache_salt: str) -> None:
-        size = self.block_size * SLOT_BYTES
-        for at, hash in enumerate(block_hashes(token_ids, self.block_size, cache_salt)):
-            self.kv_of[weights][hash] = bytes(history.kv[at * size : (at + 1) * size])
+        for block_size in self.block_sizes:
+            size = block_size * SLOT_BYTES
+            for at, hash in enumerate(block_hashes(token_ids, block_size, cache_salt)):
+                self.kv_of[weights][hash] = bytes(history.kv[at * size : (at + 1) * size])

@@ -66,8 +66,8 @@ def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows
 
 def able(cluster: Cluster, request: SimRequest, since_s: float, until_s: float) -> list[SimWorker]:
     """Workers that could have computed all of it, well and in reach of its router all that time."""
-    if request.received and len(request.answers) > 1:
-        return []  # it goes on where it began, and what it has received does not say by whose weights that was
+    if request.received and (len(request.answers) > 1 or len(cluster.block_sizes) > 1):
+        return []  # it goes on where it began, and what it has received does not say by whose weights and blocks
     return [
         worker
         for name, worker in cluster.workers.items()

@@ -116,12 +116,13 @@ class _StrictMetrics(NullMetrics):
 
 
 def _foretell_canary(truth: Truth, name: str) -> None:
-    worker = WorkerInfo(
-        "", Role.MIXED, 0, Fingerprint("sim"), truth.block_size, num_blocks=64, max_model_len=64, max_num_seqs=1
-    )
-    spec = new_canary(name, worker, worker, 0.0).spec
-    assert spec.max_tokens is not None
-    truth.add(spec.token_ids, max_tokens=spec.max_tokens, cache_salt=spec.cache_salt)
+    for block_size in truth.block_sizes:
+        worker = WorkerInfo(
+            "", Role.MIXED, 0, Fingerprint("sim"), block_size, num_blocks=64, max_model_len=64, max_num_seqs=1
+        )
+        spec = new_canary(name, worker, worker, 0.0).spec
+        assert spec.max_tokens is not None
+        truth.add(spec.token_ids, max_tokens=spec.max_tokens, cache_salt=spec.cache_salt)
 
 
 def _any(value: object) -> Any:

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
+from services.core.hashing import num_blocks_for
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.health import HealthConfig
 from services.worker.config import WorkerConfig
@@ -19,6 +20,8 @@ from tests.sim.worker import DECODE, MIXED, PREFILL, WorkerPlan
 from tests.sim.world import World
 
 BLOCK_SIZE = 4
+"""Tokens of a block in most clusters; see `block_sizes`."""
+_MOST_WORKERS = 4
 ROUTERS = ("router-1", "router-2")
 MAX_PAUSE_S = 4.0
 """Between two probes of a worker that keeps failing."""
@@ -36,6 +39,24 @@ class Load:
     """Short prompts and long outputs: sequences outgrow the pool together and push each other out."""
 
 
+def block_sizes(seed: int) -> list[int]:
+    """Returns how many tokens a block holds at the first, second, … worker.
+
+    The seed itself decides, with a generator of its own, so that all other draws are the same: five clusters out of
+    eight have `BLOCK_SIZE` (the seeds named in `test_simulation.py` are among them), one has smaller blocks, one has
+    larger ones, and in one each worker has its own, so that some pair and others do not.
+    """
+    match seed % 8:
+        case 1:
+            return [2] * _MOST_WORKERS
+        case 7:
+            return [8] * _MOST_WORKERS
+        case 4:
+            choose = random.Random(f"block sizes of {seed}")
+            return choose.choices((2, 4, 8), k=_MOST_WORKERS)
+    return [BLOCK_SIZE] * _MOST_WORKERS
+
+
 def choose_load(world: World) -> Load:
     growing = world.chance(0.3)
     return Load(tight=growing or world.chance(0.4), growing=growing)
@@ -47,7 +68,8 @@ def build(world: World, load: Load) -> Cluster:
     # By the seed itself, so that the other draws are the same: some clusters are in the middle of a change of weights,
     # and every other worker has the next ones.
     weights = ("sim-0", "sim-1")[: 2 if world.seed % 7 == 3 else 1]
-    cluster = Cluster(world, network, Truth(BLOCK_SIZE, weights))
+    sizes = block_sizes(world.seed)
+    cluster = Cluster(world, network, Truth(set(sizes), weights))
     config = CoordinatorConfig(
         model_context_tokens=64,
         queue_timeout_s=15.0,
@@ -65,13 +87,13 @@ def build(world: World, load: Load) -> Cluster:
         cluster.start_router(name, f"10.0.1.{at + 1}:50051", config)
     # By the seed itself, too: two out of five clusters are of GPUs, with few staging slots.
     num_slots = (0, 0, 1, 0, 3)[world.seed % 5]
-    for at, plan in enumerate(_plans(choose, num_routers, load)):
+    for at, plan in enumerate(_plans(choose, num_routers, load, sizes)):
         varied = {"num_slots": num_slots, "weights": weights[at % len(weights)], "drafts": world.seed % 3 == 1}
         cluster.start_worker(dataclasses.replace(plan, **varied))
     return cluster
 
 
-def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPlan]:
+def _plans(choose: random.Random, num_routers: int, load: Load, sizes: list[int]) -> list[WorkerPlan]:
     roles = choose.choice(
         (
             [PREFILL, DECODE],
@@ -95,12 +117,13 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
     transports = choose.choice((("auto",), ("auto", "grpc"), ("shm",)))
     plans = []
     for at, phases in enumerate(roles):
+        num_blocks = choose.randint(5, 10) if load.tight else choose.randint(10, 30)
         config = WorkerConfig(
             worker_id=f"{role_name(phases)[0]}{at}",
             advertise=f"10.0.0.{at + 1}:6000",
             router=tuple(f"10.0.1.{number + 1}:50051" for number in range(num_routers)),
-            kv_blocks=choose.randint(5, 10) if load.tight else choose.randint(10, 30),
-            block_size=BLOCK_SIZE,
+            kv_blocks=num_blocks_for(num_blocks * BLOCK_SIZE, sizes[at]),  # as many tokens, whatever a block holds
+            block_size=sizes[at],
             max_num_seqs=choose.choice((4, 8) if load.growing else (1, 2, 4, 8)),
             max_model_len=64,
             max_num_batched_tokens=choose.choice((4, 8) if load.growing else (4, 8, 32)),
@@ -117,7 +140,8 @@ def _plans(choose: random.Random, num_routers: int, load: Load) -> list[WorkerPl
 def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
     choose = world.random
     stems = [[choose.randrange(1, VOCAB_SIZE) for _ in range(40)] for _ in range(2)]
-    contexts = [plan.kv_blocks * BLOCK_SIZE for plan in (worker.plan.config for worker in cluster.workers.values())]
+    configs = [worker.plan.config for worker in cluster.workers.values()]
+    contexts = [config.kv_blocks * config.block_size for config in configs]
     # Mostly what every worker could hold; now and then what only some can.
     made = []
     burst_s = 0.05 + choose.random() * BUSY_S / 2

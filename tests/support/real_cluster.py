@@ -48,6 +48,7 @@ class Service:
         self.port = 0
         self.control_port = 0
         """A router's."""
+        self.metrics_port = 0
         self._command = command
         self._lifeline = lifeline
         self._child: Child | None = None
@@ -63,7 +64,7 @@ class Service:
         ready = await child.ready()
         if ready is None:
             raise AssertionError(f"{self.name} ended before it was ready: {await child.wait()}")
-        self.port, self.control_port = ready.port, ready.control_port
+        self.port, self.control_port, self.metrics_port = ready.port, ready.control_port, ready.metrics_port
         if self.proxy is not None:
             self.proxy.aim(ready.port)
 
@@ -240,14 +241,14 @@ def _ready(status: Status) -> set[str]:
 
 
 def _idle(status: Status) -> bool:
-    """By snapshots that are younger than two heartbeats."""
     requests = status.num_queued + status.num_prefilling + status.num_parked + status.num_decoding
     return requests == 0 and all(
-        _holds_nothing(each) for each in status.workers if each.state == control_pb2.WORKER_STATE_READY
+        holds_nothing(each) for each in status.workers if each.state == control_pb2.WORKER_STATE_READY
     )
 
 
-def _holds_nothing(worker: control_pb2.WorkerStatus) -> bool:
+def holds_nothing(worker: control_pb2.WorkerStatus) -> bool:
+    """By a snapshot that is younger than two heartbeats."""
     load = worker.load
     held = load.blocks_importing + load.blocks_leased + load.blocks_active
     work = load.num_running + load.num_waiting + load.num_importing + load.num_leases

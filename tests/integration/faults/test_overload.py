@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sized
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import psutil
 import pytest
 
-from baton.v1 import inference_pb2
 from services.core.errors import Overloaded
 from services.rpc.status import from_call
-from tests.support.cluster import Answer, receive
+from tests.support.cluster import Answer
 from tests.support.equality import GreedyReference
 from tests.support.patience import slowness
-from tests.support.real_cluster import RealCluster, Status
+from tests.support.real_cluster import RealCluster
 from tests.support.streams import Job, mixed_jobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
@@ -69,99 +64,6 @@ async def _watch_queue(cluster: RealCluster, lengths: list[int]) -> None:
         await asyncio.sleep(0.05)
 
 
-STORM = 250
-PATIENT = 250
-"""Beside the storm, with outputs long enough that most of them still run when it has been over for a while."""
-QUIET_S = 5.0
-AS_FAST = 0.6
-"""Of the tokens that the patient get for a second of the cluster's processor time when the storm has been over for
-`QUIET_S`: what they get before that. By processor time, since others use this machine too; what still computed for
-those who have left would use it up."""
-
-
-async def test_storm_of_aborts(cluster: RealCluster, reference: GreedyReference) -> None:
-    """Half of 500 requests are cancelled, each at a random token. Within 5 s of the last one, while the others still
-    run, all that is held is held for those, and they go on as fast as they do later."""
-    rng = random.Random(4)
-    router = cluster.routers[1]  # its queue takes them all
-    received: list[int] = []
-    """The patient requests' tokens."""
-
-    async def impatient(job: Job) -> None:
-        request = job.request()
-        request.priority = 1  # or it would wait in the queue until the patient ones before it are done
-        call = router.inference.GenerateStream(request)
-        patience = rng.randrange(5)
-        with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-            async for _ in call:
-                patience -= 1
-                if patience < 0:
-                    call.cancel()
-
-    async def patient(job: Job) -> None:
-        stream = _noting(router.inference.GenerateStream(job.request(), timeout=600.0), received)
-        job.check(reference, await receive(stream))
-
-    jobs = mixed_jobs(rng, PATIENT, range(20, 200), range(80, 120))
-    patients = [asyncio.create_task(patient(job)) for job in jobs]
-    try:
-        await asyncio.gather(*(impatient(job) for job in mixed_jobs(rng, STORM, range(20, 200), range(5, 30))))
-        over_s, marks = time.monotonic(), [_Mark.now(cluster, received)]
-        await router.until(lambda status: _holds_only(status, patients), "all that is held is the patient ones'")
-        settled_s = time.monotonic() - over_s
-        for number in (1, 2):
-            await asyncio.sleep(over_s + number * QUIET_S - time.monotonic())
-            marks.append(_Mark.now(cluster, received))
-        assert not all(task.done() for task in patients), "nobody was left to be disturbed"
-        after, later = (mark.tokens_per_s(before) for before, mark in itertools.pairwise(marks))
-        print(f"{settled_s * 1000:.0f} ms to settle; tokens a processor second: {after:.0f} after, {later:.0f} later")
-        assert after >= AS_FAST * later > 0
-    finally:
-        await asyncio.gather(*patients)
-    await cluster.idle()
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What a cluster has done by some moment."""
-
-    num_tokens: int
-    processor_s: float
-
-    @classmethod
-    def now(cls, cluster: RealCluster, received: Sized) -> _Mark:
-        times = [psutil.Process(pid).cpu_times() for pid in cluster.pids()]
-        return cls(len(received), sum(each.user + each.system for each in times))
-
-    def tokens_per_s(self, since: _Mark) -> float:
-        """Of processor time."""
-        return (self.num_tokens - since.num_tokens) / (self.processor_s - since.processor_s)
-
-
-def _holds_only(status: Status, patients: list[asyncio.Task[None]]) -> bool:
-    """No more requests than are still awaited, and nothing in the workers that is not one of these.
-
-    A request that is placed has at most a lease at its source, and an import or a sequence where it decodes.
-    """
-    placed = status.num_prefilling + status.num_parked + status.num_decoding
-    awaited = sum(not task.done() for task in patients)
-    loads = [each.load for each in status.workers]
-    return (
-        status.num_queued + placed <= awaited
-        and sum(load.num_leases for load in loads) <= placed
-        and sum(load.num_importing for load in loads) <= placed
-        and sum(load.num_running + load.num_waiting for load in loads) <= 2 * placed
-    )
-
-
-async def _noting(
-    stream: AsyncIterator[inference_pb2.GenerateStreamResponse], received: list[int]
-) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
-    async for message in stream:
-        received.extend(message.chunk.token_ids)
-        yield message
-
-
 CLIENTS = 32
 """As many as the pools hold at a time, and a few that wait."""
 CAPACITY_S = 6.0
@@ -191,7 +93,7 @@ async def test_goodput_at_three_times_the_capacity(cluster: RealCluster, referen
             answer = error
         outcomes.append((job, answer, time.monotonic() - began_s))
 
-    began_s, begun = time.monotonic(), _Mark.now(cluster, ())
+    began_s, begun_s = time.monotonic(), _processor_s(cluster)
     per_s = num_good / CAPACITY_S
     async with asyncio.TaskGroup() as tasks:
         looked_s, num_before = began_s, 0
@@ -204,7 +106,7 @@ async def test_goodput_at_three_times_the_capacity(cluster: RealCluster, referen
                 per_s = max(per_s, (num_done - num_before) / (now_s - looked_s))
                 looked_s, num_before = now_s, num_done
             await asyncio.sleep(rng.expovariate(MULTIPLE * per_s))
-    spent_s = _Mark.now(cluster, ()).processor_s - begun.processor_s
+    spent_s = _processor_s(cluster) - begun_s
     grown = {name: now - before[name] for name, now in _memory_mb(cluster).items()}
     capacity = max(capacity, (await _capacity(cluster, rng))[0])
     good = [(job, answer) for job, answer, _ in outcomes if isinstance(answer, Answer)]
@@ -223,9 +125,15 @@ async def test_goodput_at_three_times_the_capacity(cluster: RealCluster, referen
 
 async def _capacity(cluster: RealCluster, rng: random.Random) -> tuple[float, int]:
     """Requests for a second of the cluster's processor time, and their number in `CAPACITY_S`."""
-    before = _Mark.now(cluster, ())
+    before_s = _processor_s(cluster)
     num_done = await _closed_loop(cluster, rng, CAPACITY_S)
-    return num_done / (_Mark.now(cluster, ()).processor_s - before.processor_s), num_done
+    return num_done / (_processor_s(cluster) - before_s), num_done
+
+
+def _processor_s(cluster: RealCluster) -> float:
+    """Seconds of processor time that the cluster has used."""
+    times = [psutil.Process(pid).cpu_times() for pid in cluster.pids()]
+    return sum(each.user + each.system for each in times)
 
 
 async def _closed_loop(cluster: RealCluster, rng: random.Random, seconds: float) -> int:

@@ -1,0 +1,197 @@
+"""A cluster in which one request, the victim, is kept from leaving a phase.
+
+Owns: what holds it there, and what shows that it is there. Never: which phases there are, or what must become of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.v1 import types_pb2, worker_pb2
+from services.engine.cost_model import CostModel
+from services.kv.imports import ImportState
+from services.kv.lease import LeaseState
+from services.kvtransfer.client import FetchOrder, FetchOutcome
+from services.router.coordinator.request import Phase, Request
+from services.router.tokeniser_line import TokeniserLine
+from tests.support.cluster import Cluster, greedy_request, running_cluster
+from tests.support.fake_runner import engine_of
+from tests.support.held_runner import HeldRunner
+from tests.support.models import VOCAB_SIZE
+from tests.support.proxy import Fault, Proxy
+from tests.support.workers import DECODE, PREFILL, ScriptedRouter, until
+
+OTHER = random.Random(1).choices(range(3, VOCAB_SIZE), k=300)
+"""What others ask."""
+CHUNK = 64
+VICTIM = "victim"
+
+
+@dataclass
+class Stage:
+    """A cluster in which the victim cannot leave a phase."""
+
+    cluster: Cluster
+    prefill: HeldRunner
+    decode: HeldRunner
+    proxies: list[Proxy]
+    """What dials the prefill and the decode worker goes through these."""
+    stalls: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    calls: list[Any] = field(default_factory=list)
+    scenes: list[asyncio.Task[None]] = field(default_factory=list)
+    """What has to happen while the victim is on its way to the phase."""
+    sessions: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    """Of another router."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    thread_is_free: threading.Event = field(default_factory=threading.Event)
+    fetched: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a fetch that is held afterwards has everything."""
+
+    async def occupy_prefill(self, prompt_tokens: int) -> None:
+        """Another request whose step on the prefill worker does not end, with the blocks it has."""
+        self.prefill.hold = lambda plan: True
+        self.calls.append(self.cluster.inference.GenerateStream(greedy_request(OTHER[:prompt_tokens], 20)))
+        await until(self.prefill.is_holding.is_set, "the other request's step is held", 20.0)
+
+    async def occupy_decode(self, prompt_tokens: int) -> None:
+        """As `occupy_prefill` on the decode worker, for a sequence of another router."""
+        self.decode.hold = lambda plan: True
+        session = await self.sessions.enter_async_context(ScriptedRouter().session(self.cluster.workers[1]))
+        command = worker_pb2.DecodeCommand(
+            leg=1, token_ids=OTHER[:prompt_tokens], stopping=types_pb2.StoppingParams(max_tokens=2, ignore_eos=True)
+        )
+        await session.send(decode=command)
+        await until(self.decode.is_holding.is_set, "the other router's step is held", 20.0)
+
+    def occupy_tokeniser(self) -> None:
+        """Another text takes the thread."""
+        self.scenes.append(asyncio.create_task(self.line.run(1, self.thread_is_free.wait, 60.0)))
+
+    def hold_fetches(self, *, until_complete: bool) -> None:
+        """The decode worker's fetches do not begin; or they end, and it does not learn that they have."""
+        fetcher = self.cluster.workers[1].fetcher
+        fetch = fetcher.fetch
+
+        async def held(order: FetchOrder) -> FetchOutcome:
+            if not until_complete:
+                await self.released.wait()
+            outcome = await fetch(order)
+            self.fetched.set()
+            await self.released.wait()
+            return outcome
+
+        fetcher.fetch = held  # type: ignore[method-assign]
+
+    def fail(self, worker: int, fault: Fault) -> None:
+        """What reaches the worker, and what it answers."""
+        self.stalls.enter_context(self.proxies[worker].failing(fault, lambda: [os.getpid()]))
+
+    def stall(self, worker: int) -> None:
+        self.fail(worker, Fault.STALL)
+
+    @property
+    def num_steps(self) -> int:
+        return self.prefill.num_steps + self.decode.num_steps
+
+    async def end_others(self) -> int:
+        """Steps that have begun when the others have been told to end."""
+        self.thread_is_free.set()
+        for task in self.scenes:
+            await task
+        for call in self.calls:
+            call.cancel()
+        await self.sessions.aclose()
+        # A cancelled call reaches its worker before whoever waits for its step can be let go.
+        await until(lambda: self.cluster.router.coordinator.num_live == 0, "the others have ended")
+        await until(lambda: self.line.num_texts == 0, "no text is in line")
+        await until(lambda: all(worker.num_legs == 0 for worker in self.cluster.workers), "no worker has a leg")
+        return self.num_steps
+
+    def release(self) -> None:
+        self.thread_is_free.set()
+        self.released.set()
+        self.prefill.release()
+        self.decode.release()
+        self.stalls.close()
+
+    @property
+    def line(self) -> TokeniserLine:
+        [model] = self.cluster.router.catalogue.all()
+        return model.line
+
+    @property
+    def victim(self) -> Request | None:
+        """The router's record of it."""
+        return self.cluster.router.coordinator._book.requests.get(VICTIM)
+
+    def is_known(self) -> bool:
+        """To the router, as a request whose prompt is being tokenised, or as a live one."""
+        return self.victim is not None or self.cluster.router.coordinator.num_expected > 0
+
+    def is_in(self, phase: Phase) -> bool:
+        return self.victim is not None and self.victim.phase is phase
+
+    def is_binding(self, *, handoff: bool) -> bool:
+        """A decode command was sent and not answered, with a lease or for the whole sequence."""
+        victim = self.victim
+        leg = None if victim is None or victim.phase is not Phase.BINDING else victim.decode
+        return leg is not None and leg.has_handoff is handoff and leg.admitted_s is None
+
+    def is_orphaned(self) -> bool:
+        """The decode worker has admitted it and not said that it has everything; the source is gone."""
+        victim = self.victim
+        leg = None if victim is None or victim.phase is not Phase.DECODING else victim.decode
+        return leg is not None and leg.orphaned_s is not None and victim is not None and victim.prefill is None
+
+    def leases(self, state: LeaseState) -> int:
+        return sum(lease.state is state for lease in self.cluster.workers[0].leases)
+
+    def imports(self, state: ImportState) -> int:
+        return sum(each.state is state for each in self.cluster.workers[1].imports)
+
+
+@contextlib.asynccontextmanager
+async def staged(model: Path, pools: tuple[int, int], transport: str) -> AsyncIterator[Stage]:
+    proxies = [Proxy(lambda: [os.getpid()]) for _ in pools]
+    each = []
+    for proxy, kv_blocks in zip(proxies, pools, strict=True):
+        port = _free_port()
+        await proxy.open()
+        proxy.aim(port)
+        each.append({"kv_blocks": kv_blocks, "port": port, "advertise": f"127.0.0.1:{proxy.port}"})
+    try:
+        async with running_cluster(
+            model,
+            [PREFILL, DECODE],
+            each=each,
+            transport=transport,
+            max_num_batched_tokens=CHUNK,
+            silence_s=30.0,
+            router={"silence_s": 30.0},
+        ) as cluster:
+            for worker in cluster.workers:
+                engine_of(worker)._costs = CostModel()  # by what a stalled machine measures, no deadline could be met
+            runners = [HeldRunner(worker) for worker in cluster.workers]
+            stage = Stage(cluster, runners[0], runners[1], proxies)
+            try:
+                yield stage
+            finally:
+                stage.release()
+    finally:
+        for proxy in proxies:
+            await proxy.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
