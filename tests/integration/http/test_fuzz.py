@@ -26,7 +26,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CONTEXT_TOKENS = 80
 ERRORS = {400, 404, 415}
+TIMEOUTS = ["x-request-timeout", "x-envoy-expected-rq-timeout-ms"]
 GOOD: dict[str, Any] = {"prompt": [9] * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], **GOOD}
+del CHAT["prompt"]
+ASKED = {"/v1/completions": GOOD, "/v1/chat/completions": CHAT}
 
 NUMBERS = st.one_of(
     st.integers(-(1 << 70), 1 << 70), st.floats(), st.sampled_from([0, 1, -1, 1e-45, 2.0, 0.5, 1e39, 1e308])
@@ -100,7 +104,7 @@ HEADERS = st.fixed_dictionaries(
     {},
     optional={
         name: st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=40).map(str.strip)
-        for name in ("x-request-id", "traceparent", "x-request-timeout", "content-type")
+        for name in ("x-request-id", "traceparent", *TIMEOUTS, "content-type")
     },
 )
 
@@ -144,7 +148,7 @@ async def test_bodies(cluster: Cluster, path: str, draw: Any) -> None:
             assert all(choice["finish_reason"] in ("stop", "length") for choice in choices)
         else:
             # A time that is too short for the request, as its header may say, is 429 or 504.
-            assert answer.status_code in ERRORS | ({429, 504} if "x-request-timeout" in headers else set())
+            assert answer.status_code in ERRORS | ({429, 504} if headers.keys() & set(TIMEOUTS) else set())
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     event(f"status {answer.status_code}")
     await cluster.idle()
@@ -157,20 +161,19 @@ WORDS_FOR_NUMBERS = [b"nan", b"inf", b"-inf", b"Infinity", b"", b" ", b"\t1", b"
 FRACTIONS = [b"1e300", b"-1e300", b"1e9999", b"9.3e15", b"5e-324", b"1e-9", b".5", b"1.", b"1.5e", b"0.0", b"-0"]
 OTHER_DIGITS = ["１".encode(), "١".encode(), b"\xb2", b"\xff"]
 TEXTS = [*WHOLE, *WORDS_FOR_NUMBERS, *FRACTIONS, *OTHER_DIGITS]
-TIMEOUTS = ["x-request-timeout", "x-envoy-expected-rq-timeout-ms"]
 ENOUGH = {b"2147483648", b"9007199254740993", b"9300000000000000", b"1e300", b"1e9999", b"9.3e15"}
 """A day at the least: the request is answered as if there were no deadline."""
 STATUSES = {200, 400, 404, 408, 411, 413, 415, 422, 429, 431, 501, 504}
 
 
-async def raw_status(cluster: Cluster, headers: dict[bytes, bytes], asked: dict[str, Any] = GOOD) -> tuple[int, bytes]:
+async def raw_status(cluster: Cluster, headers: dict[bytes, bytes], path: str = "/v1/completions") -> tuple[int, bytes]:
     """(status, body) of what the server answered before it closed; status 0 if it closed without a word."""
-    body = json.dumps(asked).encode()
+    body = json.dumps(ASKED[path]).encode()
     lines = {b"host": b"localhost", b"content-type": b"application/json", b"content-length": b"%d" % len(body)}
     lines |= {b"connection": b"close", **headers}
     head = b"".join(b"%b: %b\r\n" % line for line in lines.items())
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\n" + head + b"\r\n" + body)
+    writer.write(b"POST %b HTTP/1.1\r\n" % path.encode() + head + b"\r\n" + body)
     if writer.can_write_eof() and lines[b"content-length"] != b"%d" % len(body):
         writer.write_eof()  # no more than this is coming, whatever the header says
     async with asyncio.timeout(20.0):
@@ -181,10 +184,11 @@ async def raw_status(cluster: Cluster, headers: dict[bytes, bytes], asked: dict[
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:20]))
 @pytest.mark.parametrize("name", TIMEOUTS)
-async def test_extremes_of_a_timeout(cluster: Cluster, name: str, text: bytes) -> None:
+@pytest.mark.parametrize("path", ASKED)
+async def test_extremes_of_a_timeout(cluster: Cluster, path: str, name: str, text: bytes) -> None:
     known = (await cluster.greedy(GOOD["prompt"], 8)).token_ids
     async with asyncio.TaskGroup() as group:
-        asked = group.create_task(raw_status(cluster, {name.encode(): text}))
+        asked = group.create_task(raw_status(cluster, {name.encode(): text}, path))
         innocent = group.create_task(cluster.greedy(GOOD["prompt"], 8))
     status, body = asked.result()
     if text in ENOUGH:
@@ -218,20 +222,22 @@ NUMBERS_IN_JSON = [
 NUMERIC_FIELDS = [
     *["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"],
     *["frequency_penalty", "seed", "priority", "logprobs", "n", "best_of", "prompt", "stop_token_ids", "logit_bias"],
+    *["max_completion_tokens", "top_logprobs", "messages"],
 ]
-OF_A_LIST = {"prompt": "[%s]", "stop_token_ids": "[%s]", "logit_bias": '{"5": %s}'}
+OF_A_LIST = {"prompt": "[%s]", "stop_token_ids": "[%s]", "logit_bias": '{"5": %s}', "messages": "[%s]"}
 
 
 @pytest.mark.parametrize("field", NUMERIC_FIELDS)
-async def test_extremes_in_a_body(cluster: Cluster, field: str) -> None:
+@pytest.mark.parametrize("path", ASKED)
+async def test_extremes_in_a_body(cluster: Cluster, path: str, field: str) -> None:
     known = (await cluster.greedy(GOOD["prompt"], 8)).token_ids
-    rest = json.dumps({name: value for name, value in GOOD.items() if name != field})[1:]
+    rest = json.dumps({name: value for name, value in ASKED[path].items() if name != field})[1:]
     async with bare_client(cluster) as client:
         for number in NUMBERS_IN_JSON:
             body = f'{{"{field}": {OF_A_LIST.get(field, "%s") % number}, {rest}'
             async with asyncio.TaskGroup() as group:
                 headers = {"content-type": "application/json"}
-                asked = group.create_task(client.post("/v1/completions", content=body, headers=headers))
+                asked = group.create_task(client.post(path, content=body, headers=headers))
                 innocent = group.create_task(cluster.greedy(GOOD["prompt"], 8))
             assert asked.result().status_code in {200, 400}, (number, asked.result().text)
             assert innocent.result().token_ids == known
