@@ -169,7 +169,12 @@ async def test_idle_http_peers(attacked: Attacked, what: str) -> None:
         assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("what", OVER_GRPC)
+TEN_SECONDS_EACH = {"half a preface", "only the preface", "only settings"}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.long] * (what in TEN_SECONDS_EACH)) for what in OVER_GRPC]
+)
 async def test_idle_grpc_peers(attacked: Attacked, what: str) -> None:
     """Who is connected goes on, and the process accepts on its other ports, those of workers and operators too. Who
     comes new to this one waits until the idle ones are thrown out, since gRPC has no other order."""
@@ -198,10 +203,10 @@ async def sending_no_request(channel: grpc.aio.Channel) -> None:
 @pytest.mark.parametrize(
     ("port", "do"),
     [
-        ("grpc_port", only_connected),
+        pytest.param("grpc_port", only_connected, marks=pytest.mark.long),
         ("grpc_port", watching),
         ("grpc_port", sending_no_request),
-        ("control_port", watching),
+        pytest.param("control_port", watching, marks=pytest.mark.long),
     ],
 )
 async def test_idle_grpc_clients(attacked: Attacked, port: str, do: Callable[[grpc.aio.Channel], Any]) -> None:
