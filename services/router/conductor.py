@@ -5,7 +5,8 @@ per turn of the event loop, after all of the turn's inputs. Never: rules. Everyt
 input waits for anything.
 
 One request never harms another. Whatever raises on a request's behalf (an action, an event, its part of the tick) is
-logged with its traceback and counted, and ends that request with INTERNAL; the rest of the batch goes on.
+logged with its traceback and counted, and ends that request with INTERNAL; the rest of the batch goes on. Nor does one
+worker's session harm another's: what its beginning or its end raises is counted too, and ends that session at most.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from services.router.coordinator.actions import (
     StageEnded,
 )
 from services.router.coordinator.events import FinishReason, LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.workers import WorkerState
 from services.router.drains import Drains
 from services.router.health import Health
 from services.router.metrics import ConductorMetrics
@@ -116,7 +118,7 @@ class Conductor:
         """
         self.coordinator.submit(spec, self._clock.now())
         self._live[spec.request_id] = _Live(answer, trace, record)
-        with self._isolated("action", spec.request_id):
+        with self.isolated("action", spec.request_id):
             record.accepted(len(spec.token_ids))
             log.info("request queued: %d tokens", len(spec.token_ids), extra=ids(spec.request_id, trace.traceparent))
         self.act()
@@ -149,21 +151,45 @@ class Conductor:
             self.act()
 
     def link_opened(self, link: WorkerLink) -> None:
+        """Tells the coordinator that the worker can be used.
+
+        What it raises ends the session, after which the worker may join again: one that the coordinator takes for
+        closed is of no use.
+        """
         if self._is_current(link):
             self.coordinator.session_opened(link.info.worker_id, link.info.incarnation, self._clock.now())
-            self._drains.link_opened(link)
+            with self.isolated("session"):
+                self._drains.link_opened(link)
             self._unreached.pop(link.info.worker_id, None)
             self.act()
 
     def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
+        """Takes the worker's requests to others. Raises nothing: whatever fails, the rest of it is done."""
         if self._is_current(link):
-            self._log_unreached(link, reason)
             del self.links[link.info.worker_id]
-            self.coordinator.worker_lost(
-                link.info.worker_id, link.info.incarnation, self._clock.now(), crashed=crashed, reason=reason
-            )
-            self._drains.link_lost(link, reason if crashed else "")
+            with self.isolated("session"):
+                self._log_unreached(link, reason)
+            self._lose(link.info, reason, crashed=crashed)
+            with self.isolated("session"):
+                self._drains.link_lost(link, reason if crashed else "")
             self.act()
+
+    def link_defect(self, link: WorkerLink, error: Exception) -> None:
+        self._defect("session", "", error)
+
+    def _lose(self, info: WorkerInfo, reason: str, *, crashed: bool) -> None:
+        with self.isolated("session"):
+            now = self._clock.now()
+            self.coordinator.worker_lost(info.worker_id, info.incarnation, now, crashed=crashed, reason=reason)
+
+    def _lose_unlinked(self) -> None:
+        """Loses the workers that the coordinator believes to be there although they have no link.
+
+        A defect while a link began or ended leaves such workers. They could never join again.
+        """
+        for worker in self.coordinator.workers():
+            if worker.state is not WorkerState.LOST and worker.info.worker_id not in self.links:
+                self._lose(worker.info, "it has no link", crashed=True)
 
     def _log_unreached(self, link: WorkerLink, reason: str) -> None:
         worker_id = link.info.worker_id
@@ -176,7 +202,7 @@ class Conductor:
 
     def worker_message(self, link: WorkerLink, message: worker_pb2.SessionResponse) -> None:
         if self._is_current(link):
-            with self._isolated("event"):
+            with self.isolated("event"):
                 load = wire.load(message.load) if message.HasField("load") else None
                 info, now = link.info, self._clock.now()
                 self.coordinator.worker_events(info.worker_id, info.incarnation, self._read(message.events), load, now)
@@ -191,7 +217,7 @@ class Conductor:
 
         A defect here must not end the session: the list is then empty.
         """
-        with self._isolated("event"):
+        with self.isolated("event"):
             return self.coordinator.held_leases(link.info.worker_id) if self._is_current(link) else []
         return []
 
@@ -229,11 +255,14 @@ class Conductor:
 
     def tick(self) -> None:
         """Does the coordinator's timed work and everything that follows from it. Called every TICK_S."""
-        self._awake.now()  # unless read regularly, the awake clock takes a quiet time for a suspension
-        with self._isolated("tick"):
+        with self.isolated("tick"):
+            self._awake.now()  # unless read regularly, the awake clock takes a quiet time for a suspension
+        with self.isolated("tick"):
+            self._lose_unlinked()
+        with self.isolated("tick"):
             self.coordinator.tick(self._clock.now())
         self.act()
-        with self._isolated("tick"):
+        with self.isolated("tick"):
             self._metrics.observe(self.coordinator)
 
     async def close(self) -> None:
@@ -254,10 +283,11 @@ class Conductor:
         """
         while actions := self.coordinator.take_actions():
             for action in actions:
-                with self._isolated("action", _request_of(action)):
+                with self.isolated("action", _request_of(action)):
                     self._do(action)
         self._changed.set()
-        self._drains.changed()
+        with self.isolated("action"):
+            self._drains.changed()
         if self.coordinator.placement_is_due and not self._turn_is_ordered:
             self._turn_is_ordered = True
             (self._call_soon or asyncio.get_running_loop().call_soon)(self._place)
@@ -265,7 +295,7 @@ class Conductor:
     def _place(self) -> None:
         """Places what waits, once per turn of the event loop for all of its inputs together."""
         self._turn_is_ordered = False
-        with self._isolated("placement"):
+        with self.isolated("placement"):
             self.coordinator.place(self._clock.now())
         self.act()
 
@@ -301,7 +331,7 @@ class Conductor:
                 self._defect(action.where, action.request_id, action.error)
 
     @contextlib.contextmanager
-    def _isolated(self, where: str, request_id: str = "") -> Iterator[None]:
+    def isolated(self, where: str, request_id: str = "") -> Iterator[None]:
         """Counts what the block raises as a defect, and ends the request with it; without `request_id` it ends none."""
         try:
             yield
@@ -312,7 +342,7 @@ class Conductor:
 
     def _give_up(self, request_id: str, error: Exception) -> None:
         internal = unforeseen(error)
-        with self._isolated("action"):
+        with self.isolated("action"):
             self.coordinator.cancel(request_id, self._clock.now(), internal)
         # Done at once: the client has missed a part of its answer and must not receive the rest of this batch.
         self._failed(request_id, internal)
@@ -382,12 +412,12 @@ class Conductor:
         live, now = self._live.pop(request_id, None), self._clock.now()
         if live is None:
             return
-        with self._isolated("action"):
+        with self.isolated("action"):
             if not live.answer.over:  # if it is over, the client has all of it, and only what came after that failed
                 live.answer.failed(error)
-        with self._isolated("action"):
+        with self.isolated("action"):
             live.record.failed(error, now)
-        with self._isolated("action"):
+        with self.isolated("action"):
             live.trace.failed(error, now)
         level = logging.INFO if isinstance(error, _CLIENT_ERRORS) else logging.WARNING
         log.log(level, "request failed: %s: %s", error.reason, error, extra=ids(request_id, live.trace.traceparent))

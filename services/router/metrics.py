@@ -20,7 +20,7 @@ from services.router.request_metrics import RequestMetrics
 from services.rpc import names
 from services.rpc.metrics import Aliases, MetricsServer, new_registry
 
-_WHERE = ("action", "event", "placement", "tick")
+_WHERE = ("action", "event", "placement", "session", "tick")
 
 
 class RouterMetrics:

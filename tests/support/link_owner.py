@@ -25,5 +25,8 @@ class Owner:
     def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
         self.lost.set_result((reason, crashed))
 
+    def link_defect(self, link: WorkerLink, error: Exception) -> None:
+        raise error
+
     def held_leases(self, link: WorkerLink) -> list[bytes]:
         return []
