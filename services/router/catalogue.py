@@ -214,15 +214,15 @@ class Catalogue:
             self.tick()
 
     def tick(self) -> None:
-        """Does the timed work of all models. Called every TICK_S."""
+        """Does the timed work of all models. Called every TICK_S. A defect met with one model is counted, and does not
+        keep the others from their turn."""
         now = self._clock.now()
         for model in self.all():
             with model.conductor.isolated("tick"):
-                model.conductor.tick()
-            with model.conductor.isolated("tick"):
-                self._drop_if_unused(model, now)
+                self._tick(model, now)
 
-    def _drop_if_unused(self, model: ServedModel, now: float) -> None:
+    def _tick(self, model: ServedModel, now: float) -> None:
+        model.conductor.tick()
         if model is self.own or model.conductor.in_use:
             self._unused_since_s.pop(model.model_id, None)
         elif now - self._unused_since_s.setdefault(model.model_id, now) >= UNUSED_S:
@@ -233,12 +233,12 @@ class Catalogue:
         # A request that has just found it must not wait there for ever.
         model.conductor.coordinator.stop_admission(UnknownModel(f"model {name!r} is served no longer"))
         del self._models[name], self._unused_since_s[name]
-        self._forget(name)
-        model.line.close()
         closing = asyncio.create_task(model.conductor.close(), name=f"close model {name}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         log.info("model %s: served no longer, it has no workers", name)
+        model.line.close()
+        self._forget(name)
 
     async def drain(self, deadline_s: float) -> None:
         """Admits no more requests and models, and waits for requests under way, at most `deadline_s` seconds."""

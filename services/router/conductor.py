@@ -5,7 +5,8 @@ per turn of the event loop, after all of the turn's inputs. Never: rules. Everyt
 input waits for anything.
 
 One request never harms another. Whatever raises on a request's behalf (an action, an event, its part of the tick) is
-logged with its traceback and counted, and ends that request with INTERNAL; the rest of the batch goes on.
+logged with its traceback and counted, and ends that request with INTERNAL; the rest of the batch goes on. Nor does one
+worker's session harm another's: what its beginning or its end raises is counted too, and ends that session at most.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from services.router.coordinator.actions import (
     StageEnded,
 )
 from services.router.coordinator.events import FinishReason, LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.workers import WorkerState
 from services.router.drains import Drains
 from services.router.health import Health
 from services.router.metrics import ConductorMetrics
@@ -149,27 +151,45 @@ class Conductor:
             self.act()
 
     def link_opened(self, link: WorkerLink) -> None:
+        """Tells the coordinator that the worker can be used.
+
+        What it raises ends the session, after which the worker may join again: one that the coordinator takes for
+        closed is of no use.
+        """
         if self._is_current(link):
             self.coordinator.session_opened(link.info.worker_id, link.info.incarnation, self._clock.now())
-            self._drains.link_opened(link)
+            with self.isolated("session"):
+                self._drains.link_opened(link)
             self._unreached.pop(link.info.worker_id, None)
             self.act()
 
-    def link_failed(self, error: Exception) -> None:
+    def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
+        """Takes the worker's requests to others. Raises nothing: whatever fails, the rest of it is done."""
+        if self._is_current(link):
+            del self.links[link.info.worker_id]
+            with self.isolated("session"):
+                self._log_unreached(link, reason)
+            self._lose(link.info, reason, crashed=crashed)
+            with self.isolated("session"):
+                self._drains.link_lost(link, reason if crashed else "")
+            self.act()
+
+    def link_defect(self, link: WorkerLink, error: Exception) -> None:
         self._defect("session", "", error)
 
-    def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
-        if not self._is_current(link):
-            return
-        info, now = link.info, self._clock.now()
-        del self.links[info.worker_id]
+    def _lose(self, info: WorkerInfo, reason: str, *, crashed: bool) -> None:
         with self.isolated("session"):
+            now = self._clock.now()
             self.coordinator.worker_lost(info.worker_id, info.incarnation, now, crashed=crashed, reason=reason)
-        with self.isolated("session"):
-            self._drains.link_lost(link, reason if crashed else "")
-        with self.isolated("session"):
-            self._log_unreached(link, reason)
-        self.act()
+
+    def _lose_unlinked(self) -> None:
+        """Loses the workers that the coordinator believes to be there although they have no link.
+
+        A defect while a link began or ended leaves such workers. They could never join again.
+        """
+        for worker in self.coordinator.workers():
+            if worker.state is not WorkerState.LOST and worker.info.worker_id not in self.links:
+                self._lose(worker.info, "it has no link", crashed=True)
 
     def _log_unreached(self, link: WorkerLink, reason: str) -> None:
         worker_id = link.info.worker_id
@@ -235,7 +255,10 @@ class Conductor:
 
     def tick(self) -> None:
         """Does the coordinator's timed work and everything that follows from it. Called every TICK_S."""
-        self._awake.now()  # unless read regularly, the awake clock takes a quiet time for a suspension
+        with self.isolated("tick"):
+            self._awake.now()  # unless read regularly, the awake clock takes a quiet time for a suspension
+        with self.isolated("tick"):
+            self._lose_unlinked()
         with self.isolated("tick"):
             self.coordinator.tick(self._clock.now())
         self.act()
@@ -263,7 +286,8 @@ class Conductor:
                 with self.isolated("action", _request_of(action)):
                     self._do(action)
         self._changed.set()
-        self._drains.changed()
+        with self.isolated("action"):
+            self._drains.changed()
         if self.coordinator.placement_is_due and not self._turn_is_ordered:
             self._turn_is_ordered = True
             (self._call_soon or asyncio.get_running_loop().call_soon)(self._place)

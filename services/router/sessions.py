@@ -48,8 +48,8 @@ class LinkOwner(Protocol):
         `crashed` is False if the worker ended the session in order.
         """
 
-    def link_failed(self, error: Exception) -> None:
-        """Is called before `link_lost` if this router could not handle what the worker said: a defect of its own."""
+    def link_defect(self, link: WorkerLink, error: Exception) -> None:
+        """Is called before `link_lost` if the link ends because something of the router's own raised `error`."""
 
     def worker_message(self, link: WorkerLink, message: worker_pb2.SessionResponse) -> None: ...
 
@@ -132,13 +132,16 @@ class WorkerLink:
 
     async def _run(self) -> None:
         reason, crashed = "session ended", True
-        channel = self._dial(self.description.address)
         try:
-            async with asyncio.TaskGroup() as group:
-                call = worker_pb2_grpc.WorkerServiceStub(channel).Session()
-                group.create_task(self._read(call))
-                group.create_task(self._write(call))
-                group.create_task(self._raise_when_silent())
+            channel = self._dial(self.description.address)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    call = worker_pb2_grpc.WorkerServiceStub(channel).Session()
+                    group.create_task(self._read(call))
+                    group.create_task(self._write(call))
+                    group.create_task(self._raise_when_silent())
+            finally:
+                await channel.close()
         except* _Ended:
             crashed = False
         except* _Silent as silence:
@@ -150,11 +153,8 @@ class WorkerLink:
             if error.details() == _WRITE_FAILED and self._is_leaving:
                 crashed = False  # a write of this router met the orderly end of the call
         except* Exception as defects:
-            for defect in defects.exceptions:
-                self._owner.link_failed(defect)
+            self._owner.link_defect(self, defects)
             reason = "internal error"
-        finally:
-            await channel.close()
         if crashed and self.was_open:
             log.warning("worker %s lost: %s", self.info.worker_id, reason)
         elif not crashed:
@@ -189,14 +189,15 @@ class WorkerLink:
                 request = None
 
     async def _read(self, call: Any) -> None:
-        deliver = panics_are_errors(self._owner.worker_message)  # else a panic ends this task, and nobody hears of it
+        # Else a panic would end this task, and nobody would hear of it.
+        opened, deliver = panics_are_errors(self._opened), panics_are_errors(self._owner.worker_message)
         try:
             async for message in call:
                 self._watch.heard()
                 if message.HasField("load"):
                     self._note(message.load)
                 if not self.is_open:
-                    self._opened()
+                    opened()
                 deliver(self, message)
         finally:
             self.is_open = False

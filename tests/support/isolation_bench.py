@@ -125,7 +125,7 @@ class FakeMetrics:
 class Bench:
     """A conductor over a real coordinator: one prefill worker, one decode worker, and whatever is poisoned."""
 
-    def __init__(self, *, deep_checks: bool = False) -> None:
+    def __init__(self, *, deep_checks: bool = False, dial: channels.Dial = channels.dial) -> None:
         self.clock = ManualClock()
         self.metrics = FakeMetrics()
         self.turns: list[Callable[[], None]] = []
@@ -137,7 +137,7 @@ class Bench:
             clock=self.clock,
             metrics=as_any(self.metrics),
             times=SessionTimes(0.5, 2.0),
-            dial=channels.dial,
+            dial=dial,
             call_soon=self.turns.append,
             incarnation=1,
         )
@@ -147,9 +147,11 @@ class Bench:
         self.commands: dict[str, dict[str, int]] = {"prefill": {}, "decode": {}}
         self.links = {"p": self.join("p", Role.PREFILL), "d": self.join("d", Role.DECODE)}
 
-    def join(self, name: str, role: Role) -> FakeLink:
+    def join(self, name: str, role: Role, *, watched: bool = False) -> FakeLink:
         info = WorkerInfo(name, role, 1, Fingerprint("L"), 16, 64, 1024, 8, host_id="h")
         link = FakeLink(info)
+        if watched:
+            self._watch(link)
         self.coordinator.worker_joined(info, self.clock.now())
         self.conductor.links[name] = as_any(link)
         self.conductor.link_opened(as_any(link))
@@ -182,16 +184,19 @@ class Bench:
     def watch(self) -> None:
         """Notes every command that reaches a worker."""
         for link in self.links.values():
-            send, poison = link._send, link
+            self._watch(link)
 
-            def noting(message: Any, send: Any = send) -> None:
-                send(message)
-                kind = message.WhichOneof("message")
-                if kind in self.commands:
-                    command = getattr(message, kind)
-                    self.commands[kind][command.request_id] = command.leg
+    def _watch(self, link: FakeLink) -> None:
+        send = link._send
 
-            poison._send = noting  # type: ignore[method-assign]
+        def noting(message: Any) -> None:
+            send(message)
+            kind = message.WhichOneof("message")
+            if kind in self.commands:
+                command = getattr(message, kind)
+                self.commands[kind][command.request_id] = command.leg
+
+        link._send = noting  # type: ignore[method-assign]
 
     def say(self, worker_id: str, *events: worker_pb2.LegEvent) -> None:
         self.conductor.worker_message(as_any(self.links[worker_id]), worker_pb2.SessionResponse(events=events))

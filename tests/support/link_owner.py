@@ -22,11 +22,11 @@ class Owner:
     def worker_message(self, link: WorkerLink, message: Any) -> None:
         pass
 
-    def link_failed(self, error: Exception) -> None:
-        raise error
-
     def link_lost(self, link: WorkerLink, reason: str, *, crashed: bool) -> None:
         self.lost.set_result((reason, crashed))
+
+    def link_defect(self, link: WorkerLink, error: Exception) -> None:
+        raise error
 
     def held_leases(self, link: WorkerLink) -> list[bytes]:
         return []

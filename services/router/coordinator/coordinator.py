@@ -156,8 +156,10 @@ class Coordinator:
         if worker.info.incarnation != incarnation or worker.state is not WorkerState.JOINING:
             return
         self._book.workers.open(worker, now)
-        handoff.worker_alive(self._book, worker)
-        self._canaries.run(now)
+        with self._book.isolated("session", None, now):
+            handoff.worker_alive(self._book, worker)
+        with self._book.isolated("session", None, now):
+            self._canaries.run(now)
 
     def worker_lost(
         self, worker_id: str, incarnation: int, now: float, *, crashed: bool, reason: str = "session lost"
@@ -343,11 +345,13 @@ class Coordinator:
     def _lose(self, worker: Worker, now: float, reason: str, *, crashed: bool) -> None:
         if worker.state is WorkerState.LOST:
             return
-        legs = dict(worker.legs)
+        legs, isolated = dict(worker.legs), self._book.isolated
         self._book.workers.lose(worker, now, reason)
-        self._canaries.worker_gone(worker.info.worker_id)
+        with isolated("session", None, now):
+            self._canaries.worker_gone(worker.info.worker_id)
         if crashed:
-            self._book.workers.failed(worker.info.worker_id, reason, now)
+            with isolated("session", None, now):
+                self._book.workers.failed(worker.info.worker_id, reason, now)
         handoff.worker_gone(self._book, worker, legs, now, crashed=crashed)
 
     def _stuck(self, worker: Worker, seconds: float, now: float) -> None:

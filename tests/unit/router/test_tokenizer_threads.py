@@ -1,0 +1,34 @@
+"""The threads that tokenise long texts follow the cores of the process, unless the flag says how many there are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import pytest
+
+from services.core.config import add_arguments, load
+from services.router.main import RouterConfig, _tokenizer_threads
+
+
+def _threads(monkeypatch: pytest.MonkeyPatch, num_cores: int, *flags: str) -> int:
+    """The number on a machine of 128 cores of which the process may use `num_cores`."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, RouterConfig)
+    return _tokenizer_threads(load(RouterConfig, parser.parse_args(["--model", "m", *flags]), {}))
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (96, 48)])
+def test_they_are_half_of_the_cores_that_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_threads: int
+) -> None:
+    """At least one, and on more than one core never all: the event loop needs one."""
+    assert _threads(monkeypatch, num_cores) == num_threads
+
+
+@pytest.mark.parametrize("num_cores", [1, 16])
+@pytest.mark.parametrize("given", [1, 3, 40])
+def test_the_flag_overrides_the_cores(monkeypatch: pytest.MonkeyPatch, num_cores: int, given: int) -> None:
+    assert _threads(monkeypatch, num_cores, "--tokenizer-threads", str(given)) == given
