@@ -17,6 +17,7 @@ ALONE = (
     "cli/test_up_leaves_nothing.py",
     "endings/test_deadlines.py",
     "endings/test_health.py",
+    "endings/test_one_name.py",
     "endings/test_pauses.py",
     "endings/test_soak.py",
     "faults/",
