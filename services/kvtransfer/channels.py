@@ -19,6 +19,7 @@ IDLE_S = 60.0
 class _Cached:
     channel: grpc.aio.Channel
     num_users: int = 0
+    closed: bool = False
     expiry: asyncio.TimerHandle | None = None
     """The timer that closes the channel; set while it has no user."""
 
@@ -37,35 +38,41 @@ class ChannelCache:
 
     @contextlib.contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """Yields a channel to the address. It is closed if its last user fails, or after `idle_s` without a user."""
+        """Yields a channel to the address.
+
+        If a user fails, no newcomer gets the channel, since its connection may be lost; it is closed when its last
+        user is done. One whose users all succeed is closed after `idle_s` without a user.
+        """
         cached = self._cached.get(address) or self._cached.setdefault(address, _Cached(self._dial(address)))
         cached.num_users += 1
         if cached.expiry is not None:
             cached.expiry.cancel()
             cached.expiry = None
-        failed = False
         try:
             yield cached.channel
         except TransferFailed:
-            failed = True
+            if self._cached.get(address) is cached:
+                del self._cached[address]
             raise
         finally:
             cached.num_users -= 1
             if cached.num_users == 0:
-                self._unused(address, cached, failed=failed)
+                self._unused(address, cached)
 
-    def _unused(self, address: str, cached: _Cached, *, failed: bool) -> None:
-        if self._cached.get(address) is not cached:  # the cache was closed
-            return
-        if failed:
-            self._give_up(address)
-        else:
+    def _unused(self, address: str, cached: _Cached) -> None:
+        if self._cached.get(address) is cached:
             cached.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._give_up, address)
+        elif not cached.closed:  # somebody has failed with it
+            self._close(cached)
 
     def _give_up(self, address: str) -> None:
         cached = self._cached.pop(address)
         if cached.expiry is not None:
             cached.expiry.cancel()
+        self._close(cached)
+
+    def _close(self, cached: _Cached) -> None:
+        cached.closed = True
         closing = asyncio.ensure_future(cached.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import Draining, LeaseInvalid, ProtocolViolation, StaleIncarnation, TransferFailed
+from services.core.timeouts import timeout_after
 from services.kv.imports import Import, ImportTable
 from services.kv.layout import Layout
 from services.kv.regions import BlockMemory
@@ -92,7 +92,7 @@ class BlockFetcher:
 
     `dial(address)` makes channels (rpc.channels.dial); `error_of(call error)` returns the error that a failed call
     stands for (rpc.status.from_call). `silence_s`, measured by `awake`, bounds each answer that the source owes at
-    once, also whether it is still there, but not the prefill.
+    once and the time in which it says nothing, but not the prefill.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class BlockFetcher:
             copier.pin()
             try:
                 with self._channels.use(order.source.address) as channel:
-                    return await self._run(order, channel, copier)
+                    return await self._run(order, kvtransfer_pb2_grpc.KVTransferServiceStub(channel), copier)
             finally:
                 copier.unpin()
         finally:
@@ -164,16 +164,13 @@ class BlockFetcher:
                 log.info("kv transfer from %s takes another transport: %s", source.address, error)
         return await ends[-1].connect(source, offers[ends[-1].transport])
 
-    async def _run(self, order: FetchOrder, channel: grpc.aio.Channel, copier: Copier) -> FetchOutcome:
-        stub = kvtransfer_pb2_grpc.KVTransferServiceStub(channel)
-        health = health_pb2_grpc.HealthStub(channel)
+    async def _run(self, order: FetchOrder, stub: Stub, copier: Copier) -> FetchOutcome:
         started_s = self._clock.now()
         async with FetchStream(
             stub.Fetch(),
             self._clock,
             self._error_of,
             carried=copier.carried,
-            ask=lambda: health.Check(health_pb2.HealthCheckRequest()),
             awake=self._awake,
             silence_s=self._silence_s,
         ) as stream:
@@ -253,18 +250,25 @@ class BlockFetcher:
         self._imports.copy_ended(import_, self._clock.now())
 
     async def _release(self, order: FetchOrder, stub: Stub) -> None:
+        try:
+            async with timeout_after(self._silence_s, self._awake):
+                answer = await self._released(order, stub)
+        except TimeoutError:
+            raise TransferFailed("the source does not answer the release") from None
+        if not answer.valid:
+            raise LeaseInvalid(answer.reason)
+
+    async def _released(self, order: FetchOrder, stub: Stub) -> kvtransfer_pb2.ReleaseResponse:
         request = kvtransfer_pb2.ReleaseRequest(lease_id=order.lease_id, leg=order.leg)
         for attempts_left in reversed(range(_RELEASE_ATTEMPTS)):
             try:
-                answer = await stub.Release(request, timeout=self._silence_s, wait_for_ready=True)
+                answer: kvtransfer_pb2.ReleaseResponse = await stub.Release(request, wait_for_ready=True)
+                return answer
             except grpc.aio.AioRpcError as error:
                 failure = as_transfer_error(error, self._error_of)
                 if not attempts_left or not isinstance(failure, TransferFailed):
                     raise failure from error
-                continue
-            if not answer.valid:
-                raise LeaseInvalid(answer.reason)
-            return
+        raise AssertionError("the last attempt returns or raises")
 
 
 @dataclass(slots=True)

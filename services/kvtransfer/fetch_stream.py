@@ -1,16 +1,16 @@
 """Reads one Fetch call at the destination: announcements in order, then the seal.
 
-While a prompt is computed the source may have nothing to say for long. It is asked meanwhile whether it is there, on
-the same connection: a connection that has lost its other end looks like a quiet one.
+While a prompt is computed the source may have nothing to announce for long. It says meanwhile that it is there, since a
+connection that has lost its other end looks like a quiet one.
 
-Owns: the stream's reader, the watch over its source, and what is a protocol violation. Never: copies, the import, the
+Owns: the stream's reader, and what is a protocol violation or too long a silence. Never: copies, the import, the
 Release.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -35,8 +35,6 @@ ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
 # How many messages are read ahead of the copies if they carry the blocks' bytes. Other announcements are small, and all
 # are read as they come, so that the time of SEALED is noted when it arrives.
 _CARRIED_AHEAD = 4
-ASK_EVERY_S = 3.0
-"""Seconds between two questions whether the source is there."""
 
 
 def as_transfer_error(error: grpc.RpcError, error_of: ErrorOf) -> BatonError:
@@ -71,14 +69,13 @@ class FetchStream:
         error_of: ErrorOf,
         *,
         carried: bool,
-        ask: Callable[[], Awaitable[object]],
         awake: Clock,
         silence_s: float,
     ) -> None:
-        """`carried` says that the messages bring the blocks' bytes. `ask` makes a call to the source on the connection
-        of `call`; any answer shows that it is there, an error too.
+        """`carried` says that the messages bring the blocks' bytes.
 
-        `silence_s`, measured by `awake`, bounds each answer that the source owes at once.
+        `silence_s`, measured by `awake`, bounds each answer that the source owes at once, and each time without a
+        message.
         """
         self._call = call
         self._clock = clock
@@ -87,25 +84,22 @@ class FetchStream:
         self._silence_s = silence_s
         self._inbox: asyncio.Queue[kvtransfer_pb2.FetchBlocks | Seal | Exception]
         self._inbox = asyncio.Queue(_CARRIED_AHEAD if carried else 0)
-        self._ask = ask
-        self._num_received = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> FetchStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._call.cancel()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
 
     async def open(self, opened: kvtransfer_pb2.FetchOpen) -> None:
         """Sends the first message, and returns when the source has accepted or refused the fetch.
 
         After a refusal `next` raises the source's error. Raises TransferFailed if the source does not answer in time.
-        The time that the prompt then takes has no bound here, while the source answers.
+        The time that the prompt then takes has no bound here, while the source says that it is there.
         """
         try:
             async with timeout_after(self._silence_s, self._awake):
@@ -117,10 +111,7 @@ class FetchStream:
             pass  # the call is over already: the reader gets the reason
         except grpc.aio.AioRpcError as error:
             raise as_transfer_error(error, self._error_of) from error
-        self._tasks = [
-            asyncio.create_task(self._read(), name="kv-fetch-reader"),
-            asyncio.create_task(self._watch(), name="kv-fetch-watch"),
-        ]
+        self._reader = asyncio.create_task(self._read(), name="kv-fetch-reader")
 
     async def next(self) -> kvtransfer_pb2.FetchBlocks | Seal:
         """Returns the next announcement, or the seal. Raises the error that ended the stream before it."""
@@ -153,34 +144,27 @@ class FetchStream:
         except Exception as error:  # `next` raises any error, since it would otherwise wait for ever
             self._fail(error)
 
-    async def _watch(self) -> None:
+    async def _receive(self) -> kvtransfer_pb2.FetchBlocks | Seal:
         while True:
-            await asyncio.sleep(ASK_EVERY_S)
-            num_received = self._num_received
             try:
                 async with timeout_after(self._silence_s, self._awake):
-                    await self._ask()
+                    response: Any = await self._call.read()
             except TimeoutError:
-                if self._num_received == num_received:
-                    self._fail(TransferFailed("the source is silent"))
-                    return
-            except grpc.aio.AioRpcError:
-                pass  # an answer; if it says that the connection is lost, the reader learns so too
-
-    async def _receive(self) -> kvtransfer_pb2.FetchBlocks | Seal:
-        response: Any = await self._call.read()
-        self._num_received += 1
-        if response is grpc.aio.EOF:
-            raise TransferFailed("the stream ended before it was sealed")
-        if response is None:  # the runtime returns None for bytes that do not parse
-            raise MalformedMessage("the bytes received are not an answer of Fetch")
-        kind = response.WhichOneof("message")
-        if kind == "blocks":
-            blocks: kvtransfer_pb2.FetchBlocks = response.blocks
-            return blocks
-        if kind == "sealed":
-            return Seal(response.sealed.num_tokens, response.sealed.first_token, self._clock.now())
-        raise ProtocolViolation("an empty message in a fetch stream")
+                raise TransferFailed("the source is silent") from None
+            if response is grpc.aio.EOF:
+                raise TransferFailed("the stream ended before it was sealed")
+            if response is None:  # the runtime returns None for bytes that do not parse
+                raise MalformedMessage("the bytes received are not an answer of Fetch")
+            match response.WhichOneof("message"):
+                case "blocks":
+                    blocks: kvtransfer_pb2.FetchBlocks = response.blocks
+                    return blocks
+                case "sealed":
+                    return Seal(response.sealed.num_tokens, response.sealed.first_token, self._clock.now())
+                case "alive":
+                    pass
+                case _:
+                    raise ProtocolViolation("an empty message in a fetch stream")
 
     def _fail(self, error: Exception) -> None:
         self._forget_announced()

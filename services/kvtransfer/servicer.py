@@ -33,6 +33,8 @@ from services.rpc.interceptors import CallContext
 
 Requests: TypeAlias = AsyncIterator[kvtransfer_pb2.FetchRequest]
 
+ALIVE_EVERY_S = 1.0
+"""Seconds without another message after which a destination is told that its source is there."""
 _LEASE_ID_BYTES = 16
 
 
@@ -136,8 +138,8 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                 await self._bounded(context.write(kvtransfer_pb2.FetchResponse(blocks=blocks)))
             elif not num_left and lease.state is LeaseState.SEALED:
                 break
-            else:
-                await followed.change()
+            elif not await followed.change(ALIVE_EVERY_S):
+                await self._bounded(context.write(kvtransfer_pb2.FetchResponse(alive=kvtransfer_pb2.FetchAlive())))
         if followed.ticket.ended is FetchEnd.RELEASED:
             return
         sealed = kvtransfer_pb2.FetchSealed(num_tokens=lease.num_tokens, first_token=lease.first_token)
@@ -176,10 +178,15 @@ class _Followed:
             raise LeaseInvalid(ended.value)
         return ended is not None
 
-    async def change(self) -> None:
-        """Waits for a change of the fetch since the last call."""
-        await self._changed.wait()
+    async def change(self, within_s: float | None = None) -> bool:
+        """Waits for a change of the fetch since the last call. Returns whether there was one in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
         self._changed.clear()
+        return True
 
 
 def _check_lease_id(field: str, lease_id: bytes) -> None:

@@ -211,15 +211,23 @@ class OpenCalls:
         self._look_later()
 
     def _release_connections(self) -> None:
-        waits = sorted((*self._arriving.items(), *self._unread.items()), key=lambda wait: wait[1])
-        held = Counter(call.peer for call, _ in waits)
-        for call, number in waits:
-            if len(held) <= self._most_held or number > self._num_swept:
+        """Ends all calls of connections that only wait, those first that have waited for longest, down to the bound.
+
+        A connection with a call that the server works on is none of them: to end its other calls would free nothing.
+        """
+        num_open = Counter(call.peer for call in self._calls)
+        waiting: dict[str, list[OpenCall]] = {}
+        newest: dict[str, int] = {}
+        """The number of the newest wait of each connection."""
+        for call, number in (*self._arriving.items(), *self._unread.items()):
+            waiting.setdefault(call.peer, []).append(call)
+            newest[call.peer] = max(number, newest.get(call.peer, 0))
+        held = sorted((peer for peer in waiting if len(waiting[peer]) >= num_open[peer]), key=newest.__getitem__)
+        for peer in held[: max(0, len(held) - self._most_held)]:
+            if newest[peer] > self._num_swept:
                 break
-            self._evict(call)
-            held[call.peer] -= 1
-            if not held[call.peer]:
-                del held[call.peer]
+            for call in waiting[peer]:
+                self._evict(call)
 
     def _evict(self, call: OpenCall) -> None:
         self._calls.discard(call)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"a\n\x0c\x46\x65tchRequest\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.baton.v1.FetchOpenH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.baton.v1.FetchAckH\x00\x42\t\n\x07message\"\xba\x01\n\tFetchOpen\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x05\x12&\n\ttransport\x18\x04 \x01(\x0e\x32\x13.baton.v1.Transport\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x1a\n\x12source_incarnation\x18\x06 \x01(\x06\x12\x11\n\tchecksums\x18\x07 \x01(\x08\"!\n\x08\x46\x65tchAck\x12\x15\n\rcopied_blocks\x18\x01 \x01(\x05\"l\n\rFetchResponse\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.FetchBlocksH\x00\x12\'\n\x06sealed\x18\x02 \x01(\x0b\x32\x15.baton.v1.FetchSealedH\x00\x42\t\n\x07message\"X\n\x0b\x46\x65tchBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x13\n\x0bpool_blocks\x18\x02 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x03 \x03(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"P\n\x0b\x46\x65tchSealed\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12-\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x18.baton.v1.SequenceTokens\"/\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\"@\n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x13\n\x06reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_reason2\x91\x01\n\x11KVTransferService\x12<\n\x05\x46\x65tch\x12\x16.baton.v1.FetchRequest\x1a\x17.baton.v1.FetchResponse(\x01\x30\x01\x12>\n\x07Release\x12\x18.baton.v1.ReleaseRequest\x1a\x19.baton.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"a\n\x0c\x46\x65tchRequest\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.baton.v1.FetchOpenH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.baton.v1.FetchAckH\x00\x42\t\n\x07message\"\xba\x01\n\tFetchOpen\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x05\x12&\n\ttransport\x18\x04 \x01(\x0e\x32\x13.baton.v1.Transport\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x1a\n\x12source_incarnation\x18\x06 \x01(\x06\x12\x11\n\tchecksums\x18\x07 \x01(\x08\"!\n\x08\x46\x65tchAck\x12\x15\n\rcopied_blocks\x18\x01 \x01(\x05\"\x93\x01\n\rFetchResponse\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.FetchBlocksH\x00\x12\'\n\x06sealed\x18\x02 \x01(\x0b\x32\x15.baton.v1.FetchSealedH\x00\x12%\n\x05\x61live\x18\x03 \x01(\x0b\x32\x14.baton.v1.FetchAliveH\x00\x42\t\n\x07message\"\x0c\n\nFetchAlive\"X\n\x0b\x46\x65tchBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x13\n\x0bpool_blocks\x18\x02 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x03 \x03(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"P\n\x0b\x46\x65tchSealed\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12-\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x18.baton.v1.SequenceTokens\"/\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\"@\n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x13\n\x06reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_reason2\x91\x01\n\x11KVTransferService\x12<\n\x05\x46\x65tch\x12\x16.baton.v1.FetchRequest\x1a\x17.baton.v1.FetchResponse(\x01\x30\x01\x12>\n\x07Release\x12\x18.baton.v1.ReleaseRequest\x1a\x19.baton.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,16 +38,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FETCHOPEN']._serialized_end=347
   _globals['_FETCHACK']._serialized_start=349
   _globals['_FETCHACK']._serialized_end=382
-  _globals['_FETCHRESPONSE']._serialized_start=384
-  _globals['_FETCHRESPONSE']._serialized_end=492
-  _globals['_FETCHBLOCKS']._serialized_start=494
-  _globals['_FETCHBLOCKS']._serialized_end=582
-  _globals['_FETCHSEALED']._serialized_start=584
-  _globals['_FETCHSEALED']._serialized_end=664
-  _globals['_RELEASEREQUEST']._serialized_start=666
-  _globals['_RELEASEREQUEST']._serialized_end=713
-  _globals['_RELEASERESPONSE']._serialized_start=715
-  _globals['_RELEASERESPONSE']._serialized_end=779
-  _globals['_KVTRANSFERSERVICE']._serialized_start=782
-  _globals['_KVTRANSFERSERVICE']._serialized_end=927
+  _globals['_FETCHRESPONSE']._serialized_start=385
+  _globals['_FETCHRESPONSE']._serialized_end=532
+  _globals['_FETCHALIVE']._serialized_start=534
+  _globals['_FETCHALIVE']._serialized_end=546
+  _globals['_FETCHBLOCKS']._serialized_start=548
+  _globals['_FETCHBLOCKS']._serialized_end=636
+  _globals['_FETCHSEALED']._serialized_start=638
+  _globals['_FETCHSEALED']._serialized_end=718
+  _globals['_RELEASEREQUEST']._serialized_start=720
+  _globals['_RELEASEREQUEST']._serialized_end=767
+  _globals['_RELEASERESPONSE']._serialized_start=769
+  _globals['_RELEASERESPONSE']._serialized_end=833
+  _globals['_KVTRANSFERSERVICE']._serialized_start=836
+  _globals['_KVTRANSFERSERVICE']._serialized_end=981
 # @@protoc_insertion_point(module_scope)

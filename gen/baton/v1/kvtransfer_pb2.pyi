@@ -40,12 +40,18 @@ class FetchAck(_message.Message):
     def __init__(self, copied_blocks: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("blocks", "sealed")
+    __slots__ = ("blocks", "sealed", "alive")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
     blocks: FetchBlocks
     sealed: FetchSealed
-    def __init__(self, blocks: _Optional[_Union[FetchBlocks, _Mapping]] = ..., sealed: _Optional[_Union[FetchSealed, _Mapping]] = ...) -> None: ...
+    alive: FetchAlive
+    def __init__(self, blocks: _Optional[_Union[FetchBlocks, _Mapping]] = ..., sealed: _Optional[_Union[FetchSealed, _Mapping]] = ..., alive: _Optional[_Union[FetchAlive, _Mapping]] = ...) -> None: ...
+
+class FetchAlive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class FetchBlocks(_message.Message):
     __slots__ = ("first_block", "pool_blocks", "data", "checksums")
