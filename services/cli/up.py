@@ -49,6 +49,8 @@ from services.core.errors import ConfigError
 
 _EXIT_INTERRUPTED = 130
 
+_COUNTS = "must be in [0, 256]"
+
 
 def _count(value: int) -> bool:
     return 0 <= value <= 256
@@ -57,9 +59,13 @@ def _count(value: int) -> bool:
 @dataclasses.dataclass(frozen=True)
 class UpConfig:
     model: str = option(DEFAULT_MODEL, "default model's name, local directory, GGUF file or hub id")
-    prefill: int | None = option(None, "prefill workers (default: 1 if no worker is asked for)", check=_count)
-    decode: int | None = option(None, "decode workers (default: 1 if no worker is asked for)", check=_count)
-    mixed: int | None = option(None, "workers that do both (default: none)", check=_count)
+    prefill: int | None = option(
+        None, "prefill workers (default: 1 if no worker is asked for)", check=_count, must=_COUNTS
+    )
+    decode: int | None = option(
+        None, "decode workers (default: 1 if no worker is asked for)", check=_count, must=_COUNTS
+    )
+    mixed: int | None = option(None, "workers that do both (default: none)", check=_count, must=_COUNTS)
     host: str = option("127.0.0.1", "address the router binds")
     port: int = option(50051, "the router's gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]")
     http_port: int | None = option(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -41,6 +42,8 @@ def load_model(directory: Path, dtype: str, device: torch.device, attention: str
             trust_remote_code=False,
             use_safetensors=True,
         )
+    except SafetensorError as error:
+        raise UnsupportedModel(f"{directory} has damaged weights, fetch them again: {error}") from error
     except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
         if error.args == (attention,):
             raise UnsupportedModel(f"{directory} does not support transformers' attention interface") from error

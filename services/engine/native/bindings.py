@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.engine.native.instruction_sets import usable
+from services.engine.native.instruction_sets import BUILD_LATER, usable
 
 logger = logging.getLogger(__name__)
 
@@ -246,5 +246,5 @@ def kernels() -> Kernels | None:
             logger.info("CPU kernels for %s", each.name)
             return found
     if not built:
-        logger.info("the CPU kernels were not built (no C compiler was there): steps are slower")
+        logger.warning("the CPU kernels were not built: steps are slower. %s", BUILD_LATER)
     return None

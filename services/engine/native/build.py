@@ -8,6 +8,7 @@ load). Baton runs without the kernels, so a missing compiler is only reported; a
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from services.engine.native.instruction_sets import InstructionSet, instruction_sets
+from services.engine.native.instruction_sets import BUILD_LATER, InstructionSet, instruction_sets
 
 _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
@@ -32,9 +33,12 @@ Quantised products round where they say they do, so that instruction sets never 
 
 
 def main() -> int:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if not compiler:
-        print("no C compiler: Baton runs without its CPU kernels (slower steps on CPUs)")
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or shutil.which("cc") or ""]
+    if shutil.which(compiler[0]) is None:
+        named = f"CC={compiler[0]} is not here" if compiler[0] else "no C compiler is here"
+        print(
+            f"{named}: Baton runs without its CPU kernels, so steps on CPUs are slower. {BUILD_LATER}", file=sys.stderr
+        )
         return 0
     wanted = instruction_sets()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -46,22 +50,22 @@ def main() -> int:
     if not built:
         print("Baton runs without its CPU kernels", file=sys.stderr)
         return 1
-    print(f"built the CPU kernels for {', '.join(built)} with {compiler}")
+    print(f"built the CPU kernels for {', '.join(built)} with {shlex.join(compiler)}")
     return 0
 
 
-def _build(compiler: str, wanted: InstructionSet) -> str:
+def _build(compiler: list[str], wanted: InstructionSet) -> str:
     """Builds one library; returns why it could not, or an empty text."""
     with tempfile.TemporaryDirectory(dir=wanted.shared_object.parent) as folder:
         objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(_PARTS)}
         library = Path(folder, wanted.shared_object.name)
         for command in (
             *(
-                [compiler, *_COMPILE, *flags, *wanted.compiler_flags, "-c", str(_FOLDER / source), "-o", str(compiled)]
+                [*compiler, *_COMPILE, *flags, *wanted.compiler_flags, "-c", str(_FOLDER / source), "-o", str(compiled)]
                 for compiled, (source, flags) in objects.items()
             ),
             # Linked without -fopenmp: an OpenMP runtime beside torch's would be a second pool of threads.
-            [compiler, "-shared", *map(str, objects), "-o", str(library)],
+            [*compiler, "-shared", *map(str, objects), "-o", str(library)],
         ):
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:

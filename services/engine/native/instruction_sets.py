@@ -20,6 +20,9 @@ from services.core.errors import ConfigError
 
 VARIABLE = "BATON_CPU_ISA"
 
+BUILD_LATER = "Install gcc, then run: .venv/bin/python -m services.engine.native.build"
+"""What to do where the kernels were not built."""
+
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:

@@ -20,7 +20,7 @@ from services.router.policy import Ahead, Costs, Work
 
 
 def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
-    """Checks that a request may be queued, and fails a queued request of lower priority if it takes that one's place.
+    """Checks that a request may be queued, and fails the queued request whose place it takes, if there is no other.
 
     `max_tokens` is the longest output that the request and the context allow. Raises DeadlineExceeded if the deadline
     is too short even for an idle cluster, and Overloaded if queued work stands in the way or the queue is full.
