@@ -15,7 +15,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from services.engine.native.instruction_sets import InstructionSet, instruction_sets
+from services.engine.native.instruction_sets import WITHOUT_KERNELS, InstructionSet, instruction_sets
 
 _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
@@ -34,7 +34,7 @@ Quantised products round where they say they do, so that instruction sets never 
 def main() -> int:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if not compiler:
-        print("no C compiler: Baton runs without its CPU kernels (slower steps on CPUs)")
+        print(f"no C compiler, so no CPU kernels: {WITHOUT_KERNELS}")
         return 0
     wanted = instruction_sets()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
