@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+from services.engine.cpu.fast_paths import use_fast_paths
 from services.engine.native import bindings, build
 
 WORDS = ("slower", "bfloat16", "--quantization", "install gcc", "python -m services.engine.native.build")
@@ -47,3 +49,18 @@ def test_a_worker_warns_if_none_can_be_loaded(
     loading, lost = caplog.records
     assert "generic cannot be loaded" in loading.getMessage()
     assert all(word in lost.getMessage() for word in WORDS), lost.getMessage()
+
+
+def test_nothing_is_said_of_a_model_on_another_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It loses nothing."""
+    monkeypatch.setattr(bindings, "usable", list)
+    bindings.kernels.cache_clear()
+    try:
+        use_fast_paths(nn.Sequential(nn.Linear(4, 4, device="meta"), nn.RMSNorm(4, device="meta")))
+        assert not caplog.records
+        use_fast_paths(nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)))
+        assert sum(record.levelno == logging.WARNING for record in caplog.records) == 1
+    finally:
+        bindings.kernels.cache_clear()
