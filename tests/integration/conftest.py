@@ -25,6 +25,7 @@ ALONE = (
     "strangers/test_idle_peers.py",
     "strangers/test_long_texts.py",
     "strangers/test_memory_of_refused.py",
+    "strangers/test_memory_of_waiting.py",
     "traces/test_activity_log.py",
     "traces/test_at_a_collector.py",
     "traces/test_no_collector.py",
@@ -40,6 +41,7 @@ LONG = (
     "faults/",
     "strangers/test_long_texts.py",
     "strangers/test_memory_of_refused.py",
+    "strangers/test_memory_of_waiting.py",
     "traces/test_at_a_collector.py",
     "traces/test_no_collector.py",
 )

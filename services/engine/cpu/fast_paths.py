@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def use_fast_paths(module: nn.Module) -> None:
-    """Replaces modules of the model by faster ones for this machine, where they compute the same."""
+    """Replaces modules of the model by faster ones for this machine, where they compute the same. A model on another
+    device than the CPU is left as it is."""
+    if not any(each.device.type == "cpu" for each in module.parameters()):
+        return
     num_parts, num_layers = use_native_modules(module)  # first, since it looks for linear layers that are not packed
     packed = ", ".join(f"{count} by {way}" for way, count in sorted(pack_linears(module).items()))
     logger.info("native: %d norms and gates, %d whole layers; linear layers: %s", num_parts, num_layers, packed)

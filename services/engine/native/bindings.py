@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.engine.native.instruction_sets import BUILD_LATER, usable
+from services.engine.native.instruction_sets import WITHOUT_KERNELS, usable
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +245,5 @@ def kernels() -> Kernels | None:
         else:
             logger.info("CPU kernels for %s", each.name)
             return found
-    if not built:
-        logger.warning("the CPU kernels were not built: steps are slower. %s", BUILD_LATER)
+    logger.warning("the CPU kernels %s: %s", "cannot be loaded" if built else "were not built", WITHOUT_KERNELS)
     return None

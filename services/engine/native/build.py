@@ -16,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from services.engine.native.instruction_sets import BUILD_LATER, InstructionSet, instruction_sets
+from services.engine.native.instruction_sets import WITHOUT_KERNELS, InstructionSet, instruction_sets
 
 _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-fopenmp", "-std=gnu11", "-Wno-psabi")
@@ -35,10 +35,8 @@ Quantised products round where they say they do, so that instruction sets never 
 def main() -> int:
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or shutil.which("cc") or ""]
     if shutil.which(compiler[0]) is None:
-        named = f"CC={compiler[0]} is not here" if compiler[0] else "no C compiler is here"
-        print(
-            f"{named}: Baton runs without its CPU kernels, so steps on CPUs are slower. {BUILD_LATER}", file=sys.stderr
-        )
+        missing = f"CC={compiler[0]} is not there" if compiler[0] else "no C compiler"
+        print(f"{missing}, so no CPU kernels: {WITHOUT_KERNELS}")
         return 0
     wanted = instruction_sets()
     with ThreadPoolExecutor(os.cpu_count()) as pool:

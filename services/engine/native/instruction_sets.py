@@ -19,9 +19,11 @@ from pathlib import Path
 from services.core.errors import ConfigError
 
 VARIABLE = "BATON_CPU_ISA"
-
-BUILD_LATER = "Install gcc, then run: .venv/bin/python -m services.engine.native.build"
-"""What to do where the kernels were not built."""
+WITHOUT_KERNELS = (
+    "everything works, but steps on the CPU are slower, most of all in bfloat16, and --quantization gains nothing; "
+    "to have them, install gcc, run python -m services.engine.native.build, and start the workers again"
+)
+"""What it means that no kernels were built or can be loaded, for whoever meets it."""
 
 
 @dataclass(frozen=True, slots=True)

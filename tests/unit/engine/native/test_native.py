@@ -141,8 +141,8 @@ def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     assert "runs without its CPU kernels" in result.stderr
 
 
-@pytest.mark.parametrize("named", ["", "no-such-compiler", "no-such-compiler -O2"])
-def test_a_compiler_that_is_not_there_is_told_with_what_to_do(tmp_path: Path, named: str) -> None:
+@pytest.mark.parametrize("named", ["no-such-compiler", "no-such-compiler -O2"])
+def test_a_compiler_that_is_not_there_is_told(tmp_path: Path, named: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "services.engine.native.build"],
         env={"CC": named, "PATH": str(tmp_path), "PYTHONPATH": "."},
@@ -151,6 +151,5 @@ def test_a_compiler_that_is_not_there_is_told_with_what_to_do(tmp_path: Path, na
         check=False,
     )
     assert result.returncode == 0
-    assert len(result.stderr.splitlines()) == 1
-    assert "Install gcc, then run: " in result.stderr
-    assert named.split(" ")[0] in result.stderr
+    assert result.stdout.startswith("CC=no-such-compiler is not there, so no CPU kernels: ")
+    assert not result.stderr
