@@ -1,0 +1,105 @@
+"""What is expensive to parse is parsed in turns with all else on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.router.http.server import HttpServer
+
+HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+NUM_CHUNKS = 40_000
+LONGEST_TURN_S = 0.1
+"""A turn takes some milliseconds; without turns, four connections stop the loop for about a second each."""
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the number of bytes and a checksum of the body."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    answer = b"%d %d" % (len(body), sum(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[HttpServer]:
+    server = HttpServer(app, "127.0.0.1", 0)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+async def asked(server: HttpServer, *parts: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        return await reader.readexactly(length)
+    finally:
+        writer.close()
+
+
+async def longest_turn_s() -> float:
+    """Runs until it is cancelled, and then returns how late the event loop was at most."""
+    loop, longest_s = asyncio.get_running_loop(), 0.0
+    try:
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, loop.time() - before_s)
+    except asyncio.CancelledError:
+        return longest_s
+
+
+async def test_a_body_of_tiny_chunks_holds_up_nobody(server: HttpServer) -> None:
+    watching = asyncio.create_task(longest_turn_s())
+    body = b"1\r\nx\r\n" * NUM_CHUNKS + END
+    answers = await asyncio.gather(*(asked(server, CHUNKED, body) for _ in range(4)))
+    watching.cancel()
+    assert answers == [b"%d %d" % (NUM_CHUNKS, NUM_CHUNKS * ord("x"))] * 4
+    assert await watching < LONGEST_TURN_S
+
+
+@pytest.mark.parametrize("size", [1, 7, 1023, 1024, 1025, 5000])
+async def test_a_body_of_many_lines_arrives_whole_however_it_is_cut(server: HttpServer, size: int) -> None:
+    body = b"a line\n" * 3000
+    head = HEAD + b"content-length: %d\r\n\r\n" % len(body)
+    whole = head + body
+    cuts = range(0, len(whole), size) if size > 1000 else [0, size, 600, 4321]
+    parts = [whole[start:end] for start, end in zip(cuts, [*cuts[1:], len(whole)], strict=True)]
+    assert await asked(server, *parts) == b"%d %d" % (len(body), sum(body))
+
+
+async def test_many_requests_in_one_message_are_all_answered(server: HttpServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write((HEAD + b"content-length: 2\r\n\r\nhi") * 200)
+    writer.write(HEAD + b"content-length: 2\r\nconnection: close\r\n\r\nhi")
+    assert (await reader.read()).count(b"\r\n\r\n2 209") == 201
+    writer.close()
+
+
+async def test_who_leaves_while_it_is_parsed_leaves_nothing(server: HttpServer) -> None:
+    for _ in range(3):
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(CHUNKED + b"1\r\nx\r\n" * NUM_CHUNKS)
+        await asyncio.sleep(0)
+        writer.transport.abort()
+    async with asyncio.timeout(20):
+        while len(server.connections) or server.connections._parsing:  # noqa: ASYNC110  # no event tells
+            await asyncio.sleep(0.01)
+    assert await asked(server, HEAD + b"content-length: 2\r\n\r\nhi") == b"2 209"
