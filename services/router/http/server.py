@@ -15,6 +15,7 @@ import enum
 import functools
 import http
 import ipaddress
+import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from uvicorn.server import ServerState
 from services.core.descriptors import share_of_descriptors
 from services.core.errors import ConfigError
 from services.router.http.reply import HttpError, dump, plain_error, refuse
+
+log = logging.getLogger(__name__)
 
 SWEEP_S = 0.5
 # Parsing costs by the line, most of all in bodies of tiny chunks: 25 µs for six bytes. What has many lines is parsed in
@@ -124,8 +127,13 @@ class Connections:
         until_s = loop.time() + _PARSE_S
         while self._parsing and loop.time() < until_s:
             connection = next(iter(self._parsing))
-            has_more = connection.parse_some(_PARSE_ONE_S)
             del self._parsing[connection]
+            try:
+                has_more = connection.parse_some(_PARSE_ONE_S)
+            except Exception:  # as the event loop treats a protocol that raises
+                log.exception("a connection of %s is closed: its data could not be handled", connection.peer)
+                connection.evict()
+                continue
             if has_more:
                 self._parsing[connection] = None
         if self._parsing:

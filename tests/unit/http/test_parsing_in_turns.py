@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.http.server import HttpServer
+from services.router.http.server import BoundedConnection, HttpServer
 
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -103,3 +103,29 @@ async def test_who_leaves_while_it_is_parsed_leaves_nothing(server: HttpServer) 
         while len(server.connections) or server.connections._parsing:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.01)
     assert await asked(server, HEAD + b"content-length: 2\r\n\r\nhi") == b"2 209"
+
+
+async def test_a_connection_that_cannot_be_parsed_ends_alone(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parse = BoundedConnection._parse
+
+    def raises_for_one(connection: BoundedConnection, data: bytes) -> None:
+        if b"poison" in data:
+            raise ValueError("poisoned")
+        parse(connection, data)
+
+    monkeypatch.setattr(BoundedConnection, "_parse", raises_for_one)
+    body = b"a line\n" * 300
+    head = HEAD + b"content-length: %d\r\n\r\n" % len(body)
+    answers = await asyncio.gather(
+        asked(server, head + body),
+        asked(server, b"poison" + head + body),
+        asked(server, head + body),
+        return_exceptions=True,
+    )
+    good = b"%d %d" % (len(body), sum(body))
+    assert answers[0] == answers[2] == good
+    assert isinstance(answers[1], (ConnectionError, asyncio.IncompleteReadError))
+    assert await asked(server, head + body) == good
+    assert "poisoned" in caplog.text
