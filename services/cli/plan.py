@@ -112,16 +112,12 @@ def plan_workers(prefill: int | None, decode: int | None, mixed: int | None) -> 
     if prefill is None and decode is None and mixed is None:
         prefill = decode = 1
     counts = dict(zip(ROLES, (prefill or 0, decode or 0, mixed or 0), strict=True))
-    if counts["decode"] + counts["mixed"] == 0:
-        raise ConfigError(
-            "--decode: without a decode or a mixed worker no request can finish"
-            "; add --decode 1 (a number that is not given is 0 as soon as another one is)"
-        )
-    if counts["prefill"] + counts["mixed"] == 0:
-        raise ConfigError(
-            "--prefill: without a prefill or a mixed worker no request can start"
-            "; add --prefill 1 (a number that is not given is 0 as soon as another one is)"
-        )
+    for role, act in (("decode", "finish"), ("prefill", "start")):
+        if counts[role] + counts["mixed"] == 0:
+            raise ConfigError(
+                f"--{role}: without a {role} or a mixed worker no request can {act}; "
+                f"add --{role} 1 (a number that is not given is 0 as soon as another one is)"
+            )
     return [role for role in ROLES for _ in range(counts[role])]
 
 

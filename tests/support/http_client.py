@@ -17,6 +17,8 @@ from tests.support.cluster import Cluster
 
 HTTP = {"http_port": 0}
 """Flags of a router that has it."""
+TIMEOUTS = ["x-request-timeout", "x-envoy-expected-rq-timeout-ms"]
+"""Headers that set a request's deadline: seconds, milliseconds."""
 
 
 def address(cluster: Cluster) -> str:

@@ -1,10 +1,14 @@
-"""The owner of a router's link to a worker, of which only the end is of interest."""
+"""The two sides of a router's link to a worker: an owner that waits for its end, and a channel without a worker."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+
+from baton.v1 import types_pb2, worker_pb2
 from services.router.sessions import WorkerLink
 
 
@@ -30,3 +34,33 @@ class Owner:
 
     def held_leases(self, link: WorkerLink) -> list[bytes]:
         return []
+
+
+class FakeChannel:
+    """Every session says one thing, and stays open or fails."""
+
+    def __init__(self, load: types_pb2.LoadSnapshot | None = None, *, failure: str | None = None) -> None:
+        """`failure`: what an INTERNAL error that ends the session says; None if it stays open."""
+        self._load = load or types_pb2.LoadSnapshot(sequence_number=1)
+        self._failure = failure
+
+    def stream_stream(self, *_: Any, **__: Any) -> Any:
+        return lambda: self
+
+    unary_stream = unary_unary = stream_stream
+
+    async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
+        yield worker_pb2.SessionResponse(load=self._load)
+        if self._failure is None:
+            await asyncio.Event().wait()
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, self._failure)
+
+    async def write(self, request: worker_pb2.SessionRequest) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from tests.support.cluster import Cluster, running_cluster
-from tests.support.http_client import HTTP
-from tests.support.models import tiny_model
-from tests.support.workers import DECODE, PREFILL
+from tests.support.cluster import Cluster
+from tests.support.http_client import TIMEOUTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CONTEXT_TOKENS = 80
 INNOCENT = [9] * 20
 NUM_TOKENS = 8
 AT_ONCE = 8
@@ -30,15 +26,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], **_EITHER},
 }
 Header = tuple[bytes, bytes]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    model = tiny_model("llama", tmp_path_factory.mktemp("http-extremes"))
-    async with running_cluster(
-        model, [PREFILL, DECODE], router=HTTP, kv_blocks=40, max_model_len=CONTEXT_TOKENS
-    ) as cluster:
-        yield cluster
 
 
 async def answer(cluster: Cluster, path: str, headers: Sequence[Header] = (), body: bytes = b"") -> tuple[int, bytes]:
@@ -92,7 +79,6 @@ WORDS_FOR_NUMBERS = [b"nan", b"inf", b"-inf", b"Infinity", b"", b" ", b"\t1", b"
 FRACTIONS = [b"1e300", b"-1e300", b"1e9999", b"9.3e15", b"5e-324", b"1e-9", b".5", b"1.", b"1.5e", b"0.0", b"-0"]
 OTHER_DIGITS = ["１".encode(), "١".encode(), b"\xb2", b"\xff"]
 TEXTS = [*WHOLE, *WORDS_FOR_NUMBERS, *FRACTIONS, *OTHER_DIGITS]
-TIMEOUTS = ["x-request-timeout", "x-envoy-expected-rq-timeout-ms"]
 ENOUGH = {b"2147483648", b"9007199254740993", b"9300000000000000", b"1e300", b"1e9999", b"9.3e15"}
 """A day at the least: the request is answered as if there were no deadline."""
 BRIEF = {b"1", b"1.", b"\t1", b"1e-9", b"5e-324"}

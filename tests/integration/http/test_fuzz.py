@@ -15,17 +15,14 @@ import pytest_asyncio
 from hypothesis import HealthCheck, event, given, settings
 
 from services.router.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import Cluster
 from tests.support.examples import num_examples
-from tests.support.http_client import HTTP, bare_client, events
-from tests.support.models import VOCAB_SIZE, tiny_model
-from tests.support.workers import DECODE, PREFILL
+from tests.support.http_client import TIMEOUTS, bare_client, events
+from tests.support.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CONTEXT_TOKENS = 80
 ERRORS = {400, 404, 415}
-TIMEOUTS = ["x-request-timeout", "x-envoy-expected-rq-timeout-ms"]
 GOOD: dict[str, Any] = {"prompt": [9] * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 NUMBERS = st.one_of(
@@ -103,15 +100,6 @@ HEADERS = st.fixed_dictionaries(
         for name in ("x-request-id", "traceparent", *TIMEOUTS, "content-type")
     },
 )
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    model = tiny_model("llama", tmp_path_factory.mktemp("http-fuzz"))
-    async with running_cluster(
-        model, [PREFILL, DECODE], router=HTTP, kv_blocks=40, max_model_len=CONTEXT_TOKENS
-    ) as cluster:
-        yield cluster
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")

@@ -6,45 +6,24 @@ It is counted, and the worker can join again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from baton.v1 import control_pb2, types_pb2, worker_pb2
+from baton.v1 import control_pb2
 from services.router.catalogue import UNUSED_S, Catalogue
 from services.router.coordinator import handoff
 from services.router.coordinator.events import WorkerInfo
 from services.router.coordinator.workers import WorkerState
 from services.router.policy import Fingerprint, Role
 from tests.support.isolation_bench import ALL, Bench, Poison, as_any
+from tests.support.link_owner import FakeChannel
 
 
 class PanicException(BaseException):
     """Stands for the one that a panic of a Rust library raises, which is told by its name."""
-
-
-class FakeChannel:
-    """Every session says one thing and stays open."""
-
-    def stream_stream(self, *_: Any, **__: Any) -> Any:
-        return lambda: self
-
-    unary_stream = unary_unary = stream_stream
-
-    async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
-        yield worker_pb2.SessionResponse(load=types_pb2.LoadSnapshot(sequence_number=1))
-        await asyncio.Event().wait()
-
-    async def write(self, request: worker_pb2.SessionRequest) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 def raises_once(error: BaseException, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 
-from baton.v1 import control_pb2, types_pb2, worker_pb2
+from baton.v1 import control_pb2, types_pb2
 from services.core.clock import MonotonicClock
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Fingerprint, Role
 from services.router.sessions import SessionTimes, WorkerLink
-from tests.support.link_owner import Owner
-
-
-class FakeChannel:
-    """Every call says one thing, and fails."""
-
-    def __init__(self, load: types_pb2.LoadSnapshot, details: str) -> None:
-        self._load = load
-        self._details = details
-
-    def stream_stream(self, *_: Any, **__: Any) -> Any:
-        return lambda: self
-
-    unary_stream = stream_stream
-
-    async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
-        yield worker_pb2.SessionResponse(load=self._load)
-        nothing = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, self._details)
-
-    async def write(self, request: worker_pb2.SessionRequest) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
+from tests.support.link_owner import FakeChannel, Owner
 
 
 @pytest.mark.parametrize(
@@ -60,7 +31,7 @@ async def test_a_write_that_meets_the_end_of_a_leaving_worker(
     info = WorkerInfo(
         "p", Role.PREFILL, 1, Fingerprint("L"), 16, 8, 128, 4, description=control_pb2.WorkerDescription(worker_id="p")
     )
-    channel: Any = FakeChannel(types_pb2.LoadSnapshot(sequence_number=1, draining=draining), details)
+    channel: Any = FakeChannel(types_pb2.LoadSnapshot(sequence_number=1, draining=draining), failure=details)
     link = WorkerLink(info, owner, 1, 1, SessionTimes(0.5, 2.0), MonotonicClock(), dial=lambda _: channel)
     if told:
         link.send_leave(5.0)
