@@ -48,6 +48,8 @@ def inference(target: str) -> Iterator[Client]:
         try:
             yield client
         except CallFailed as error:
+            if error.code is grpc.StatusCode.UNIMPLEMENTED:
+                raise BatonError(f"{target}: this is not the router's port for clients (--port)") from error
             raise explain(error, target) from error
 
 

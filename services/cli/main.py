@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from services.core.errors import BatonError, ConfigError
+from services.core.home import baton_home
 from services.core.printable import printable
 
 # Maps a command to (module, what it does). A module has `main(arguments, prog) -> exit status`.
@@ -53,8 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
     except ConfigError as error:
         return _print_error(arguments, str(error), EXIT_USAGE)
-    except (BatonError, OSError) as error:
+    except BatonError as error:
         return _print_error(arguments, str(error), EXIT_FAILURE)
+    except OSError as error:
+        is_at_home = str(error.filename or "").startswith(str(baton_home()))
+        hint = "; set BATON_HOME to a folder that can be written" if is_at_home else ""
+        return _print_error(arguments, f"{error}{hint}", EXIT_FAILURE)
     except Exception as error:  # the error boundary: a person reads this
         if os.environ.get("BATON_DEBUG"):
             traceback.print_exc()

@@ -89,10 +89,25 @@ def _hub_model(name: str) -> ResolvedModel:
 
 def is_complete(path: pathlib.Path) -> bool:
     """Returns whether config and every shard are there; an interrupted download leaves some out."""
-    if not (path / "config.json").is_file():
-        return False
+    return (path / "config.json").is_file() and not _missing_weights(path)
+
+
+def demand_weights(model: ResolvedModel) -> None:
+    """Raises UnknownModel if a file of weights is missing: a worker would notice only after it has loaded torch.
+
+    A router needs none.
+    """
+    if missing := _missing_weights(model.path):
+        raise UnknownModel(f"{model.path} lacks weights: there is no {missing}, and no other format is loaded")
+
+
+def _missing_weights(path: pathlib.Path) -> str:
+    """Returns the name of one file that is missing; an empty string if none is."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return any(path.glob("*.safetensors"))
-    shards = set(json.loads(index.read_text())["weight_map"].values())
-    return all((path / shard).is_file() for shard in shards)
+        return "" if any(path.glob("*.safetensors")) else "*.safetensors"
+    try:
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"list of shards in {index.name}"
+    return next((shard for shard in shards if not (path / shard).is_file()), "")

@@ -104,9 +104,11 @@ def _configure(
     lifecycle.drain_s = config.drain_s
     if computes:
         demand_torch("a worker")
-    from services.cli.model_names import resolve_model
+    from services.cli.model_names import demand_weights, resolve_model
 
     model = resolve_model(config.model)
+    if computes:
+        demand_weights(model)
     return dataclasses.replace(
         config, model=str(model.path), served_model_name=config.served_model_name or model.model_id
     )

@@ -21,7 +21,7 @@ from services.cli.child import Lifeline
 from services.cli.cluster import CONTROL_HOST, PROGRAM, WORKER_HOST, ClusterPlan, LocalCluster, PlannedWorker
 from services.cli.dtype_choice import choose_dtype
 from services.cli.model_cache import DEFAULT_MODEL, ResolvedModel
-from services.cli.model_names import resolve_model
+from services.cli.model_names import demand_weights, resolve_model
 from services.cli.plan import (
     divide_cores,
     memory_utilization,
@@ -36,6 +36,7 @@ from services.core import config as configuration
 from services.core.addresses import join
 from services.core.cluster_token import FILE_HELP, cluster_token
 from services.core.config import (
+    A_DEVICE,
     A_DURATION_OR_ZERO,
     DTYPE_HELP,
     QUANTIZATION,
@@ -44,6 +45,7 @@ from services.core.config import (
     option,
     positive,
 )
+from services.core.config import device as is_device
 from services.core.config import port as is_port
 from services.core.errors import ConfigError
 
@@ -89,7 +91,12 @@ class UpConfig:
         check=lambda value: -1 <= value <= 65535,
         must="must be in [-1, 65535]",
     )
-    device: str = option("cpu", "torch device of the workers; cuda spreads them over all GPUs, cuda:1 is that one")
+    device: str = option(
+        "cpu",
+        "torch device of the workers; cuda spreads them over all GPUs, cuda:1 is that one",
+        check=is_device,
+        must=A_DEVICE,
+    )
     dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     threads: int | None = option(
@@ -118,6 +125,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     demand_torch("a worker")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     model = resolve_model(config.model)
+    demand_weights(model)
     announce(f"model        {model.model_id}  ({model.path})")
     # Chosen here, so that all workers have the same.
     choice = choose_dtype(config.dtype, config.device, model.path, tell=lambda line: announce(f"{'dtype':<12} {line}"))

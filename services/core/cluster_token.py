@@ -49,9 +49,10 @@ def cluster_token(path: str = "", environ: Mapping[str, str] | None = None, *, m
             _make(file)
             token = _read(file)
     except OSError as error:
-        raise ConfigError(
-            f"{FLAG}: {file}: {error.strerror or error}; name a file that can be read, or made, or set {VARIABLE}"
-        ) from error
+        advice = f"name a file that can be read, or made, or set {VARIABLE}"
+        if not path:
+            advice += ", or set BATON_HOME to a folder that can be written"
+        raise ConfigError(f"{FLAG}: {file}: {error.strerror or error}; {advice}") from error
     if token is None:
         raise ConfigError(f"{FLAG}: there is no {file}: name the file that the router has, or set {VARIABLE}")
     return token

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -70,6 +71,12 @@ def duration_or_zero(value: float) -> bool:
     return 0 <= value <= DAY_S
 
 
+def device(value: str) -> bool:
+    """Returns whether `value` names a device that an engine has kernels for."""
+    return re.fullmatch(r"cpu|cuda(:\d{1,3})?", value, re.ASCII) is not None
+
+
+A_DEVICE = "must be cpu, cuda, or one GPU such as cuda:0"
 A_DURATION = "must be in [0.001, 86400]"
 A_DURATION_OR_ZERO = "must be in [0, 86400]"
 A_LOG_INTERVAL = "must be 0, or in [0.001, 86400]"

@@ -46,7 +46,7 @@ def load(config: EngineConfig) -> Loaded:
     keep_freed_memory()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = torch.device(config.device)
+    device = _device(config.device)
     started = time.perf_counter()
     module = weights.load_model(Path(config.model_path), config.dtype, device, register_attention())
     servable.check_config(module.config)
@@ -81,6 +81,13 @@ def load(config: EngineConfig) -> Loaded:
     )
     logger.info("loaded %s in %.1f s: %s", config.model_id, time.perf_counter() - started, info)
     return Loaded(info, cache, DeviceRunner(model, cache))
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device: {name}, but torch sees {torch.cuda.device_count()} GPUs here")
+    return device
 
 
 def _max_model_len(config: EngineConfig, shape: ModelShape, num_blocks: int) -> int:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _MAX_SCRAPES = 16
 _SCRAPE_WITHIN_S = 15.0
 """Longest life of a connection, in seconds. A connection carries one scrape."""
+SCRAPE_EVERY_S = 0.1
+"""A rendering holds the interpreter for milliseconds, so whoever asks all the time would delay the process's work."""
 
 # Bucket boundaries in seconds, from the OpenTelemetry GenAI conventions.
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -129,7 +131,7 @@ class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
         """Open connections, oldest first, each with the monotonic second at which it must end."""
         self._lock = threading.Lock()
         super().__init__((host, port), _Scrape)
-        self.set_app(_answering_to(host_names(host), make_wsgi_app(registry)))
+        self.set_app(_answering_to(host_names(host), _in_turns(make_wsgi_app(registry))))
 
     def server_bind(self) -> None:
         """Binds without the name server lookup of its own host name that the library's version makes."""
@@ -176,6 +178,20 @@ def _answering_to(names: frozenset[str] | None, app: WSGIApplication) -> WSGIApp
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"unknown host\n"]
         return app(environ, start_response)
+
+    return answer
+
+
+def _in_turns(app: WSGIApplication) -> WSGIApplication:
+    """Returns the app with one call at a time, and no more than one every `SCRAPE_EVERY_S`."""
+    turn, last_s = threading.Lock(), -SCRAPE_EVERY_S
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        nonlocal last_s
+        with turn:
+            time.sleep(max(0.0, last_s + SCRAPE_EVERY_S - time.monotonic()))
+            last_s = time.monotonic()
+            return app(environ, start_response)
 
     return answer
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.core.addresses import is_dialable
 from services.core.cluster_token import FILE_HELP
 from services.core.config import (
+    A_DEVICE,
     A_DURATION,
     A_DURATION_OR_ZERO,
     A_LOG_INTERVAL,
@@ -21,6 +22,7 @@ from services.core.config import (
     port,
     positive,
 )
+from services.core.config import device as is_device
 from services.core.ids import WORKER_ID_FORM, is_worker_id
 
 
@@ -29,7 +31,7 @@ class WorkerConfig:
     # Model and engine.
     model: str = option("smollm2-135m-instruct", "model: default model's name, local directory, GGUF file or hub id")
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
-    device: str = option("cpu", "torch device, such as cpu or cuda:0")
+    device: str = option("cpu", "torch device, such as cpu or cuda:0", check=is_device, must=A_DEVICE)
     dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     dtype_reason: str = ""

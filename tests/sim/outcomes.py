@@ -84,6 +84,11 @@ def _check_refusal(world: World, cluster: Cluster, request: SimRequest) -> None:
     assert request.ended_s is not None
     others = request.queue_was_full or request.deadline_s is not None or copies_may_stall(cluster)
     others = others or waited_for_a_cut(cluster, request) or waited_for_copies(cluster, request)
+    if request.outcome == "OVERLOADED" and request.received:
+        waited_s = request.ended_s - request.arrival_s
+        can_have_waited = waited_s >= cluster.routers[request.router].config.queue_timeout_s
+        what = f"request {request.request_id} gives way after {len(request.received)} tokens and {waited_s:.1f} s"
+        world.require(can_have_waited, what)
     if request.outcome == "OVERLOADED" and others:
         return
     served_by = able(cluster, request, 0.0, request.ended_s)

@@ -19,7 +19,13 @@ SEEDS = range(2000)
 """Those that `test_simulation` runs."""
 STAGED = [seed for seed in SEEDS if seed % 5 in (2, 4)]
 """Of these, clusters with staging slots; the others have nothing for such a bug to break."""
-SEEDS_OF = {"frees_slots_when_the_stream_ends": STAGED, "takes_slots_back_from_a_leg_that_may_release": STAGED}
+FULL = [seed for seed in SEEDS if seed % 10 == 4]
+"""Of these, routers with a queue of one, and so the only ones that are crowded."""
+SEEDS_OF = {
+    "frees_slots_when_the_stream_ends": STAGED,
+    "takes_slots_back_from_a_leg_that_may_release": STAGED,
+    "crowds_out_what_has_begun": FULL,
+}
 
 
 def found_at(name: str) -> int | None:

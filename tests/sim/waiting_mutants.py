@@ -16,8 +16,10 @@ from services.engine.schedule import step
 from services.engine.worker_engine import EngineRoom
 from services.kv.lease_table import LeaseTable
 from services.router.conductor import Conductor
-from services.router.coordinator import dispatch
+from services.router.coordinator import admission, dispatch
+from services.router.coordinator.book import Book
 from services.router.coordinator.coordinator import Coordinator
+from services.router.coordinator.request import Request
 from services.router.sessions import SessionTimes
 from services.worker.session import SessionHost
 from tests.sim.mutation import Bug, Mutant, replaced
@@ -114,6 +116,13 @@ def takes_what_was_sampled_after_a_wrong_draft() -> Bug:
     return replaced(scheduler, "accepted", lambda part, sampled: sampled)
 
 
+def crowds_out_what_has_begun() -> Bug:
+    def lower(book: Book, priority: int, total_tokens: int) -> list[Request]:
+        return [request for request in book.queue if request.spec.priority < priority]
+
+    return replaced(admission, "_victims", lower)
+
+
 MUTANTS: tuple[Mutant, ...] = (
     a_worker_never_notices_silence,
     a_router_never_notices_silence,
@@ -127,4 +136,5 @@ MUTANTS: tuple[Mutant, ...] = (
     keeps_orphaned_legs,
     draws_every_token_with_the_same_noise,
     takes_what_was_sampled_after_a_wrong_draft,
+    crowds_out_what_has_begun,
 )

@@ -50,14 +50,19 @@ class BodyLimits:
 
 
 def no_json(headers: Headers) -> HttpError | None:
-    """Returns the error for a body that is not declared as JSON, else None.
+    """Returns the error for a body that is not declared as JSON, or as compressed, else None.
 
     `curl -d` alone declares a form, as web pages may without a preflight.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip()
-    if _JSON.fullmatch(kind):
-        return None
-    return plain_error(415, f"content-type: is {kind[:256]!r}; it must be application/json", "unsupported_media_type")
+    if not _JSON.fullmatch(kind):
+        message = f"content-type: is {kind[:256]!r}; it must be application/json"
+        return plain_error(415, message, "unsupported_media_type")
+    encoding = headers.get("content-encoding", "identity").strip()
+    if encoding.lower() != "identity":
+        message = f"content-encoding: is {encoding[:256]!r}; send the body as it is"
+        return plain_error(415, message, "unsupported_content_encoding", {"accept-encoding": "identity"})
+    return None
 
 
 async def read_body(receive: Receive, headers: Headers, limits: BodyLimits, charge: Charge) -> Body:

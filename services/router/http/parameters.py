@@ -62,7 +62,7 @@ def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
     biases = {} if value is None else as_record(value, "logit_bias")
     bounded(biases, "logit_bias", MAX_LOGIT_BIASES)
     for text, bias in biases.items():
-        if not text.isdecimal() or len(text) > 9:
+        if not (text.isascii() and text.isdecimal()) or len(text) > 9:
             raise InvalidRequest("logit_bias", f"has the key {text[:32]!r}, which is no token id")
         sampling.logit_bias.add(token_id=int(text), bias=as_number(bias, f"logit_bias.{text}"))
 

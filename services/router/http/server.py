@@ -31,6 +31,7 @@ from uvicorn.server import ServerState
 
 from services.core.descriptors import share_of_descriptors
 from services.core.errors import ConfigError
+from services.router.http.parser import BoundedParser
 from services.router.http.reply import HttpError, dump, plain_error, refuse
 
 log = logging.getLogger(__name__)
@@ -214,6 +215,7 @@ class BoundedConnection(H11Protocol):
     """Bounds the time that one connection takes. The limits run only while its client keeps the server waiting."""
 
     flow: _PausedWhileParsing
+    conn: BoundedParser
 
     def __init__(
         self,
@@ -224,6 +226,7 @@ class BoundedConnection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = BoundedParser()
         self.peer = ""
         self.stage = ConnectionStage.SILENT
         self._answers = self.app
@@ -275,6 +278,8 @@ class BoundedConnection(H11Protocol):
         """Parses received data for about so long. Returns whether there is more of it."""
         until_s = self.loop.time() + seconds
         while self._unparsed and self._is_open and not self.transport.is_closing():
+            if self.conn.their_state is h11.DONE:
+                return False  # the next request is parsed when this one has been answered
             data = bytes(self._unparsed[:_SLICE_BYTES])
             del self._unparsed[:_SLICE_BYTES]
             self._parse(data)
@@ -301,12 +306,14 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._head_since_s is None and self.conn.trailing_data[0]:
+        if self._unparsed:
+            self._all.parse_later(self)
+        if self._head_since_s is None and (self._unparsed or self.conn.trailing_data[0]):
             self._head_since_s = self.loop.time()  # the next request has begun to arrive
         self._update()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(plain_error(400, "this is no HTTP request", "malformed_message"))
+        self._refuse(self.conn.refusal)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", ""))
@@ -400,7 +407,6 @@ def _too_slow(what: str) -> HttpError:
 
 
 _BACKLOG = 2048
-_MAX_HEADER_BYTES = 64 << 10
 # Longer than common clients and load balancers keep a connection in their pools, so that they are the ones to close it.
 _KEEP_ALIVE_S = 75
 _GRACE_S = 1
@@ -477,7 +483,7 @@ def _config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
     protocol: Any = functools.partial(BoundedConnection, connections)  # uvicorn calls it like a class
     return uvicorn.Config(
         app,
-        http=protocol,  # uses h11, which bounds the size of headers
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -486,7 +492,6 @@ def _config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
     )

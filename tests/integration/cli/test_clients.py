@@ -198,6 +198,15 @@ def test_status_of_a_port_that_is_not_for_it(router: Router, capsys: pytest.Capt
     server.stop(None).wait()
 
 
+def test_a_prompt_for_a_port_that_is_not_for_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    assert main(["generate", "--target", target, "--prompt", "hi"]) == 1
+    assert f"{target}: this is not the router's port for clients (--port)" in capsys.readouterr().err
+    server.stop(None).wait()
+
+
 CONTROLS = "\x1b[2J\x1b]0;title\x07 \r\n\x9b31m \u202e \u2028 \x7f"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import subprocess
@@ -18,10 +19,14 @@ NOBODY = f"{NO_ONE}: no Baton answers there; is one running (baton up), and is t
 
 
 def baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return tokenless(*arguments, BATON_CLUSTER_TOKEN=CLUSTER_TOKEN, **environ)
+
+
+def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     return subprocess.run(
         [sys.executable, "-m", "services.cli.main", *arguments],
-        env={**clean, "PYTHONPATH": PYTHON_PATH, "BATON_CLUSTER_TOKEN": CLUSTER_TOKEN, **environ},
+        env={**clean, "PYTHONPATH": PYTHON_PATH, **environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -40,6 +45,9 @@ def baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         (["up", "--metrics-port", "65535"], 2, "--metrics-port: "),
         (["up", "--port", "0", "--model", "/no/such/model"], 2, "--model: '/no/such/model'"),
         (["up", "--transport", "pigeon"], 2, "--transport: 'pigeon' is not one of auto, shm, grpc"),
+        (["up", "--device", "tpu"], 2, "--device: 'tpu' must be cpu, cuda, or one GPU such as cuda:0"),
+        (["decode", "--device", "cuda:x"], 2, "--device: 'cuda:x' must be cpu, cuda, or one GPU such as cuda:0"),
+        (["prefill", "--shm-dir", "/no/folder"], 2, "--shm-dir: /no/folder is no folder that this process may write"),
         (["up", "--unknown"], 2, "unrecognized arguments: --unknown"),
         (["prefill", "--block-size", "0"], 2, "--block-size: 0 must be in [1, 1024]"),
         (["prefill", "--router", "router"], 2, "--router: 'router' is not HOST:PORT of a router's control port"),
@@ -94,6 +102,32 @@ def test_one_line_and_a_status(arguments: list[str], status: int, words: str) ->
     assert process.stderr.startswith("baton")
     assert process.returncode == status
     assert process.stdout == ""
+
+
+@pytest.mark.parametrize("command", [["up", "--port", "0"], ["mixed", "--port", "0"]])
+@pytest.mark.parametrize("has_index", [False, True])
+def test_missing_weights_are_told_at_once(tmp_path: pathlib.Path, command: list[str], has_index: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    missing = "*.safetensors"
+    if has_index:
+        (tmp_path / "there.safetensors").touch()
+        files = {"a": "there.safetensors", "b": "missing.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        missing = "missing.safetensors"
+    process = baton(*command, "--model", str(tmp_path))
+    assert f"{tmp_path} lacks weights: there is no {missing}, and no other format is loaded\n" in process.stderr
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("environ", [{"BATON_CLUSTER_TOKEN": CLUSTER_TOKEN}, {}])
+def test_a_home_that_cannot_be_written_names_the_variable(tmp_path: pathlib.Path, environ: dict[str, str]) -> None:
+    """Whether it is for the token that it is needed first, or for the model."""
+    (tmp_path / "file").touch()
+    process = tokenless("up", "--port", "0", BATON_HOME=str(tmp_path / "file"), **environ)
+    assert process.returncode in (1, 2)
+    assert "set BATON_HOME to a folder that can be written" in process.stderr
+    assert process.stderr.count("\n") == 1, process.stderr
 
 
 def test_environment_variables_are_named_in_errors() -> None:

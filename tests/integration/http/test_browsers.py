@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ async def test_what_a_page_can_send_without_asking_is_refused(cluster: Cluster, 
     error = error_of(answer)
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_media_type")
     assert "application/json" in error["message"]
+
+
+async def test_a_compressed_body_is_refused(cluster: Cluster) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = await ask(cluster, "POST", COMPLETIONS, headers, gzip.compress(BODY))
+    assert answer.status_code == 415
+    assert error_of(answer)["code"] == "unsupported_content_encoding"
+    assert answer.headers["accept-encoding"] == "identity"  # RFC 9110, 15.5.16
+    headers["content-encoding"] = "Identity"
+    assert (await ask(cluster, "POST", COMPLETIONS, headers, BODY)).status_code == 200
 
 
 @pytest.mark.parametrize(

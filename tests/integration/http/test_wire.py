@@ -137,7 +137,8 @@ async def test_what_is_refused_says_so(cluster: Cluster) -> None:
     await refused({**ASKED, "stop": [""]}, 400, "stop[0]")
     await refused({**ASKED, "logprobs": 21}, 400, "logprobs")
     await refused({**ASKED, "logprobs": 1, "echo": True}, 400, "echo")
-    await refused({**ASKED, "logit_bias": {"x": 1}}, 400, "logit_bias")
+    for key in ("x", "1.0", "-1", "", "\u0661", "\u00b9"):
+        await refused({**ASKED, "logit_bias": {key: 1}}, 400, "logit_bias")
     await refused({**ASKED, "stream_options": {}}, 400, "stream_options")
     await refused(
         {**ASKED, "stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"
