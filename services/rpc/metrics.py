@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import socketserver
 import threading
@@ -16,7 +17,8 @@ import wsgiref.simple_server
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, Info, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -131,7 +133,7 @@ class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
         """Open connections, oldest first, each with the monotonic second at which it must end."""
         self._lock = threading.Lock()
         super().__init__((host, port), _Scrape)
-        self.set_app(_answering_to(host_names(host), _in_turns(make_wsgi_app(registry))))
+        self.set_app(_answering_to(host_names(host), Rendering(registry)))
 
     def server_bind(self) -> None:
         """Binds without the name server lookup of its own host name that the library's version makes."""
@@ -182,18 +184,47 @@ def _answering_to(names: frozenset[str] | None, app: WSGIApplication) -> WSGIApp
     return answer
 
 
-def _in_turns(app: WSGIApplication) -> WSGIApplication:
-    """Returns the app with one call at a time, and no more than one every `SCRAPE_EVERY_S`."""
-    turn, last_s = threading.Lock(), -SCRAPE_EVERY_S
+class Rendering:
+    """Renders a registry's metrics as a WSGI app, for all threads that wait and at most once in `SCRAPE_EVERY_S`.
 
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        nonlocal last_s
-        with turn:
-            time.sleep(max(0.0, last_s + SCRAPE_EVERY_S - time.monotonic()))
-            last_s = time.monotonic()
-            return app(environ, start_response)
+    So a thread waits for that long and one rendering, however many there are.
+    """
 
-    return answer
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._turn = threading.Lock()
+        self._num_begun = 0
+        self._begun_s = -math.inf
+        self._last: dict[str, tuple[int, bytes, str]] = {}
+        """By format: the number of the last rendering, its bytes and its content type."""
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
+            start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
+            return [b""]
+        body, content_type = self.render(known_format(environ.get("HTTP_ACCEPT", "")))
+        start_response("200 OK", [("Content-Type", content_type)])
+        return [body]
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Returns metrics no older than this call, in the format that the header `accept` asks for, and their content
+        type."""
+        num_before = self._num_begun
+        with self._turn:
+            number, body, content_type = self._last.get(accept, (0, b"", ""))
+            if number > num_before:
+                return body, content_type  # it began while this call waited
+            time.sleep(max(0.0, self._begun_s + SCRAPE_EVERY_S - time.monotonic()))
+            self._num_begun, self._begun_s = self._num_begun + 1, time.monotonic()
+            encode, content_type = choose_encoder(accept)
+            body = encode(self._registry)
+            self._last[accept] = self._num_begun, body, content_type
+            return body, content_type
+
+
+def known_format(accept: str) -> str:
+    """Returns one of two values of the header `accept`, of which there are more than one could keep renderings for."""
+    return "application/openmetrics-text; version=1.0.0" if "application/openmetrics-text" in accept else ""
 
 
 class _Scrape(wsgiref.simple_server.WSGIRequestHandler):

@@ -74,4 +74,4 @@ def _token_id(field: str, token_id: int, vocab_size: int) -> None:
 
 
 def _number(value: float) -> str:
-    return f"{value:g}" if math.isfinite(value) else str(value)
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -31,6 +31,8 @@ Attributes = Mapping[str, Value | None]
 FILE_DELAY_MS = 200
 _SHUTDOWN_S = 2.0
 _CUT_SHORT_S = 0.5
+_MAX_TRACEPARENT_CHARS = 128
+"""The standard's has 55; later versions may append fields to it."""
 _W3C = TraceContextTextMapPropagator()
 
 
@@ -91,7 +93,9 @@ class Tracer:
 
         `server` marks the root, which serves an RPC.
         """
-        context = _W3C.extract({"traceparent": parent}, Context()) if parent else Context()
+        # The library would log a line for each one that is too long.
+        is_parent = 0 < len(parent) <= _MAX_TRACEPARENT_CHARS
+        context = _W3C.extract({"traceparent": parent}, Context()) if is_parent else Context()
         span = self._tracer.start_span(
             name,
             context=context,

@@ -33,10 +33,8 @@ from services.router.http.body import BodyLimits
 from services.router.http.generation import Generation
 from services.router.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
 from services.router.intake import Intake
-from services.rpc.metrics import SCRAPE_EVERY_S
+from services.rpc.metrics import SCRAPE_EVERY_S, known_format
 
-# What Prometheus asks for. One format of each kind: the versions and escapings in such a header are without number.
-_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
 
 
@@ -125,44 +123,38 @@ class _Small:
         return JSONResponse({"status": "live"})
 
     async def metrics(self, request: Request) -> Response:
-        accepted = "application/openmetrics-text" in request.headers.get("accept", "")
-        body, content_type = await self._scrapes.render(_OPENMETRICS if accepted else "")
+        body, content_type = await self._scrapes.render(known_format(request.headers.get("accept", "")))
         return Response(body, headers={"content-type": content_type})
 
 
 class _Scrapes:
-    """Renders the metrics, one scrape at a time and some in a second: all that wait get the same one.
-
-    A rendering holds the interpreter for milliseconds, so without a bound whoever asks all the time delays each stream.
-    """
+    """Renders the metrics for all who wait, at most once in `SCRAPE_EVERY_S`, as `rpc.metrics.Rendering` does for
+    threads."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._turn = asyncio.Lock()
-        self._last_s = -math.inf
-        self._next: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
-        """By format, those that have not begun: who asks now sees all that has happened until now."""
-        self._tasks: set[asyncio.Task[tuple[bytes, str]]] = set()
+        self._num_begun = 0
+        self._begun_s = -math.inf
+        self._last: dict[str, tuple[int, bytes, str]] = {}
+        """By format: the number of the last rendering, its bytes and its content type."""
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """Returns the metrics in the format that the header `accept` asks for, and their content type."""
-        task = self._next.get(accept)
-        if task is None:
-            task = self._next[accept] = asyncio.create_task(self._render(accept), name="scrape")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    async def _render(self, accept: str) -> tuple[bytes, str]:
-        clock = asyncio.get_running_loop().time
-        encode: Callable[[CollectorRegistry], bytes]
-        encode, content_type = choose_encoder(accept)
+        """Returns metrics no older than this call, in the format that the header `accept` asks for, and their content
+        type."""
+        num_before = self._num_begun
         async with self._turn:
-            await asyncio.sleep(self._last_s + SCRAPE_EVERY_S - clock())
-            self._last_s = clock()
-            del self._next[accept]
+            number, body, content_type = self._last.get(accept, (0, b"", ""))
+            if number > num_before:
+                return body, content_type  # it began while this call waited
+            await asyncio.sleep(self._begun_s + SCRAPE_EVERY_S - asyncio.get_running_loop().time())
+            self._num_begun, self._begun_s = self._num_begun + 1, asyncio.get_running_loop().time()
+            encode: Callable[[CollectorRegistry], bytes]
+            encode, content_type = choose_encoder(accept)
             # Runs on a thread, like a scrape of the metrics port: the collectors are made for that.
-            return await asyncio.to_thread(encode, self._registry), content_type
+            body = await asyncio.to_thread(encode, self._registry)
+            self._last[accept] = self._num_begun, body, content_type
+            return body, content_type
 
 
 def _model(model: ServedModel) -> dict[str, Any]:

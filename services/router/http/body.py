@@ -58,9 +58,9 @@ def no_json(headers: Headers) -> HttpError | None:
     if not _JSON.fullmatch(kind):
         message = f"content-type: is {kind[:256]!r}; it must be application/json"
         return plain_error(415, message, "unsupported_media_type")
-    encoding = headers.get("content-encoding", "identity").strip()
-    if encoding.lower() != "identity":
-        message = f"content-encoding: is {encoding[:256]!r}; send the body as it is"
+    encodings = ",".join(headers.getlist("content-encoding")) or "identity"
+    if any(encoding.strip().lower() != "identity" for encoding in encodings.split(",")):
+        message = f"content-encoding: is {encodings[:256]!r}; send the body as it is"
         return plain_error(415, message, "unsupported_content_encoding", {"accept-encoding": "identity"})
     return None
 

@@ -53,12 +53,13 @@ class BoundedParser(h11.Connection):
         return event
 
     def _check_lines(self, what: str) -> None:
-        """Counts the lines that have arrived, up to the blank one that ends them."""
+        """Counts what has arrived, up to the blank line that ends it."""
         data, _ = self.trailing_data
-        if data.count(b"\n") <= MAX_LINES:
+        if len(data) <= MAX_HEAD_BYTES and data.count(b"\n") <= MAX_LINES:
             return
         ends = [end for end in (data.find(b"\n\r\n"), data.find(b"\n\n")) if end >= 0]
-        if data.count(b"\n", 0, min(ends, default=len(data))) > MAX_LINES:
+        end = min(ends, default=len(data))
+        if end > MAX_HEAD_BYTES or data.count(b"\n", 0, end) > MAX_LINES:
             self._refuse(_too_long(what))
 
     def _refuse(self, error: HttpError) -> None:

@@ -44,8 +44,12 @@ def test_head_lines_are_bounded(end: bytes, piece_bytes: int) -> None:
     assert refused(most + (b"a:" + end) * 15_000, piece_bytes) == 431
 
 
-def test_head_bytes_are_bounded() -> None:
-    assert refused(HEAD + b"x: " + b"y" * 100_000) == 431
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1 << 20])
+def test_head_bytes_are_bounded(piece_bytes: int) -> None:
+    """Whether the head comes in pieces or is there at once."""
+    assert refused(HEAD + b"x: " + b"y" * 70_000, piece_bytes) == 431
+    assert refused(HEAD + b"x: " + b"y" * 70_000 + b"\r\n\r\n", piece_bytes) == 431
+    assert events(BoundedParser(), HEAD + b"x: " + b"y" * 60_000 + b"\r\n\r\n", piece_bytes)[0] is h11.Request
 
 
 @pytest.mark.parametrize("piece_bytes", [1, PIECE_BYTES])

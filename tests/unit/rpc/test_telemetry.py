@@ -149,7 +149,7 @@ def test_a_trace_file_that_cannot_be_written_is_a_config_error(tmp_path):
         configure_tracing("baton-router", "router-0", str(tmp_path / "missing" / "trace.jsonl"))
 
 
-def test_a_parent_from_outside_is_honoured_and_a_malformed_one_ignored():
+def test_a_parent_from_outside_is_honoured_and_a_malformed_one_ignored(caplog):
     tracer = configure_tracing("baton-router", "router-0")
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     inherited = tracer.start("x", request_id="r", start_s=1, parent=f"00-{trace_id}-b7ad6b7169203331-01")
@@ -157,6 +157,10 @@ def test_a_parent_from_outside_is_honoured_and_a_malformed_one_ignored():
     unsampled = tracer.start("x", request_id="r", start_s=1, parent=f"00-{trace_id}-b7ad6b7169203331-00")
     assert int(unsampled.traceparent[-2:], 16) & 1 == 0
     assert trace_id not in tracer.start("x", request_id="r", start_s=1, parent="nonsense").traceparent
+    # A client chooses it, so the library's own line about it would come with each of its requests.
+    too_long = f"00-{trace_id}-b7ad6b7169203331-01-" + "x" * 60_000
+    assert trace_id not in tracer.start("x", request_id="r", start_s=1, parent=too_long).traceparent
+    assert not caplog.records
     tracer.shutdown()
 
 
