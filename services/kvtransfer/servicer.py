@@ -8,6 +8,7 @@ lease.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
@@ -127,6 +128,8 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
     async def _serve(self, followed: _Followed, announcer: Announcer, context: CallContext) -> None:
         """Announces blocks as they are published and find room, then sends the seal; ends with the fetch."""
         lease, sent = followed.ticket.lease, followed.ticket.first_block
+        clock = asyncio.get_running_loop().time
+        said_s = clock()
         while not followed.over:
             num_left = max(0, lease.num_published - sent)
             if room := announcer.room(sent, num_left) if num_left else 0:
@@ -136,10 +139,14 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                 sent += room
                 self._board.table.announce(followed.ticket, sent, self._clock.now())
                 await self._bounded(context.write(kvtransfer_pb2.FetchResponse(blocks=blocks)))
+                said_s = clock()
             elif not num_left and lease.state is LeaseState.SEALED:
                 break
-            elif not await followed.change(ALIVE_EVERY_S):
+            elif clock() >= said_s + ALIVE_EVERY_S:
                 await self._bounded(context.write(kvtransfer_pb2.FetchResponse(alive=kvtransfer_pb2.FetchAlive())))
+                said_s = clock()
+            else:  # not each change is a block that can be announced, so changes alone say nothing to the destination
+                await followed.change(said_s + ALIVE_EVERY_S - clock())
         if followed.ticket.ended is FetchEnd.RELEASED:
             return
         sealed = kvtransfer_pb2.FetchSealed(num_tokens=lease.num_tokens, first_token=lease.first_token)
@@ -178,15 +185,12 @@ class _Followed:
             raise LeaseInvalid(ended.value)
         return ended is not None
 
-    async def change(self, within_s: float | None = None) -> bool:
-        """Waits for a change of the fetch since the last call. Returns whether there was one in time."""
-        try:
+    async def change(self, within_s: float | None = None) -> None:
+        """Waits for a change of the fetch since the last call, for so many seconds at the most."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
+                self._changed.clear()
 
 
 def _check_lease_id(field: str, lease_id: bytes) -> None:

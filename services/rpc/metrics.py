@@ -223,7 +223,10 @@ class Rendering:
 
 
 def known_format(accept: str) -> str:
-    """Returns one of two values of the header `accept`, of which there are more than one could keep renderings for."""
+    """Returns the header value that stands for the format that `accept` asks for.
+
+    Clients can send any number of values; renderings are kept for these two only.
+    """
     return "application/openmetrics-text; version=1.0.0" if "application/openmetrics-text" in accept else ""
 
 

@@ -16,8 +16,8 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_LINES = 128
 """The most lines of a request's head, and of the trailers after a chunked body. Proxies commonly allow 100."""
 MAX_SMALL_CHUNKS = 4096
-"""So many chunks may be of any size; a body of more must have chunks of `MIN_MEAN_BYTES` on the average, with which a
-byte costs less than one of a small request does."""
+"""A body may have this many chunks of any size. One with more must have `MIN_MEAN_BYTES` in each on average, so that
+parsing a byte of it costs no more than parsing a byte of a small request."""
 MIN_MEAN_BYTES = 64
 
 
@@ -37,8 +37,8 @@ class BoundedParser(h11.Connection):
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            if error.error_status_hint == 431:
-                self.refusal = _too_long("headers")
+            if error.error_status_hint == 431:  # a head that is too long has been refused above
+                self.refusal = _too_long("trailers")
             raise
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
@@ -50,6 +50,10 @@ class BoundedParser(h11.Connection):
         elif event is h11.NEED_DATA and self.their_state is h11.SEND_BODY:
             # All of the body that has arrived was parsed. So if there are lines left, they are the first trailers.
             self._check_lines("trailers")
+        elif isinstance(event, h11.EndOfMessage):  # trailers that came at once
+            num_bytes = sum(len(name) + len(value) for name, value in event.headers)
+            if len(event.headers) > MAX_LINES or num_bytes > MAX_HEAD_BYTES:
+                self._refuse(_too_long("trailers"))
         return event
 
     def _check_lines(self, what: str) -> None:

@@ -71,3 +71,21 @@ async def test_a_fetch_that_waits_for_its_prompt_notices_sooner() -> None:
                     await fetching
         source.table.abort(lease.lease_id, source.clock.now())
         await proxy.close()
+
+
+async def test_changes_that_announce_nothing_do_not_keep_a_source_silent() -> None:
+    """Steps of a few tokens publish often and complete no block, as beside many decodes."""
+    source, destination = Source(), Destination(silence_s=2 * ALIVE_EVERY_S)
+    async with running(source, destination):
+        lease = source.lease(40)
+        fetching = destination.start(destination.order(source, lease))
+        async with asyncio.timeout(60):
+            while not source.table.num_fetches:  # noqa: ASYNC110  # no event tells
+                await asyncio.sleep(0.01)
+        for _ in range(20):
+            source.publish(lease, 1)
+            await asyncio.sleep(ALIVE_EVERY_S / 4)
+        assert not fetching.done()
+        source.publish(lease, 40)
+        source.seal(lease)
+        await fetching

@@ -52,12 +52,13 @@ def test_head_bytes_are_bounded(piece_bytes: int) -> None:
     assert events(BoundedParser(), HEAD + b"x: " + b"y" * 60_000 + b"\r\n\r\n", piece_bytes)[0] is h11.Request
 
 
-@pytest.mark.parametrize("piece_bytes", [1, PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1, PIECE_BYTES, 1 << 20])
 def test_trailer_lines_are_bounded(piece_bytes: int) -> None:
     body = CHUNKED + b"2\r\nhi\r\n0\r\n"
     few = events(BoundedParser(), body + b"a: b\r\n" * (MAX_LINES - 1) + b"\r\n", piece_bytes)
     assert few[-1] is h11.EndOfMessage
-    assert refused(body + b"a:\r\n" * 12_000 + b"\r\n", piece_bytes) == 431
+    for too_many in (b"a:\r\n" * (MAX_LINES + 1), b"a:\r\n" * 1000, (b"a: " + b"b" * 5000 + b"\r\n") * 20):
+        assert refused(body + too_many + b"\r\n", piece_bytes) == 431
 
 
 def test_what_looks_like_lines_in_a_body_is_not_counted() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.http.server import BoundedConnection, HttpServer
+from services.router.http.server import BoundedConnection, ConnectionLimits, HttpServer
 
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -110,6 +110,22 @@ async def test_a_request_behind_another_is_parsed_in_turns_too(server: HttpServe
         assert answers.count(b"\r\n\r\n4000 %d" % (4000 * ord("x"))) == 20
     # 4000 chunks at once take 40 ms; the best of three, since whatever else runs on the machine makes turns long.
     assert min(turns_s) < LONGEST_TURN_S / 4
+
+
+async def test_half_a_head_behind_another_request_is_not_waited_for() -> None:
+    """It has arrived before the first answer, and nothing more comes that would start a clock."""
+    server = HttpServer(app, "127.0.0.1", 0, ConnectionLimits(max_connections=9, max_per_peer=9, head_s=0.2))
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = HEAD + b"content-length: 967\r\n\r\n"
+    first = head + b"a line\n" * 138 + b"\n"
+    assert len(first) == 1024, "a slice, so that nothing of the second has reached the parser"
+    writer.write(first + b"GET / HTTP/1.1\r\nx: " + b"y" * 5000)
+    async with asyncio.timeout(20):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert b"HTTP/1.1 408" in await reader.read()
+    writer.close()
+    await server.stop()
 
 
 async def test_what_is_refused_says_why(server: HttpServer) -> None:
