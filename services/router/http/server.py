@@ -278,11 +278,13 @@ class BoundedConnection(H11Protocol):
         """Parses received data for about so long. Returns whether there is more of it."""
         until_s = self.loop.time() + seconds
         while self._unparsed and self._is_open and not self.transport.is_closing():
-            if self.conn.their_state is h11.DONE:
-                return False  # the next request is parsed when this one has been answered
+            if self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED):
+                return False  # the next request, if there may be one, is parsed when this one has been answered
             data = bytes(self._unparsed[:_SLICE_BYTES])
             del self._unparsed[:_SLICE_BYTES]
             self._parse(data)
+            if self._unparsed and not self.transport.is_closing():
+                self.flow.parsing()  # uvicorn reads on when the rest of an answered request has come
             if self.loop.time() >= until_s and self._unparsed:
                 return True
         self._unparsed.clear()
@@ -341,13 +343,16 @@ class BoundedConnection(H11Protocol):
                 self.transport.abort()
         elif self.stage is ConnectionStage.UPLOADING:
             elapsed_s = now - self._since_s - limits.body_grace_s
-            if elapsed_s > 0 and self._num_bytes < elapsed_s * limits.body_bytes_per_s and not self.flow.read_paused:
+            is_waited_for = not self.flow.read_paused and not self._unparsed
+            if elapsed_s > 0 and self._num_bytes < elapsed_s * limits.body_bytes_per_s and is_waited_for:
                 self._refuse(_too_slow("body"))
         elif self.stage is ConnectionStage.BUSY:
             pass  # the client waits for the server
         elif self.conn.their_state is h11.SEND_BODY:
             if now - self._since_s > limits.linger_s:
                 self.transport.abort()
+        elif self._unparsed:
+            pass  # the client waits for its turn
         elif self._head_since_s is not None:
             if now - self._head_since_s > limits.head_s:
                 self._refuse(_too_slow("headers"))
@@ -366,7 +371,7 @@ class BoundedConnection(H11Protocol):
             self._head_since_s = None
         if stage is not self.stage:
             self._all.move(self, stage)
-            self._since_s, self._num_bytes = self.loop.time(), 0
+            self._since_s, self._num_bytes = self.loop.time(), len(self._unparsed)
 
     def _refuse(self, error: HttpError) -> None:
         """Answers with an error a client that did not finish its request; closes, or aborts if an answer has begun."""

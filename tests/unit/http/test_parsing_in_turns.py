@@ -112,6 +112,51 @@ async def test_a_request_behind_another_is_parsed_in_turns_too(server: HttpServe
     assert min(turns_s) < LONGEST_TURN_S / 4
 
 
+async def test_what_is_read_is_bounded_after_an_early_answer() -> None:
+    """When the rest of an answered request has come, nothing more is read before what is there has been parsed."""
+    release = asyncio.Event()
+
+    async def early_then_never(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/late":
+            await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    server = HttpServer(early_then_never, "127.0.0.1", 0)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(CHUNKED + b"1\r\nx\r\n" * 100)
+    await reader.readuntil(b"\r\n\r\n")
+    rest = b"1\r\nx\r\n" * 1000 + END
+    late = b"POST /late HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\nx: "
+    late += b"y" * (-(len(rest) + len(late) + 4) % 1024) + b"\r\n\r\n"
+    writer.write(rest + late + b"a:\r\n" * 10_000_000)
+    await asyncio.sleep(0.5)  # what is tested: that nothing more is taken, however long it lasts
+    (connection,) = server.connections._each()
+    assert len(connection._unparsed) < 1 << 20, "not the 40 MB that were sent"
+    writer.transport.abort()
+    release.set()
+    await server.stop()
+
+
+async def test_what_follows_a_last_request_does_not_spoil_its_answer(server: HttpServer) -> None:
+    head = HEAD + b"connection: close\r\ncontent-length: %d\r\nx: "
+    body = b"a line\n" * 300
+    for beyond in range(-4, 5):
+        start = head % len(body)
+        start += b"y" * ((beyond - len(start) - 4 - len(body)) % 1024) + b"\r\n\r\n"
+        assert await asked(server, start + body + b"\r\n") == b"%d %d" % (len(body), sum(body))
+
+
+async def test_who_waits_for_its_turn_is_not_called_slow() -> None:
+    server = HttpServer(app, "127.0.0.1", 0, ConnectionLimits(500, 500, head_s=0.5, body_grace_s=0.5))
+    await server.start()
+    body = b"40\r\n%s\r\n" % (b"x" * 64) * 4000 + END
+    answers = await asyncio.gather(*(asked(server, CHUNKED, body) for _ in range(60)))
+    assert answers == [b"%d %d" % (64 * 4000, 64 * 4000 * ord("x"))] * 60
+    await server.stop()
+
+
 async def test_half_a_head_behind_another_request_is_not_waited_for() -> None:
     """It has arrived before the first answer, and nothing more comes that would start a clock."""
     server = HttpServer(app, "127.0.0.1", 0, ConnectionLimits(max_connections=9, max_per_peer=9, head_s=0.2))
