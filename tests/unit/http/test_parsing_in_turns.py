@@ -149,11 +149,11 @@ async def test_what_follows_a_last_request_does_not_spoil_its_answer(server: Htt
 
 
 async def test_who_waits_for_its_turn_is_not_called_slow() -> None:
-    server = HttpServer(app, "127.0.0.1", 0, ConnectionLimits(500, 500, head_s=0.5, body_grace_s=0.5))
+    server = HttpServer(app, "127.0.0.1", 0, ConnectionLimits(500, 500, body_grace_s=1.0))
     await server.start()
     body = b"40\r\n%s\r\n" % (b"x" * 64) * 4000 + END
-    answers = await asyncio.gather(*(asked(server, CHUNKED, body) for _ in range(60)))
-    assert answers == [b"%d %d" % (64 * 4000, 64 * 4000 * ord("x"))] * 60
+    answers = await asyncio.gather(*(asked(server, CHUNKED, body) for _ in range(120)))
+    assert answers == [b"%d %d" % (64 * 4000, 64 * 4000 * ord("x"))] * 120
     await server.stop()
 
 
