@@ -37,8 +37,8 @@ class BoundedParser(h11.Connection):
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            if error.error_status_hint == 431:  # a head that is too long has been refused above
-                self.refusal = _too_long("trailers")
+            if error.error_status_hint == 431:  # a head that is too long was refused above
+                self.refusal = _too_long("chunk sizes or trailers")
             raise
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
@@ -62,7 +62,7 @@ class BoundedParser(h11.Connection):
         if len(data) <= MAX_HEAD_BYTES and data.count(b"\n") <= MAX_LINES:
             return
         ends = [end for end in (data.find(b"\n\r\n"), data.find(b"\n\n")) if end >= 0]
-        end = min(ends, default=len(data))
+        end = min(ends, default=len(data) - 1) + 1  # with the end of the last line, however the data were cut
         if end > MAX_HEAD_BYTES or data.count(b"\n", 0, end) > MAX_LINES:
             self._refuse(_too_long(what))
 

@@ -42,6 +42,9 @@ def test_head_lines_are_bounded(end: bytes, piece_bytes: int) -> None:
     most = HEAD + b"a:" + end + (b"a: b" + end) * (MAX_LINES - 4)
     assert events(BoundedParser(), most + end, piece_bytes) == [h11.Request, h11.EndOfMessage]
     assert refused(most + (b"a:" + end) * 15_000, piece_bytes) == 431
+    exact = most + (b"a: b" + end) * (MAX_LINES - most.count(b"\n"))
+    assert events(BoundedParser(), exact + end, piece_bytes) == [h11.Request, h11.EndOfMessage]
+    assert refused(exact + b"a: b" + end + end, piece_bytes) == 431
 
 
 @pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1 << 20])
