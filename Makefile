@@ -78,7 +78,8 @@ test: model
 test-long: model
 	BATON_EXAMPLES=all $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "hypothesis and not alone and not long" \
 		$(PYTEST_ARGS)$(NONE_CHOSEN)
-	$(BIN)/python -m pytest -m "long and not faults_long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "long and not alone" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -m "long and alone and not faults_long" $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 test-all: test test-long
 

@@ -6,12 +6,14 @@ loaded only when it is called, so that `baton --help` answers at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from services.core.errors import BatonError, ConfigError
 from services.core.home import baton_home
@@ -33,6 +35,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "models": ("services.cli.models", "list the models on this machine, or fetch one"),
 }
 
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC)
+"""What a folder that cannot be written, or is none, answers."""
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatonError as error:
         return _print_error(arguments, str(error), EXIT_FAILURE)
     except OSError as error:
-        is_at_home = str(error.filename or "").startswith(str(baton_home()))
+        is_at_home = error.errno in _UNWRITABLE and Path(error.filename or "").is_relative_to(baton_home())
         hint = "; set BATON_HOME to a folder that can be written" if is_at_home else ""
         return _print_error(arguments, f"{error}{hint}", EXIT_FAILURE)
     except Exception as error:  # the error boundary: a person reads this

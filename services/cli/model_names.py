@@ -93,16 +93,16 @@ def is_complete(path: pathlib.Path) -> bool:
 
 
 def demand_weights(model: ResolvedModel) -> None:
-    """Raises UnknownModel if a file of weights is missing: a worker would notice only after it has loaded torch.
+    """Raises UnknownModel if a file of weights is missing, which a worker would notice only after it has loaded torch.
 
-    A router needs none.
+    Routers need no weights, so only workers call it.
     """
     if missing := _missing_weights(model.path):
         raise UnknownModel(f"{model.path} lacks weights: there is no {missing}, and no other format is loaded")
 
 
 def _missing_weights(path: pathlib.Path) -> str:
-    """Returns the name of one file that is missing; an empty string if none is."""
+    """Returns the name of a weights file that is missing, or an empty string if all are there."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return "" if any(path.glob("*.safetensors")) else "*.safetensors"

@@ -97,13 +97,15 @@ def _worker_service(role: str) -> Callable[[Any, Lifecycle], Coroutine[Any, Any,
 def _configure(
     config_type: type[Any], argv: Sequence[str], prog: str, lifecycle: Lifecycle, *, computes: bool = False
 ) -> Any:
-    """Reads the flags and finds the model. With `computes` it demands torch before a model is downloaded."""
+    """Reads the flags and finds the model. With `computes` it is a worker's, and demands what a worker
+    needs before a model is downloaded."""
     parser = Parser(prog=prog, description=_DESCRIPTIONS[prog.rpartition(" ")[2]])
     configuration.add_arguments(parser, config_type)
     config = configuration.load(config_type, parser.parse_args(argv))
     lifecycle.drain_s = config.drain_s
     if computes:
         demand_torch("a worker")
+        _demand_shm_dir(config.shm_dir)
     from services.cli.model_names import demand_weights, resolve_model
 
     model = resolve_model(config.model)
@@ -112,6 +114,12 @@ def _configure(
     return dataclasses.replace(
         config, model=str(model.path), served_model_name=config.served_model_name or model.model_id
     )
+
+
+def _demand_shm_dir(folder: str) -> None:
+    """Raises ConfigError if no socket can be made there. Without this, it would show only when the model is loaded."""
+    if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(f"--shm-dir: {folder} is no folder that this process may write to")
 
 
 def _loop_factory() -> Any:

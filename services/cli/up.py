@@ -93,7 +93,7 @@ class UpConfig:
     )
     device: str = option(
         "cpu",
-        "torch device of the workers; cuda spreads them over all GPUs, cuda:1 is that one",
+        "device of the workers: cpu; cuda spreads them over all GPUs, cuda:1 is that one",
         check=is_device,
         must=A_DEVICE,
     )

@@ -96,9 +96,8 @@ def log_interval(value: float) -> bool:
 def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
     """Adds a flag to `parser` for every option of `config_type`. A flag that is not given is absent from the parsed
     arguments, so that `load` can take the variable."""
-    for field in _options(config_type):
+    for field, kind, repeated in _options(config_type):
         flag = _flag(field.name)
-        kind, repeated = _kind(config_type, field.name)
         default = "" if field.default in (None, "", ()) else f" (default: {field.default})"
         text = f"{field.metadata['help']}{default} [{_variable(field.name)}]".replace("%", "%%")
         if kind is bool:
@@ -114,9 +113,8 @@ def load(config_type: type[T], arguments: argparse.Namespace, environ: Mapping[s
     """Returns the configuration; raises ConfigError, which names the flag or the variable that is wrong."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    for field in _options(config_type):
+    for field, kind, repeated in _options(config_type):
         name = field.name
-        kind, repeated = _kind(config_type, name)
         if hasattr(arguments, name):
             raw, origin = getattr(arguments, name), _flag(name)
         elif _variable(name) in environ:
@@ -133,8 +131,11 @@ def load(config_type: type[T], arguments: argparse.Namespace, environ: Mapping[s
     return config_type(**values)
 
 
-def _options(config_type: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(config_type) if "help" in field.metadata]
+def _options(config_type: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
+    """Returns (field, type of its value, whether it is repeatable) for every option of `config_type`."""
+    hints = typing.get_type_hints(config_type)
+    fields = (field for field in dataclasses.fields(config_type) if "help" in field.metadata)
+    return [(field, *_kind(hints[field.name])) for field in fields]
 
 
 def _flag(name: str) -> str:
@@ -145,9 +146,8 @@ def _variable(name: str) -> str:
     return "BATON_" + name.upper()
 
 
-def _kind(config_type: type, name: str) -> tuple[type, bool]:
+def _kind(hint: Any) -> tuple[type, bool]:
     """Returns (value type, whether it is repeatable) of a field annotated `T`, `T | None` or `tuple[T, ...]`."""
-    hint = typing.get_type_hints(config_type)[name]
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     if typing.get_origin(hint) is tuple:

@@ -6,6 +6,7 @@ themselves; services declare those on the registry, under names from `names.py`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -15,6 +16,7 @@ import threading
 import time
 import wsgiref.simple_server
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector
@@ -185,41 +187,46 @@ def _answering_to(names: frozenset[str] | None, app: WSGIApplication) -> WSGIApp
 
 
 class Rendering:
-    """Renders a registry's metrics as a WSGI app, for all threads that wait and at most once in `SCRAPE_EVERY_S`.
+    """Renders a registry's metrics for all who wait, on a thread of its own and at most once in `SCRAPE_EVERY_S`.
 
-    So a thread waits for that long and one rendering, however many there are.
+    So whoever asks waits for that long and one rendering of each format, however many ask. It is also a WSGI app.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._turn = threading.Lock()
-        self._num_begun = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._lock = threading.Lock()
+        self._asked: dict[str, Future[tuple[bytes, str]]] = {}
+        """By format, the renderings that have not begun."""
         self._begun_s = -math.inf
-        self._last: dict[str, tuple[int, bytes, str]] = {}
-        """By format: the number of the last rendering, its bytes and its content type."""
+
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """Returns metrics no older than this call, and their content type; `accept` is the header."""
+        return await asyncio.shield(asyncio.wrap_future(self._ask(accept)))  # others wait for it too
+
+    def _ask(self, accept: str) -> Future[tuple[bytes, str]]:
+        form = known_format(accept)
+        with self._lock:
+            if form not in self._asked:
+                self._asked[form] = self._thread.submit(self._render, form)
+            return self._asked[form]
+
+    def _render(self, form: str) -> tuple[bytes, str]:
+        time.sleep(max(0.0, self._begun_s + SCRAPE_EVERY_S - time.monotonic()))
+        with self._lock:
+            del self._asked[form]  # whoever asks from now on needs a newer one
+        self._begun_s = time.monotonic()
+        encode, content_type = choose_encoder(form)
+        return encode(self._registry), content_type
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
+        method = environ.get("REQUEST_METHOD")
+        if method not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
             return [b""]
-        body, content_type = self.render(known_format(environ.get("HTTP_ACCEPT", "")))
-        start_response("200 OK", [("Content-Type", content_type)])
-        return [body]
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Returns metrics no older than this call, in the format that the header `accept` asks for, and their content
-        type."""
-        num_before = self._num_begun
-        with self._turn:
-            number, body, content_type = self._last.get(accept, (0, b"", ""))
-            if number > num_before:
-                return body, content_type  # it began while this call waited
-            time.sleep(max(0.0, self._begun_s + SCRAPE_EVERY_S - time.monotonic()))
-            self._num_begun, self._begun_s = self._num_begun + 1, time.monotonic()
-            encode, content_type = choose_encoder(accept)
-            body = encode(self._registry)
-            self._last[accept] = self._num_begun, body, content_type
-            return body, content_type
+        body, content_type = self._ask(environ.get("HTTP_ACCEPT", "")).result()
+        start_response("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+        return [body if method == "GET" else b""]
 
 
 def known_format(accept: str) -> str:

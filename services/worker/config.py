@@ -31,7 +31,7 @@ class WorkerConfig:
     # Model and engine.
     model: str = option("smollm2-135m-instruct", "model: default model's name, local directory, GGUF file or hub id")
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
-    device: str = option("cpu", "torch device, such as cpu or cuda:0", check=is_device, must=A_DEVICE)
+    device: str = option("cpu", "cpu, cuda, or one GPU such as cuda:0", check=is_device, must=A_DEVICE)
     dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     dtype_reason: str = ""

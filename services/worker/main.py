@@ -26,7 +26,7 @@ from services.worker.machine import Machine
 from services.worker.metrics import WorkerMetrics
 from services.worker.phase import WorkerPhase, role_name
 from services.worker.session import WORKER_SERVICE
-from services.worker.transfer import TRANSFER_SERVICE, demand_shm_dir
+from services.worker.transfer import TRANSFER_SERVICE
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ async def serve(
     name = role_name(phases)
     keep_freed_memory()  # called here, since it works best before gRPC starts threads
     token = cluster_token(config.cluster_token_file)
-    demand_shm_dir(config.shm_dir)
     server = GrpcServer(config.host, config.port, token=token, max_request_bytes=config.max_message_bytes)
     server.promise(TRANSFER_SERVICE, WORKER_SERVICE)
     await server.start()

@@ -50,12 +50,6 @@ class Site:
     incarnation: int
 
 
-def demand_shm_dir(folder: str) -> None:
-    """Raises ConfigError if no socket can be made in `--shm-dir`: it is needed only when the model has been loaded."""
-    if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(f"--shm-dir: {folder} is no folder that this process may write to")
-
-
 def _shm_source(site: Site) -> ShmSource:
     cache, config, machine = site.engine.cache, site.config, site.machine
     area = None

@@ -26,7 +26,6 @@ ALONE = (
     "strangers/test_long_texts.py",
     "strangers/test_memory_of_refused.py",
     "strangers/test_memory_of_waiting.py",
-    "traces/test_activity_log.py",
     "traces/test_at_a_collector.py",
     "traces/test_no_collector.py",
     "traces/test_one_trace.py",

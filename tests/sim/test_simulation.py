@@ -15,8 +15,7 @@ from tests.sim.scenario import BLOCK_SIZE, Load, build, choose_load
 from tests.sim.simulation import simulate
 from tests.sim.world import World
 
-pytestmark = pytest.mark.alone
-MANY = pytest.param(range(100, 2000), marks=[pytest.mark.long, pytest.mark.timeout(1800)])
+MANY = pytest.param(range(100, 2000), marks=[pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1800)])
 
 
 @pytest.mark.timeout(600)

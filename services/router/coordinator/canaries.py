@@ -35,7 +35,7 @@ from services.router.coordinator.events import (
 from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs, leaves, migrate
 from services.router.coordinator.known_answers import KnownAnswers, Said, said
 from services.router.coordinator.workers import Worker, WorkerState
-from services.router.health import Health
+from services.router.health import Health, HealthRecord
 from services.router.policy import Role
 
 if TYPE_CHECKING:
@@ -176,15 +176,13 @@ class Canaries:
 
         A check that has not come within `canary_timeout_s` is no longer waited for.
         """
-        pairs = (
-            [pair for pair in worker.sources.unsettled if pair.source.worker_id in usable]
-            if worker.health.usable
-            else []
-        )
-        return any(
-            record.state is Health.NEW and now - record.since_s < self._book.config.canary_timeout_s
-            for record in (worker.health, *(pair.health for pair in pairs))
-        )
+        if not worker.health.usable:
+            return self._is_new(worker.health, now)
+        pairs = worker.sources.unsettled
+        return any(pair.source.worker_id in usable and self._is_new(pair.health, now) for pair in pairs)
+
+    def _is_new(self, record: HealthRecord, now: float) -> bool:
+        return record.state is Health.NEW and now - record.since_s < self._book.config.canary_timeout_s
 
     def _is_free(self, info: WorkerInfo) -> bool:
         return not any(canary.involves(info.worker_id) for canary in self._live)

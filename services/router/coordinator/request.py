@@ -192,6 +192,8 @@ class Request:
     """The number of tokens with which it counts among the handoffs in flight; 0 if it does not."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     story: Story = field(default_factory=Story)
+    _first_job: Job | None = None
+    """The job of a request that has neither output nor crashes: every tick asks for those of the whole queue."""
 
     @property
     def request_id(self) -> str:
@@ -225,7 +227,11 @@ class Request:
 
     def next_job(self) -> Job:
         """Returns the job of a request without legs: its prompt and all output received are to be computed."""
-        return self.job(len(self.spec.token_ids) + len(self.output))
+        if self.output or self.setbacks.crashes:
+            return self.job(len(self.spec.token_ids) + len(self.output))
+        if self._first_job is None:
+            self._first_job = self.job(len(self.spec.token_ids))
+        return self._first_job
 
 
 # What is reported of a request: spans, and the summary.

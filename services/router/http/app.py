@@ -8,13 +8,10 @@ to point there (DNS rebinding). Never: generation (generation.py), sockets (serv
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -33,7 +30,7 @@ from services.router.http.body import BodyLimits
 from services.router.http.generation import Generation
 from services.router.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
 from services.router.intake import Intake
-from services.rpc.metrics import SCRAPE_EVERY_S, known_format
+from services.rpc.metrics import Rendering
 
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
 
@@ -105,7 +102,7 @@ class _Small:
 
     def __init__(self, catalogue: Catalogue, registry: CollectorRegistry) -> None:
         self._catalogue = catalogue
-        self._scrapes = _Scrapes(registry)
+        self._rendering = Rendering(registry)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(model) for model in self._catalogue.all()]})
@@ -123,38 +120,8 @@ class _Small:
         return JSONResponse({"status": "live"})
 
     async def metrics(self, request: Request) -> Response:
-        body, content_type = await self._scrapes.render(known_format(request.headers.get("accept", "")))
+        body, content_type = await self._rendering.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
-
-
-class _Scrapes:
-    """Renders the metrics for all who wait, at most once in `SCRAPE_EVERY_S`, as `rpc.metrics.Rendering` does for
-    threads."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._turn = asyncio.Lock()
-        self._num_begun = 0
-        self._begun_s = -math.inf
-        self._last: dict[str, tuple[int, bytes, str]] = {}
-        """By format: the number of the last rendering, its bytes and its content type."""
-
-    async def render(self, accept: str) -> tuple[bytes, str]:
-        """Returns metrics no older than this call, in the format that the header `accept` asks for, and their content
-        type."""
-        num_before = self._num_begun
-        async with self._turn:
-            number, body, content_type = self._last.get(accept, (0, b"", ""))
-            if number > num_before:
-                return body, content_type  # it began while this call waited
-            await asyncio.sleep(self._begun_s + SCRAPE_EVERY_S - asyncio.get_running_loop().time())
-            self._num_begun, self._begun_s = self._num_begun + 1, asyncio.get_running_loop().time()
-            encode: Callable[[CollectorRegistry], bytes]
-            encode, content_type = choose_encoder(accept)
-            # Runs on a thread, like a scrape of the metrics port: the collectors are made for that.
-            body = await asyncio.to_thread(encode, self._registry)
-            self._last[accept] = self._num_begun, body, content_type
-            return body, content_type
 
 
 def _model(model: ServedModel) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class BodyLimits:
 
 
 def no_json(headers: Headers) -> HttpError | None:
-    """Returns the error for a body that is not declared as JSON, or as compressed, else None.
+    """Returns the error for a body that is declared as compressed or not declared as JSON, else None.
 
     `curl -d` alone declares a form, as web pages may without a preflight.
     """

@@ -27,7 +27,7 @@ class BoundedParser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.refusal = plain_error(400, "this is no HTTP request", "malformed_message")
-        """What to answer once an error was raised."""
+        """The answer to what could not be parsed. Valid once `next_event` has raised."""
         self._num_chunks = 0
         self._num_bytes = 0
 
@@ -57,7 +57,7 @@ class BoundedParser(h11.Connection):
         return event
 
     def _check_lines(self, what: str) -> None:
-        """Counts what has arrived, up to the blank line that ends it."""
+        """Raises if the lines that have arrived, up to the blank line that ends them, are too many or too long."""
         data, _ = self.trailing_data
         if len(data) <= MAX_HEAD_BYTES and data.count(b"\n") <= MAX_LINES:
             return

@@ -20,6 +20,7 @@ from services.engine.cpu.quantisation import quantise
 from tests.support.cluster import running_cluster
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
+from tests.support.examples import combinations
 from tests.support.models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.support.workers import DECODE, MIXED, PREFILL
 
@@ -46,8 +47,7 @@ def check_near_ties(reference: GreedyReference) -> None:
     assert reference.num_near_ties * 40 <= reference.num_compared
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "scheme"), combinations(FAMILIES, SCHEMES))
 def test_generations_are_those_of_the_plain_path(family: str, scheme: str, tmp_path: Path) -> None:
     model = tiny_model(family, tmp_path)
     reference = reference_of(model, scheme)
@@ -59,8 +59,7 @@ def test_generations_are_those_of_the_plain_path(family: str, scheme: str, tmp_p
     check_near_ties(reference)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize(("scheme", "transport"), combinations(SCHEMES, ["shm", "grpc"]))
 async def test_split_equals_unsplit(scheme: str, transport: str, tmp_path: Path) -> None:
     model = tiny_model("llama", tmp_path)
     reference = reference_of(model, scheme)

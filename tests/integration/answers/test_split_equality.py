@@ -14,6 +14,7 @@ from baton.v1 import types_pb2
 from services.router.coordinator.request import Phase
 from tests.support.cluster import Answer, Cluster, running_cluster
 from tests.support.equality import GreedyReference
+from tests.support.examples import combinations
 from tests.support.models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.support.workers import DECODE, MIXED, PREFILL, pools_that_cannot_be_mapped
 
@@ -63,8 +64,7 @@ async def all_together(
     return await asyncio.gather(*(cluster.greedy(prompt, max_tokens) for prompt in prompts))
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 512])
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize(("transport", "chunk"), combinations(["shm", "grpc"], [16, 64, 512]))
 async def test_lengths_alone_batched_and_cached(expected: Expected, transport: str, chunk: int) -> None:
     async with running_cluster(
         expected.model, [PREFILL, DECODE], transport=transport, max_num_batched_tokens=chunk, kv_blocks=600
@@ -109,14 +109,13 @@ async def test_staged(expected: Expected, num_slots: int, monkeypatch: pytest.Mo
             assert set(handed_over) == {types_pb2.TRANSPORT_SHM}
 
 
-EVERY_WAY = [(transport, chunk) for transport in ("shm", "staged", "grpc") for chunk in (16, 64, 512)]
+EVERY_WAY = combinations(["shm", "staged", "grpc"], [16, 64, 512])
 """Pools mapped as they are, pools whose blocks go through slots, and blocks in messages; each in every chunk size."""
 
 
 @contextlib.asynccontextmanager
-async def handing_over(model: Path, way: tuple[str, int], decode_blocks: int) -> AsyncIterator[Cluster]:
+async def handing_over(model: Path, transport: str, chunk: int, decode_blocks: int) -> AsyncIterator[Cluster]:
     """A prefill worker with room, and a decode worker with little."""
-    transport, chunk = way
     with pools_that_cannot_be_mapped() if transport == "staged" else contextlib.nullcontext():
         async with running_cluster(
             model,
@@ -128,28 +127,28 @@ async def handing_over(model: Path, way: tuple[str, int], decode_blocks: int) ->
             yield cluster
 
 
-def check_transports(answers: Sequence[Answer], way: tuple[str, int]) -> None:
+def check_transports(answers: Sequence[Answer], transport: str) -> None:
     """All came the way that was asked for."""
-    expected = types_pb2.TRANSPORT_GRPC if way[0] == "grpc" else types_pb2.TRANSPORT_SHM
+    expected = types_pb2.TRANSPORT_GRPC if transport == "grpc" else types_pb2.TRANSPORT_SHM
     assert {answer.completion.timings.transport for answer in answers if answer.completion} == {expected}
 
 
-@pytest.mark.parametrize("way", EVERY_WAY, ids=lambda way: "-".join(map(str, way)))
-async def test_after_preemption(expected: Expected, way: tuple[str, int]) -> None:
+@pytest.mark.parametrize(("transport", "chunk"), EVERY_WAY)
+async def test_after_preemption(expected: Expected, transport: str, chunk: int) -> None:
     """Outputs grow until the decode pool cannot hold them all: victims recompute and go on."""
-    async with handing_over(expected.model, way, decode_blocks=30) as cluster:
+    async with handing_over(expected.model, transport, chunk, decode_blocks=30) as cluster:
         prompts = [prompt_of(20 + n, seed=2) for n in range(BATCH)]
         answers = await all_together(cluster, prompts, 60)
         for prompt, answer in zip(prompts, answers, strict=True):
             expected.check(prompt, answer, 60)
         assert cluster.workers[1].engine.stats().num_preemptions > 0
-        check_transports(answers, way)
+        check_transports(answers, transport)
 
 
-@pytest.mark.parametrize("way", EVERY_WAY, ids=lambda way: "-".join(map(str, way)))
-async def test_parked_handoffs(expected: Expected, way: tuple[str, int]) -> None:
+@pytest.mark.parametrize(("transport", "chunk"), EVERY_WAY)
+async def test_parked_handoffs(expected: Expected, transport: str, chunk: int) -> None:
     """The decode pool holds two prompts at a time; the others wait under their leases."""
-    async with handing_over(expected.model, way, decode_blocks=24) as cluster:
+    async with handing_over(expected.model, transport, chunk, decode_blocks=24) as cluster:
         prompts = [prompt_of(150 + n, seed=3) for n in range(6)]
         most_parked = 0
         together = asyncio.gather(*(cluster.greedy(prompt, 40) for prompt in prompts))
@@ -160,7 +159,7 @@ async def test_parked_handoffs(expected: Expected, way: tuple[str, int]) -> None
         for prompt, answer in zip(prompts, answers, strict=True):
             expected.check(prompt, answer, 40)
         assert most_parked > 0
-        check_transports(answers, way)
+        check_transports(answers, transport)
 
 
 async def test_mixed_workers(expected: Expected) -> None:

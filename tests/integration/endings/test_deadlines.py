@@ -26,6 +26,7 @@ from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
 from services.router.coordinator.request import Phase
 from tests.support.cluster import greedy_request
+from tests.support.examples import combinations
 from tests.support.held_phases import CHUNK, OTHER, VICTIM, Stage, staged
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.patience import patient
@@ -201,8 +202,7 @@ def test_every_phase_is_among_the_cases() -> None:
     assert {name.partition(":")[0] for name in CASES} == phases
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("phase", CASES)
+@pytest.mark.parametrize(("phase", "transport"), combinations(tuple(CASES), ["shm", "grpc"]))
 async def test_a_deadline_in_each_phase(
     model: Path, phase: str, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
+from tests.support.examples import combinations
 from tests.support.processes import environment
 from tests.support.stoppable_end import CHANNELS, PING_EVERY_MS
 
@@ -52,8 +53,7 @@ async def pause(first: asyncio.subprocess.Process, second: asyncio.subprocess.Pr
     first.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("options", CHANNELS)
-@pytest.mark.parametrize("pinging", ["client", "server"])
+@pytest.mark.parametrize(("options", "pinging"), combinations(tuple(CHANNELS), ["client", "server"]))
 async def test_a_ping_under_way_does_not_end_a_paused_connection(tmp_path: Path, options: str, pinging: str) -> None:
     async with end(tmp_path, "server") as server, end(tmp_path, options, await line(server)) as client:
         assert await line(client) == "True"

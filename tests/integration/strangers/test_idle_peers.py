@@ -204,7 +204,7 @@ async def sending_no_request(channel: grpc.aio.Channel) -> None:
     ("port", "do"),
     [
         pytest.param("grpc_port", only_connected, marks=pytest.mark.long),
-        ("grpc_port", watching),
+        pytest.param("grpc_port", watching, marks=pytest.mark.long),
         ("grpc_port", sending_no_request),
         pytest.param("control_port", watching, marks=pytest.mark.long),
     ],

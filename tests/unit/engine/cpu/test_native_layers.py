@@ -22,6 +22,7 @@ from services.engine.cpu.fast_paths import use_native_modules
 from services.engine.cpu.replacement import ROUNDINGS, relative_difference
 from services.engine.model.paged_model import attending, register_attention
 from services.engine.native.bindings import DTYPES
+from tests.support.examples import combinations
 
 SIZES = {
     "vocab_size": 64,
@@ -72,20 +73,19 @@ def run(model: nn.Module, num_tokens: int) -> tuple[Tensor, list[dict[str, Any]]
     return logits, attention.options
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 7, 700])
+OF_LLAMAS_KIND: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama with biases": LlamaConfig(**{**SIZES, "num_key_value_heads": 6}, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=5),
+    "qwen2": Qwen2Config(**SIZES),
+}
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        LlamaConfig(**SIZES),
-        LlamaConfig(**{**SIZES, "num_key_value_heads": 6}, attention_bias=True, mlp_bias=True),
-        MistralConfig(**SIZES, sliding_window=5),
-        Qwen2Config(**SIZES),
-    ],
-    ids=["llama", "llama with biases", "mistral", "qwen2"],
+    ("config", "num_tokens", "dtype"), combinations(tuple(OF_LLAMAS_KIND), [1, 7, 700], tuple(DTYPES))
 )
-def test_layers_of_llamas_kind_are_replaced(config: PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> None:
-    model = model_of(config, dtype)
+def test_layers_of_llamas_kind_are_replaced(config: str, num_tokens: int, dtype: torch.dtype) -> None:
+    model = model_of(OF_LLAMAS_KIND[config], dtype)
     expected, wanted = run(model, num_tokens)
     assert use_native_modules(model)[1] == 2
     found, options = run(model, num_tokens)

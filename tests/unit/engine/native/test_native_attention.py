@@ -13,23 +13,28 @@ from services.engine.attention import choice, dense, paged
 from services.engine.attention.native import NativeAttention
 from services.engine.attention.paged import Scoring, StepLayout
 from services.engine.native.bindings import DTYPES, Kernels
+from tests.support.examples import combinations
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 BLOCK_SIZE = 16
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (7, 1), (20, 4), (71, 1), (128, 128)])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 8), (16, 4), (80, 64), (64, 20), (256, 16)])
+NUM_HEADS = [(9, 3), (4, 4), (7, 1), (20, 4), (71, 1), (128, 128)]
+"""Of queries, and of keys and values."""
+BLOCKS = [(64, 16), (128, 8), (16, 4), (80, 64), (64, 20), (256, 16)]
+"""The size of a head, and how many tokens a block has."""
+
+
+@pytest.mark.parametrize(("dtype", "num_heads", "block"), combinations(tuple(DTYPES), NUM_HEADS, BLOCKS))
 def test_it_passes_the_check_at_load(
-    native: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int
+    native: Kernels, dtype: torch.dtype, num_heads: tuple[int, int], block: tuple[int, int]
 ) -> None:
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            paged.verify(NativeAttention(native), CPU, dtype, heads, kv_heads, head_dim, block_size)
+            paged.verify(NativeAttention(native), CPU, dtype, *num_heads, *block)
     finally:
         torch.set_num_threads(before)
 
