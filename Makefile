@@ -17,6 +17,8 @@ MINUTES ?= 10
 SEEDS ?= 10000
 START ?= 0
 JOBS ?= 2
+# Processes that run tests: one more than cores on a small machine, since tests wait now and then.
+TEST_JOBS ?= 3
 BENCH_ARGS ?=
 SIM_ARGS ?=
 DEMO_ARGS ?=
@@ -72,13 +74,13 @@ contracts: $(INSTALLED)
 
 # Side by side where tests wait or compute; one by one where they measure time or memory, or kill processes.
 test: model
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 15 -m "not alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations 15 -m "not alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest --durations 15 -m "alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 test-long: model
-	BATON_EXAMPLES=all $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "hypothesis and not alone and not long" \
+	BATON_EXAMPLES=all $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "hypothesis and not alone and not long" \
 		$(PYTEST_ARGS)$(NONE_CHOSEN)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "long and not alone" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "long and not alone" $(PYTEST_ARGS)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest -m "long and alone and not faults_long" $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 test-all: test test-long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -45,11 +46,12 @@ class Told(inference_pb2_grpc.InferenceServiceServicer):
         """The time each call was given, seconds."""
         self.metadata: dict[str, Any] = {}
         self.ended = asyncio.Event()
-        """A call that hung is over."""
+        """A call that was to hang is over."""
 
     async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        async for text in self._follow(context):
-            yield chunk(text)
+        async with contextlib.aclosing(self._follow(context)) as texts:
+            async for text in texts:
+                yield chunk(text)
 
     async def Generate(self, request: Any, context: Any) -> inference_pb2.GenerateResponse:
         text = "".join([text async for text in self._follow(context)])
@@ -62,15 +64,17 @@ class Told(inference_pb2_grpc.InferenceServiceServicer):
     async def _follow(self, context: Any) -> AsyncIterator[str]:
         self.calls.append(context.time_remaining())
         self.metadata = dict(context.invocation_metadata())
-        for part in self.scripts.pop(0):
-            if part is HANG:
-                try:
+        script = self.scripts.pop(0)
+        try:
+            for part in script:
+                if part is HANG:
                     await asyncio.Event().wait()
-                finally:
-                    self.ended.set()
-            if isinstance(part, BatonError):
-                raise part
-            yield part
+                if isinstance(part, BatonError):
+                    raise part
+                yield part
+        finally:  # it may be cancelled before it hangs, while what came before is sent
+            if HANG in script:
+                self.ended.set()
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ PATIENT: dict[str, Any] = {"silence_s": 60.0, "router": {"silence_s": 60.0}}
 CASES = [
     # transport, chunk, decode blocks, together, lengths
     ("shm", 512, 800, False, (1, 17, 256)),
-    ("grpc", 64, 800, True, (5, 64, 255, 1000)),
-    pytest.param("shm", 512, 800, False, (2000,), marks=pytest.mark.long),
+    ("grpc", 64, 800, True, (5, 64, 255, 513)),
+    pytest.param("shm", 512, 800, False, (1000, 2000), marks=pytest.mark.long),
     # 1600 tokens are 100 blocks: the others wait their turn
     pytest.param("shm", 64, 110, True, (16, 513, 129, 1600), marks=pytest.mark.long),
     pytest.param("grpc", 512, 110, False, (1, 129, 513), marks=pytest.mark.long),

@@ -200,13 +200,14 @@ async def sending_no_request(channel: grpc.aio.Channel) -> None:
     await channel.stream_unary("/baton.v1.InferenceService/ListModels")(wait_for_ready=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("port", "do"),
     [
-        pytest.param("grpc_port", only_connected, marks=pytest.mark.long),
-        pytest.param("grpc_port", watching, marks=pytest.mark.long),
+        ("grpc_port", only_connected),
+        ("grpc_port", watching),
         ("grpc_port", sending_no_request),
-        pytest.param("control_port", watching, marks=pytest.mark.long),
+        ("control_port", watching),
     ],
 )
 async def test_idle_grpc_clients(attacked: Attacked, port: str, do: Callable[[grpc.aio.Channel], Any]) -> None:

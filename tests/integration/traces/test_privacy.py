@@ -6,6 +6,7 @@ import json
 import signal
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,37 @@ def _say_everything(up: Up) -> None:
     assert _post(f"{http}/completions", {**model, "prompt": "x", unfit: unfit}) == 200
 
 
-@pytest.mark.parametrize("form", ["json", "console"])
-def test_nothing_by_default(tmp_path: Path, form: str) -> None:
-    with Up(tiny_model("llama", tmp_path), tmp_path, BATON_LOG_LEVEL="info", BATON_LOG_FORMAT=form) as up:
+@dataclass(frozen=True)
+class Written:
+    """What a cluster wrote that was told no more than the form of its log."""
+
+    log: str
+    said: str
+    trace: str
+    request_id: str
+
+
+def _written(temp: Path, form: str) -> Written:
+    with Up(tiny_model("llama", temp), temp, BATON_LOG_LEVEL="info", BATON_LOG_FORMAT=form) as up:
         up.read_until("^ready$")
+        request_id = up.generate()["request_id"]
         _say_everything(up)
         up.stop(signal.SIGINT)
-    written = up.log.read_text() + "\n".join(up.lines) + up.trace_file.read_text()
-    assert "request finished" in written
-    assert "baton.request" in written
-    for secret in SECRETS:
-        assert secret not in written
+    return Written(up.log.read_text(), "\n".join(up.lines), up.trace_file.read_text(), request_id)
+
+
+@pytest.fixture(scope="module")
+def as_json(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return _written(tmp_path_factory.mktemp("json"), "json")
+
+
+def test_nothing_by_default(as_json: Written, tmp_path: Path) -> None:
+    for written in (as_json, _written(tmp_path, "console")):
+        everything = written.log + written.said + written.trace
+        assert "request finished" in everything
+        assert "baton.request" in everything
+        for secret in SECRETS:
+            assert secret not in everything
 
 
 def test_prompts_when_asked_for_with_the_ids_they_belong_to(tmp_path: Path) -> None:
@@ -63,23 +84,22 @@ def test_prompts_when_asked_for_with_the_ids_they_belong_to(tmp_path: Path) -> N
         up.read_until("^ready$")
         answer = up.generate(SECRETS[0])
         up.stop(signal.SIGINT)
-    lines = [json.loads(line) for line in up.log.read_text().splitlines() if line.startswith("{")]
+    lines = _lines(up.log.read_text())
     (said,) = [line for line in lines if SECRETS[0] in line["message"]]
     assert said["service"] == "baton-router"
     assert said["request_id"] == answer["request_id"]
     assert SECRETS[0] not in up.trace_file.read_text(), "traces go further than logs"
 
 
-def test_every_line_of_a_request_has_its_ids(tmp_path: Path) -> None:
+def test_every_line_of_a_request_has_its_ids(as_json: Written) -> None:
     """Whichever process wrote it: with one search an operator has the whole story, and its trace."""
-    with Up(tiny_model("llama", tmp_path), tmp_path, BATON_LOG_FORMAT="json") as up:
-        up.read_until("^ready$")
-        request_id = up.generate()["request_id"]
-        up.stop(signal.SIGINT)
-    lines = [json.loads(line) for line in up.log.read_text().splitlines() if line.startswith("{")]
-    story = [line for line in lines if line.get("request_id") == request_id]
+    story = [line for line in _lines(as_json.log) if line.get("request_id") == as_json.request_id]
     ours = [line["message"] for line in story if line["service"] == "baton-router"]
     assert (ours[0].partition(":")[0], ours[-1].partition(":")[0]) == ("request queued", "request finished")
     assert {line["service"] for line in story} == {"baton-router", "baton-prefill", "baton-decode"}
     (trace_id,) = {line["trace_id"] for line in story}
-    assert trace_id in up.trace_file.read_text()
+    assert trace_id in as_json.trace
+
+
+def _lines(log: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.splitlines() if line.startswith("{")]

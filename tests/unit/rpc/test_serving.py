@@ -74,7 +74,7 @@ class Kinds:
         try:
             yield request
             await asyncio.Event().wait()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if it was cancelled while the response was sent
             self.ended.set()
             raise errors.Cancelled("the client went away") from None
 
