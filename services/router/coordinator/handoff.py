@@ -180,6 +180,9 @@ def _decode_admitted(book: Book, request: Request, leg: PlacedDecode, event: Dec
 
 
 def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:
+    if leg.admitted_s is not None:
+        decode_failed(book, request, leg, ProtocolViolation("refused what it had admitted"), now, cancel=True)
+        return
     note_refusal(book, request, leg, worker, now)
     book.end_decode(request, now, "refused", cancel=False)
     book.settle(request, now, refused=True)

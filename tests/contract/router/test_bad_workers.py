@@ -85,10 +85,12 @@ NOISE = {
 async def test_a_worker_that_talks_nonsense_loses_the_request(cluster: Cluster, what: str) -> None:
     rogue, stream = await talking(cluster)
     other = await cluster.add("decode", worker_id="other")
-    rogue.say(NONSENSE[what](rogue.commands[-1].leg))
+    leg = rogue.commands[-1].leg
+    rogue.say(NONSENSE[what](leg))
     events, text = await read(stream)
     assert text == REST
     assert events[-1].completion.workers.decode == other.worker_id
+    assert rogue.commands[-1].leg == leg, "it is not asked again"
     rogue.decode_gate.set()  # what it still says of that leg is nobody's
 
 
