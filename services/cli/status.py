@@ -48,7 +48,7 @@ def text(target: str, status: dict[str, Any]) -> str:
         for pair in status["pairs"]
         if pair["reason"]
     ]
-    return "\n".join(map(printable, [*lines, *reasons, *ways, *_groups(status)]))
+    return "\n".join(map(printable, [*lines, *_kernels(status), *reasons, *ways, *_groups(status)]))
 
 
 def _models(status: dict[str, Any]) -> str:
@@ -60,6 +60,16 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
     running = model["num_live"] - model["num_queued"]
     counts = (model["context_tokens"], model["num_workers"], model["num_queued"], running)
     return (model["model_id"], "ready" if model["ready"] else "not ready", *map(str, counts))
+
+
+def _kernels(status: dict[str, Any]) -> list[str]:
+    """Returns a line for all workers that compute in the same way."""
+    names: dict[str, list[str]] = {}
+    for worker in (worker for worker in status["workers"] if worker.get("worker", {}).get("kernels")):
+        description = worker["worker"]
+        words = f"{description['fingerprint']['numerics']}; {description['kernels']}"
+        names.setdefault(words, []).append(_id(worker))
+    return [f"{', '.join(ids)}: {words}" for words, ids in names.items()]
 
 
 def _groups(status: dict[str, Any]) -> list[str]:

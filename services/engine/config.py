@@ -63,6 +63,8 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     device: str
+    kernels: str = ""
+    """How it computes on this host, in words for operators."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,10 @@ def load(config: EngineConfig) -> Loaded:
     shape = servable.examine(module)
     weight_bytes = num_weight_bytes(module)
     expected = verification.plain_logits(module, shape.vocab_size)
-    use_fast_paths(module)
-    backend = choice.select(device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size)
+    fast_paths = use_fast_paths(module)
+    attention, backend = choice.select(
+        device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
+    )
     model = PagedModel(module, shape, backend)
     verification.verify(model, config.block_size, expected, rounds_inputs=bool(scheme))
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, shape.dtype)
@@ -78,6 +80,7 @@ def load(config: EngineConfig) -> Loaded:
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
         device=config.device,
+        kernels=f"{attention} attention; {fast_paths}",
     )
     logger.info("loaded %s in %.1f s: %s", config.model_id, time.perf_counter() - started, info)
     return Loaded(info, cache, DeviceRunner(model, cache))

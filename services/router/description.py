@@ -24,6 +24,7 @@ _CHARS = {
     "host_id": 128,
     "device": 64,
     "fingerprint.numerics": 200,
+    "kernels": 512,
 }
 """The most characters of fields that have a bound of their own.
 

@@ -39,6 +39,7 @@ def describe(
         vocab_size=info.vocab_size,
         device=str(info.device),
         fingerprint=types_pb2.Fingerprint(kv=layout.fingerprint, numerics=info.numerics),
+        kernels=info.kernels,
     )
 
 

@@ -54,7 +54,7 @@ def test_varlen_attention_over_block_tables_is_exact_or_refuses(block_size: int)
 
 
 def test_bfloat16_attends_by_flash_attention() -> None:
-    backend = choice.select(torch.device(CUDA), torch.bfloat16, 9, 3, 64, 16)
+    _, backend = choice.select(torch.device(CUDA), torch.bfloat16, 9, 3, 64, 16)
     assert isinstance(backend, VarlenAttention)
 
 

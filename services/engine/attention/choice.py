@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 def select(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
-) -> PagedAttention:
-    """Returns the first backend, fastest first, that agrees with the reference on this device, else the reference."""
+) -> tuple[str, PagedAttention]:
+    """Returns the first backend, fastest first, that agrees with the reference on this device, else the reference; and
+    its name."""
     for name, backend in _candidates(device, dtype):
         try:
             verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size)
@@ -30,8 +31,8 @@ def select(
             logger.info("attention backend %s is not used: %s", name, error)
             continue
         logger.info("attention backend %s", name)
-        return backend
-    return reference
+        return name, backend
+    return "reference", reference
 
 
 def _candidates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, PagedAttention]]:

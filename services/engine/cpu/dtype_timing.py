@@ -108,7 +108,7 @@ class _Sample:
             parameter.copy_(parameter.to(DTYPES[saved]))
         shape = servable.examine(module)
         use_fast_paths(module)
-        backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE)
+        _, backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE)
         self._rows = [rows for rows in _ROWS if rows < shape.max_model_len] or [1]
         self._blocks = tuple(range(num_blocks_for(self._rows[-1] + 1, _BLOCK_SIZE)))
         kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, shape.dtype)

@@ -23,14 +23,19 @@ from services.engine.native.bindings import DTYPES, Kernels, kernels
 logger = logging.getLogger(__name__)
 
 
-def use_fast_paths(module: nn.Module) -> None:
-    """Replaces modules of the model by faster ones for this machine, where they compute the same. A model on another
-    device than the CPU is left as it is."""
+def use_fast_paths(module: nn.Module) -> str:
+    """Replaces modules of the model by faster ones for this machine, where they compute the same; returns in words what
+    computes what. A model on another device than the CPU is left as it is."""
     if not any(each.device.type == "cpu" for each in module.parameters()):
-        return
+        return "as loaded"
     num_parts, num_layers = use_native_modules(module)  # first, since it looks for linear layers that are not packed
-    packed = ", ".join(f"{count} by {way}" for way, count in sorted(pack_linears(module).items()))
-    logger.info("native: %d norms and gates, %d whole layers; linear layers: %s", num_parts, num_layers, packed)
+    ways = {**pack_linears(module), "quantised.c": sum(isinstance(each, QuantisedLinear) for each in module.modules())}
+    linears = ", ".join(f"{count} by {way}" for way, count in sorted(ways.items()) if count)
+    native = kernels()
+    named = f"{native.name} kernels: {num_parts} norms and gates, {num_layers} whole layers; " if native else ""
+    words = f"{named}linear layers: {linears or 'none'}"
+    logger.info("%s", words)
+    return words
 
 
 @torch.inference_mode()

@@ -86,8 +86,9 @@ class _QuantisedProduct(ctypes.Structure):
 class Kernels:
     """Calls the functions of one library. Each uses as many threads as torch does."""
 
-    def __init__(self, path: Path) -> None:
-        """Loads the library at `path`. Raises OSError if that fails."""
+    def __init__(self, name: str, path: Path) -> None:
+        """Loads the library at `path`, for the instruction set `name`. Raises OSError if that fails."""
+        self.name = name
         library = ctypes.CDLL(str(path))
         pointer, number, real = c_void_p, c_long, c_float
         self._attention = _functions(library, "attention", pointer)
@@ -239,7 +240,7 @@ def kernels() -> Kernels | None:
     built = [each for each in usable() if each.shared_object.exists()]
     for each in built:
         try:
-            found = Kernels(each.shared_object)
+            found = Kernels(each.name, each.shared_object)
         except OSError as error:
             logger.warning("the CPU kernels for %s cannot be loaded: %s", each.name, error)
         else:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ async def test_workers_of_other_rope_parameters_do_not_pair_and_are_named(
         groups = {tuple(group.worker_ids): group.kv for group in status.models[0].kv_groups}
         assert groups == {("w0",): prints["w0"].kv, ("w1",): prints["w1"].kv}
         shown = text("there", plain(status))
+        for worker in (each.worker for each in status.workers):  # a timing decides, so the two may differ
+            assert re.search(r"\w+ attention; .*linear layers: \d+ by ", worker.kernels)
+            how = f": {worker.fingerprint.numerics}; {worker.kernels}"
+            assert [line for line in shown.splitlines() if line.endswith(how) and worker.worker_id in line]
         await asyncio.sleep(0.5)  # several ticks: it is said once
     said = [record.getMessage() for record in caplog.records if "do not pair" in record.getMessage()]
     told = [message for message in said if "w0" in message and "w1" in message]

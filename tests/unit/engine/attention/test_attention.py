@@ -26,7 +26,7 @@ def test_dense_passes_the_check_at_load(dtype: torch.dtype, heads: int, kv_heads
 
 def test_select_takes_dense_on_a_cpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "kernels", lambda: None)
-    assert choice.select(CPU, torch.float32, 4, 2, 16, 16) is dense.paged_attention
+    assert choice.select(CPU, torch.float32, 4, 2, 16, 16) == ("dense", dense.paged_attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -41,7 +41,9 @@ def test_it_passes_the_check_at_load(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_chosen_for_each_dtype(native: Kernels, dtype: torch.dtype) -> None:
-    assert isinstance(choice.select(CPU, dtype, 6, 2, 64, 16), NativeAttention)
+    name, backend = choice.select(CPU, dtype, 6, 2, 64, 16)
+    assert isinstance(backend, NativeAttention)
+    assert name == "native"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,7 +51,7 @@ def test_it_is_chosen_for_each_dtype(native: Kernels, dtype: torch.dtype) -> Non
 def test_what_the_kernel_cannot_hold_goes_elsewhere(
     native: Kernels, dtype: torch.dtype, heads: int, head_dim: int
 ) -> None:
-    backend = choice.select(CPU, dtype, heads, heads, head_dim, 16)
+    _, backend = choice.select(CPU, dtype, heads, heads, head_dim, 16)
     assert not isinstance(backend, NativeAttention)
 
 

@@ -95,11 +95,13 @@ def test_what_is_not_finite_stays_visible(native: Kernels, bad: float, dtype: to
 
 
 def test_instruction_sets_agree() -> None:
-    libraries = [each.shared_object for each in usable() if each.shared_object.exists()]
+    built = [each for each in usable() if each.shared_object.exists()]
     inputs = torch.randn(9, 576)
     for name, weights in forms(576, 40).items():
         packed = pack(weights)
-        first, *others = (Kernels(library).quantised_linear(inputs, packed, None) for library in libraries)
+        first, *others = (
+            Kernels(each.name, each.shared_object).quantised_linear(inputs, packed, None) for each in built
+        )
         for other in others:
             torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-5 * first.abs().max().item(), msg=name)
 
