@@ -7,23 +7,20 @@ process makes (`services.engine.cpu.dtype_timing`); choices for accelerators, wh
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import pathlib
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata, util
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from services.cli.child import Lifeline
 from services.core.home import baton_home
+from services.engine.cpu import kept_timings
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +36,10 @@ _FAILURE_KEPT_S = 3600.0
 """A failed timing means "as saved" for so long, for every process of this host: workers that are started one after the
 other must not choose differently, nor each wait for a timing that this host is too slow for. Then it is tried again."""
 _LOCK_LIMIT_S = _TIMING_LIMIT_S + 10.0
-_LOOK_EVERY_S = 0.1
 _SAVED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors format allows."""
 _CHOOSABLE = ("bfloat16", "float16")
-_VARIABLES = (
-    "BATON_CPU_ISA",
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "MKL_ENABLE_INSTRUCTIONS",
-)
-"""Variables that keep torch and its libraries from using instructions that the CPU has."""
-_CPU_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,24 +87,25 @@ def choose_dtype(
     if saved not in _CHOOSABLE:
         return Choice(dtype, "")
     measure = measure_in_child if measure is None else measure
-    subject = _subject(model)
-    digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
-    entry = (folder or baton_home() / "dtype") / f"{model.name}-{digest[:16]}.json"
-    if (kept := _read(entry, saved, logging.DEBUG)) is not None:
-        return kept
-    with _only_one(entry) as may_write:
-        if (kept := _read(entry, saved, logging.WARNING)) is not None:  # another process chose meanwhile
-            return kept
+    subject = {**kept_timings.host(), "model": _digest(model / "config.json"), "version": _VERSION}
+    entry = (folder or baton_home() / "dtype") / f"{model.name}-{kept_timings.digest_of(subject)}.json"
+    timed = False
+
+    def find() -> dict[str, object]:
+        nonlocal timed
+        timed = True
         tell(f"timing {saved} and float32 on this CPU, once for this model; --dtype {saved} spares it")
-        failed_at_s = None
         try:
             choice = decide(saved, measure(model, saved))
         except TimingFailed as error:
-            choice = Choice(saved, f"as saved, since nothing could be timed ({error})")
-            failed_at_s = time.time()
-        if may_write:
-            _write(entry, choice, subject, failed_at_s)
-        return choice
+            reason = f"as saved, since nothing could be timed ({error})"
+            return {"dtype": saved, "reason": reason, "for": subject, "failed_at_s": time.time()}
+        return {"dtype": choice.dtype, "reason": choice.reason, "for": subject}
+
+    choice = kept_timings.once_per_host(
+        entry, lambda content: _choice(content, saved), find, limit_s=_LOCK_LIMIT_S, what="the choice for --dtype auto"
+    )
+    return choice if timed else dataclasses.replace(choice, reason=f"{choice.reason} (kept in {entry})")
 
 
 def decide(saved: str, timings: Timings) -> Choice:
@@ -186,89 +173,16 @@ def measure_in_child(model: pathlib.Path, saved: str) -> Timings:
         raise TimingFailed(f"the timing said {child.stdout[:200]!r}") from error
 
 
-def _subject(model: pathlib.Path) -> dict[str, object]:
-    """Returns all that a choice depends on: this CPU as torch may use it, torch, Baton's kernels, model shapes."""
-    spec = util.find_spec("services")
-    roots = [pathlib.Path(root) for root in (spec.submodule_search_locations or ())] if spec is not None else []
-    kernels = sorted(path for root in roots for path in (root / "engine" / "native").glob("kernels-*.so"))
-    return {
-        "cpu": _cpu(),
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "torch": metadata.version("torch"),
-        "kernels": [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in kernels],
-        "model": hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:16],
-        "version": _VERSION,
-    }
+def _digest(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _cpu(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Returns the name and the instruction sets of the first processor."""
-    try:
-        first = cpuinfo.read_text().partition("\n\n")[0]
-    except OSError:
-        return {"machine": platform.machine(), "processor": platform.processor()}
-    fields = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in fields if name.strip() in _CPU_FIELDS}
-
-
-def _read(entry: pathlib.Path, saved: str, level: int) -> Choice | None:
-    """Returns the choice that was kept, or None if there is none or it is invalid, which is logged at `level`."""
-    try:
-        found = json.loads(entry.read_text())
-        dtype, reason, failed_at_s = found["dtype"], found["reason"], found.get("failed_at_s")
-        if failed_at_s is not None and not 0 <= time.time() - failed_at_s < _FAILURE_KEPT_S:
-            return None
-    except OSError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        logger.log(level, "%s does not tell which type is faster here (%s): timing again", entry, error)
+def _choice(content: Any, saved: str) -> Choice | None:
+    """Returns the choice that was kept, or None if it is time to try again. Raises ValueError, KeyError or TypeError if
+    it makes no sense."""
+    dtype, reason, failed_at_s = content["dtype"], content["reason"], content.get("failed_at_s")
+    if failed_at_s is not None and not 0 <= time.time() - failed_at_s < _FAILURE_KEPT_S:
         return None
     if dtype not in (saved, "float32") or not isinstance(reason, str):
-        logger.log(level, "%s names the type %r: timing again", entry, dtype)
-        return None
-    return Choice(dtype, f"{' '.join(reason.split())} (kept in {entry})")
-
-
-@contextlib.contextmanager
-def _only_one(entry: pathlib.Path) -> Iterator[bool]:
-    """Waits until no other process chooses for the same entry. Yields whether the choice can be kept there."""
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(entry.with_suffix(".lock"), "w")  # noqa: SIM115 closed below
-    except OSError as error:
-        logger.warning("the choice for --dtype auto cannot be kept: %s", error)
-        yield False
-        return
-    with lock:  # the lock is released with the descriptor, and so with the process
-        give_up_s = time.monotonic() + _LOCK_LIMIT_S
-        while not _locked(lock.fileno()):
-            if time.monotonic() > give_up_s:
-                logger.warning("another process chooses for %s and does not end: choosing beside it", entry)
-                break
-            time.sleep(_LOOK_EVERY_S)
-        yield True
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # a file system without locks
-        logger.info("no lock around the choice for --dtype auto: %s", error)
-    return True
-
-
-def _write(entry: pathlib.Path, choice: Choice, subject: Mapping[str, object], failed_at_s: float | None) -> None:
-    """Writes the choice whole or not at all, since readers take no lock. `failed_at_s`: seconds since 1970."""
-    content: dict[str, object] = {"dtype": choice.dtype, "reason": choice.reason, "for": subject}
-    if failed_at_s is not None:
-        content["failed_at_s"] = failed_at_s
-    partial = entry.with_suffix(f".{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
-        partial.replace(entry)
-    except OSError as error:
-        logger.warning("the choice for --dtype auto cannot be kept: %s", error)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        raise ValueError(f"it names the type {dtype!r}")
+    return Choice(dtype, " ".join(reason.split()))

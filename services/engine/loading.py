@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from services.core.errors import ConfigError
+from services.core.home import baton_home
 from services.engine.attention import choice
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cpu.fast_paths import use_fast_paths
@@ -55,7 +56,7 @@ def load(config: EngineConfig) -> Loaded:
     shape = servable.examine(module)
     weight_bytes = num_weight_bytes(module)
     expected = verification.plain_logits(module, shape.vocab_size)
-    fast_paths = use_fast_paths(module)
+    fast_paths = use_fast_paths(module, baton_home() / "kernels")
     attention, backend = choice.select(
         device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,17 @@ from services.engine.native.bindings import DTYPES, Kernels, kernels
 logger = logging.getLogger(__name__)
 
 
-def use_fast_paths(module: nn.Module) -> str:
+def use_fast_paths(module: nn.Module, keep_in: Path | None = None) -> str:
     """Replaces modules of the model by faster ones for this machine, where they compute the same; returns in words what
-    computes what. A model on another device than the CPU is left as it is."""
+    computes what. A model on another device than the CPU is left as it is.
+
+    `keep_in` is a folder for what timings have found on this host; without it, each call times anew.
+    """
     if not any(each.device.type == "cpu" for each in module.parameters()):
         return "as loaded"
     num_parts, num_layers = use_native_modules(module)  # first, since it looks for linear layers that are not packed
-    ways = {**pack_linears(module), "quantised.c": sum(isinstance(each, QuantisedLinear) for each in module.modules())}
+    num_quantised = sum(isinstance(each, QuantisedLinear) for each in module.modules())
+    ways = {**pack_linears(module, keep_in), "quantised.c": num_quantised}
     linears = ", ".join(f"{count} by {way}" for way, count in sorted(ways.items()) if count)
     native = kernels()
     named = f"{native.name} kernels: {num_parts} norms and gates, {num_layers} whole layers; " if native else ""

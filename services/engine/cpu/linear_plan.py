@@ -9,11 +9,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from services.engine.cpu.packed_linear import NativeLinear, OneDnnLinear, agrees
+from services.engine.cpu import kept_timings
+from services.engine.cpu.packed_linear import NativeLinear, OneDnnLinear, agrees, narrowest_dtype
 from services.engine.cpu.replacement import replace_modules
 from services.engine.native.bindings import DTYPES, kernels
 
@@ -25,35 +28,69 @@ half of them alone and half in a batch of 16 (the medians of conversations: Spli
 _MOST_PRODUCTS = 1.5e9
 """Multiplications of a timed product. Fewer rows are timed of layers that would take more."""
 _ROUNDS = 3
+_VERSION = 1
+"""The version of the way of timing. Increase it to make earlier plans void."""
+_LOCK_LIMIT_S = 60.0
 _TORCH = "torch"
 """The name of the way of a layer that stays as it is."""
-_Shape = tuple[int, int]
 _Way = Callable[[nn.Linear], nn.Module]
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module) -> dict[str, int]:
+def pack_linears(model: nn.Module, keep_in: Path | None = None) -> dict[str, int]:
     """Replaces every linear layer of the model by the fastest way that computes the same; returns how many layers are
-    computed in each."""
-    ways = _ways()
-    chosen: dict[tuple[_Shape, torch.dtype], str] = {}
+    computed in each.
+
+    `keep_in` is a folder for what the timing has found on this host; without it, each call times anew.
+    """
+    ways, kinds = _ways(), _kinds(model)
+    if not kinds:
+        return {}
+    if keep_in is None:
+        plan = {kind: _fastest(layer, ways) for kind, layer in kinds.items()}
+    else:
+        plan = _kept_plan(kinds, ways, keep_in)
     counts: Counter[str] = Counter()
 
     def replacement(module: nn.Module) -> nn.Module | None:
-        if type(module) is not nn.Linear or module.weight.device.type != "cpu" or module.weight.dtype not in DTYPES:
+        if not _is_packable(module):
             return None
-        kind = ((module.in_features, module.out_features), module.weight.dtype)
-        if kind in chosen:
-            name = chosen[kind]
-            packed = _packed(module, name, ways)
-        else:
-            name, packed = _fastest(module, ways)
-            chosen[kind] = name
+        name = plan[_kind(module)]
+        packed = _packed(module, name, ways)
         counts[name if packed is not None else _TORCH] += 1
         return packed
 
     replace_modules(model, replacement)
     return dict(counts)
+
+
+def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in DTYPES
+
+
+def _kind(layer: nn.Linear) -> str:
+    return f"{layer.in_features} x {layer.out_features} in {str(layer.weight.dtype).removeprefix('torch.')}"
+
+
+def _kinds(model: nn.Module) -> dict[str, nn.Linear]:
+    """Returns a layer of each kind."""
+    return {_kind(module): module for module in model.modules() if _is_packable(module)}
+
+
+def _kept_plan(kinds: dict[str, nn.Linear], ways: dict[str, _Way], folder: Path) -> dict[str, str]:
+    # Weights that 16 bits can hold are read in half the time.
+    described = sorted(f"{kind}, {narrowest_dtype(layer.weight)}" for kind, layer in kinds.items())
+    subject = {**kept_timings.host(), "kinds": described, "version": _VERSION}
+
+    def find() -> dict[str, object]:
+        return {"ways": {kind: _fastest(layer, ways) for kind, layer in kinds.items()}, "for": subject}
+
+    def read(content: Any) -> dict[str, str]:
+        return {kind: str(content["ways"][kind]) for kind in kinds}
+
+    entry = folder / f"linear-{kept_timings.digest_of(subject)}.json"
+    what = "the plan of linear layers"
+    return kept_timings.once_per_host(entry, read, find, limit_s=_LOCK_LIMIT_S, what=what, level=logging.INFO)
 
 
 def _ways() -> dict[str, _Way]:
@@ -67,7 +104,7 @@ def _ways() -> dict[str, _Way]:
 
 def _packed(layer: nn.Linear, name: str, ways: dict[str, _Way]) -> nn.Module | None:
     """Returns the layer in this way, or None if it must stay as it is."""
-    if name == _TORCH or (name == "linear.c" and layer.in_features % 2):
+    if name not in ways or (name == "linear.c" and layer.in_features % 2):
         return None
     try:
         packed = ways[name](layer)
@@ -79,12 +116,12 @@ def _packed(layer: nn.Linear, name: str, ways: dict[str, _Way]) -> nn.Module | N
     return None
 
 
-def _fastest(layer: nn.Linear, ways: dict[str, _Way]) -> tuple[str, nn.Module | None]:
-    """Returns the way that takes least for the usual request, on one thread, and the layer in this way."""
+def _fastest(layer: nn.Linear, ways: dict[str, _Way]) -> str:
+    """Returns the way that takes least for the usual request, on one thread."""
     packed = {name: _packed(layer, name, ways) for name in ways}
     made: dict[str, nn.Module] = {_TORCH: layer, **{name: each for name, each in packed.items() if each is not None}}
     if len(made) == 1:
-        return _TORCH, None
+        return _TORCH
     costs = dict.fromkeys(made, 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -97,8 +134,8 @@ def _fastest(layer: nn.Linear, ways: dict[str, _Way]) -> tuple[str, nn.Module | 
         torch.set_num_threads(threads)
     best = min(costs, key=costs.__getitem__)
     told = ", ".join(f"{name} {1e3 * each:.1f} ms" for name, each in costs.items())
-    logger.info("%d x %d in %s: %s", layer.in_features, layer.out_features, layer.weight.dtype, told)
-    return best, packed.get(best)
+    logger.info("%s: %s", _kind(layer), told)
+    return best
 
 
 def _time(made: dict[str, nn.Module], rows: int, layer: nn.Linear) -> dict[str, float]:

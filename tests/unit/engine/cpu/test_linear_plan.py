@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,63 @@ def test_each_way_may_be_the_fastest(fastest: str, dtype: torch.dtype, monkeypat
             pytest.skip(f"{fastest} does not compute {dtype} here")
         assert counts == {fastest: 2}
         torch.testing.assert_close(one(inputs), expected, atol=0.02, rtol=0.02)
+
+
+class Timed:
+    """Counts products, and lets one way be the fastest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fastest: str) -> None:
+        self.fastest = fastest
+        self.num_calls = 0
+        monkeypatch.setattr(linear_plan, "_time", self._time)
+
+    def _time(self, made: dict[str, nn.Module], rows: int, layer: nn.Linear) -> dict[str, float]:
+        self.num_calls += 1
+        return {name: float(name != self.fastest) for name in made}
+
+
+def test_a_plan_is_made_once_for_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = Timed(monkeypatch, "oneDNN")
+    assert pack_linears(model(torch.float32), tmp_path) == {"oneDNN": 2}
+    num_calls, timed.fastest = timed.num_calls, "torch"
+    assert pack_linears(model(torch.float32), tmp_path) == {"oneDNN": 2}
+    assert timed.num_calls == num_calls, "workers of one host compute alike, and only the first of them times"
+    # Other weights (those of 16 bits are read faster), layers or instructions are another matter.
+    assert pack_linears(model(torch.bfloat16).float(), tmp_path) == {"torch": 2}
+    assert pack_linears(nn.Sequential(nn.Linear(8, 8)), tmp_path) == {"torch": 1}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert pack_linears(model(torch.float32), tmp_path) == {"torch": 2}
+    assert len(list(tmp_path.glob("*.json"))) == 4
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"ways": {}}', '{"ways": 1}'])
+def test_a_plan_that_makes_no_sense_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    timed = Timed(monkeypatch, "oneDNN")
+    pack_linears(model(torch.float32), tmp_path)
+    (entry,) = tmp_path.glob("*.json")
+    entry.write_text(content)
+    timed.fastest = "torch"
+    assert pack_linears(model(torch.float32), tmp_path) == {"torch": 2}
+
+
+def test_a_way_that_is_not_there_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Timed(monkeypatch, "oneDNN")
+    pack_linears(model(torch.float32), tmp_path)
+    (entry,) = tmp_path.glob("*.json")
+    entry.write_text(entry.read_text().replace("oneDNN", "gone"))
+    assert pack_linears(model(torch.float32), tmp_path) == {"torch": 2}
+
+
+def test_a_folder_that_cannot_be_written_costs_a_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in containers, whose volume is theirs to read: each start times, and nothing is the matter."""
+    Timed(monkeypatch, "oneDNN")
+    (tmp_path / "file").touch()
+    assert pack_linears(model(torch.float32), tmp_path / "file") == {"oneDNN": 2}
+    assert not caplog.records
 
 
 def test_a_way_that_computes_something_else_is_not_used(
