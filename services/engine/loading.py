@@ -84,7 +84,7 @@ def load(config: EngineConfig) -> Loaded:
         kernels=f"{attention} attention; {fast_paths}",
     )
     logger.info("loaded %s in %.1f s: %s", config.model_id, time.perf_counter() - started, info)
-    return Loaded(info, cache, DeviceRunner(model, cache))
+    return Loaded(info, cache, DeviceRunner(model, cache), touch=cache.touch)
 
 
 def _device(name: str) -> torch.device:

@@ -92,6 +92,8 @@ class BlockPool:
         # A stack: freed blocks are used again first, so a lightly loaded pool touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
+        self.num_used = 0
+        """How many of the first blocks were ever allocated."""
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
 
@@ -129,6 +131,7 @@ class BlockPool:
         block_ids = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._change(block_id, holder, +1)
+            self.num_used = max(self.num_used, block_id + 1)
         return block_ids
 
     def release(self, block_ids: Sequence[int], holder: Holder) -> None:
@@ -186,6 +189,7 @@ class BlockPool:
         free = [block_id for block_id, found in enumerate(classes) if found is BlockClass.FREE]
         assert sorted(self._cached) == cached, "evictable blocks are those of class cached"
         assert sorted(self._free) == free, "the free list is those of class free"
+        assert classes[self.num_used :].count(BlockClass.FREE) == self.num_blocks - self.num_used, "the rest is unused"
         indexed = {hash: block_id for block_id, hash in enumerate(self._hash_of) if hash is not None}
         assert indexed == self._block_of, "the index is one to one"
 

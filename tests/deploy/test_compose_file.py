@@ -124,7 +124,7 @@ def test_flags_and_variables_are_the_services_own(name: str) -> None:
     ("variable", "value"), [("CPU_TRANSPORT", "carrier-pigeon"), ("MAX_NUM_SEQS", "0"), ("DRAIN_S", "soon")]
 )
 def test_a_wrong_setting_is_told_by_the_service(variable: str, value: str) -> None:
-    """And so the check above can fail."""
+    """This shows that the check above can fail."""
     with pytest.raises(ConfigError):
         compose.configuration_of(compose.services({variable: value})["decode"])
 
@@ -138,7 +138,7 @@ def test_what_the_image_sets_exists() -> None:
 
 
 def test_settings_left_alone_are_the_services_defaults() -> None:
-    """But for those that a deployment has reason to change."""
+    """Only those differ that a deployment has reason to change."""
     changed = {"host", "port", "metrics_port", "http_port", "control_host", "cluster_token_file"}
     changed |= {"router", "shm_dir", "transport", "memory_utilization"}
     for name in ("router", "prefill"):
@@ -223,7 +223,8 @@ def test_the_control_port_is_for_the_stack_alone() -> None:
 
 
 def test_router_and_workers_share_a_token_that_the_first_of_them_makes() -> None:
-    """In a volume that only Baton's user can open, in memory; no step of the operator's, nothing in the file."""
+    """The token lies in memory, in a volume that only Baton's user can open; it takes no step of the operator's and
+    nothing in the file."""
     for name in ("router", *WORKERS):
         assert compose.configuration_of(OURS[name]).cluster_token_file == "/run/cluster/token"
         assert "cluster:/run/cluster" in OURS[name]["volumes"], "to be written to: whoever is first makes it"

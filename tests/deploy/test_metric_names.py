@@ -46,7 +46,7 @@ def samples_of(registry: CollectorRegistry) -> Iterator[str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """By a real router's registry and a real worker's."""
+    """Returns the names that a real router's registry and a real worker's export."""
     router = RouterMetrics(RouterConfig(), instance="router")
     router.of("m").observe(Coordinator(CoordinatorConfig(model_context_tokens=1024)))
     names = set(samples_of(router.registry))

@@ -37,7 +37,7 @@ def test_another_objective_makes_other_rules() -> None:
 
 
 def test_the_router_has_the_objectives_of_the_file() -> None:
-    """By default, and in compose."""
+    """It has them by default and in compose."""
     settings = env_file(slo_rules.SETTINGS)
     config = RouterConfig()
     assert float(settings["BATON_SLO_TTFT_MS"]) == config.slo_ttft_ms

@@ -46,7 +46,7 @@ def test_varlen_attention_over_gathered_keys(heads: int, kv_heads: int, head_dim
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_varlen_attention_over_block_tables_is_exact_or_refuses(block_size: int) -> None:
-    """Which block sizes it takes depends on the flash attention that is installed."""
+    """The flash attention that is installed decides which block sizes it takes."""
     try:
         paged.verify(VarlenAttention(True), torch.device(CUDA), torch.bfloat16, 9, 3, 64, block_size)
     except RuntimeError as error:
@@ -67,7 +67,7 @@ def test_bfloat16_generates(tmp_path: Path) -> None:
 
 
 def test_blocks_are_read_beside_a_step_that_runs() -> None:
-    """And not after it: the step's stream is kept busy until the block has been read."""
+    """The read does not wait for the step: the step's stream is kept busy until the block has been read."""
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
     cache = KVCache(shape, 5, torch.device(CUDA))
     data = random.Random(1).randbytes(cache.block_bytes)

@@ -177,7 +177,7 @@ def write_result(path: Path, summary: Summary, seeds: range, jobs: int, progress
 
 
 def tree_of(root: Path) -> dict[str, Any]:
-    """Which code runs: a digest of all of it, and the commit for people."""
+    """Says which code runs: a digest of all of it, and the commit for people."""
     digest = hashlib.sha256(platform.python_version().encode())
     for folder in _TREE:
         for path in sorted((root / folder).rglob("*.py")):
@@ -208,7 +208,7 @@ def replay_command(seed: int) -> str:
 
 
 def _results(chunks: Iterable[range], jobs: int) -> Iterator[Chunk]:
-    """In any order. A process ends after a while, so that nothing it might keep matters."""
+    """Yields results in any order. A process ends after a while, so that nothing it might keep matters."""
     if jobs == 1:
         yield from map(run_chunk, chunks)
         return
@@ -224,7 +224,7 @@ def _results(chunks: Iterable[range], jobs: int) -> Iterator[Chunk]:
 
 
 def end_with_parent() -> None:
-    """In a pool's process: ends it when whoever made the pool is gone, however that came about.
+    """Ends this process of a pool when whoever made the pool is gone, however that came about.
 
     By itself it would wait for ever: each process of a pool holds the writing end of the queue it reads from.
     """

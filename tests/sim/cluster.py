@@ -61,7 +61,7 @@ class Cluster:
         self.routers[name] = SimRouter(self, name, address, config)
 
     def submit(self, request: SimRequest) -> None:
-        """At its router, at its time."""
+        """Submits a request at its router, at its time."""
         self.requests.append(request)
         self.world.at(request.arrival_s, lambda: self._arrive(request))
 
@@ -171,7 +171,7 @@ class Cluster:
             worker.node.loop.enter(lambda: worker.host.leave(deadline_s, "SIGTERM"))
 
     def exited(self, worker: SimWorker) -> None:
-        """By a drain; its supervisor starts another."""
+        """Notes that a node has left by a drain; its supervisor starts another."""
         self.world.note("left", worker.plan.name)
         self.world.require(not worker.left_over(), f"{worker.plan.name} leaves behind {worker.left_over()}")
         # What it has sent still arrives: the kernel sees to that after its exit.

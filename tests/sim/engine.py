@@ -228,5 +228,5 @@ def _info(config: EngineConfig, weights: str) -> EngineInfo:
 
 
 def _any(value: object) -> Any:
-    """For what stands in for a type that it is not."""
+    """Returns the value, untyped: it stands in for a type that it is not."""
     return value

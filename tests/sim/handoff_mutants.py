@@ -51,7 +51,7 @@ def forgets_expiry_when_idle() -> Bug:
 
 
 def hands_a_lease_to_an_old_leg() -> Bug:
-    """Neither fetch nor release looks at the leg, and one fetch goes on beside the other."""
+    """The leg is looked at neither by fetch nor by release, and one fetch goes on beside the other."""
 
     def open_fetch(self: LeaseTable, lease_id: bytes, leg: int, first_block: int, now: float) -> FetchTicket:
         lease = self._leases.get(lease_id)
@@ -96,7 +96,7 @@ def announces_a_partial_block() -> Bug:
 
 
 def takes_every_block_for_one_of_four_tokens() -> Bug:
-    """Only clusters with other blocks find it."""
+    """It is found only by clusters with other blocks."""
 
     def publish(self: LeaseTable, lease_id: bytes, num_computed_tokens: int, now: float) -> bool:
         lease = self._leases.get(lease_id)
@@ -109,7 +109,7 @@ def takes_every_block_for_one_of_four_tokens() -> Bug:
 
 
 def pairs_workers_with_other_blocks() -> Bug:
-    """Only clusters in which workers have different blocks find it."""
+    """It is found only by clusters in which workers have different blocks."""
     fingerprint: Any = Layout.fingerprint
     return replaced(
         Layout, "fingerprint", property(lambda self: fingerprint.fget(dataclasses.replace(self, block_size=1)))

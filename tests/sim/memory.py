@@ -72,7 +72,7 @@ class SimMemory:
     # As BlockMemory: copies.
 
     def region(self, block_id: int) -> Region:
-        """In a machine whose memory this is."""
+        """Returns where the block lies, in a machine whose memory this is."""
         return Region(block_id * self.block_bytes, self.block_bytes, "sim")
 
     def read_block(self, block_id: int) -> bytes:

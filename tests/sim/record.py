@@ -20,7 +20,7 @@ class Record:
         self._disturbed.append((frozenset(names), since_s, until_s))
 
     def calm(self, worker: str, router: str, since_s: float, until_s: float) -> bool:
-        """Neither was disturbed, nor the way between them."""
+        """Returns whether neither was disturbed, nor the way between them."""
         return not any(
             names <= {worker, router} and begins_s <= until_s and ends_s >= since_s
             for names, begins_s, ends_s in self._disturbed

@@ -8,8 +8,8 @@ from tests.sim.network import SERVER_NOTICES_S
 
 
 def recovery_s(cluster: Cluster) -> float:
-    """After a fault that never ends: by now every process that is left has noticed, whoever waited for what is gone has
-    given up, and what was held for it is free."""
+    """Returns the time after a fault that never ends in which every process that is left has noticed, whoever waited
+    for what is gone has given up, and what was held for it is free."""
     silence_s = max(
         worker.plan.config.silence_s + worker.plan.config.heartbeat_s for worker in cluster.workers.values()
     )

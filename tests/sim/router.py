@@ -95,7 +95,7 @@ class SimRouter:
         return len(self.coordinator._book.queue) >= self.config.max_queue
 
     def submit(self, request: SimRequest) -> None:
-        """On this node's loop. Raises what the coordinator says."""
+        """Submits the request on this node's loop. Raises what the coordinator says."""
         trace = RequestTrace(
             NullTracer(), request.message, model_id="sim", parent="", stream=True, arrived_s=self.node.now()
         )

@@ -175,7 +175,7 @@ class Call:
         return True
 
     def _note(self, request: Any) -> None:
-        """For whoever watches from outside."""
+        """Tells whoever watches from outside."""
         match request.WhichOneof("message"):
             case "hello":
                 self.router_incarnation = request.hello.router_incarnation

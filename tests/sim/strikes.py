@@ -178,7 +178,7 @@ class Strikes:
         return 5.0
 
     def drain(self, name: str) -> float:
-        """By an operator: it leaves, and comes back."""
+        """Drains a worker, as an operator does: it leaves, and comes back."""
         router = self._world.random.choice(list(self._cluster.routers))
         self._cluster.drain(router, name, self._world.random.choice((0.0, 0.3, 2.0)))
         return 5.0
@@ -246,7 +246,7 @@ class Strikes:
         return 0.0
 
     def flip_bits(self, name: str) -> float:
-        """In blocks that are copied to a worker that checks what it copies."""
+        """Flips bits in blocks that are copied to a worker that checks what it copies."""
         worker = self._cluster.workers[name]
         if worker.plan.config.checksums:
             worker.memory.num_bits_to_flip += self._world.random.randint(1, 3)

@@ -44,7 +44,7 @@ def _frame(kind: int, flags: int, payload: bytes) -> bytes:
 
 
 def _hpack_string(text: bytes) -> bytes:
-    """Without Huffman's code."""
+    """Encodes a string without Huffman's code."""
     if len(text) < 127:
         return bytes([len(text)]) + text
     rest, length = len(text) - 127, b"\x7f"

@@ -52,7 +52,7 @@ class Footprint:
         self.segments.update(path for path in _open_paths(process.pid) if path.startswith("/dev/shm/"))
 
     def left(self) -> list[str]:
-        """In words, what has not gone."""
+        """Returns in words what has not gone."""
         words = [f"process {process}" for process in self.processes if _runs(process)]
         words += [f"port {port}" for port in self.ports & set(_listening_ports())]
         names = Path("/proc/net/unix").read_text()

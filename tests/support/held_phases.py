@@ -134,7 +134,7 @@ class Stage:
         return self.cluster.router.coordinator._book.requests.get(VICTIM)
 
     def is_known(self) -> bool:
-        """To the router, as a request whose prompt is being tokenised, or as a live one."""
+        """Returns whether the router knows the victim as a request that is being tokenised, or as a live one."""
         return self.victim is not None or self.cluster.router.coordinator.num_expected > 0
 
     def is_in(self, phase: Phase) -> bool:

@@ -40,7 +40,7 @@ async def bare_client(cluster: Cluster) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 def raw_request(path: str, asked: Any) -> bytes:
-    """For clients that do what no library would."""
+    """Returns a request's bytes, for clients that do what no library would."""
     body = json.dumps(asked).encode()
     headers = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return f"POST {path} HTTP/1.1\r\n{headers}\r\n".encode() + body

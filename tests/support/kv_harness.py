@@ -215,7 +215,7 @@ class Source:
 
     @property
     def num_kept_slots(self) -> int:
-        """Also for fetches that stand in line."""
+        """Returns how many slots are kept, those for fetches that stand in line included."""
         slots = self.staging.slots if self.staging else None
         return slots.num_slots - slots.num_free + slots.num_waiting if slots else 0
 
@@ -279,8 +279,8 @@ class Destination:
         transport: str = "auto",
         checksums: bool = False,
     ) -> FetchOrder:
-        """With one block more than the prompt needs, as a decode worker reserves it. `transport`: none but that one is
-        offered."""
+        """Makes an order with one block more than the prompt needs, as a decode worker reserves it. `transport`: none
+        but that one is offered."""
         num_blocks = lease.num_blocks - first_block
         import_ = self.reserve(num_blocks + 1)
         where = source.where
@@ -337,7 +337,7 @@ async def running(*parties: Source | Destination) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def raw_stub(source: Source) -> AsyncIterator[kvtransfer_pb2_grpc.KVTransferServiceStub]:
-    """For what a well-behaved destination would never send."""
+    """Returns a stub for what a well-behaved destination would never send."""
     async with dial(source.server.address) as channel:
         yield kvtransfer_pb2_grpc.KVTransferServiceStub(channel)
 

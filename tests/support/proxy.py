@@ -55,7 +55,7 @@ class Proxy:
         await self._server.wait_closed()
 
     def aim(self, port: int | None) -> None:
-        """At a port of this machine; with None, whoever dials waits for the next."""
+        """Aims at a port of this machine; with None, whoever dials waits for the next."""
         if port is None:
             self._target.clear()
         else:

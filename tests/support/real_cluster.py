@@ -248,7 +248,7 @@ def _idle(status: Status) -> bool:
 
 
 def holds_nothing(worker: control_pb2.WorkerStatus) -> bool:
-    """By a snapshot that is younger than two heartbeats."""
+    """Returns whether a snapshot that is younger than two heartbeats shows nothing."""
     load = worker.load
     held = load.blocks_importing + load.blocks_leased + load.blocks_active
     work = load.num_running + load.num_waiting + load.num_importing + load.num_leases

@@ -184,7 +184,7 @@ def listen(what: str, name: str, greeting: bytes, num_bytes: int, ready: Callabl
 
 
 def of_another_user(name: str, greeting: bytes, num_bytes: int, ready: object) -> None:
-    """In a process of its own, which is another user's before it listens."""
+    """Runs the peer in a process of its own, which is another user's before it listens."""
     os.setuid(_SECOND_USER)
     listen("right", name, greeting, num_bytes, ready.set)  # type: ignore[attr-defined]
 

@@ -35,7 +35,7 @@ _LOST = "lost"
 
 @dataclass(frozen=True)
 class Look:
-    """From one look of the event loop at the clock to the next, in seconds."""
+    """Describes the time from one look of the event loop at the clock to the next, in seconds."""
 
     ended_s: float
     """By the system's monotonic clock, which all processes share."""
@@ -116,7 +116,7 @@ def _install(notes: TextIO) -> None:
 
 
 def _holds_the_lock() -> None:
-    """On its thread, but nobody else runs meanwhile."""
+    """Encodes on its thread, but so that nobody else runs meanwhile."""
 
     def encode(self: ModelText, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
         encoding = self.tokenizer.encode(text, add_special_tokens=special)

@@ -48,7 +48,7 @@ def worker_config(model: Path, /, **changes: Any) -> WorkerConfig:
 
 @contextlib.contextmanager
 def pools_that_cannot_be_mapped() -> Iterator[None]:
-    """As on a GPU, whose memory has no descriptor: engines loaded here have none for their pools."""
+    """Makes pools like those on a GPU, whose memory has no descriptor: engines loaded here have none for theirs."""
     load = Engine.__init__
 
     def load_without(self: Engine, *args: Any, **options: Any) -> None:

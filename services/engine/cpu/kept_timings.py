@@ -75,10 +75,13 @@ def digest_of(subject: Mapping[str, object]) -> str:
 def host() -> dict[str, object]:
     """Returns what the speed of a computation depends on: this CPU as torch may use it, torch, and Baton's kernels."""
     kernels = sorted(_NATIVE.glob("kernels-*.so"))
+    torch = ""  # an installation without metadata is possible
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        torch = metadata.version("torch")
     return {
         "cpu": _cpu(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "torch": metadata.version("torch"),
+        "torch": torch,
         "kernels": [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in kernels],
     }
 

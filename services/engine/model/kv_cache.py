@@ -17,6 +17,8 @@ from services.kv.layout import BlockShape, block_bytes, block_shape
 from services.kv.regions import Region
 
 _COPY_DTYPE = torch.uint8
+_TOUCHED_AHEAD_BYTES = 256 << 20
+_TOUCHED_AT_ONCE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class KVCache:
         self.block_bytes = shape.block_bytes
         self.device = device
         self._memory: SealedMemory | None = None
+        self._num_touched = 0
+        """Bytes from the start of the memory that `touch` has had allocated."""
         dimensions = (num_blocks, *shape.dimensions)
         if device.type == "cpu":
             self._memory = SealedMemory("baton-kv", num_blocks * self.block_bytes)
@@ -107,6 +111,25 @@ class KVCache:
         if block_ids:
             index = torch.tensor(block_ids, device=self.device)
             self._bytes.index_fill_(0, index, 0)
+
+    def touch(self, num_used: int) -> bool:
+        """Has the kernel allocate some of the memory of the blocks that come after the first `num_used`, which are
+        next. Returns whether there is more to do.
+
+        A page that is first written costs the kernel microseconds, and a copy into new blocks takes several times as
+        long as one into blocks that were used before. A call takes some milliseconds.
+        """
+        if self._memory is None:
+            return False
+        wanted = min((num_used * self.block_bytes + _TOUCHED_AHEAD_BYTES), self.num_blocks * self.block_bytes)
+        num_bytes = min(_TOUCHED_AT_ONCE_BYTES, wanted - self._num_touched)
+        if num_bytes <= 0:
+            return False
+        if not self._memory.populate(self._num_touched, num_bytes):
+            self._num_touched = self.num_blocks * self.block_bytes  # this kernel cannot: it is not tried again
+            return False
+        self._num_touched += _TOUCHED_AT_ONCE_BYTES
+        return True
 
     def region(self, block_id: int) -> Region:
         """Returns where the block is: on a GPU, its device's address."""

@@ -77,7 +77,7 @@ async def test_a_partial_block_comes_only_with_the_seal(transport: str) -> None:
 async def test_only_the_blocks_that_the_destination_lacks_travel(
     transport: str, first_block: int, sealed: bool
 ) -> None:
-    """Also from beyond what is published yet; and when nothing is lacking, token 0 still comes."""
+    """A destination may lack none but blocks that are not published yet, or none at all; token 0 still comes."""
     source, destination = Source(), Destination()
     async with running(source, destination):
         lease = source.lease(40, sealed=sealed)

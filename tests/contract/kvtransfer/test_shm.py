@@ -83,7 +83,7 @@ async def test_a_mapping_cannot_be_written(server: ShmServer, cache: MappingCach
 
 
 async def test_the_descriptor_cannot_be_mapped_writable(server: ShmServer) -> None:
-    """Whatever the peer does with it, short of opening the file anew as the same user."""
+    """The peer cannot write, whatever it does with the descriptor, short of opening the file anew as the same user."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.setblocking(False)
         connection.connect(socket_address(server.name))

@@ -32,7 +32,7 @@ def gate_reads(source: Source) -> Gate:
 
 
 async def seal_was_read() -> None:
-    """By every destination here."""
+    """Returns whether every destination here has read the seal."""
     await until(lambda: not any(task.get_name() == "kv-fetch-reader" for task in asyncio.all_tasks()))
 
 
@@ -40,7 +40,7 @@ async def seal_was_read() -> None:
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 17, 320])
 async def test_a_sealed_lease_is_copied_and_released(num_slots: int, checksums: bool, num_tokens: int) -> None:
-    """Also one of more blocks than there are slots."""
+    """A lease may have more blocks than there are slots."""
     source, destination = Source(num_slots=num_slots), Destination()
     async with running(source, destination):
         lease = source.lease(num_tokens, sealed=True)

@@ -86,7 +86,7 @@ class Holding(KVTransferServicer):
 
 
 class TestCancellation:
-    """In each phase: the import is freed, the lease and the next leg are not harmed."""
+    """A cancel in any phase frees the import, and harms neither the lease nor the next leg."""
 
     async def finish(self, source: Source, destination: Destination, transport: str) -> None:
         (lease,) = source.table

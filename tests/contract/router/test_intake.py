@@ -51,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 async def small(model: str) -> AsyncIterator[Cluster]:
-    """At most two requests may wait."""
+    """Sets up a router in which at most two requests may wait."""
     cluster = Cluster(replace(CONFIG, model=model, max_queue=2, tokenizer_threads=1))
     await cluster.start()
     await cluster.add("prefill")
@@ -114,7 +114,7 @@ async def test_a_deadline_that_passes_in_the_line_frees_its_place(small: Cluster
 
 
 async def test_the_tokenizer_is_waited_for_as_long_as_a_queue(model: str, gate: Gate) -> None:
-    """Without a deadline too: a text that never ends, and one behind it."""
+    """The bound holds without a deadline too, for a text that never ends and for the one behind it."""
     cluster = Cluster(replace(CONFIG, model=model, queue_timeout_s=0.5, tokenizer_threads=1))
     await cluster.start()
     calls = [asyncio.ensure_future(refused(cluster.inference.Generate(request(LONG)))) for _ in range(2)]

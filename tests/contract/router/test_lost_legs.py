@@ -25,7 +25,7 @@ def impatient(cluster: Cluster, **config: float) -> None:
 
 @pytest.mark.parametrize("loses", ["prefill", "decode"])
 async def test_a_leg_that_is_lost_is_placed_again(cluster: Cluster, pair: Pair, loses: str) -> None:
-    """At once: the worker's next heartbeat does not list it."""
+    """It is placed again at once, since the worker's next heartbeat does not list it."""
     worker = pair[0] if loses == "prefill" else pair[1]
     worker.num_to_lose = 1
     _, text = await read(cluster.inference.GenerateStream(request()))
@@ -44,7 +44,7 @@ async def test_a_whole_sequence_that_is_lost_is_placed_again(cluster: Cluster) -
 
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode",), ("mixed",)])
 async def test_a_leg_that_is_never_begun_is_placed_again(cluster: Cluster, roles: tuple[str, ...]) -> None:
-    """By a worker that has nothing else to do. A decode worker that answers no handoff is in `test_router.py`."""
+    """The worker has nothing else to do. A decode worker that answers no handoff is in `test_router.py`."""
     impatient(cluster, answer_timeout_s=0.3)
     workers = [await cluster.add(role) for role in roles]
     workers[0].num_to_sit_on = 1
@@ -69,7 +69,7 @@ async def test_a_handoff_that_is_admitted_and_goes_no_further(cluster: Cluster, 
 
 
 async def test_a_busy_worker_is_not_blamed_for_its_queue(cluster: Cluster, pair: Pair) -> None:
-    """But a request waits there no longer than in the router's own queue."""
+    """A request waits there no longer than in the router's own queue."""
     prefill, _ = pair
     impatient(cluster, answer_timeout_s=0.2, queue_timeout_s=1.0)
     prefill.num_running = 1

@@ -158,7 +158,7 @@ async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, 
 
 
 async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> None:
-    """But one that no worker serves any more gives way, and nothing of it stays."""
+    """A model that no worker serves any more gives way, and nothing of it stays."""
     await several.add("mixed", worker_id="first")
     second = await several.add("mixed", worker_id="second", model_id=OTHER, text=text)
     third = ScriptedWorker("mixed", second.output[:-1], several.leases, worker_id="third", model_id="third", text=text)
@@ -222,7 +222,7 @@ async def test_of_two_models_workers_of_one_name_only_one_joins(several: Cluster
 
 
 async def test_a_router_that_drains_takes_no_model(several: Cluster, text: Path) -> None:
-    """Not one whose text is under way either: it would be ready again, and take requests."""
+    """It does not take one whose text is under way either: it would be ready again, and take requests."""
     early, late = (ScriptedWorker("mixed", [], worker_id=name, model_id=name, text=text) for name in ("early", "late"))
     several.workers += [early, late]
     await early.start()

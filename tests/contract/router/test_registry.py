@@ -27,7 +27,7 @@ async def refusal(cluster: Cluster, description: control_pb2.WorkerDescription) 
 
 
 async def test_a_second_process_of_one_name_is_refused_while_the_first_lives(cluster: Cluster, pair: Any) -> None:
-    """And the first does not notice: its session is the same, and so is its request's."""
+    """The first does not notice: it keeps its session, and the request its stream."""
     _, first = pair
     first.decode_gate.clear()
     call = cluster.inference.GenerateStream(request())
@@ -57,7 +57,7 @@ async def _lost(cluster: Cluster, worker_id: str) -> bool:
 
 
 async def test_one_that_was_never_reached_does_not_keep_its_name(cluster: Cluster) -> None:
-    """Only a session shows that a process lives."""
+    """A process is only known to live by its session."""
     worker = ScriptedWorker("decode", [])
     cluster.workers.append(worker)
     await worker.start()

@@ -136,7 +136,7 @@ async def is_served(address: str, method: str) -> bool:
 
 
 async def test_with_the_token_all_of_it_is_there(cluster: Cluster) -> None:
-    """So the refusals above were for want of it."""
+    """This shows that the refusals above were for want of the token."""
     served = [m for m in CLOSED for address in doors(cluster).values() if await is_served(address, m)]
     assert set(served) == set(CLOSED)
 

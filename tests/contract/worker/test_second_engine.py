@@ -52,7 +52,7 @@ NAMED_BY_THE_PROTOCOL = {"worker_engine", "config", "schedule.sequence", "step_t
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without weights: nobody computes it."""
+    """Makes a model without weights, since nobody computes it."""
     return write_model(tmp_path_factory.mktemp("scripted"))
 
 

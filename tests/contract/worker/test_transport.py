@@ -131,7 +131,8 @@ async def test_demanded_shared_memory_that_cannot_be_offered_fails_the_start(mod
 
 
 async def test_a_peer_out_of_reach_of_shared_memory_fails_the_import_by_name(model: Path, tmp_path: Path) -> None:
-    """As in two containers that do not share the folder. The lease lives: a worker that can may fetch it."""
+    """Two containers that do not share the folder are out of each other's reach. The lease lives: a worker that can may
+    fetch it."""
     router = ScriptedRouter()
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

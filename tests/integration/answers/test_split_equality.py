@@ -1,4 +1,4 @@
-"""Over gRPC, through split prefill and decode: greedy output equals transformers' `generate`, token for token."""
+"""Greedy output over gRPC, through split prefill and decode, equals transformers' `generate`, token for token."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_missing_weights_are_told_at_once(tmp_path: pathlib.Path, command: list[
 
 @pytest.mark.parametrize("environ", [{"BATON_CLUSTER_TOKEN": CLUSTER_TOKEN}, {}])
 def test_a_home_that_cannot_be_written_names_the_variable(tmp_path: pathlib.Path, environ: dict[str, str]) -> None:
-    """Whether it is for the token that it is needed first, or for the model."""
+    """The home is needed first for the token, or for the model if there is a token."""
     (tmp_path / "file").touch()
     process = tokenless("up", "--port", "0", BATON_HOME=str(tmp_path / "file"), **environ)
     assert process.returncode in (1, 2)

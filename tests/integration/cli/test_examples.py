@@ -83,7 +83,7 @@ def client(request: pytest.FixtureRequest) -> list[str | Path]:
 
 @contextlib.asynccontextmanager
 async def served(model: Path) -> AsyncIterator[tuple[Cluster, list[str]]]:
-    """At its end nothing may be left of any request."""
+    """Serves a cluster; at its end nothing may be left of any request."""
     async with running_cluster(model, [PREFILL, DECODE]) as cluster:
         yield cluster, ["--target", f"127.0.0.1:{cluster.router.port}"]
 
@@ -159,7 +159,7 @@ async def test_the_grpcurl_lines(model: Path) -> None:
 
 
 def test_the_grpcurl_lines_say_what_the_protos_know() -> None:
-    """Also where there is no grpcurl: methods exist, and bodies are their requests."""
+    """This needs no grpcurl: the methods exist, and the bodies are their requests."""
     script = (EXAMPLES / "grpcurl.sh").read_text().replace("\\\n", " ")
     calls = re.findall(r"^grpcurl -plaintext(.*?)(?:-d '(.*?)' *)?\"\$TARGET\" (\S+)/(\w+)$", script, re.M | re.S)
     assert len(calls) == 5

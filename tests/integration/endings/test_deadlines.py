@@ -236,7 +236,7 @@ async def test_a_deadline_in_each_phase(
 
 
 async def _read(call: Any) -> grpc.StatusCode:
-    """To its end, whatever that is."""
+    """Reads the stream to its end, whatever that is."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         async for _ in call:
             pass

@@ -32,7 +32,7 @@ async def tokens(cluster: RealCluster, num: int = 40) -> list[int]:
 
 
 async def process(cluster: RealCluster) -> int:
-    """Which process has the name at the router, and is ready there; 0 if none is."""
+    """Returns the id of the process that has the name at the router and is ready there; 0 if none is."""
     for each in (await cluster.router.status()).workers:
         if each.worker.worker_id == NAME and each.state == control_pb2.WORKER_STATE_READY:
             return int(each.worker.pid)

@@ -75,7 +75,8 @@ async def all_right(cluster: Cluster, reference: GreedyReference, work: list[lis
 async def test_an_allocation_fails_under_a_long_context(
     model: Path, reference: GreedyReference, error: Exception
 ) -> None:
-    """On one of two prefill workers: the long prompt runs on the other, and what shared its step is computed again."""
+    """It fails on one of two prefill workers: the long prompt runs on the other, and what shared its step is computed
+    again."""
     async with running_cluster(model, [PREFILL, PREFILL, DECODE]) as cluster:
         small, large, _ = (FaultyRunner(worker) for worker in cluster.workers)
         small.fault = beyond(LONG_TOKENS, error)

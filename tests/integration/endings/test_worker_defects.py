@@ -76,7 +76,7 @@ async def _decode_beside_poison(host: WorkerHost) -> None:
     [(DecodeRecord, "admitted"), (DecodeRecord, "token"), (DecodeRecord, "timings"), (DecodeLeg, "_admitted")],
 )
 async def test_a_decode_leg_that_raises(model: Path, poisoned: Any, owner: Any, method: str) -> None:
-    """In any of its parts. `running_worker` sees at its end that no block, leg or sequence is left."""
+    """A leg may raise in any of its parts. `running_worker` sees at its end that no block, leg or sequence is left."""
     poisoned(owner, method, lambda self, *_: self._command.leg == 2)
     async with running_worker(worker_config(model), DECODE) as host:
         await _decode_beside_poison(host)
@@ -104,7 +104,7 @@ async def test_a_command_that_cannot_be_begun(model: Path, poisoned: Any) -> Non
     [(LeaseTable, "open"), (LeaseTable, "publish"), (LeaseTable, "seal"), (PrefillLeg, "_trace")],
 )
 async def test_a_prefill_leg_that_raises(model: Path, poisoned: Any, owner: Any, method: str) -> None:
-    """Whether the lease has taken the blocks over or not, they are free in the end, and free once."""
+    """The blocks are freed once, whether the lease has taken them over or not."""
     calls: list[int] = []
 
     def second(*_: Any, **__: Any) -> bool:
@@ -150,7 +150,7 @@ HELD_IN_VAIN = [
 
 
 def _hands_over(owner: Any, method: str, *args: Any) -> bool:
-    """Whether the call is about the decode leg, after its blocks were taken."""
+    """Returns whether the call is about the decode leg, after its blocks were taken."""
     match (owner, method):
         case (_, "_register"):
             return bool(args[0].block_ids)
@@ -165,7 +165,7 @@ def _hands_over(owner: Any, method: str, *args: Any) -> bool:
 
 @pytest.mark.parametrize("local", [False, True], ids=["imported", "adopted in place"])
 async def test_blocks_of_a_handoff_have_always_one_owner(model: Path, monkeypatch: Any, local: bool) -> None:
-    """Whatever raises between taking them and the sequence's first step: they are free in the end, and free once."""
+    """They are freed once, whatever raises between taking them and the sequence's first step."""
     router, config = ScriptedRouter(), worker_config(model)
     async with contextlib.AsyncExitStack() as stack:
         source = await stack.enter_async_context(running_worker(config, MIXED if local else PREFILL))
@@ -229,7 +229,7 @@ async def test_a_prefill_leg_whose_end_cannot_even_be_told(model: Path, poisoned
 
 
 async def test_a_leg_that_cannot_be_given_up_harms_no_other(model: Path, poisoned: Any) -> None:
-    """Neither at its own cancel nor at the end of the session."""
+    """It harms none at its own cancel, nor at the end of the session."""
     poisoned(PrefillLeg, "cancel", lambda self: self.number == 2)
     async with running_worker(worker_config(model), PREFILL) as host:
         router = ScriptedRouter()

@@ -41,7 +41,7 @@ async def test_baton_drain(cluster: RealCluster, reference: GreedyReference, pha
 
 
 async def test_drain_moves_what_is_left_at_the_deadline(cluster: RealCluster, reference: GreedyReference) -> None:
-    """Also what another router has there, when the worker's own time is up, 2 s later: it ends its session in order."""
+    """What another router has there moves when the worker's own time is up, 2 s later: it ends its session in order."""
     rng = random.Random(5)
 
     async def attempt() -> bool:
@@ -96,7 +96,8 @@ async def test_rolling_restart_under_load(cluster: RealCluster, reference: Greed
 
 
 async def _drain(cluster: RealCluster, worker_id: str, deadline_s: float) -> tuple[int, int]:
-    """By the command line, at the patient router: requests that finished there, and that were moved."""
+    """Drains by the command line, at the patient router; returns how many requests finished there, and how many were
+    moved."""
     flags = ["--target", f"127.0.0.1:{cluster[f'router-{PATIENT}'].control_port}", "--deadline", f"{deadline_s:g}"]
     drained = await asyncio.to_thread(baton, ["drain", worker_id, *flags], cluster.temp, deadline_s + 60)
     assert drained.returncode == 0, drained.stderr

@@ -114,7 +114,7 @@ SEVERAL = [
 
 @pytest.mark.parametrize("path", GOOD)
 async def test_of_timeouts_that_contradict_each_other(cluster: Cluster, path: str) -> None:
-    """Whether the same header twice, or one that is no number beside the other that is."""
+    """They are the same header twice, or one that is no number beside the other that is one."""
     cases = [([(name.encode(), text) for name, text in several], b"") for several in SEVERAL]
     for several, (status, body) in zip(SEVERAL, await beside_innocents(cluster, path, cases), strict=True):
         assert status == 400, (several, body)

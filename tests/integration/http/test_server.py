@@ -144,7 +144,7 @@ HEALTH = GET % b"health/live"
 
 
 async def test_room_is_made_by_the_one_that_was_idle_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before what is kept alive goes what never said anything, and what is being answered stays."""
+    """What never said anything goes before what is kept alive, and what is being answered stays."""
     gate = Gate()
     async with serving(gate, monkeypatch) as server:
         busy, _ = await connect(server, GET % b"busy")
@@ -265,7 +265,7 @@ async def test_a_slow_upload_that_moves_is_waited_for(monkeypatch: pytest.Monkey
 
 
 async def test_a_client_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its buffer has taken more than a little of what is sent to it."""
+    """Its buffer has taken only a little of what is sent to it by then."""
     ended = asyncio.Event()
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -67,7 +67,7 @@ async def post(cluster: Cluster, body: Any, **headers: str) -> Any:
 @pytest.mark.parametrize("prompts", [TEXTS, TOKENS], ids=["texts", "tokens"])
 @pytest.mark.parametrize("echo", [False, True])
 async def test_each_is_answered_as_if_it_were_alone(cluster: Cluster, prompts: Any, echo: bool) -> None:
-    """With a seed it is the same for each."""
+    """All have the seed, if there is one."""
     asked: dict[str, Any] = {"model": MODEL, "seed": 7, "echo": echo, **SAMPLED}
     async with openai_client(cluster) as client:
         alone = [await client.completions.create(prompt=prompt, **asked) for prompt in prompts]
@@ -159,7 +159,7 @@ async def test_as_many_as_are_allowed(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_one_that_is_refused_ends_all(cluster: Cluster, stream: bool) -> None:
-    """By the status: nothing is streamed before all were admitted."""
+    """The status says so, since nothing is streamed before all were admitted."""
     asked = {**ENDLESS, "prompt": [*LONG, [9] * 1024], "stream": stream}
     refused = await post(cluster, asked)
     error = refused.json()["error"]

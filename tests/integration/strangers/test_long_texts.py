@@ -180,7 +180,8 @@ class Play:
 
 @contextlib.asynccontextmanager
 async def watched_cluster(folder: Path, mutant: str = "none") -> AsyncIterator[tuple[RealCluster, Notes, list[int]]]:
-    """With what its first router notes, which alone is watched and may be a mutant, and both routers' HTTP ports."""
+    """Yields a cluster with what its first router notes, which alone is watched and may be a mutant, and both routers'
+    HTTP ports."""
     model = tiny_model("llama", folder, max_position_embeddings=CONTEXT_TOKENS)
     temp = folder / "temp"
     temp.mkdir()

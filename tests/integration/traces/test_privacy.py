@@ -30,7 +30,7 @@ def _post(url: str, body: dict[str, Any] | bytes) -> int:
 
 
 def _say_everything(up: Up) -> None:
-    """By every way in, fit and unfit, whole and streamed."""
+    """Sends the secrets by every way in, fit and unfit, whole and streamed."""
     heron, sesame, unfit, system = SECRETS
     up.generate(heron)
     http = next(line.split()[1] for line in up.lines if line.startswith("http "))
@@ -92,7 +92,7 @@ def test_prompts_when_asked_for_with_the_ids_they_belong_to(tmp_path: Path) -> N
 
 
 def test_every_line_of_a_request_has_its_ids(as_json: Written) -> None:
-    """Whichever process wrote it: with one search an operator has the whole story, and its trace."""
+    """All processes write them: with one search an operator has the whole story, and its trace."""
     story = [line for line in _lines(as_json.log) if line.get("request_id") == as_json.request_id]
     ours = [line["message"] for line in story if line["service"] == "baton-router"]
     assert (ours[0].partition(":")[0], ours[-1].partition(":")[0]) == ("request queued", "request finished")

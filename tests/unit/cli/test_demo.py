@@ -25,7 +25,7 @@ def _wait(program: str, start_s: float, tmp_path: pathlib.Path, monkeypatch: pyt
 def test_a_cluster_that_ends_is_told_from_one_that_is_slow(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the end of its log; the slow one with what to do."""
+    """The first is told with the end of its log, the slow one with what to do."""
     with pytest.raises(demo.DemoFailed, match=r"ended with status 3\. .*\n.*no such port"):
         _wait("import sys; print('no such port', file=sys.stderr); sys.exit(3)", 60.0, tmp_path, monkeypatch)
     with pytest.raises(demo.DemoFailed, match=r"was not ready within 0\.2 s\. .* DEMO_ARGS='--start-s 0\.6'"):

@@ -215,7 +215,7 @@ def test_who_waits_for_a_timing_is_told_so(tmp_path: pathlib.Path, model: pathli
 
 
 def test_a_timing_that_takes_too_long_is_told_in_words(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what spares the wait."""
+    """The message says what spares the wait."""
     monkeypatch.setattr(dtype_choice, "_TIMING_LIMIT_S", 0.01)
     with pytest.raises(TimingFailed, match=r"^it took longer than 0.01 s; --dtype float32 or bfloat16 spares it$"):
         dtype_choice.measure_in_child(tmp_path, "bfloat16")

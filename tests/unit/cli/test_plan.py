@@ -286,7 +286,7 @@ def test_gpus_are_counted_by_torch_in_another_process() -> None:
 
 @pytest.mark.parametrize("flag", ["--port", "--http-port", "--control-port", "--metrics-port"])
 def test_a_port_that_is_taken_is_told_before_anything_long(flag: str) -> None:
-    """Before a download, a timing and the start of any process; with what to do."""
+    """It is told, with what to do, before a download, a timing and the start of any process."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         flags = [flag, str(port)] if flag == "--port" else ["--port", "0", flag, str(port)]

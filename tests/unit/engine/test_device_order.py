@@ -35,7 +35,7 @@ class _Model:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In order; what a GPU would do is only noted."""
+    """Returns the calls in order; what a GPU would do is only noted."""
     noted: list[str] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: noted.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: noted.append("empty cache"))
@@ -115,7 +115,7 @@ _COPIES: dict[str, Callable[[KVCache], object]] = {
 
 @pytest.mark.parametrize("name", _COPIES)
 def test_copies_run_beside_steps_on_a_stream_of_their_own(name: str, streams: list[object]) -> None:
-    """On the steps' stream a copy would wait for the step that runs, and the next step for the copy."""
+    """A copy on the steps' stream would wait for the step that runs, and the next step for the copy."""
     cache = KVCache(SHAPE, NUM_BLOCKS, torch.device("cpu"))
     cache.device = torch.device("cuda")
     cache._copies = "copies"  # type: ignore[assignment]

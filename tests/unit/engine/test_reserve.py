@@ -71,7 +71,7 @@ def cache_prefix(engine: Engine, num_blocks: int) -> None:
 
 
 def allow(num_fresh: int, room: EngineRoom) -> None:
-    """Whatever is asked for."""
+    """Allows whatever is asked for."""
 
 
 @pytest.mark.parametrize(("num_cached", "num_prefix"), [(0, 0), (2, 2), (3, 3)])

@@ -183,3 +183,30 @@ def test_a_defect_ends_the_thread_loudly(make_driver: MakeDriver, caplog: pytest
     assert "not a step's fault" in caplog.text
     driver.engine.stop()
     driver.engine.cache.close()
+
+
+def test_memory_is_made_ready_only_while_there_is_nothing_to_run(runner: ScriptedRunner) -> None:
+    """The engine asks as soon as it runs, and again after steps, since these may have used blocks."""
+    told: queue.Queue[int] = queue.Queue()
+    more = iter((True, True, False))
+
+    def touch(num_used: int) -> bool:
+        told.put(num_used)
+        return next(more, False)
+
+    def loader(config: EngineConfig) -> Loaded:
+        cache = KVCache(KVShape(1, 1, 4, BLOCK_SIZE, torch.float32), NUM_BLOCKS, torch.device("cpu"))
+        info = EngineInfo("m", "d", "c", "n", "float32", 1, 1, 4, BLOCK_SIZE, NUM_BLOCKS, 64, 100, (2,), "cpu")
+        return Loaded(info, cache, runner, touch=touch)
+
+    config = EngineConfig(str(Path()), "m", max_num_seqs=4, max_num_batched_tokens=8)
+    with EngineDriver(Engine(config, loader)) as driver:
+        assert [told.get(timeout=10) for _ in range(3)] == [0, 0, 0]
+        runner.gated = True
+        seq_id = driver.submit([1] * (BLOCK_SIZE + 1), 1)
+        runner.began.get(timeout=10)
+        assert told.empty(), "a step runs"
+        runner.gated = False
+        runner.go.release()
+        driver.wait(seq_id)
+        assert told.get(timeout=10) == 2, "the sequence had two blocks"

@@ -49,7 +49,7 @@ def test_head_lines_are_bounded(end: bytes, piece_bytes: int) -> None:
 
 @pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1 << 20])
 def test_head_bytes_are_bounded(piece_bytes: int) -> None:
-    """Whether the head comes in pieces or is there at once."""
+    """The bound holds whether the head comes in pieces or is there at once."""
     assert refused(HEAD + b"x: " + b"y" * 70_000, piece_bytes) == 431
     assert refused(HEAD + b"x: " + b"y" * 70_000 + b"\r\n\r\n", piece_bytes) == 431
     assert events(BoundedParser(), HEAD + b"x: " + b"y" * 60_000 + b"\r\n\r\n", piece_bytes)[0] is h11.Request

@@ -1,4 +1,4 @@
-"""However many ask for the metrics, they are rendered some times a second, and nobody sees old figures."""
+"""Metrics are rendered some times a second, however many ask, and nobody sees old figures."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ async def test_who_leaves_takes_no_others_scrape_along() -> None:
 
 
 def test_a_metrics_port_renders_for_all_who_wait() -> None:
-    """And who has gone leaves no thread that waits: three hundred in a second once kept a scrape waiting for half a
-    minute."""
+    """A client that has gone leaves no thread that waits: three hundred in a second once kept a scrape waiting for half
+    a minute."""
     registry = CollectorRegistry()
     counted = Counted(registry)
     server = MetricsServer(registry)

@@ -208,7 +208,7 @@ def test_a_leg_that_is_fenced_may_neither_fetch_nor_release_and_the_next_may(sou
 @pytest.mark.parametrize("sealed_first", [True, False])
 @pytest.mark.parametrize("first_block", [0, 3])
 def test_a_fetch_is_complete_when_sealed_and_copied(source: Source, sealed_first: bool, first_block: int) -> None:
-    """Then the time to live runs: the Release must come."""
+    """The time to live runs from then on: the Release must come."""
     ticket = source.table.open_fetch(LEASE, 1, first_block, 0.0)
     source.table.publish(LEASE, 40, 0.0)
     if sealed_first:

@@ -210,7 +210,7 @@ TestLeases = LeaseMachine.TestCase
 @settings(max_examples=num_examples(200))
 @given(st.lists(st.tuples(st.sampled_from(["open", "ack", "close"]), st.floats(0, 4)), max_size=120))
 def test_one_leg_cannot_keep_a_sealed_lease_for_ever(steps: list[tuple[str, float]]) -> None:
-    """Whatever it opens, acknowledges and closes: time to live once, and the stall clock once per block."""
+    """A leg has the time to live once and the stall clock once per block, whatever it opens and acknowledges."""
     now, num_blocks = 0.0, 3
     table = LeaseTable(BLOCK_SIZE, on_end=lambda _: None, ttl_s=TTL_S, stall_s=STALL_S)
     lease = table.open(b"x" * 16, owner=0, block_ids=range(num_blocks), num_tokens=BLOCK_SIZE * num_blocks, now=now)

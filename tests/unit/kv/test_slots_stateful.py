@@ -96,7 +96,7 @@ class SlotMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=PICKS, above=st.sampled_from([1, 1, 0, -1]), share=st.floats(0, 0.9))
     def fetch(self, pick: int, above: int, share: float) -> None:
-        """By a new leg mostly; by the same, or one that was given up."""
+        """Fetches by a new leg mostly; else by the same, or by one that was given up."""
         lease = self.leases[pick % len(self.leases)]
         if lease.fetch is not None and pick > 3:
             return
@@ -221,7 +221,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @invariant()
     def who_waits_waits_for_someone_who_moves(self) -> None:
-        """For a thread, or for a destination under a stall clock."""
+        """Checks that whoever waits waits for a thread, or for a destination under a stall clock."""
         if not self.slots.num_waiting or self.slots.next_in_line() is not None:
             return
         assert not self.slots.num_free

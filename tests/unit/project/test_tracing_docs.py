@@ -45,7 +45,7 @@ def test_every_name_is_explained_and_no_other() -> None:
 
 
 def test_the_picture_is_drawn_from_the_file(tmp_path: Path) -> None:
-    """By the command that the page names; anew it is the same."""
+    """The command that the page names draws the same picture again."""
     (command,) = re.findall(r"`python (scripts/render_trace\.py .*?)`", DOCUMENT, re.S)
     script, trace, _, *flags = command.split()
     again = tmp_path / "again.svg"

@@ -41,7 +41,7 @@ class Asked(Deep):
         return [command.worker_id for command in commands]
 
     def reply(self) -> list[str]:
-        """And those that are asked thereupon."""
+        """Answers the canaries that were asked, and those that are asked thereupon."""
         asked: list[str] = []
         while more := self.reply_once():
             asked += more

@@ -59,7 +59,7 @@ def _request() -> inference_pb2.GenerateRequest:
 
 
 def test_every_parameter_is_kept_and_nothing_else() -> None:
-    """Whatever fields the message has, also those that are added some day."""
+    """This holds for whatever fields the message has, also those that are added some day."""
     expected = _request()
     expected.DiscardUnknownFields()
     for name in OF_THE_PROMPT:

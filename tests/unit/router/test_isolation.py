@@ -81,7 +81,7 @@ def test_a_part_that_raises_when_its_request_fails(bench: Bench, part: str) -> N
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "cancel"])
 def test_a_message_that_cannot_be_sent(bench: Bench, kind: str) -> None:
-    """Whether a command or a cancel: only its own request ends, and its legs are given up."""
+    """It may be a command or a cancel: only its own request ends, and its legs are given up."""
     bench.watch()
 
     def poison(message: Any) -> bool:
@@ -196,7 +196,7 @@ def test_an_event_that_cannot_be_read_takes_no_other_event_with_it(
 def test_the_tick_survives_and_ends_only_the_request_that_broke_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each of its parts: the bounds of waiting of all others still hold."""
+    """It may break in each of its parts: the bounds of waiting of all others still hold."""
     from services.router.coordinator import admission
 
     real = admission._waited_too_long
@@ -266,7 +266,7 @@ def test_a_placement_that_raises_fails_only_what_it_was_for(bench: Bench, monkey
 def test_a_loss_that_raises_for_one_request_is_seen_through_for_the_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the worker can join again."""
+    """The worker can join again."""
     from services.router.coordinator import handoff
 
     bench.watch()

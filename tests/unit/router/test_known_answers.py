@@ -1,4 +1,4 @@
-"""Which answer to a canary is right: who agrees with whom, and whose word counts. As tables."""
+"""Tables say which answer to a canary is right: who agrees with whom, and whose word counts."""
 
 from __future__ import annotations
 

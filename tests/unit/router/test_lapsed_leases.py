@@ -69,7 +69,7 @@ def three() -> Bench:
 
 
 def handed_over_to_d(bench: Bench) -> tuple[SendLeg, SendLeg]:
-    """Whichever is asked is called "d" below; both are alike."""
+    """Returns a request that was handed over to "d", as whichever is asked is called below; both are alike."""
     prefill, decode = bench.handed_over()
     bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
     bench.say("p", tokens(prefill, 100))

@@ -109,7 +109,7 @@ def test_a_dead_source_that_was_leaving_is_not_asked_for_ever(bench: Bench) -> N
 
 @pytest.mark.parametrize("asks_too_early", [False, True])
 def test_the_loss_of_a_worker_that_leaves_counts_for_nothing(bench: Bench, asks_too_early: bool) -> None:
-    """However it goes: its last connection may break before the end of its session is read."""
+    """The way in which it goes does not matter: its last connection may break before the end of its session is read."""
     bench.submit()
     for incarnation in MANY:
         prefill = bench.take_leg(Role.PREFILL)

@@ -191,7 +191,7 @@ def test_other_prefill_workers_are_not_claimed(bench: Bench) -> None:
 
 
 def test_a_whole_sequence_that_waits_for_its_decode_worker_claims_it(bench: Bench) -> None:
-    """Without prefill workers. It is not sent before there is room: there it would wait among others' sequences."""
+    """There are no prefill workers. It is not sent before there is room, since it would wait among others there."""
     bench.lose("p")
     busy(bench, "b", free=0)
     bench.submit("big", **BIG)
@@ -258,7 +258,7 @@ def test_a_claimant_does_not_wait_for_a_handoff_that_waits_for_it(bench: Bench) 
 
 
 def test_a_handoff_leaves_a_claimed_worker_alone_if_another_has_room(bench: Bench) -> None:
-    """Also one from the source that the claimant waits for: then it need not wait either."""
+    """A handoff from the source that the claimant waits for does so too: then it need not wait either."""
     bench.join("c", Role.DECODE, num_blocks=64)
     bench.submit("middle", num_tokens=400, max_tokens=20)
     prefill = bench.take_leg(Role.PREFILL)

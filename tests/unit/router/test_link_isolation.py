@@ -38,7 +38,7 @@ def raises_once(error: BaseException, real: Callable[..., Any]) -> Callable[...,
 
 
 def _parts(bench: Bench) -> dict[str, tuple[Any, str]]:
-    """Whatever the beginning and the end of a session call: what it is of, and its name there."""
+    """Returns whatever the beginning and the end of a session call: what it is of, and its name there."""
     book, drains = bench.coordinator._book, bench.conductor._drains
     return {
         "session_opened": (bench.coordinator, "session_opened"),
@@ -62,7 +62,7 @@ OF_THE_END = ["worker_lost", "lose", "canaries, gone", "health", "drains, lost",
 
 @pytest.mark.parametrize("part", OF_THE_END)
 async def test_the_end_of_a_session_is_seen_through(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """With requests at the worker: they are served by its next session, and so is everybody else."""
+    """Requests at the worker are served by its next session, and so is everybody else."""
     bench = Bench()
     bench.watch()
     for request_id in ALL:
@@ -153,7 +153,7 @@ def _catalogue(benches: list[Bench], forget: Callable[[str], None] = lambda name
 
 @pytest.mark.parametrize("part", ["tick", "act", "_awake", "coordinator"])
 async def test_the_tick_of_one_model_keeps_no_other_from_its_own(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """Whatever is broken in the model in the middle, at every tick."""
+    """Something is broken in the model in the middle, at every tick."""
 
     class Broken:
         def __getattribute__(self, name: str) -> Any:

@@ -159,7 +159,7 @@ def test_a_replay_goes_to_what_began_the_stream(case: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["", "x", "y"])
 def test_no_worker_of_another_model_is_chosen(wanted: str) -> None:
-    """Not even one that could take the KV over, has all the room, or is the only one."""
+    """It is not chosen even if it could take the KV over, has all the room, or is the only one."""
     job = replace(JOB, model=wanted)
     workers = [make(f"{kind}-{model}", model=model) for kind, make in MAKERS.items() for model in ("x", "y")]
     runs_prompt, runs_whole = _place_prefill(job, workers), _place_decode(job, None, workers)

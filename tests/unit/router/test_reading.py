@@ -133,7 +133,7 @@ def test_entries_are_counted() -> None:
 
 @given(st.text(max_size=50), st.booleans())
 def test_a_string_is_never_taken_for_longer_than_it_is(piece: str, ascii_only: bool) -> None:
-    """So what would be accepted is not refused here."""
+    """Therefore nothing is refused here that would be accepted."""
     text = (piece or "x") * 2000
     data = json.dumps({"prompt": text}, ensure_ascii=ascii_only).encode()
     json_check(data, len(text.encode(errors="surrogatepass")))

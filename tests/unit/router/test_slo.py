@@ -1,4 +1,4 @@
-"""Which requests count for a latency objective."""
+"""Some requests count for a latency objective, and others do not."""
 
 from __future__ import annotations
 

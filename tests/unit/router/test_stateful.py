@@ -154,7 +154,7 @@ class ClusterLife(RuleBasedStateMachine):
     @precondition(lambda self: "small" in self.workers)
     @rule(seconds=st.sampled_from([0.0, 1.1]))
     def a_long_request_waits_for_a_big_worker(self, seconds: float) -> None:
-        """Which restarts; the small ones are there."""
+        """Lets the big worker restart while the small ones are there."""
         for worker in self.workers.values():
             if worker.info.roles.can_decode and worker.info.num_blocks > SMALL_BLOCKS:
                 self.lose(worker, crashed=False)

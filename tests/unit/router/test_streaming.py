@@ -25,7 +25,7 @@ def cut(items: list[int], data: st.DataObject) -> list[list[int]]:
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """By definition: character by character, the first stop string to be complete ends the text."""
+    """Returns what the definition says: character by character, the first stop string to be complete ends the text."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

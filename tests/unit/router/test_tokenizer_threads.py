@@ -24,7 +24,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch, num_cores: int, *flags: str) -> in
 def test_they_are_half_of_the_cores_that_the_process_may_use(
     monkeypatch: pytest.MonkeyPatch, num_cores: int, num_threads: int
 ) -> None:
-    """At least one, and on more than one core never all: the event loop needs one."""
+    """There is at least one, and on more than one core they are never all: the event loop needs one."""
     assert _threads(monkeypatch, num_cores) == num_threads
 
 

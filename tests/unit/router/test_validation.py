@@ -23,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def request(text: str = "", **changes: Any) -> inference_pb2.GenerateRequest:
-    """From proto text format; a prompt is added if there is none."""
+    """Makes a request from proto text format; a prompt is added if there is none."""
     message = inference_pb2.GenerateRequest()
     text_format.Parse(text, message)
     if message.WhichOneof("prompt") is None:

@@ -59,7 +59,7 @@ async def sweeps(number: int) -> None:
 
 
 async def test_a_connection_that_the_server_works_for_loses_no_call(clients: Clients) -> None:
-    """Whatever else waits on it, as behind a proxy: it would stay open all the same."""
+    """Nothing that waits on it matters, as behind a proxy: it would stay open all the same."""
     await clients.work("proxy works", "proxy")
     for number in range(50):
         await clients.wait(f"proxy {number}", "proxy")

@@ -75,7 +75,7 @@ NASTY = "\x1b[2J\x1b]0;owned\x07\r\nINFO forged line\x00\x7f\x9b31m\u202egnitirw
 @pytest.mark.parametrize("form", ["console", "json"])
 @pytest.mark.parametrize("where", ["message", "argument", "id", "traceback", "name"])
 def test_nothing_that_is_logged_steers_a_terminal(form, where):
-    """Whatever a client wrote: request ids, header values, model names, parts of its text."""
+    """A client may have written anything: request ids, header values, model names, parts of its text."""
     stream = configured(form)
     logger = logging.getLogger("services.x" if where != "name" else f"services.{NASTY}")
     match where:

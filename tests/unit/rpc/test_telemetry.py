@@ -262,7 +262,7 @@ def test_sampling_variables_are_honoured(monkeypatch, tmp_path, variables, sampl
 
 @pytest.mark.parametrize("sampler", ["always_on", "traceidratio", "parentbased_always_on"])
 def test_what_the_root_left_out_is_left_out_everywhere(monkeypatch, tmp_path, sampler):
-    """Whatever a worker's own variables say; a root asks them, and may overrule its caller."""
+    """A worker's own variables change nothing; a root asks them, and may overrule its caller."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     path = tmp_path / "trace.jsonl"
     tracer = configure_tracing("baton-decode", "decode-0", str(path))

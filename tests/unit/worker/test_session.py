@@ -33,7 +33,7 @@ def test_tokens_of_one_leg_coalesce_in_order() -> None:
 
 
 def test_what_has_piled_up_goes_in_several_messages() -> None:
-    """In order, and nothing that was taken is changed by what comes later."""
+    """They come in order, and nothing that was taken is changed by what comes later."""
     outbox = Outbox()
     for leg in range(1, 6):
         outbox.add(tokens(leg, 0, *range(100)))
@@ -102,7 +102,7 @@ class Harness:
         return asyncio.create_task((host or self.host).serve(self.stream(), self.write))
 
     async def serving(self) -> tuple[asyncio.Task[None], RouterSession]:
-        """After hello."""
+        """Serves a session, after hello."""
         self.requests.put_nowait(self.hello())
         task = self.serve()
         assert await self.responses.get() == []

@@ -180,7 +180,7 @@ async def test_a_caller_that_does_not_read_loses_its_place(large: Path) -> None:
 
 
 async def test_a_router_that_goes_away_leaves_nothing(large: Path, folder: Path) -> None:
-    """Also no write: whoever is cancelled removes the folder at once."""
+    """No write is left either: whoever is cancelled removes the folder at once."""
     async with serving(OnlyText(large)) as address:
         task = asyncio.create_task(fetch(address, folder))
         await until(lambda: bool(files(folder)), "it has begun")

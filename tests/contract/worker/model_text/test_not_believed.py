@@ -176,7 +176,7 @@ async def test_how_a_worker_may_end_the_call(folder: Path, code: grpc.StatusCode
 
 
 async def test_the_channel_is_closed_meanwhile(folder: Path) -> None:
-    """As when the router gives up the worker: whoever fetches is told so, and is not taken for cancelled."""
+    """This happens when the router gives up the worker: whoever fetches is told so, and is not taken for cancelled."""
     liar = Liar(lambda: iter(()))
     async with liar.serving() as address, dial(address) as channel:
         task = asyncio.create_task(fetch_model_text(channel, folder, within_s=30.0))

@@ -113,7 +113,8 @@ async def test_sessions(target: Target, role: str, draw: Any) -> None:
 
 
 def extreme_streams(target: Target) -> dict[str, tuple[WorkerHost, str, Message]]:
-    """By name: a worker, a method of its, and a message of a router's or a destination's that is in order otherwise."""
+    """Returns, by name, a worker, a method of its, and a message of a router's or a destination's that is in order
+    otherwise."""
     command = {"leg": 1, "token_ids": PROMPT, "stopping": types_pb2.StoppingParams(max_tokens=2)}
     handoff = worker_pb2.Handoff(lease_id=bytes(16), source=target.prefill.source())
     opened = kvtransfer_pb2.FetchOpen(

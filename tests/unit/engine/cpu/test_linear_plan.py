@@ -34,7 +34,7 @@ def test_packed_layers_agree_with_plain_ones(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fastest", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_way_may_be_the_fastest(fastest: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the others took a second more."""
+    """The others take a second more, as far as the plan is told."""
 
     def time(made: dict[str, nn.Module], rows: int, layer: nn.Linear) -> dict[str, float]:
         return {name: 0.0 if name == fastest else 1.0 for name in made}
@@ -100,7 +100,7 @@ def test_a_way_that_is_not_there_is_left_to_torch(tmp_path: Path, monkeypatch: p
 def test_a_folder_that_cannot_be_written_costs_a_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in containers, whose volume is theirs to read: each start times, and nothing is the matter."""
+    """Containers only read their volume: each start times, and no warning is given."""
     Timed(monkeypatch, "oneDNN")
     (tmp_path / "file").touch()
     assert pack_linears(model(torch.float32), tmp_path / "file") == {"oneDNN": 2}

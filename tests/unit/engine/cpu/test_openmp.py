@@ -48,7 +48,7 @@ def answer_of(program: str) -> list[str]:
 
 
 def test_importing_the_engine_changes_no_environment_variable() -> None:
-    """Not even that of what sets them when it is called."""
+    """This includes the import of what sets them when it is called."""
     modules = ", ".join(f"services.engine.{name}" for name in ("engine", "worker_engine", "warm_up", "cpu.openmp"))
     program = f"import os; before = dict(os.environ); import {modules}; print(os.environ == before)"
     assert answer_of(program) == ["True"]

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from services.core.sealed_memory import SealedMemory
+from services.engine.model import kv_cache
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.kv.layout import Layout
 from services.kv.regions import check_regions
@@ -103,3 +105,45 @@ def test_close_gives_the_descriptor_back() -> None:
     cache.close()
     del cache
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_of_the_next_blocks_is_allocated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is allocated a little at a call, up to a bound beyond the blocks that are in use, and keeps its contents."""
+    page = mmap.PAGESIZE
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=page // 32, block_size=8, dtype=torch.bfloat16)
+    assert shape.block_bytes == page
+    monkeypatch.setattr(kv_cache, "_TOUCHED_AHEAD_BYTES", 8 * page)
+    monkeypatch.setattr(kv_cache, "_TOUCHED_AT_ONCE_BYTES", 4 * page)
+    cache = KVCache(shape, 20, torch.device("cpu"))
+    assert cache.fd is not None
+
+    def num_allocated() -> int:
+        assert cache.fd is not None
+        return os.fstat(cache.fd).st_blocks * 512 // page
+
+    cache.write_block(1, b"7" * page)
+    assert num_allocated() == 1
+    assert cache.touch(0)
+    assert num_allocated() == 4
+    assert cache.touch(0)
+    assert not cache.touch(0)
+    assert num_allocated() == 8
+    assert bytes(cache.read_block(1)) == b"7" * page
+    while cache.touch(20):
+        pass
+    assert num_allocated() == 20, "and never more than there is"
+    cache.close()
+    assert not cache.touch(20)
+
+
+def test_a_kernel_that_cannot_allocate_ahead_is_asked_once(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(self: SealedMemory, offset: int, num_bytes: int) -> bool:
+        asked.append(offset)
+        return False
+
+    monkeypatch.setattr(SealedMemory, "populate", refuse)
+    assert not cache.touch(0)
+    assert not cache.touch(1)
+    assert asked == [0]

@@ -1,4 +1,4 @@
-"""Which instruction set the kernels use here, and how a process is limited to a plainer one."""
+"""The kernels use the best instruction set here, and a process can be limited to a plainer one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a machine without a C compiler Baton says what is lost, and what to do about it."""
+"""Baton says what is lost on a machine without a C compiler, and what to do about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_build_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_worker_warns_of_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """And goes on without the kernels."""
+    """It goes on without the kernels."""
     nowhere = [SimpleNamespace(name="generic", shared_object=tmp_path / "kernels-generic.so")]
     monkeypatch.setattr(bindings, "usable", lambda: nowhere)
     assert bindings.kernels.__wrapped__() is None
@@ -41,7 +41,7 @@ def test_a_worker_warns_of_it(
 def test_a_worker_warns_if_none_can_be_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """As when they are those of another kind of machine: each is named, then what follows from it."""
+    """They may be those of another kind of machine: each is named, then what follows from it."""
     stale = tmp_path / "kernels-generic.so"
     stale.write_bytes(b"no library")
     monkeypatch.setattr(bindings, "usable", lambda: [SimpleNamespace(name="generic", shared_object=stale)])

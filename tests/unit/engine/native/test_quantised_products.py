@@ -68,7 +68,7 @@ def test_products_are_exact_but_for_sums_of_floats(native: Kernels, in_features:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_rows_do_not_depend_on_each_other(native: Kernels, threads: int) -> None:
-    """Nor on the number of threads; and 1500 rows are more than stay in a cache at once."""
+    """They do not depend on the number of threads either; 1500 rows are more than stay in a cache at once."""
     before = torch.get_num_threads()
     inputs = torch.randn(1500, 544)
     torch.set_num_threads(threads)

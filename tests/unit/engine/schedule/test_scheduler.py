@@ -15,15 +15,15 @@ from services.engine.schedule.sequence import (
     Token,
 )
 from services.kv.pool import Holder, Ledger
-from tests.support.engine_checks import parts, settle
 from tests.support.fake_device import VOCAB_SIZE, digests, next_token, prompt
-from tests.support.fake_engine import FakeEngine, Record
+from tests.support.scheduler_checks import parts, settle
+from tests.support.scheduler_driver import Record, SchedulerDriver
 
 # -- the shape of a step ----------------------------------------------------------------------------------------------
 
 
 def test_one_sequence_runs_from_prompt_to_length() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     record = engine.add(prompt(6), max_tokens=3)
     engine.begin()
     assert parts(engine) == [(0, 0, 6)]
@@ -39,7 +39,7 @@ def test_one_sequence_runs_from_prompt_to_length() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
-    engine = FakeEngine(32, 4, max_num_batched_tokens=8)
+    engine = SchedulerDriver(32, 4, max_num_batched_tokens=8)
     engine.add(prompt(3), max_tokens=10)
     engine.step()
     engine.add(prompt(20, 2), max_tokens=2)
@@ -55,7 +55,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
 
 
 def test_a_sequence_is_not_admitted_into_a_spent_budget() -> None:
-    engine = FakeEngine(32, 4, max_num_batched_tokens=8)
+    engine = SchedulerDriver(32, 4, max_num_batched_tokens=8)
     engine.add(prompt(8))
     engine.add(prompt(8, 2))
     engine.begin()
@@ -67,7 +67,7 @@ def test_a_sequence_is_not_admitted_into_a_spent_budget() -> None:
 
 
 def test_no_more_sequences_run_than_a_step_has_tokens() -> None:
-    engine = FakeEngine(32, 4, max_num_seqs=4, max_num_batched_tokens=2)
+    engine = SchedulerDriver(32, 4, max_num_seqs=4, max_num_batched_tokens=2)
     for stem in range(4):
         engine.add(prompt(1, stem), max_tokens=5)
     engine.step()
@@ -76,7 +76,7 @@ def test_no_more_sequences_run_than_a_step_has_tokens() -> None:
 
 
 def test_priority_then_arrival_decides_who_is_admitted() -> None:
-    engine = FakeEngine(32, 4, max_num_seqs=1)
+    engine = SchedulerDriver(32, 4, max_num_seqs=1)
     for priority in (0, 1, 0, 1):
         engine.add(prompt(3, priority), priority=priority)
         engine.now += 0.1
@@ -89,7 +89,7 @@ def test_priority_then_arrival_decides_who_is_admitted() -> None:
 
 
 def test_penalties_see_prompt_and_output_and_a_replay_keeps_the_difference() -> None:
-    engine = FakeEngine(32, 4)
+    engine = SchedulerDriver(32, 4)
     sequence = engine.sequence([1, 2, 3, 4], output_base=1)
     sequence.sampling = SamplingParams(repetition_penalty=1.5)
     engine.scheduler.add(sequence)
@@ -108,7 +108,7 @@ def test_penalties_see_prompt_and_output_and_a_replay_keeps_the_difference() -> 
 
 
 def test_stop_wins_over_length() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     stop = next_token(digests(prompt(3))[-1])
     record = engine.add(prompt(3), max_tokens=1, stop=frozenset({stop}))
     engine.begin()
@@ -119,7 +119,7 @@ def test_stop_wins_over_length() -> None:
 
 
 def test_stop_ids_are_masked_before_min_tokens() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     stop = next_token(digests(prompt(3))[-1])
     record = engine.add(prompt(3), max_tokens=5, min_tokens=2, stop=frozenset({stop}))
     assert engine.begin().sequences[0].rows[0].masked_token_ids == (stop,)
@@ -133,7 +133,7 @@ def test_stop_ids_are_masked_before_min_tokens() -> None:
 
 
 def test_max_tokens_counts_from_output_position_0_on_a_replay() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     sequence = engine.sequence(prompt(5), output_base=3, max_tokens=2)
     assert sequence.stopping.max_tokens == 5
     engine.scheduler.add(sequence)
@@ -143,7 +143,7 @@ def test_max_tokens_counts_from_output_position_0_on_a_replay() -> None:
 
 
 def test_the_longest_sequence_ends_for_length() -> None:
-    engine = FakeEngine(8, 4, max_model_len=8)
+    engine = SchedulerDriver(8, 4, max_model_len=8)
     record = engine.add(prompt(6), max_tokens=50)
     engine.run()
     assert (len(record.output), record.finish) == (2, Finish.LENGTH)
@@ -151,7 +151,7 @@ def test_the_longest_sequence_ends_for_length() -> None:
 
 
 def test_a_prompt_that_can_never_run_fails_with_the_reason() -> None:
-    engine = FakeEngine(4, 4, max_model_len=20)
+    engine = SchedulerDriver(4, 4, max_model_len=20)
     too_long, too_big = engine.add(prompt(20)), engine.add(prompt(17))
     assert engine.scheduler.has_work, "the events are to be fetched"
     assert not engine.begin().sequences
@@ -162,7 +162,7 @@ def test_a_prompt_that_can_never_run_fails_with_the_reason() -> None:
 
 
 def test_a_prompt_that_fills_the_pool_still_gets_its_token() -> None:
-    engine = FakeEngine(4, 4)
+    engine = SchedulerDriver(4, 4)
     record = engine.add(prompt(16), max_tokens=1)
     grows = engine.add(prompt(16, 2), max_tokens=2)
     engine.run()
@@ -176,7 +176,7 @@ def test_a_prompt_that_fills_the_pool_still_gets_its_token() -> None:
 
 
 def test_an_abort_during_a_step_waits_for_it() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     engine.add(prompt(9))
     engine.begin()
     engine.abort(0)
@@ -189,7 +189,7 @@ def test_an_abort_during_a_step_waits_for_it() -> None:
 
 
 def test_an_abort_of_a_running_sequence_outside_the_step_is_immediate() -> None:
-    engine = FakeEngine(16, 4, max_num_batched_tokens=3, max_num_seqs=3)
+    engine = SchedulerDriver(16, 4, max_num_batched_tokens=3, max_num_seqs=3)
     engine.add(prompt(2, 1), max_tokens=9)
     engine.step()
     engine.add(prompt(4, 2), max_tokens=9)
@@ -201,7 +201,7 @@ def test_an_abort_of_a_running_sequence_outside_the_step_is_immediate() -> None:
 
 
 def test_a_failed_step_ends_only_its_sequences_and_indexes_nothing() -> None:
-    engine = FakeEngine(16, 4, max_num_batched_tokens=8)
+    engine = SchedulerDriver(16, 4, max_num_batched_tokens=8)
     broken = engine.add(prompt(8, 1))
     waiting = engine.add(prompt(8, 2))
     engine.begin()
@@ -214,9 +214,9 @@ def test_a_failed_step_ends_only_its_sequences_and_indexes_nothing() -> None:
 
 
 def test_the_plan_in_flight_is_the_one_absorbed() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     engine.add(prompt(3))
-    empty = FakeEngine(8, 4).scheduler.schedule(0.0)
+    empty = SchedulerDriver(8, 4).scheduler.schedule(0.0)
     assert engine.scheduler.update(empty, StepResult({}), 0.0) == [], "an empty plan needs no update, and bears one"
     engine.begin()
     with pytest.raises(AssertionError, match="not absorbed"):
@@ -228,7 +228,7 @@ def test_the_plan_in_flight_is_the_one_absorbed() -> None:
 
 
 def test_queued_prefill_tokens_counts_what_stands_before_decoding() -> None:
-    engine = FakeEngine(32, 4, max_num_batched_tokens=8)
+    engine = SchedulerDriver(32, 4, max_num_batched_tokens=8)
     engine.add(prompt(3, 1), max_tokens=5)
     engine.step()
     assert engine.scheduler.queued_prefill_tokens == 0
@@ -248,7 +248,7 @@ def test_limits_must_be_positive() -> None:
 # -- several tokens a step --------------------------------------------------------------------------------------------
 
 
-def decoding(engine: FakeEngine, **options: Any) -> Record:
+def decoding(engine: SchedulerDriver, **options: Any) -> Record:
     """A sequence that has been prefilled."""
     record = engine.add(prompt(2), **{"max_tokens": 12, **options})
     engine.step()
@@ -257,7 +257,7 @@ def decoding(engine: FakeEngine, **options: Any) -> Record:
 
 
 def test_right_drafts_save_steps() -> None:
-    engine = FakeEngine(8, 16)
+    engine = SchedulerDriver(8, 16)
     record = decoding(engine)
     engine.draft(0, 4, [])
     engine.begin()
@@ -273,7 +273,7 @@ def test_right_drafts_save_steps() -> None:
 
 @pytest.mark.parametrize("num_right", [0, 1, 3])
 def test_what_follows_a_wrong_draft_is_no_output(num_right: int) -> None:
-    engine = FakeEngine(8, 16)
+    engine = SchedulerDriver(8, 16)
     record = decoding(engine)
     engine.draft(0, num_right, [VOCAB_SIZE, 1, 1])  # a token that nothing samples
     engine.step()
@@ -283,7 +283,7 @@ def test_what_follows_a_wrong_draft_is_no_output(num_right: int) -> None:
 
 
 def test_a_token_within_the_drafts_may_end_the_sequence() -> None:
-    engine = FakeEngine(8, 16)
+    engine = SchedulerDriver(8, 16)
     free = decoding(engine)
     settle(engine)
     stop = frozenset({free.output[3]})
@@ -298,7 +298,7 @@ def test_a_token_within_the_drafts_may_end_the_sequence() -> None:
 
 
 def test_drafts_stay_within_the_limits_of_the_sequence() -> None:
-    engine = FakeEngine(8, 16)
+    engine = SchedulerDriver(8, 16)
     decoding(engine, max_tokens=4)
     engine.draft(0, 9, [])
     engine.begin()
@@ -308,7 +308,7 @@ def test_drafts_stay_within_the_limits_of_the_sequence() -> None:
 
 
 def test_drafts_take_no_block() -> None:
-    engine = FakeEngine(2, 4)
+    engine = SchedulerDriver(2, 4)
     decoding(engine, max_tokens=5)
     engine.draft(0, 4, [])
     engine.begin()
@@ -319,7 +319,7 @@ def test_drafts_take_no_block() -> None:
 
 
 def test_drafts_leave_room_for_every_decode() -> None:
-    engine = FakeEngine(8, 16, max_num_batched_tokens=4, max_num_seqs=3)
+    engine = SchedulerDriver(8, 16, max_num_batched_tokens=4, max_num_seqs=3)
     for stem in range(3):
         engine.add(prompt(1, stem), max_tokens=9)
     while len(engine.scheduler.decoding) < 3:
@@ -333,7 +333,7 @@ def test_drafts_leave_room_for_every_decode() -> None:
 
 
 def test_the_rows_of_drafts_see_them() -> None:
-    engine = FakeEngine(8, 16)
+    engine = SchedulerDriver(8, 16)
     sequence = engine.sequence(prompt(2), max_tokens=9, min_tokens=3, stop=frozenset({5}))
     sequence.sampling = SamplingParams(presence_penalty=1.0)
     engine.scheduler.add(sequence)
@@ -352,7 +352,7 @@ def test_the_rows_of_drafts_see_them() -> None:
 
 
 def test_only_what_decodes_takes_drafts() -> None:
-    engine = FakeEngine(8, 4, max_num_batched_tokens=4)
+    engine = SchedulerDriver(8, 4, max_num_batched_tokens=4)
     record = engine.add(prompt(7), max_tokens=3)
     engine.scheduler.draft(0, [1])
     engine.scheduler.draft(99, [1])
@@ -364,7 +364,7 @@ def test_only_what_decodes_takes_drafts() -> None:
 
 
 def test_the_last_token_of_a_prompt_is_no_decode() -> None:
-    engine = FakeEngine(8, 4, max_num_batched_tokens=4)
+    engine = SchedulerDriver(8, 4, max_num_batched_tokens=4)
     engine.add(prompt(5), max_tokens=3)
     engine.step()
     plan = engine.begin()

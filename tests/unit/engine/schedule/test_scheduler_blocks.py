@@ -13,9 +13,9 @@ from services.engine.schedule.sequence import (
     Token,
 )
 from services.kv.pool import Holder, Ledger
-from tests.support.engine_checks import parts, settle
 from tests.support.fake_device import prompt, reference
-from tests.support.fake_engine import FakeEngine
+from tests.support.scheduler_checks import parts, settle
+from tests.support.scheduler_driver import SchedulerDriver
 
 PREFILL_ONLY: dict[str, Any] = {"mode": Mode.PREFILL_ONLY}
 
@@ -25,7 +25,7 @@ PREFILL_ONLY: dict[str, Any] = {"mode": Mode.PREFILL_ONLY}
 
 @pytest.mark.parametrize(("num_tokens", "num_cached"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (11, 8)])
 def test_a_hit_skips_full_blocks_but_always_computes_a_token(num_tokens: int, num_cached: int) -> None:
-    engine = FakeEngine(16, 4)
+    engine = SchedulerDriver(16, 4)
     engine.add(prompt(12), max_tokens=1)
     engine.run()
     again = engine.add(prompt(num_tokens), max_tokens=3)
@@ -39,7 +39,7 @@ def test_a_hit_skips_full_blocks_but_always_computes_a_token(num_tokens: int, nu
 
 
 def test_blocks_are_not_shared_before_their_step_completed() -> None:
-    engine = FakeEngine(16, 4)
+    engine = SchedulerDriver(16, 4)
     engine.add(prompt(9))
     engine.begin()
     twin = engine.add(prompt(9))
@@ -52,7 +52,7 @@ def test_blocks_are_not_shared_before_their_step_completed() -> None:
 
 
 def test_two_that_compute_the_same_block_keep_their_own() -> None:
-    engine = FakeEngine(16, 4)
+    engine = SchedulerDriver(16, 4)
     first, second = engine.add(prompt(9)), engine.add(prompt(9))
     engine.step()
     assert not set(first.sequence.block_ids) & set(second.sequence.block_ids)
@@ -61,7 +61,7 @@ def test_two_that_compute_the_same_block_keep_their_own() -> None:
 
 
 def test_salts_never_share() -> None:
-    engine = FakeEngine(16, 4)
+    engine = SchedulerDriver(16, 4)
     engine.add(prompt(9), cache_salt="a")
     engine.run()
     other = engine.add(prompt(9), cache_salt="b")
@@ -71,7 +71,7 @@ def test_salts_never_share() -> None:
 
 
 def test_the_hit_of_an_admission_is_not_evicted_by_it() -> None:
-    engine = FakeEngine(4, 4)
+    engine = SchedulerDriver(4, 4)
     engine.add(prompt(9), max_tokens=1)  # leaves two cached blocks
     engine.run()
     record = engine.add(prompt(15), max_tokens=1)
@@ -84,7 +84,7 @@ def test_the_hit_of_an_admission_is_not_evicted_by_it() -> None:
 
 
 def test_a_prompt_waits_until_all_its_blocks_are_there() -> None:
-    engine = FakeEngine(6, 4)
+    engine = SchedulerDriver(6, 4)
     engine.take_foreign(3)
     record = engine.add(prompt(13))
     assert not engine.begin().sequences
@@ -96,7 +96,7 @@ def test_a_prompt_waits_until_all_its_blocks_are_there() -> None:
 
 
 def test_a_young_head_is_overtaken_and_an_aged_one_is_not() -> None:
-    engine = FakeEngine(6, 4)
+    engine = SchedulerDriver(6, 4)
     engine.take_foreign(3)
     big = engine.add(prompt(13))
     engine.add(prompt(2, 2), max_tokens=1)
@@ -111,7 +111,7 @@ def test_a_young_head_is_overtaken_and_an_aged_one_is_not() -> None:
 
 
 def test_decode_growth_preempts_the_lowest_priority_then_the_latest() -> None:
-    engine = FakeEngine(6, 4)
+    engine = SchedulerDriver(6, 4)
     options = {"max_tokens": 12}
     engine.add(prompt(6, 0), priority=1, **options)
     engine.add(prompt(6, 1), priority=0, **options)
@@ -127,7 +127,7 @@ def test_decode_growth_preempts_the_lowest_priority_then_the_latest() -> None:
 
 
 def test_a_victim_comes_back_before_new_work_and_from_its_cached_blocks() -> None:
-    engine = FakeEngine(6, 4, max_num_batched_tokens=64)
+    engine = SchedulerDriver(6, 4, max_num_batched_tokens=64)
     engine.add(prompt(9, 0), max_tokens=5)
     engine.now += 0.1
     victim = engine.add(prompt(9, 1), max_tokens=12)
@@ -142,7 +142,7 @@ def test_a_victim_comes_back_before_new_work_and_from_its_cached_blocks() -> Non
 
 
 def test_a_sequence_without_room_to_grow_becomes_its_own_victim_and_comes_back() -> None:
-    engine = FakeEngine(4, 4)
+    engine = SchedulerDriver(4, 4)
     record = engine.add(prompt(6), max_tokens=8)
     engine.step()
     engine.take_foreign(2)
@@ -158,7 +158,7 @@ def test_a_sequence_without_room_to_grow_becomes_its_own_victim_and_comes_back()
 
 
 def test_a_victim_is_never_in_the_plan_it_was_preempted_for() -> None:
-    engine = FakeEngine(4, 4)
+    engine = SchedulerDriver(4, 4)
     engine.add(prompt(3, 1), max_tokens=12, priority=0)
     engine.step()
     engine.add(prompt(3, 2), max_tokens=12, priority=1)
@@ -174,7 +174,7 @@ def test_a_victim_is_never_in_the_plan_it_was_preempted_for() -> None:
 
 
 def test_a_leased_prefill_reports_its_chunks_and_leaves_its_blocks_to_the_lease() -> None:
-    engine = FakeEngine(8, 4, max_num_batched_tokens=8)
+    engine = SchedulerDriver(8, 4, max_num_batched_tokens=8)
     engine.add(prompt(14), **PREFILL_ONLY)
     engine.begin(take_events=False)
     events = engine.finish()
@@ -195,7 +195,7 @@ def test_a_leased_prefill_reports_its_chunks_and_leaves_its_blocks_to_the_lease(
 
 
 def test_token_0_may_end_a_leased_prefill() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     record = engine.add(prompt(3), max_tokens=1, **PREFILL_ONLY)
     engine.step()
     assert record.finish is Finish.LENGTH
@@ -205,7 +205,7 @@ def test_token_0_may_end_a_leased_prefill() -> None:
 
 def test_a_prefill_pools_context_does_not_end_the_sequence() -> None:
     """It goes on in the decode worker's pool, which may hold more."""
-    engine = FakeEngine(8, 4, max_model_len=8)
+    engine = SchedulerDriver(8, 4, max_model_len=8)
     record = engine.add(prompt(7), max_tokens=5, **PREFILL_ONLY)
     engine.step()
     assert (len(record.output), record.finish) == (1, None)
@@ -214,7 +214,7 @@ def test_a_prefill_pools_context_does_not_end_the_sequence() -> None:
 
 
 def test_an_abort_before_admission_leaves_no_lease() -> None:
-    engine = FakeEngine(2, 4)
+    engine = SchedulerDriver(2, 4)
     engine.take_foreign(2)
     engine.add(prompt(3), **PREFILL_ONLY)
     engine.begin()
@@ -226,7 +226,7 @@ def test_an_abort_before_admission_leaves_no_lease() -> None:
 
 
 def test_an_abort_between_admission_and_its_event_still_delivers_the_lease() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     engine.add(prompt(6), **PREFILL_ONLY)
     engine.begin(take_events=False)
     engine.abort(0)
@@ -237,7 +237,7 @@ def test_an_abort_between_admission_and_its_event_still_delivers_the_lease() -> 
 
 
 def test_leases_hold_at_most_their_share_but_for_an_only_lease() -> None:
-    engine = FakeEngine(8, 4, max_num_batched_tokens=64, max_leased_blocks=4)
+    engine = SchedulerDriver(8, 4, max_num_batched_tokens=64, max_leased_blocks=4)
     engine.add(prompt(24, 1), **PREFILL_ONLY)
     engine.add(prompt(3, 2), **PREFILL_ONLY)
     engine.now += 5
@@ -251,7 +251,7 @@ def test_leases_hold_at_most_their_share_but_for_an_only_lease() -> None:
 
 
 def test_leased_prefills_are_never_preempted() -> None:
-    engine = FakeEngine(4, 4, max_num_batched_tokens=4)
+    engine = SchedulerDriver(4, 4, max_num_batched_tokens=4)
     engine.add(prompt(3, 1), max_tokens=8, priority=5)
     engine.step()
     engine.add(prompt(12, 2), priority=-5, **PREFILL_ONLY)
@@ -266,7 +266,7 @@ def test_leased_prefills_are_never_preempted() -> None:
 
 
 def test_an_adopted_sequence_decodes_at_once_and_its_blocks_are_indexed() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     record = engine.adopt_import(prompt(9), max_tokens=4)
     assert record is not None
     assert engine.indexed.keys() == set(record.sequence.block_ids[:2])
@@ -279,7 +279,7 @@ def test_an_adopted_sequence_decodes_at_once_and_its_blocks_are_indexed() -> Non
 
 
 def test_an_adopted_sequence_is_first_in_line_for_a_full_batch_and_keeps_its_blocks() -> None:
-    engine = FakeEngine(16, 4, max_num_seqs=1)
+    engine = SchedulerDriver(16, 4, max_num_seqs=1)
     engine.add(prompt(3, 1), max_tokens=3)
     engine.step()
     engine.add(prompt(3, 2), max_tokens=1, priority=9)
@@ -294,7 +294,7 @@ def test_an_adopted_sequence_is_first_in_line_for_a_full_batch_and_keeps_its_blo
 
 
 def test_an_adopted_sequence_runs_when_the_only_running_one_had_to_give_way() -> None:
-    engine = FakeEngine(4, 4, max_num_seqs=1)
+    engine = SchedulerDriver(4, 4, max_num_seqs=1)
     engine.add(prompt(3, 1), max_tokens=12)
     engine.step()
     adopted = engine.adopt_import(prompt(11, 2), max_tokens=2)
@@ -307,7 +307,7 @@ def test_an_adopted_sequence_runs_when_the_only_running_one_had_to_give_way() ->
 
 
 def test_a_waiting_adopted_sequence_can_be_aborted() -> None:
-    engine = FakeEngine(16, 4, max_num_seqs=1)
+    engine = SchedulerDriver(16, 4, max_num_seqs=1)
     engine.add(prompt(3, 1), max_tokens=9)
     engine.step()
     assert engine.adopt_import(prompt(9, 2)) is not None
@@ -317,7 +317,7 @@ def test_a_waiting_adopted_sequence_can_be_aborted() -> None:
 
 
 def test_a_lease_adopted_in_place_goes_on_from_its_partial_block() -> None:
-    engine = FakeEngine(8, 4)
+    engine = SchedulerDriver(8, 4)
     source = engine.add(prompt(6), **PREFILL_ONLY)
     engine.step()
     record = engine.adopt_lease(0, max_tokens=4)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.engine.schedule.sequence import Mode
-from tests.support.engine_checks import check_outputs
 from tests.support.examples import num_examples
-from tests.support.fake_engine import FakeEngine
+from tests.support.scheduler_checks import check_outputs
+from tests.support.scheduler_driver import SchedulerDriver
 
 # Few prompts with long common beginnings, so that prefixes are shared, duplicated and evicted all the time.
 STEMS = ([1] * 20, [1] * 6 + [2] * 14, [3, 4] * 10)
@@ -43,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         half=st.booleans(),
     )
     def start(self, num_blocks: int, half: bool, **config: int) -> None:
-        self.engine = FakeEngine(num_blocks, max_leased_blocks=num_blocks // 2 if half else None, **config)
+        self.engine = SchedulerDriver(num_blocks, max_leased_blocks=num_blocks // 2 if half else None, **config)
 
     @rule(prompt=prompts, options=options, mode=st.sampled_from(list(Mode)))
     def add(self, prompt: list[int], options: dict[str, object], mode: Mode) -> None:

@@ -28,7 +28,7 @@ from services.engine.schedule.sequence import (
     Token,
 )
 from services.kv.pool import BlockPool, Holder, OutOfBlocks
-from tests.support import engine_checks
+from tests.support import scheduler_checks
 from tests.support.fake_device import POISON, FakeDevice, digests, next_token
 
 
@@ -56,7 +56,7 @@ class Lease:
     sealed: bool = False
 
 
-class FakeEngine:
+class SchedulerDriver:
     def __init__(
         self,
         num_blocks: int,
@@ -207,20 +207,20 @@ class FakeEngine:
             assert self.records[seq_id].sequence.mode is Mode.GENERATE, "leased sequences are never preempted"
             self.records[seq_id].num_written = None
             self.records[seq_id].decodes = False
-        engine_checks.check_plan(self, plan)
+        scheduler_checks.check_plan(self, plan)
         self.all_heard = take_events or not plan.sequences
         if self.all_heard:
             self._hear(self.scheduler.take_events())
         if plan.sequences:
             self.plan = plan
         else:
-            engine_checks.check_stuck(self)
+            scheduler_checks.check_stuck(self)
         return plan
 
     def finish(self) -> list[SequenceEvent]:
         assert self.plan is not None
         plan, self.plan = self.plan, None
-        engine_checks.check_reads(self, plan)  # whatever happened since, what it reads is still there
+        scheduler_checks.check_reads(self, plan)  # whatever happened since, what it reads is still there
         sampled = {}
         for part in plan.sequences:
             record = self.records[part.seq_id]
@@ -298,7 +298,7 @@ class FakeEngine:
                         self.leases[event.seq_id].sealed = True
                 case Failed():
                     record.error = event.error
-                    engine_checks.check_failure(self, record)
+                    scheduler_checks.check_failure(self, record)
 
     def _hear_admitted(self, record: Record, event: Admitted) -> None:
         if record.sequence.mode is not Mode.PREFILL_ONLY:

@@ -1,4 +1,4 @@
-"""What must hold of plans, failures and outputs of a `FakeEngine`."""
+"""What must hold of plans, failures and outputs of a `SchedulerDriver`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from services.kv.pool import Holder
 from tests.support.fake_device import reference
 
 if TYPE_CHECKING:
-    from tests.support.fake_engine import FakeEngine, Record
+    from tests.support.scheduler_driver import Record, SchedulerDriver
 
 
-def check_plan(engine: FakeEngine, plan: StepPlan) -> None:
+def check_plan(engine: SchedulerDriver, plan: StepPlan) -> None:
     assert plan.num_tokens <= engine.config.max_num_batched_tokens
     assert len({part.seq_id for part in plan.sequences}) == len(plan.sequences) <= engine.config.max_num_seqs
     size = engine.pool.block_size
@@ -40,13 +40,13 @@ def check_plan(engine: FakeEngine, plan: StepPlan) -> None:
     check_reads(engine, plan)
 
 
-def check_reads(engine: FakeEngine, plan: StepPlan) -> None:
+def check_reads(engine: SchedulerDriver, plan: StepPlan) -> None:
     for part in plan.sequences:
         sequence = engine.records[part.seq_id].sequence
         engine.device.check_part(part, sequence.token_ids, sequence.cache_salt)
 
 
-def check_stuck(engine: FakeEngine) -> None:
+def check_stuck(engine: SchedulerDriver) -> None:
     """An empty plan stays empty until someone else acts, since the engine sleeps on it."""
     again = engine.scheduler.schedule(engine.now + 1000)
     assert not again.sequences
@@ -57,7 +57,7 @@ def check_stuck(engine: FakeEngine) -> None:
         assert held, "nothing runs although nobody else holds blocks"
 
 
-def check_failure(engine: FakeEngine, record: Record) -> None:
+def check_failure(engine: SchedulerDriver, record: Record) -> None:
     num_tokens = len(record.given) + len(record.output)
     if isinstance(record.error, InvalidRequest):
         assert num_tokens >= engine.config.max_model_len
@@ -67,7 +67,7 @@ def check_failure(engine: FakeEngine, record: Record) -> None:
         assert isinstance(record.error, StepFailed)
 
 
-def check_outputs(engine: FakeEngine) -> None:
+def check_outputs(engine: SchedulerDriver) -> None:
     """Every sequence that was left alone has exactly the output of a run without faults."""
     for record in engine.records.values():
         sequence = record.sequence
@@ -90,14 +90,14 @@ def check_outputs(engine: FakeEngine) -> None:
             assert record.progress == len(record.given)
 
 
-def settle(engine: FakeEngine) -> None:
+def settle(engine: SchedulerDriver) -> None:
     """Steps to the end: outputs are right, and nothing is held."""
     engine.run()
     check_outputs(engine)
     engine.assert_idle()
 
 
-def parts(engine: FakeEngine) -> list[tuple[int, int, int]]:
+def parts(engine: SchedulerDriver) -> list[tuple[int, int, int]]:
     """(seq_id, start, tokens) of the step in flight."""
     assert engine.plan is not None
     return [(part.seq_id, part.start, part.num_tokens) for part in engine.plan.sequences]
