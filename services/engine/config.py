@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.engine.schedule.sequence import SequenceEvent
 from services.kv.pool import Ledger
@@ -63,7 +63,7 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     device: str
-    kernels: str = ""
+    kernels: str = field(default="", compare=False)
     """How it computes on this host, in words for operators."""
 
 
