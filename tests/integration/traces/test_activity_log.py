@@ -6,6 +6,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.models import tiny_model
 from tests.support.processes import Up
 
@@ -29,6 +31,7 @@ def test_every_process_tells_what_it_does(tmp_path: Path) -> None:
     assert not missing
 
 
+@pytest.mark.long
 def test_zero_is_silence(tmp_path: Path) -> None:
     with Up(tiny_model("llama", tmp_path), tmp_path, BATON_LOG_INTERVAL_S="0") as up:
         up.read_until("^ready$")
