@@ -1,7 +1,7 @@
 """Measures what the coordinator costs its event loop: one input at a time, with the placement that it causes. No model,
 no I/O.
 
-The clusters are as `baton router` configures them, deep checks included (all have passed). Times are those of the
+The clusters are as `baton router` configures them, canaries included (all have passed). Times are those of the
 processor, so that other processes disturb them less; a plain loop of Python, timed in the same run, says how fast the
 machine is.
 """
@@ -186,7 +186,7 @@ class _Cluster:
                 self._workers[worker_id] = info
                 self._coordinator.worker_joined(info, self._now)
                 self._coordinator.session_opened(worker_id, 1, self._now)
-        # All deep checks pass, and slow starts are over.
+        # All canaries pass, and slow starts are over.
         table = self._coordinator._book.workers
         for info in self._workers.values():
             table.succeeded(info.worker_id, self._now)

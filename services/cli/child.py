@@ -112,7 +112,7 @@ class Child:
             http_port, control_port = (int(report.get(name, 0)) for name in ("http_port", "control_port"))
             return Ready(port, metrics_port, pid, http_port, control_port)
         except (ValueError, KeyError, TypeError):
-            logger.error("%s reported nonsense: %r", self.name, line)
+            logger.error("%s sent a malformed ready line: %r", self.name, line)
             return None
 
     def _on_end(self) -> None:

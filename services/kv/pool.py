@@ -1,4 +1,4 @@
-"""Keeps the holders of every block of the KV pool. Pure and not thread-safe: callers hold `Engine.lock`.
+"""Keeps the holders of every block of the KV pool. Pure and not thread-safe: a lock of the engine guards it.
 
 Owns: the state of every block id: reference counts by kind of holder, the prefix index, and eviction. Never: the memory
 behind a block, tokens, or the decision which sequence gets a block.

@@ -19,9 +19,9 @@ class Region:
     """Names contiguous memory of this process or of its device, as a NIC must be told of it to read or write it."""
 
     address: int
-    """Of the first byte, as a pointer on the device."""
+    """The address of the first byte, as a pointer on the device."""
     length: int
-    """In bytes."""
+    """The length in bytes."""
     device: str
     """"cpu", or an accelerator with its index, such as "cuda:0"."""
 

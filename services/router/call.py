@@ -16,7 +16,7 @@ class Caller:
     """Names who asks, as far as the front has found out."""
 
     tenant: str = ""
-    """Empty: nobody in particular. It never comes from a request's body."""
+    """Empty if the front knows no tenant. It never comes from a request's body."""
     traceparent: str = ""
     """The caller's span, or empty."""
 

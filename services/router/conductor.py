@@ -447,7 +447,7 @@ def _request_of(action: Action) -> str:
     """Returns the request that a failure of the action would end; empty if it would end none by this way."""
     match action:
         case SendLeg() | CancelLeg():
-            return ""  # a leg's, which `_do` handles
+            return ""  # `_do` ends the leg of a command that cannot be sent; a cancel that fails ends nothing
         case HealthChanged() | GroupsChanged() | Defect():
             return ""
         case _:

@@ -4,7 +4,7 @@ Owns: states, transitions, and when a probe is due. Never: what counts as a fail
 themselves (`coordinator/canaries.py`), placement (`policy`). Open sessions are another matter: a worker is placed on
 only if its session is open *and* its health allows.
 
-                        2 successes                  1 success, with deep checks; its share grows at first
+                        2 successes                  1 success, with canaries;    its share grows at first
     SUSPECT  ----------------------------->  UP  <-------------------------------  NEW
        |  <---------------------------------  |                                     |
        |             1 failure                |  a device step is stuck             | 3 failures
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 class Health(enum.Enum):
     NEW = "new"
-    """A deep check decides whether it becomes UP or DOWN."""
+    """A canary decides whether it becomes UP or DOWN."""
     UP = "up"
     SUSPECT = "suspect"
     """It failed lately: it is used, but others are preferred."""
     DOWN = "down"
     PROBING = "probing"
-    """Half-open: it gets probes only; without deep checks, one request at a time serves as the probe."""
+    """Half-open: it gets probes only; without canaries, one request at a time serves as the probe."""
     RISING = "rising"
     """Slow start: its share of the requests grows."""
 

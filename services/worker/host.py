@@ -270,7 +270,7 @@ class WorkerHost:
 
     @property
     def roles(self) -> frozenset[types_pb2.WorkerRole]:
-        """Returns the phases that the worker takes commands for. Each registration tells them anew."""
+        """Returns the phases that the worker takes commands for. They do not change while the process runs."""
         return frozenset(self.phases)
 
     @property

@@ -122,7 +122,7 @@ def text_files(folder: pathlib.Path) -> list[TextFile]:
             continue
         except OSError as error:
             raise _unreadable(name, error) from error
-        if stat.S_ISREG(status.st_mode):  # to open a pipe would hold a thread for ever
+        if stat.S_ISREG(status.st_mode):  # opening a pipe could hold a thread for ever
             found.append(TextFile(path, status.st_size, _identity(status)))
     num_bytes = sum(file.num_bytes for file in found)
     if num_bytes > MOST_TEXT_BYTES:

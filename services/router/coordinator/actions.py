@@ -166,7 +166,7 @@ class Defect:
     """
 
     where: str
-    """What was being done: "event", "tick" or "placement"."""
+    """What was being done: "event", "tick", "placement", "session" or "action"."""
     request_id: str
     """The request on whose behalf it was met; empty if there is none."""
     error: Exception

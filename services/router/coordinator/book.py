@@ -1,4 +1,4 @@
-"""Keeps the book of live requests. No other code opens or ends legs, moves phases or ends requests. Pure.
+"""Keeps the live requests, their legs and phases. No other code opens or ends legs, or ends requests. Pure.
 
 Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, the counts of requests by phase
 and of handoffs in flight, the alarms of deadlines and of silent legs, and that a defect met on behalf of one request

@@ -277,7 +277,7 @@ class Canaries:
         assert first is not None
         assert last is not None
         if len(canary.answer) < canary.num_asked:
-            short = f"deep check: {len(canary.answer)} tokens instead of {canary.num_asked}"
+            short = f"canary: {len(canary.answer)} tokens instead of {canary.num_asked}"
             self._book.workers.failed(last.worker_id, short, now)
             return
         # The source alone answers for its own token. If a token decoded from its blocks is wrong, the source, the
@@ -320,7 +320,7 @@ class Canaries:
             # The canary itself is at fault, for instance too long for the worker. The worker has answered: it is alive.
             self._book.workers.succeeded(worker.info.worker_id, now)
         else:
-            self._book.workers.failed(worker.info.worker_id, f"deep check: {error.reason}: {error}", now)
+            self._book.workers.failed(worker.info.worker_id, f"canary: {error.reason}: {error}", now)
 
     def _import_failed(self, canary: Canary, error: BatonError, now: float) -> None:
         self._end(canary)
@@ -353,7 +353,7 @@ class Canaries:
             # The worker is full of other work, perhaps another router's. A stuck step would show in its snapshot.
             self._book.workers.succeeded(culprit.worker_id, now)
         else:
-            self._book.workers.failed(culprit.worker_id, f"deep check: no answer within {seconds:g} s", now)
+            self._book.workers.failed(culprit.worker_id, f"canary: no answer within {seconds:g} s", now)
 
     def _end(self, canary: Canary, *, cancel: bool = True) -> None:
         self._live.remove(canary)

@@ -21,7 +21,7 @@ class CoordinatorConfig:
     no_worker_timeout_s: float = 30.0
     """Longest wait while no ready worker could serve the request at all."""
     max_crashes: int = 3
-    """A request ends with this many worker failures under it without progress."""
+    """A request ends after this many worker failures under it without progress."""
     last_chance_pause_s: float = 1.0
     """The pause before a request is placed again that one more loss would end. Within this time workers that were lost
     together, a rack for instance, are noticed, so that one fault does not use up all the request's attempts."""

@@ -90,7 +90,7 @@ def _bind(book: Book, request: Request, claimed: set[str], now: float) -> None:
     source = _source(leg)
     job = request.job(len(leg.token_ids))
     able = book.workers.cluster.whole.able(job, source)
-    # Adoption in place takes no room from the claimant of the worker, and its end may be what makes that room.
+    # Adoption in place takes no room from the claimant of the worker, and its end may make that room.
     unclaimed = [view for view in able if view.worker_id not in claimed or view.worker_id == source.worker_id]
     ways = _ways_past_claims(book, request, source, unclaimed)
     askable = [[view for view in views if _may_ask(request, view, now)] for views in ways]
@@ -234,5 +234,5 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
 
 def _may_ask(request: Request, view: WorkerView, now: float) -> bool:
     refusal = request.setbacks.refusals.get(view.worker_id)
-    # "Different" and not "higher", since a worker that has restarted counts from 1 again.
+    # The numbers are compared for difference, since a worker that has restarted counts from 1 again.
     return refusal is None or (view.load.sequence_number != refusal.load_number and now >= refusal.retry_at_s)

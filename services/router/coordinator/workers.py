@@ -42,7 +42,7 @@ class Pairs:
         """Sets made from the health records; None if a record has changed since."""
 
     def meet(self, source: WorkerInfo, target: WorkerInfo, config: HealthConfig, now: float) -> None:
-        """Adds the pair if the two workers can be one. Nothing changes for a pair that is known."""
+        """Adds the pair if the two workers can hand over to each other. Nothing changes for a pair that is known."""
         known = self._pairs.get(source.worker_id)
         if source.worker_id == target.worker_id or source.fingerprint.kv != target.fingerprint.kv:
             return
@@ -70,7 +70,7 @@ class Pairs:
 
     @property
     def unsettled(self) -> list[Pair]:
-        """Returns the pairs that time or a probe will change; in a cluster at rest there are none."""
+        """Returns the pairs whose health changes with time or by a probe; in a cluster at rest there are none."""
         return [pair for pair in self._look().unsettled if not pair.health.settled]
 
     def all(self) -> list[Pair]:

@@ -59,7 +59,7 @@ async def all_checked(cluster: Cluster) -> None:
         records += [pair.health for worker in workers for pair in worker.sources.all()]
         return cluster.router.coordinator.ready and all(record.state is not Health.NEW for record in records)
 
-    await until(checked, "the deep checks are over", SECONDS)
+    await until(checked, "the canaries are over", SECONDS)
 
 
 class StuckDevice:

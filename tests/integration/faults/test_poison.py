@@ -58,6 +58,6 @@ async def _kill_whoever_takes_it(cluster: RealCluster, poison: asyncio.Task[obje
 
 
 def _decoder_of_the_request(status: Status) -> str | None:
-    """It has no other; what decode workers import besides are deep checks."""
+    """It has no other; what decode workers import besides are canaries."""
     workers = (each.worker.worker_id for each in status.workers if each.num_requests)
     return next((worker_id for worker_id in workers if worker_id in DECODERS), None)
