@@ -34,6 +34,7 @@ class DecodeRecord:
         self._gaps_ms: list[float] = []
         self._preempted_s: list[float] = []
         self._num_steps = 0
+        self._newest_step = 0
         self._sum_batch = 0
         self._timings = types_pb2.PhaseTimings()
 
@@ -61,8 +62,10 @@ class DecodeRecord:
             self._first_step_ended_s = now
         else:
             self._gaps_ms.append((now - self._last_token_s) * 1000)
-        self._num_steps += 1
-        self._sum_batch += max(1, report.num_decodes)
+        if report.step_number != self._newest_step:  # one step may bring several tokens
+            self._newest_step = report.step_number
+            self._num_steps += 1
+            self._sum_batch += max(1, report.num_decodes)
         self._last_token_s = now
 
     def preempted(self, now: float) -> None:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import StepFailed
@@ -281,10 +282,21 @@ class Engine:
             decoding = self._scheduler.decoding
         if not decoding:
             return
-        proposed = self._drafter.propose([sequence.token_ids for sequence in decoding])
+        try:
+            proposed = self._drafter.propose([sequence.token_ids for sequence in decoding])
+            drafts = [tuple(takewhile(self._is_token, token_ids)) for token_ids in proposed]
+            assert len(drafts) == len(decoding), f"{len(drafts)} drafts for {len(decoding)} sequences"
+        except Exception:
+            # The output is the same without drafts, and only slower.
+            self._drafter = None
+            logger.exception("the drafter failed, and is not asked again")
+            return
         with self._lock:
-            for sequence, token_ids in zip(decoding, proposed, strict=True):
+            for sequence, token_ids in zip(decoding, drafts, strict=True):
                 self._scheduler.draft(sequence.seq_id, token_ids)
+
+    def _is_token(self, token_id: int) -> bool:
+        return 0 <= token_id < self.info.vocab_size
 
     def _finish(self, plan: StepPlan, result: StepResult | Exception, on_step: OnStep) -> None:
         """Absorbs and reports a step that has run or raised."""

@@ -124,20 +124,21 @@ class Scheduler:
         newly admitted sequences. `now` is in seconds."""
         assert not self._in_flight, "the last step is not absorbed"
         preempted = self._fill_batch(now)
-        parts: list[ScheduledSequence] = []
+        chosen: list[tuple[Sequence, int]] = []
         budget = self.config.max_num_batched_tokens
-        decodes = self.decoding
         prefills = [sequence for sequence in self._batch if not sequence.decoding]
-        spare = budget - len(decodes)  # every decode advances, whatever others have drafted
-        for sequence in chain(decodes, prefills, self._admissions(now)):
+        for sequence in chain(self.decoding, prefills, self._admissions(now)):
             num_tokens = min(budget, sequence.num_uncomputed)
-            num_drafts = min(spare, num_checkable_drafts(sequence, self.pool.block_size, self.config.max_model_len))
-            parts.append(next_part(sequence, num_tokens, self.pool.block_size, num_drafts))
-            sequence.draft_token_ids = ()
-            spare -= num_drafts
-            budget -= num_tokens + num_drafts
+            chosen.append((sequence, num_tokens))
+            budget -= num_tokens
             if not budget:
                 break  # before the next sequence is admitted: it would hold blocks without running
+        parts: list[ScheduledSequence] = []
+        for sequence, num_tokens in chosen:  # drafts only get what no sequence needs
+            num_drafts = min(budget, num_checkable_drafts(sequence, self.pool.block_size, self.config.max_model_len))
+            parts.append(next_part(sequence, num_tokens, self.pool.block_size, num_drafts))
+            sequence.draft_token_ids = ()
+            budget -= num_drafts
         self._in_flight = frozenset(part.seq_id for part in parts)
         if parts:
             self._step_number += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +35,10 @@ class ScriptedRunner(FakeRunner):
         self.go = threading.Semaphore(0)
         self.error: Exception | None = None
         self.num_reclaims = 0
+        self.plans: list[StepPlan] = []
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
         if self.gated:
             self.began.put(plan)
             assert self.go.acquire(timeout=10)
@@ -58,9 +62,9 @@ def make_driver(runner: ScriptedRunner) -> Iterator[MakeDriver]:
         info = EngineInfo("m", "d", "c", "n", "float32", 1, 1, 4, BLOCK_SIZE, NUM_BLOCKS, 64, 100, (2,), "cpu")
         return Loaded(info, cache, runner)
 
-    def make(gated: bool = False) -> EngineDriver:
+    def make(gated: bool = False, drafter: Any = None) -> EngineDriver:
         config = EngineConfig(str(Path()), "m", max_num_seqs=4, max_num_batched_tokens=8)
-        driver = EngineDriver(Engine(config, loader))
+        driver = EngineDriver(Engine(config, lambda config: replace(loader(config), drafter=drafter)))
         runner.gated = gated  # the warm-up was not
         return driver
 
@@ -183,6 +187,46 @@ def test_a_defect_ends_the_thread_loudly(make_driver: MakeDriver, caplog: pytest
     assert "not a step's fault" in caplog.text
     driver.engine.stop()
     driver.engine.cache.close()
+
+
+class Drafts:
+    """Proposes the same for every sequence, or raises."""
+
+    def __init__(self, proposed: object) -> None:
+        self.proposed = proposed
+        self.num_asked = 0
+
+    def propose(self, sequences: Sequence[Sequence[int]]) -> Any:
+        self.num_asked += 1
+        if isinstance(self.proposed, Exception):
+            raise self.proposed
+        return [self.proposed for _ in sequences]
+
+
+@pytest.mark.parametrize(
+    "proposed", [RuntimeError("out of memory"), None, [1, "2"]], ids=["raises", "no list", "no numbers"]
+)
+def test_a_drafter_that_fails_is_not_asked_again(
+    make_driver: MakeDriver, caplog: pytest.LogCaptureFixture, proposed: object
+) -> None:
+    drafter = Drafts(proposed)
+    with make_driver(drafter=drafter) as driver:
+        (plain,) = driver.generate([[1, 2, 3]], 6)
+        assert driver.generate([[1, 2, 3]], 6) == [plain]
+    assert len(plain) == 6
+    assert drafter.num_asked == 1
+    assert "not asked again" in caplog.text
+    caplog.clear()
+
+
+def test_drafts_end_before_what_is_no_token(runner: ScriptedRunner, make_driver: MakeDriver) -> None:
+    drafter = Drafts([1, 2, 100, 3])
+    with make_driver(drafter=drafter) as driver:
+        driver.generate([[1, 2, 3]], 6)
+    assert drafter.num_asked > 1
+    assert {token_id for plan in runner.plans for part in plan.sequences for token_id in part.token_ids} <= set(
+        range(100)
+    )
 
 
 def test_memory_is_made_ready_only_while_there_is_nothing_to_run(runner: ScriptedRunner) -> None:

@@ -332,6 +332,22 @@ def test_drafts_leave_room_for_every_decode() -> None:
     settle(engine)
 
 
+def test_drafts_take_no_token_of_a_prompt() -> None:
+    """A prompt that waits, admitted or not, goes before all drafts."""
+    engine = SchedulerDriver(16, 16, max_num_batched_tokens=8, max_num_seqs=3)
+    decoding(engine, max_tokens=40)
+    engine.add(prompt(12, 5), max_tokens=4)
+    engine.draft(0, 6, [])
+    engine.begin()
+    assert parts(engine) == [(0, 2, 1), (1, 0, 7)]
+    engine.finish()
+    engine.draft(0, 6, [])
+    engine.begin()
+    assert parts(engine) == [(0, 3, 3), (1, 7, 5)], "the drafts get what is left"
+    engine.finish()
+    settle(engine)
+
+
 def test_the_rows_of_drafts_see_them() -> None:
     engine = SchedulerDriver(8, 16)
     sequence = engine.sequence(prompt(2), max_tokens=9, min_tokens=3, stop=frozenset({5}))
