@@ -27,7 +27,7 @@ from tests.sim.node import Node
 from tests.sim.rpc_client import SimChannel
 from tests.sim.rpc_server import SimServer
 from tests.sim.tracing import NullMetrics, NullTracer
-from tests.sim.turns import watch_placements
+from tests.sim.turns import watch_placements, watch_turns
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
@@ -56,6 +56,7 @@ class SimRouter:
         metrics: Any = _StrictMetrics(self._cluster)
         self.coordinator = Coordinator(self.config)
         watch_placements(self._cluster.world, self.coordinator._book)
+        watch_turns(self._cluster.world, self.coordinator)
         self.times = SessionTimes(heartbeat_s=0.5, silence_s=2.0)
         self.conductor = Conductor(
             self.coordinator,

@@ -71,6 +71,23 @@ def watch_placements(world: World, book: Any) -> None:
     book.open_decode = opening
 
 
+def watch_turns(world: World, coordinator: Any) -> None:
+    """Judges every placement pass: after it nothing that waits could be placed, or another pass is due."""
+    book, place = coordinator._book, coordinator.place
+
+    def placing(now: float) -> None:
+        place(now)
+        if coordinator.placement_is_due:
+            return
+        num_actions = len(book.actions)
+        book.placement_is_due = True
+        place(now)
+        missed = book.actions[num_actions:]
+        world.require(not missed, f"placement was not due, and there was something to place: {missed}")
+
+    coordinator.place = placing
+
+
 def _is_overtaken(book: Book, other: Request, request: Request, worker: Worker, now: float) -> bool:
     waited_s = now - other.waiting_since_s
     if (

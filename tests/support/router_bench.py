@@ -193,13 +193,21 @@ class Bench:
             assert not worker.predictions
 
     def _absorb(self) -> None:
-        """A turn of the event loop with one input."""
+        """Ends a turn of the event loop that had one input, and the turns that follow from it."""
         self.coordinator.check()
-        self.coordinator.place(self.now)
-        self.coordinator.check()
+        while self.coordinator.placement_is_due:
+            self.coordinator.place(self.now)
+            self.coordinator.check()
         actions = self.coordinator.take_actions()
+        self._check_all_is_placed()
         self.actions += actions
         self._client(actions)
+
+    def _check_all_is_placed(self) -> None:
+        """Asserts that nothing that waits could have been placed now: then it would wait for the next tick."""
+        self.coordinator._book.placement_is_due = True
+        self.coordinator.place(self.now)
+        assert not self.coordinator.take_actions(), "something could be placed, and placement was not due"
 
     def _client(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -31,11 +31,18 @@ def dispatch(book: Book, now: float) -> None:
     if not len(book.parked) and not len(book.queue):
         book.claims = {}
         return
+    if book.claims:  # a claim ends with the wait of its claimant
+        waiting = {request.order for request in book.queue}
+        book.claims = {worker_id: order for worker_id, order in book.claims.items() if order in waiting}
+    before = (book.newest_leg, book.claims)
     claimed: set[str] = set()
     for request in book.parked:
         with book.isolated("placement", request, now):
             _bind(book, request, claimed, now)
     _start_queued(book, claimed, now)
+    if len(book.parked) and (book.newest_leg, book.claims) != before:
+        # What was placed last may have moved the claim that an earlier handoff had to leave alone.
+        book.placement_is_due = True
 
 
 def can_be_served(book: Book, request: Request) -> bool:

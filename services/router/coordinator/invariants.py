@@ -25,10 +25,11 @@ def check(book: Book) -> None:
     phases = Counter(request.phase for request in book.requests.values())
     assert +book.num_in == phases, f"{book.num_in} instead of {phases}"
     assert book.handoffs_in_flight == HandoffsInFlight(_lengths_in_flight(book))
+    book.handoffs_in_flight.check()
     crashed = {request.request_id for request in book.requests.values() if request.setbacks.crashes}
     assert crashed <= book.crashed <= book.requests.keys()
     _check_cluster(book)
-    num_released = sum(request.released_leg is not None for request in book.requests.values())
+    num_released = sum(request.released is not None for request in book.requests.values())
     assert len(book.legs) == len(current) + num_released
     assert sum(len(worker.legs) for worker in book.workers.all()) == len(current)
     for worker in book.workers.all():

@@ -144,9 +144,11 @@ class Cluster:
             self._forget()
 
     def check(self) -> None:
-        """Raises AssertionError if a sum is not what it is the sum of. For tests and the simulator."""
+        """Raises AssertionError if a kept sum or fit is not what is found anew. For tests and the simulator."""
         for worker_ids, room in self._rooms.items():
             assert room.num_blocks == sum(self.views[worker_id].load.available_blocks for worker_id in worker_ids)
+        for part in self._parts.values():
+            part.check()
 
     def _forget(self) -> None:
         self._parts, self._rooms, self._rooms_of, self._num_fits = {}, {}, {}, 0
@@ -191,6 +193,11 @@ class WorkerSubset:
         fit, views = self.fit(job), self._cluster.views
         worker_ids = fit.decoders if source is None else fit.takers(source)
         return [views[worker_id] for worker_id in worker_ids]
+
+    def check(self) -> None:
+        """Raises AssertionError if a fit that is kept is not what is found anew."""
+        for fit in self._fits.values():
+            fit.check(self.views())
 
     def view(self, worker_id: str) -> WorkerView:
         return self._cluster.views[worker_id]
@@ -245,6 +252,14 @@ class Fit:
             views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
             self._takers[key] = tuple(view.worker_id for view in views if can_take_over(self._job, source, view))
         return self._takers[key]
+
+    def check(self, views: list[WorkerView]) -> None:
+        """Raises AssertionError if it is not what these views, now, would make it."""
+        fresh = Fit(self._cluster, views, self._job)
+        assert (self.decoders, self._sources) == (fresh.decoders, fresh._sources)
+        for source in self._sources:
+            assert self.takers(source) == fresh.takers(source)
+        assert {start.worker_id for start in self.starts} == {start.worker_id for start in fresh.starts}
 
     def _has_tried_taker(self, source: Source) -> bool:
         views = self._cluster.views

@@ -220,6 +220,12 @@ class HandoffsInFlight:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HandoffsInFlight) and self._lengths == other._lengths
 
+    def check(self) -> None:
+        """Raises AssertionError if a kept sum is not what is found anew. For tests and the simulator."""
+        fresh = HandoffsInFlight(self._lengths.elements())
+        for block_size, num_blocks in self._num_blocks.items():
+            assert num_blocks == fresh.num_blocks(block_size)
+
     def add(self, num_tokens: int) -> None:
         self._lengths[num_tokens] += 1
         for block_size in self._num_blocks:

@@ -271,6 +271,26 @@ def test_a_handoff_leaves_a_claimed_worker_alone_if_another_has_room(bench: Benc
     assert bench.take_leg(Role.DECODE).worker_id == "c"
 
 
+@pytest.mark.parametrize("ends", ["it is cancelled", "it starts"])
+def test_a_handoff_need_not_wait_once_the_claim_before_it_is_over(bench: Bench, ends: str) -> None:
+    """It is placed in the same turn, and not by the next tick."""
+    bench.join("c", Role.DECODE, num_blocks=64)
+    bench.submit("middle", num_tokens=400, max_tokens=20)
+    prefill = bench.take_leg(Role.PREFILL)
+    busy(bench, "p", free=64)
+    busy(bench, "b", free=28)
+    busy(bench, "c", free=0)
+    bench.submit("big", **BIG, priority=1)
+    bench.wait(1.1)
+    bench.say("p", started(prefill), tokens(prefill, 1))
+    assert not bench.take_legs(Role.DECODE), "b is claimed, and c is able but full"
+    if ends == "it is cancelled":
+        bench.cancel("big")
+    else:
+        busy(bench, "b", free=64)
+    assert bench.take_leg(Role.DECODE).worker_id == "b"
+
+
 def test_a_refusal_does_not_outlive_the_process_that_refused(bench: Bench) -> None:
     """A restarted worker counts its snapshots from 1 again: it is asked as soon as it is there, not when it has counted
     as far as the old one had."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields, replace
+
+import pytest
 
 from services.router.coordinator.book import Alarms
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
+from services.router.coordinator.workers import REPORT_LAG_S
 from services.router.policy import Cluster, Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over
+from tests.support import worker_views
 from tests.support.router_bench import Bench, is_leg, started
 
 
@@ -90,6 +95,53 @@ def test_what_fits_whom_is_found_once_and_is_what_it_would_be_each_time() -> Non
                 room = sum(view.load.available_blocks for view in takers[start.worker_id])
                 assert start.room.num_blocks == room
         cluster.check()
+
+
+@pytest.mark.parametrize(
+    "fact", [field.name for field in fields(WorkerView) if field.init and field.name not in ("worker_id", "load")]
+)
+def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> None:
+    """Each fact of a view changes alone, after the fits of the job were found."""
+    job = Job(20, 40, frozenset(), None)
+    prefill, decode = worker_views.prefill("p"), worker_views.decode("d")
+    others: dict[str, object] = {
+        "model": "other",
+        "roles": Role.PREFILL,
+        "ready": False,
+        "host_id": "elsewhere",
+        "fingerprint": Fingerprint("other"),
+        "block_size": 1024,
+        "num_blocks": 1,
+        "max_model_len": 8,
+        "max_num_seqs": 1,
+        "on_trial": True,
+        "barred": frozenset({"p"}),
+        "untried": frozenset({"p"}),
+        "predicted_blocks": 1,
+        "predicted_tokens": 1,
+        "predicted_sequences": 1,
+        "ramp": 0.5,
+    }
+    cluster = Cluster([prefill, decode])
+    for part in (cluster.whole, cluster.without(frozenset({"x"}))):
+        assert part.fit(job).starts
+    changed = replace(decode, **{fact: others[fact]})  # type: ignore[arg-type]
+    assert changed != decode
+    cluster.put(changed)
+    cluster.check()
+    fresh = Cluster([prefill, changed]).whole.fit(job)
+    assert (cluster.whole.fit(job).decoders, len(cluster.whole.fit(job).starts)) == (fresh.decoders, len(fresh.starts))
+
+
+def test_a_prediction_that_ends_with_a_snapshot_is_news(bench: Bench) -> None:
+    """The snapshot itself shows no more room, but the prompt it speaks of is no longer added to it."""
+    bench.submit("first", num_tokens=20)
+    assert bench.take_legs(Role.PREFILL)
+    coordinator = bench.coordinator
+    bench.clock.advance(REPORT_LAG_S)
+    load = replace(bench.loads["p"], sequence_number=bench.loads["p"].sequence_number + 1)
+    coordinator.worker_events("p", 1, (), load, bench.now)
+    assert coordinator.placement_is_due
 
 
 def _view(random_: random.Random, worker_id: str, like: WorkerView | None = None) -> WorkerView:
