@@ -205,7 +205,8 @@ class Conductor:
             with self.isolated("event"):
                 load = wire.load(message.load) if message.HasField("load") else None
                 info, now = link.info, self._clock.now()
-                self.coordinator.worker_events(info.worker_id, info.incarnation, self._read(message.events), load, now)
+                events = self._read(info, message.events)
+                self.coordinator.worker_events(info.worker_id, info.incarnation, events, load, now)
                 if message.HasField("live_legs"):
                     listed = message.live_legs
                     legs = frozenset(listed.legs)
@@ -221,7 +222,7 @@ class Conductor:
             return self.coordinator.held_leases(link.info.worker_id) if self._is_current(link) else []
         return []
 
-    def _read(self, events: Iterable[worker_pb2.LegEvent]) -> list[LegEvent]:
+    def _read(self, info: WorkerInfo, events: Iterable[worker_pb2.LegEvent]) -> list[LegEvent]:
         """Reads a worker's events. An event that cannot be read ends its own request only."""
         found = []
         for event in events:
@@ -230,8 +231,8 @@ class Conductor:
             try:
                 found.append(wire.leg_event(event))
             except Exception as error:
-                leg = getattr(event, kind).leg
-                self.coordinator.spoil_leg(leg, "event", error, self._clock.now())
+                leg, now = getattr(event, kind).leg, self._clock.now()
+                self.coordinator.spoil_leg(info.worker_id, info.incarnation, leg, "event", error, now)
         return found
 
     # Operators
@@ -306,7 +307,8 @@ class Conductor:
                 try:
                     self._send(action)
                 except Exception as error:  # reported by leg, since a canary has no request id here
-                    self.coordinator.spoil_leg(action.leg, "action", error, self._clock.now())
+                    worker, now = (action.worker_id, action.incarnation), self._clock.now()
+                    self.coordinator.spoil_leg(*worker, action.leg, "action", error, now)
             case CancelLeg():
                 self._send_cancel(action)
             case EmitStarted():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2, worker_pb2
@@ -198,21 +198,20 @@ class Bench:
 
         link._send = noting  # type: ignore[method-assign]
 
-    def say(self, worker_id: str, *events: worker_pb2.LegEvent) -> None:
+    def say(self, worker_id: str, events: Iterable[worker_pb2.LegEvent]) -> None:
         self.conductor.worker_message(as_any(self.links[worker_id]), worker_pb2.SessionResponse(events=events))
         self.turn()
 
-    def run(self, request_ids: tuple[str, ...] = ALL) -> None:
-        """Everyone's whole life, in batches that hold them all."""
-        legs = [(request_id, leg) for request_id in request_ids if (leg := self.leg("prefill", request_id))]
-        self.say("p", *(_started(leg) for _, leg in legs))
-        self.say("p", *(_prefill_token(leg, 7) for _, leg in legs))
-        legs = [(request_id, leg) for request_id in request_ids if (leg := self.leg("decode", request_id))]
-        self.say("d", *(_admitted(leg) for _, leg in legs))
-        self.say("d", *(each for _, leg in legs for each in (_ready(leg), _tokens(leg, 0, [7]))))
-        self.say("d", *(_tokens(leg, 1, [8]) for _, leg in legs))
-        self.say("d", *(_tokens(leg, 2, [9], finish=True) for _, leg in legs))
-        self.say("p", *(_lease_ended(leg) for leg in self.commands["prefill"].values()))
+    def run(self, request_ids: tuple[str, ...] = ALL, stages: Sequence[str] | None = None) -> None:
+        """Takes requests through stages of their lives, all by default, in batches that hold them all."""
+        for stage in STAGES if stages is None else stages:
+            self.say(*self.batch(stage, request_ids))
+
+    def batch(self, stage: str, request_ids: tuple[str, ...]) -> tuple[str, list[worker_pb2.LegEvent]]:
+        """Returns the worker that speaks in a stage, and its events: one or more for each request with such a leg."""
+        phase, worker_id = ("prefill", "p") if stage in PREFILL_STAGES else ("decode", "d")
+        legs = [leg for request_id in request_ids if (leg := self.leg(phase, request_id))]
+        return worker_id, [event for leg in legs for event in EVENTS[stage](leg)]
 
     def assert_only_the_poisoned_suffers(self, *, may_finish: bool = False, reason: str = "INTERNAL") -> None:
         for request_id in INNOCENT:
@@ -232,36 +231,49 @@ class Bench:
         assert not any(worker.legs for worker in self.coordinator.workers())
 
 
-def _started(leg: int) -> worker_pb2.LegEvent:
+def started(leg: int) -> worker_pb2.LegEvent:
     lease_id = leg.to_bytes(16, "big")
     return worker_pb2.LegEvent(
         started=worker_pb2.PrefillStarted(leg=leg, lease_id=lease_id, source=types_pb2.KVSource())
     )
 
 
-def _prefill_token(leg: int, token_id: int) -> worker_pb2.LegEvent:
-    tokens = types_pb2.SequenceTokens(leg=leg, token_ids=[token_id], timings=types_pb2.PhaseTimings())
-    return worker_pb2.LegEvent(tokens=tokens)
+def prefill_token(leg: int) -> worker_pb2.LegEvent:
+    sequence = types_pb2.SequenceTokens(leg=leg, token_ids=[7], timings=types_pb2.PhaseTimings())
+    return worker_pb2.LegEvent(tokens=sequence)
 
 
-def _lease_ended(leg: int) -> worker_pb2.LegEvent:
-    reason = worker_pb2.LEASE_END_REASON_RELEASED
+def lease_ended(leg: int, reason: Any = worker_pb2.LEASE_END_REASON_RELEASED) -> worker_pb2.LegEvent:
     return worker_pb2.LegEvent(lease_ended=worker_pb2.LeaseEnded(leg=leg, reason=reason))
 
 
-def _admitted(leg: int) -> worker_pb2.LegEvent:
+def admitted(leg: int) -> worker_pb2.LegEvent:
     return worker_pb2.LegEvent(admitted=worker_pb2.DecodeAdmitted(leg=leg))
 
 
-def _ready(leg: int) -> worker_pb2.LegEvent:
+def ready(leg: int) -> worker_pb2.LegEvent:
     return worker_pb2.LegEvent(ready=worker_pb2.ImportReady(leg=leg))
 
 
-def _tokens(leg: int, position: int, token_ids: list[int], *, finish: bool = False) -> worker_pb2.LegEvent:
-    tokens = types_pb2.SequenceTokens(leg=leg, position=position, token_ids=token_ids)
+def tokens(leg: int, position: int, token_ids: list[int], *, finish: bool = False) -> worker_pb2.LegEvent:
+    sequence = types_pb2.SequenceTokens(leg=leg, position=position, token_ids=token_ids)
     if finish:
-        tokens.finish.reason = types_pb2.FINISH_REASON_LENGTH
-    return worker_pb2.LegEvent(tokens=tokens)
+        sequence.finish.reason = types_pb2.FINISH_REASON_LENGTH
+    return worker_pb2.LegEvent(tokens=sequence)
+
+
+EVENTS: dict[str, Callable[[int], list[worker_pb2.LegEvent]]] = {
+    "prefill begins": lambda leg: [started(leg)],
+    "prefill ends": lambda leg: [prefill_token(leg)],
+    "decode is admitted": lambda leg: [admitted(leg)],
+    "import ends": lambda leg: [ready(leg), tokens(leg, 0, [7])],
+    "decode goes on": lambda leg: [tokens(leg, 1, [8])],
+    "decode ends": lambda leg: [tokens(leg, 2, [9], finish=True)],
+    "lease ends": lambda leg: [lease_ended(leg)],
+}
+"""What a worker says of one leg in each stage of a request's life, by the stage's name."""
+STAGES = tuple(EVENTS)
+PREFILL_STAGES = ("prefill begins", "prefill ends", "lease ends")
 
 
 def as_any(value: object) -> Any:

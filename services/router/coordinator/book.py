@@ -38,6 +38,7 @@ from services.router.coordinator.request import (
     TRANSITIONS,
     Phase,
     PlacedDecode,
+    PlacedLeg,
     PlacedPrefill,
     Request,
     leg_stage,
@@ -104,6 +105,14 @@ class Book:
         """Returns a leg number that was never used before."""
         self.newest_leg += 1
         return self.newest_leg
+
+    def leg_at(self, worker: Worker, leg: int) -> tuple[Request, PlacedLeg] | None:
+        """Returns a request and its leg of that number, current or released, if it was sent to this worker."""
+        request = self.legs.get(leg)
+        placed = request.leg(leg) if request is not None else None
+        if request is None or placed is None or placed.worker.worker_id != worker.info.worker_id:
+            return None
+        return request, placed
 
     def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
         token_ids = request.leg_tokens()
@@ -225,13 +234,13 @@ class Book:
         if leg.sealed_s is None:
             self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, "done"))
         self.forget_released(request)
-        request.released_leg = leg.leg
+        request.released = leg
         self._count_handoff(request)
 
     def forget_released(self, request: Request) -> None:
-        if request.released_leg is not None:
-            del self.legs[request.released_leg]
-            request.released_leg = None
+        if request.released is not None:
+            del self.legs[request.released.leg]
+            request.released = None
 
     def announce(self, request: Request) -> None:
         """Tells the client, once, which worker prefills its prompt."""
@@ -300,8 +309,13 @@ class Book:
     def spoil(self, where: str, request: Request | None, error: Exception, now: float) -> None:
         """Reports a defect, and fails the request on whose behalf it was met, if there is one."""
         self.actions.append(Defect(where, request.request_id if request is not None else "", error))
-        if request is not None:
+        if request is None:
+            return
+        if request.request_id in self.requests:
             self.fail_surely(request, unforeseen(error), now)
+        else:  # it was ended before the defect was met, but its client may not have been told
+            self.actions.append(EmitFailed(request.request_id, unforeseen(error)))
+        self._remove_everywhere(request)
 
     def fail_surely(self, request: Request, error: BatonError, now: float) -> None:
         """Fails a request even if its record is broken: nothing of it is left, here or at the workers."""
@@ -315,7 +329,10 @@ class Book:
             self.actions.append(EmitFailed(request.request_id, error))
 
     def _remove_everywhere(self, request: Request) -> None:
-        """Removes every trace of a request whose own record cannot be trusted: it searches all other records."""
+        """Removes every trace of a request whose own record cannot be trusted.
+
+        It searches all other records for its legs, and counts anew what is counted over all requests.
+        """
         for worker in self.workers.all():
             info = worker.info
             for leg in [leg for leg, request_id in worker.legs.items() if request_id == request.request_id]:
@@ -325,12 +342,14 @@ class Book:
             del self.legs[leg]
         self.queue.discard(request)
         self.parked.discard(request)
-        request.prefill = request.decode = request.released_leg = None
-        request.phase = Phase.FINISHED
-        del self.requests[request.request_id]
-        self.crashed.discard(request.request_id)
-        self.num_in = Counter(other.phase for other in self.requests.values())
-        self._count_handoff(request)
+        request.prefill = request.decode = request.released = None
+        request.phase, request.tokens_in_flight = Phase.FINISHED, 0
+        if self.requests.get(request.request_id, request) is request:
+            self.requests.pop(request.request_id, None)
+            self.crashed.discard(request.request_id)
+        live = self.requests.values()
+        self.num_in = Counter(other.phase for other in live)
+        self.handoffs_in_flight = HandoffsInFlight([each.tokens_in_flight for each in live if each.tokens_in_flight])
         self.placement_is_due = True
 
     def _count_handoff(self, request: Request) -> None:

@@ -211,11 +211,8 @@ class Canaries:
 
     def event(self, worker: Worker, event: LegEvent, now: float) -> bool:
         """Handles an event of a canary's leg. Returns False if the event is not about a canary."""
-        canary = self._legs.get(event.leg)
+        canary = self._canary_at(worker, event.leg)
         if canary is None:
-            return False
-        runs_there = canary.source if event.leg == canary.prefill_leg else canary.target
-        if runs_there is None or runs_there.worker_id != worker.info.worker_id:
             return False
         if event.leg == canary.prefill_leg:
             self._prefill_event(canary, worker, event, now)
@@ -263,10 +260,18 @@ class Canaries:
     def has_leg(self, leg: int) -> bool:
         return leg in self._legs
 
-    def give_up(self, leg: int) -> None:
+    def give_up(self, worker: Worker, leg: int) -> None:
         """Ends the canary of a leg whose event could not be handled. That says nothing of the worker's health."""
-        if (canary := self._legs.get(leg)) is not None:
+        if (canary := self._canary_at(worker, leg)) is not None:
             self._end(canary)
+
+    def _canary_at(self, worker: Worker, leg: int) -> Canary | None:
+        """Returns the canary of which that leg runs at this worker."""
+        canary = self._legs.get(leg)
+        if canary is None:
+            return None
+        runs_at = canary.source if leg == canary.prefill_leg else canary.target
+        return canary if runs_at is not None and runs_at.worker_id == worker.info.worker_id else None
 
     # Judging
 

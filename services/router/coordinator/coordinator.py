@@ -26,7 +26,7 @@ from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.dispatch import dispatch, give_up_stranded
 from services.router.coordinator.events import ExpectedRequest, FinishReason, LegEvent, RequestSpec, WorkerInfo
-from services.router.coordinator.request import Phase
+from services.router.coordinator.request import Phase, Request
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
 
@@ -183,11 +183,13 @@ class Coordinator:
         if worker is None:
             return
         for event in events:
+            # Looked up before: a handler that fails may have ended the leg, but not yet settled or ended its request.
+            found = self._book.leg_at(worker, event.leg)
             try:
                 if not self._canaries.event(worker, event, now):
                     handoff.leg_event(self._book, worker, event, now)
             except Exception as error:
-                self.spoil_leg(event.leg, "event", error, now)
+                self._spoil(worker, event.leg, found[0] if found else None, "event", error, now)
         self._take_load(worker, load, now)
 
     def live_legs(self, worker_id: str, incarnation: int, newest_leg: int, legs: Collection[int], now: float) -> None:
@@ -199,10 +201,21 @@ class Coordinator:
         if worker is not None:
             silent_legs.reconcile(self._book, worker, newest_leg, legs, self._canaries.has_leg, now)
 
-    def spoil_leg(self, leg: int, where: str, error: Exception, now: float) -> None:
-        """Reports a defect met with an event of this leg, and ends only the canary or request that it belongs to."""
-        self._canaries.give_up(leg)
-        self._book.spoil(where, self._book.legs.get(leg), error, now)
+    def spoil_leg(self, worker_id: str, incarnation: int, leg: int, where: str, error: Exception, now: float) -> None:
+        """Reports a defect met with a command or an event of a worker's leg.
+
+        Ends the canary or request that the leg belongs to, and no other: a leg of another worker is left alone.
+        """
+        worker = self._book.workers.current(worker_id, incarnation)
+        found = self._book.leg_at(worker, leg) if worker is not None else None
+        self._spoil(worker, leg, found[0] if found else None, where, error, now)
+
+    def _spoil(
+        self, worker: Worker | None, leg: int, request: Request | None, where: str, error: Exception, now: float
+    ) -> None:
+        if worker is not None:
+            self._canaries.give_up(worker, leg)
+        self._book.spoil(where, request, error, now)
 
     def drain(self, worker_id: str, now: float) -> None:
         """Places nothing on the worker any more. Raises UnknownWorker."""

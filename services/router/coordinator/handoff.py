@@ -58,19 +58,17 @@ if TYPE_CHECKING:
 
 def leg_event(book: Book, worker: Worker, event: LegEvent, now: float) -> None:
     """Handles one event of a worker. The number of its leg tells to which request and phase it belongs."""
-    request = book.legs.get(event.leg)
-    if request is not None and event.leg == request.released_leg:
-        _released_leg_event(book, request, event)
-        return
-    current = () if request is None else (request.prefill, request.decode)
-    leg = next((each for each in current if each is not None and each.leg == event.leg), None)
-    if request is None or leg is None or leg.worker.worker_id != worker.info.worker_id:
+    found = book.leg_at(worker, event.leg)
+    if found is None:
         goes_on = isinstance(event, PrefillStarted | DecodeAdmitted | ImportReady)
         if goes_on or (isinstance(event, Tokens) and event.finish is None):
             book.actions.append(CancelLeg(worker.info.worker_id, worker.info.incarnation, event.leg))
         return
+    request, leg = found
     leg.heard_s = book.awake.at(now)
-    if isinstance(leg, PlacedPrefill):
+    if leg is request.released:
+        _released_leg_event(book, request, event)
+    elif isinstance(leg, PlacedPrefill):
         _prefill_event(book, request, leg, event, now)
     else:
         _decode_event(book, request, leg, worker, event, now)

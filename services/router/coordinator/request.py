@@ -177,7 +177,7 @@ class Request:
     """All tokens received, from output position 0."""
     prefill: PlacedPrefill | None = None
     decode: PlacedDecode | None = None
-    released_leg: int | None = None
+    released: PlacedPrefill | None = None
     """The prefill leg whose blocks were taken over; its last reports are still expected."""
     fingerprint: Fingerprint | None = None
     """The fingerprint of the worker that computes the prompt. It is fixed once there is output: a replay needs the
@@ -208,6 +208,11 @@ class Request:
     def total_tokens(self) -> int:
         """Returns the most tokens that the sequence may have, prompt and output together."""
         return len(self.spec.token_ids) + self.max_tokens
+
+    def leg(self, number: int) -> PlacedLeg | None:
+        """Returns the leg of that number, if it is current or was the last one released."""
+        legs = (self.prefill, self.decode, self.released)
+        return next((leg for leg in legs if leg is not None and leg.leg == number), None)
 
     def leg_tokens(self) -> tuple[int, ...]:
         """Returns the token ids that a new leg computes: the prompt and all output received."""

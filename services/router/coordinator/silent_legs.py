@@ -69,7 +69,7 @@ def expire_legs(book: Book, now: float) -> None:
     """
     awake_s = book.awake.at(now)
     for leg in book.silent_legs.due(awake_s + _SLACK_S):
-        if (request := book.legs.get(leg)) is not None and leg != request.released_leg:
+        if (request := book.legs.get(leg)) is not None and request.leg(leg) is not request.released:
             with book.isolated("tick", request, now):
                 _expire_unanswered(book, request, now)
                 _expire_silent(book, request, now)

@@ -26,6 +26,7 @@ from tests.support.isolation_bench import (
     Poison,
     Recorder,
     as_any,
+    started,
 )
 
 
@@ -341,3 +342,36 @@ def test_every_action_is_poisoned_above() -> None:
     }
     assert names == {*of_requests, "HealthChanged", "GroupsChanged", "Defect"}
     assert SendLeg.__name__ in names
+
+
+@pytest.mark.parametrize("leg_of", ["a request", "a canary"])
+def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, leg_of: str
+) -> None:
+    """A worker that names a leg of another worker's harms nobody, even if the router cannot read what it says."""
+    from services.router import wire
+
+    bench.watch()
+    if leg_of == "a canary":
+        bench = Bench(deep_checks=True)
+        bench.conductor.tick()
+        (leg,) = [leg for leg, canary in bench.coordinator._canaries._legs.items() if canary.source is not None]
+    else:
+        for request_id in ALL:
+            bench.submit(request_id)
+        found = bench.leg("prefill", POISONED)
+        assert found is not None
+        leg = found
+
+    def raises(*_: Any) -> Any:
+        raise Poison("event")
+
+    with monkeypatch.context() as poisoned:
+        poisoned.setattr(wire, "leg_event", raises)
+        bench.say("d", [started(leg)])
+    assert bench.metrics.internal_errors == {"event": 1}
+    if leg_of == "a canary":
+        assert bench.coordinator._canaries.has_leg(leg)
+        return
+    bench.run()
+    assert {answer.reason for answer in bench.answers.values()} == {"length"}
