@@ -231,8 +231,8 @@ class Conductor:
             try:
                 found.append(wire.leg_event(event))
             except Exception as error:
-                leg, now = getattr(event, kind).leg, self._clock.now()
-                self.coordinator.spoil_leg(info.worker_id, info.incarnation, leg, "event", error, now)
+                leg = getattr(event, kind).leg
+                self.coordinator.spoil_leg(info, leg, "event", error, self._clock.now())
         return found
 
     # Operators
@@ -307,8 +307,7 @@ class Conductor:
                 try:
                     self._send(action)
                 except Exception as error:  # reported by leg, since a canary has no request id here
-                    worker, now = (action.worker_id, action.incarnation), self._clock.now()
-                    self.coordinator.spoil_leg(*worker, action.leg, "action", error, now)
+                    self.coordinator.spoil_leg(action.worker, action.leg, "action", error, self._clock.now())
             case CancelLeg():
                 self._send_cancel(action)
             case EmitStarted():
@@ -370,13 +369,13 @@ class Conductor:
             command.worker_id,
             extra=ids(command.spec.request_id, traceparent),
         )
-        link = self._link(command.worker_id, command.incarnation)
+        link = self._link(command.worker)
         if link is None:
             return  # the link was lost just now; the coordinator is informed next
         link.send(wire.request_of(command, traceparent))
 
     def _send_cancel(self, action: CancelLeg) -> None:
-        link = self._link(action.worker_id, action.incarnation)
+        link = self._link(action.worker)
         if link is not None:
             link.send(worker_pb2.SessionRequest(cancel=worker_pb2.CancelLeg(leg=action.leg)))
 
@@ -424,9 +423,9 @@ class Conductor:
         level = logging.INFO if isinstance(error, _CLIENT_ERRORS) else logging.WARNING
         log.log(level, "request failed: %s: %s", error.reason, error, extra=ids(request_id, live.trace.traceparent))
 
-    def _link(self, worker_id: str, incarnation: int) -> WorkerLink | None:
-        link = self.links.get(worker_id)
-        return link if link is not None and link.info.incarnation == incarnation else None
+    def _link(self, worker: WorkerInfo) -> WorkerLink | None:
+        link = self.links.get(worker.worker_id)
+        return link if link is not None and link.info.incarnation == worker.incarnation else None
 
     def _is_current(self, link: WorkerLink) -> bool:
         return self.links.get(link.info.worker_id) is link

@@ -270,7 +270,7 @@ class WorkerHost:
 
     @property
     def roles(self) -> frozenset[types_pb2.WorkerRole]:
-        """Returns the phases that the worker takes commands for. They do not change while the process runs."""
+        """Returns the phases that the worker takes commands for. Routers learn of a change at the next registration."""
         return frozenset(self.phases)
 
     @property

@@ -16,7 +16,7 @@ from services.engine.schedule import step
 from services.engine.worker_engine import EngineRoom
 from services.kv.lease_table import LeaseTable
 from services.router.conductor import Conductor
-from services.router.coordinator import admission, dispatch
+from services.router.coordinator import admission, placement
 from services.router.coordinator.book import Book
 from services.router.coordinator.coordinator import Coordinator
 from services.router.coordinator.request import Request
@@ -77,7 +77,7 @@ def admits_young_handoffs_before_aged_ones() -> Bug:
 
 
 def claims_nothing_for_aged_handoffs() -> Bug:
-    return replaced(dispatch, "_claim", lambda *_: None)
+    return replaced(placement, "_claim", lambda *_: None)
 
 
 def imports_before_preempted_sequences() -> Bug:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
-from services.router.coordinator.events import FinishReason, RequestSpec
+from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
 from services.router.health import Health
 from services.router.policy import Role
 
@@ -33,8 +33,7 @@ class SendLeg:
 
     phase: Role
     """PREFILL or DECODE."""
-    worker_id: str
-    incarnation: int
+    worker: WorkerInfo
     leg: int
     spec: RequestSpec
     max_tokens: int
@@ -48,11 +47,14 @@ class SendLeg:
     age_s: float = 0.0
     """How long the handoff has been waiting."""
 
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id
+
 
 @dataclass(frozen=True, slots=True)
 class CancelLeg:
-    worker_id: str
-    incarnation: int
+    worker: WorkerInfo
     leg: int
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
 from services.router.coordinator.book import Book
-from services.router.coordinator.dispatch import can_be_served, why_unserved
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
+from services.router.coordinator.placement import can_be_served, why_unserved
 from services.router.coordinator.request import Phase, Request
 from services.router.policy import Ahead, Costs, Work
 

@@ -2,7 +2,7 @@
 
 Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, the counts of requests by phase
 and of handoffs in flight, the alarms of deadlines and of silent legs, and that a defect met on behalf of one request
-ends that one only (`isolated`). Never: decides where something runs (`dispatch.py`) or what an event means
+ends that one only (`isolated`). Never: decides where something runs (`placement.py`) or what an event means
 (`handoff.py`).
 
 Invariant: after every input a request's phase follows from its legs (`settle`), it is in the queue iff QUEUED and among
@@ -11,12 +11,10 @@ the parked iff PARKED, and each current leg is listed with its worker.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import heapq
 from collections import Counter
-from collections.abc import Container, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterator
+from dataclasses import replace
 
 from services.core.errors import BatonError, WorkerFailed, unforeseen
 from services.core.hashing import num_blocks_for
@@ -33,7 +31,7 @@ from services.router.coordinator.actions import (
     Stage,
 )
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import FinishReason, RequestSpec
+from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
 from services.router.coordinator.request import (
     TRANSITIONS,
     Phase,
@@ -46,6 +44,7 @@ from services.router.coordinator.request import (
     queue_stage,
     summary,
 )
+from services.router.coordinator.waiting import Alarms, WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.health import HealthRecord
 from services.router.policy import HandoffsInFlight, Role
@@ -74,7 +73,7 @@ class Book:
         self.queue = WaitList()
         self.parked = WaitList()
         self.claims: dict[str, tuple[int, int]] = {}
-        """The workers that aged queued requests have claimed, with the `order` of the claimant; each dispatch makes it
+        """The workers that aged queued requests have claimed, with the `order` of the claimant; each pass makes it
         anew."""
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
@@ -119,7 +118,7 @@ class Book:
         leg = self._open_leg(request, worker, len(token_ids), len(token_ids), now)
         request.story.num_prefills += 1
         request.story.prefill_worker = worker.info.worker_id
-        self._bind(request, worker)
+        self._fix_fingerprint(request, worker)
         request.prefill = PlacedPrefill(
             leg,
             worker.info,
@@ -129,20 +128,7 @@ class Book:
             sent_s=now,
             heard_s=self.awake.at(now),
         )
-        self.actions.append(
-            SendLeg(
-                Role.PREFILL,
-                worker.info.worker_id,
-                worker.info.incarnation,
-                leg,
-                request.spec,
-                request.max_tokens,
-                token_ids,
-                len(request.output),
-                _remaining_s(request, now),
-                request.story.num_prefills,
-            )
-        )
+        self.actions.append(_command(request, Role.PREFILL, request.prefill, token_ids, now))
         self.settle(request, now)
 
     def open_decode(self, request: Request, worker: Worker, now: float) -> None:
@@ -163,7 +149,7 @@ class Book:
         request.story.decode_worker = worker.info.worker_id
         if source is None:
             request.story.prefill_worker = worker.info.worker_id
-            self._bind(request, worker)
+            self._fix_fingerprint(request, worker)
         request.decode = PlacedDecode(
             leg,
             worker.info,
@@ -174,22 +160,8 @@ class Book:
             asked_s=self.awake.at(now),
             has_handoff=handoff is not None,
         )
-        self.actions.append(
-            SendLeg(
-                Role.DECODE,
-                worker.info.worker_id,
-                worker.info.incarnation,
-                leg,
-                request.spec,
-                request.max_tokens,
-                token_ids,
-                output_base,
-                _remaining_s(request, now),
-                request.story.num_decodes,
-                handoff,
-                age_s,
-            )
-        )
+        command = _command(request, Role.DECODE, request.decode, token_ids, now)
+        self.actions.append(replace(command, handoff=handoff, age_s=age_s))
         self.settle(request, now)
 
     def end_prefill(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
@@ -200,8 +172,8 @@ class Book:
         self._drop_leg(leg.leg, leg.worker.worker_id)
         if leg.sealed_s is None:
             self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, outcome))
-        if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
-            self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
+        if cancel:
+            self.cancel_leg(leg.worker, leg.leg)
 
     def end_decode(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
         """Ends the decode leg; the prefill leg and its lease stay. `cancel` says that the worker must be told."""
@@ -210,8 +182,13 @@ class Book:
         request.decode = None
         self._drop_leg(leg.leg, leg.worker.worker_id)
         self.actions.append(leg_stage(request, Stage.DECODE, leg, now, outcome))
-        if cancel and self.workers.current(leg.worker.worker_id, leg.worker.incarnation):
-            self.actions.append(CancelLeg(leg.worker.worker_id, leg.worker.incarnation, leg.leg))
+        if cancel:
+            self.cancel_leg(leg.worker, leg.leg)
+
+    def cancel_leg(self, worker: WorkerInfo, leg: int) -> None:
+        """Tells a worker to end a leg, unless its session is over: then its legs are, too."""
+        if self.workers.current(worker.worker_id, worker.incarnation) is not None:
+            self.actions.append(CancelLeg(worker, leg))
 
     def seal_prefill(self, request: Request, now: float) -> None:
         """Notes that token 0 has arrived: the prefill leg's computation is over, and its lease is sealed."""
@@ -291,7 +268,7 @@ class Book:
         self._end_request(request, now, error.reason.lower())
         self.actions.append(EmitFailed(request.request_id, error))
 
-    def _bind(self, request: Request, worker: Worker) -> None:
+    def _fix_fingerprint(self, request: Request, worker: Worker) -> None:
         """Notes which worker computes the prompt: only workers of its fingerprint may go on with the output."""
         assert not request.output or worker.info.fingerprint == request.fingerprint, "replayed by other weights"
         request.fingerprint = worker.info.fingerprint
@@ -334,10 +311,9 @@ class Book:
         It searches all other records for its legs, and counts anew what is counted over all requests.
         """
         for worker in self.workers.all():
-            info = worker.info
             for leg in [leg for leg, request_id in worker.legs.items() if request_id == request.request_id]:
-                self.workers.drop_leg(info.worker_id, leg)
-                self.actions.append(CancelLeg(info.worker_id, info.incarnation, leg))
+                self.workers.drop_leg(worker.info.worker_id, leg)
+                self.cancel_leg(worker.info, leg)
         for leg in [leg for leg, other in self.legs.items() if other is request]:
             del self.legs[leg]
         self.queue.discard(request)
@@ -428,61 +404,16 @@ class Book:
         self.crashed.discard(request.request_id)
 
 
-def _remaining_s(request: Request, now: float) -> float | None:
-    return None if request.spec.deadline_s is None else max(0.0, request.spec.deadline_s - now)
-
-
-class WaitList:
-    def __init__(self) -> None:
-        self._ordered: list[tuple[tuple[int, int], Request]] = []
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Walks over a copy, so that requests may leave the list meanwhile."""
-        return iter([request for _, request in self._ordered])
-
-    def add(self, request: Request) -> None:
-        bisect.insort(self._ordered, (request.order, request), key=_order)
-
-    def remove(self, request: Request) -> None:
-        index = bisect.bisect_left(self._ordered, request.order, key=_order)
-        assert self._ordered[index][1] is request
-        del self._ordered[index]
-
-    def discard(self, request: Request) -> None:
-        """Removes the request if it is in the list, wherever that is."""
-        self._ordered = [entry for entry in self._ordered if entry[1] is not request]
-
-
-def _order(entry: tuple[tuple[int, int], Request]) -> tuple[int, int]:
-    return entry[0]
-
-
-Key = TypeVar("Key", int, str)
-
-
-class Alarms(Generic[Key]):
-    def __init__(self, live: Container[Key]) -> None:
-        """`live` holds the keys that still exist. Alarms of other keys are dropped before they outnumber the rest."""
-        self._live: Container[Key] = live
-        self._heap: list[tuple[float, Key]] = []
-        self._most = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def set(self, at_s: float, key: Key) -> None:
-        heapq.heappush(self._heap, (at_s, key))
-        if len(self._heap) > self._most:
-            self._heap = [alarm for alarm in self._heap if alarm[1] in self._live]
-            heapq.heapify(self._heap)
-            self._most = 2 * len(self._heap) + 64
-
-    def due(self, now: float) -> list[Key]:
-        """Returns the keys whose alarms have rung, in order of time. Each alarm is returned once."""
-        keys: dict[Key, None] = {}
-        while self._heap and self._heap[0][0] <= now:
-            keys[heapq.heappop(self._heap)[1]] = None
-        return [key for key in keys if key in self._live]
+def _command(request: Request, phase: Role, leg: PlacedLeg, token_ids: tuple[int, ...], now: float) -> SendLeg:
+    deadline_s = request.spec.deadline_s
+    return SendLeg(
+        phase,
+        leg.worker,
+        leg.leg,
+        request.spec,
+        request.max_tokens,
+        token_ids,
+        leg.output_base,
+        remaining_s=None if deadline_s is None else max(0.0, deadline_s - now),
+        attempt=leg.attempt,
+    )

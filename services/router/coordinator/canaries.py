@@ -14,11 +14,11 @@ up are checked again from time to time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError, DeadlineExceeded, Draining
-from services.router.coordinator.actions import CancelLeg, HandoffRef, SendLeg
+from services.router.coordinator.actions import HandoffRef, SendLeg
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -100,37 +100,19 @@ def new_canary(
 def prefill_command(canary: Canary, timeout_s: float) -> SendLeg:
     """Returns the command for the canary's source. Alone, its first token is its last."""
     assert canary.source is not None
-    return SendLeg(
-        Role.PREFILL,
-        canary.source.worker_id,
-        canary.source.incarnation,
-        canary.prefill_leg,
-        canary.spec,
-        canary.num_asked,
-        canary.spec.token_ids,
-        output_base=0,
-        remaining_s=timeout_s,
-        attempt=1,
-    )
+    return _command(canary, Role.PREFILL, canary.source, canary.prefill_leg, canary.num_asked, timeout_s)
 
 
 def decode_command(canary: Canary, handoff: HandoffRef | None, timeout_s: float) -> SendLeg:
     """Returns the command for the canary's target."""
     assert canary.target is not None
-    return SendLeg(
-        Role.DECODE,
-        canary.target.worker_id,
-        canary.target.incarnation,
-        canary.decode_leg,
-        canary.spec,
-        _NUM_TOKENS,
-        canary.spec.token_ids,
-        output_base=0,
-        remaining_s=timeout_s,
-        attempt=1,
-        handoff=handoff,
-        age_s=0.0,
-    )
+    command = _command(canary, Role.DECODE, canary.target, canary.decode_leg, _NUM_TOKENS, timeout_s)
+    return replace(command, handoff=handoff)
+
+
+def _command(canary: Canary, phase: Role, worker: WorkerInfo, leg: int, max_tokens: int, remaining_s: float) -> SendLeg:
+    spec = canary.spec
+    return SendLeg(phase, worker, leg, spec, max_tokens, spec.token_ids, 0, remaining_s, attempt=1)
 
 
 class Canaries:
@@ -366,8 +348,8 @@ class Canaries:
             if leg:
                 assert worker is not None
                 del self._legs[leg]
-                if cancel and self._book.workers.current(worker.worker_id, worker.incarnation):
-                    self._book.actions.append(CancelLeg(worker.worker_id, worker.incarnation, leg))
+                if cancel:
+                    self._book.cancel_leg(worker, leg)
 
 
 def _open(worker: Worker) -> bool:

@@ -2,7 +2,7 @@
 
 Owns: that inputs change state only, and mark that placement is due; `place` is called once per turn of the event loop.
 Never: gRPC, text, clocks. The caller takes the actions (`take_actions`) after every input and every `place`. The rules
-are in `admission.py`, `dispatch.py` (placement), `handoff.py` (events of workers), `silent_legs.py`, `canaries.py` and
+are in `admission.py`, `placement.py`, `handoff.py` (events of workers), `silent_legs.py`, `canaries.py` and
 `book.py` (legs and phases).
 """
 
@@ -24,8 +24,8 @@ from services.router.coordinator.actions import Action, GroupsChanged
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.dispatch import dispatch, give_up_stranded
 from services.router.coordinator.events import ExpectedRequest, FinishReason, LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.placement import give_up_stranded, place_all
 from services.router.coordinator.request import Phase, Request
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
@@ -115,6 +115,7 @@ class Coordinator:
     def worker_joined(self, info: WorkerInfo, now: float) -> bool:
         """Takes a registration. Returns whether to open a session: the worker is new, restarted, or was lost.
 
+        Of a worker that has a session, or is about to, only new roles are taken over: the legs that it has go on.
         Raises WorkerIdInUse while another process of that name has a session: that process is alive, or has not been
         silent for long enough to be lost. Raises Overloaded if `max_workers` workers are known and all have sessions.
         """
@@ -123,6 +124,7 @@ class Coordinator:
             known = workers.get(info.worker_id)
             if known.info.incarnation == info.incarnation:
                 if known.state is not WorkerState.LOST:
+                    workers.set_roles(known, info, now)
                     return False
             else:
                 _check_gone(known)
@@ -201,12 +203,12 @@ class Coordinator:
         if worker is not None:
             silent_legs.reconcile(self._book, worker, newest_leg, legs, self._canaries.has_leg, now)
 
-    def spoil_leg(self, worker_id: str, incarnation: int, leg: int, where: str, error: Exception, now: float) -> None:
+    def spoil_leg(self, at: WorkerInfo, leg: int, where: str, error: Exception, now: float) -> None:
         """Reports a defect met with a command or an event of a worker's leg.
 
         Ends the canary or request that the leg belongs to, and no other: a leg of another worker is left alone.
         """
-        worker = self._book.workers.current(worker_id, incarnation)
+        worker = self._book.workers.current(at.worker_id, at.incarnation)
         found = self._book.leg_at(worker, leg) if worker is not None else None
         self._spoil(worker, leg, found[0] if found else None, where, error, now)
 
@@ -248,7 +250,7 @@ class Coordinator:
         served = bool(book.workers.cluster.whole.longest_sequence)
         self._ready = served and (self._ready or not self._canaries.checking)
         with book.isolated("placement", None, now):
-            dispatch(book, now)
+            place_all(book, now)
 
     def tick(self, now: float) -> None:
         """Ends what has waited too long, and marks placement as due.

@@ -3,8 +3,8 @@
 Owns: the rules, whom a failure counts against, and what survives it (docs/architecture.md, "What keeps the handoff
 right"). The end of a decode leg leaves the prefill leg and its lease; without either, the request is computed again
 from its prompt and the output received. Never: where the request goes next: `Book.settle` queues or parks it, and
-`dispatch.py` places it. Events of a leg that is not current change nothing; if the leg may still live at its worker, it
-is cancelled there.
+`placement.py` places it. Events of a leg that is not current change nothing; if the leg may still live at its worker,
+it is cancelled there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.core.errors import (
     StaleIncarnation,
     UnknownModel,
 )
-from services.router.coordinator.actions import CancelLeg, EmitTokens
+from services.router.coordinator.actions import EmitTokens
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -62,7 +62,7 @@ def leg_event(book: Book, worker: Worker, event: LegEvent, now: float) -> None:
     if found is None:
         goes_on = isinstance(event, PrefillStarted | DecodeAdmitted | ImportReady)
         if goes_on or (isinstance(event, Tokens) and event.finish is None):
-            book.actions.append(CancelLeg(worker.info.worker_id, worker.info.incarnation, event.leg))
+            book.cancel_leg(worker.info, event.leg)
         return
     request, leg = found
     leg.heard_s = book.awake.at(now)
@@ -109,6 +109,16 @@ def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worke
 # Prefill legs
 
 
+def _began(book: Book, request: Request, leg: PlacedLeg, cached_tokens: int, now: float) -> None:
+    """Notes that a worker has reserved the leg's blocks. The first time, the client is told."""
+    book.workers.answered(leg.worker.worker_id, leg.leg)
+    if not request.story.announced:
+        request.story.cached_tokens = min(cached_tokens, len(request.spec.token_ids))
+    book.announce(request)
+    book.settle(request, now)
+    request.setbacks.refusals.clear()  # after `settle`, which reports them with the placement that has ended
+
+
 def _released_leg_event(book: Book, request: Request, event: LegEvent) -> None:
     """Handles an event of a prefill leg whose blocks were taken over: only its timings are still of use."""
     if isinstance(event, Tokens):
@@ -122,12 +132,7 @@ def _prefill_started(book: Book, request: Request, leg: PlacedPrefill, event: Pr
         prefill_failed(book, request, leg, ProtocolViolation("a second lease"), now, cancel=True)
         return
     leg.lease = HeldLease(event.lease_id, event.source, opened_s=now)
-    book.workers.answered(leg.worker.worker_id, leg.leg)
-    request.setbacks.refusals.clear()
-    if not request.story.announced:
-        request.story.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
-    book.announce(request)
-    book.settle(request, now)
+    _began(book, request, leg, event.cached_tokens, now)
 
 
 def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tokens, now: float) -> None:
@@ -169,12 +174,7 @@ def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseE
 
 def _decode_admitted(book: Book, request: Request, leg: PlacedDecode, event: DecodeAdmitted, now: float) -> None:
     leg.admitted_s = now
-    book.workers.answered(leg.worker.worker_id, leg.leg)
-    if not request.story.announced:
-        request.story.cached_tokens = min(event.cached_tokens, len(request.spec.token_ids))
-    book.announce(request)
-    book.settle(request, now)
-    request.setbacks.refusals.clear()
+    _began(book, request, leg, event.cached_tokens, now)
 
 
 def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from services.core.errors import Overloaded, ProtocolViolation
-from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.book import Book
 from services.router.coordinator.handoff import decode_failed, lapsed, prefill_failed
 from services.router.coordinator.request import PlacedDecode, PlacedLeg, Request
@@ -44,7 +43,7 @@ def reconcile(
     """
     unknown = [leg for leg in live if leg not in worker.legs and leg not in book.legs and not is_canary(leg)]
     for leg in unknown[:_MOST_CANCELS]:
-        book.actions.append(CancelLeg(worker.info.worker_id, worker.info.incarnation, leg))
+        book.cancel_leg(worker.info, leg)
     if newest_leg > book.newest_leg:
         return  # this router never sent such a leg, so the worker's list cannot be trusted
     for leg in [leg for leg in worker.legs if leg <= newest_leg and leg not in live]:

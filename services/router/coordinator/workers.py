@@ -241,14 +241,31 @@ class WorkerTable:
         self._workers[info.worker_id] = worker
         self._changed(info.worker_id)
 
+    def set_roles(self, worker: Worker, info: WorkerInfo, now: float) -> None:
+        """Takes over the roles of a description of the same process, if they have changed."""
+        if worker.info.roles is info.roles:
+            return
+        worker.info = replace(worker.info, roles=info.roles, description=info.description)
+        if not info.roles.can_decode:
+            worker.sources = Pairs()
+        for other in self._workers.values():
+            if not info.roles.can_prefill and other.sources.forget(info.worker_id):
+                self._changed(other.info.worker_id)
+        if worker.has_session:
+            self._meet_others(worker, now)
+        self._changed(worker.info.worker_id)
+
     def open(self, worker: Worker, now: float) -> None:
         worker.proven = True
+        self._meet_others(worker, now)
+        self._set_state(worker, WorkerState.DRAINING if worker.draining else WorkerState.READY, now)
+
+    def _meet_others(self, worker: Worker, now: float) -> None:
         for other in self._workers.values():
             if other.has_session:
                 worker.sources.meet(other.info, worker.info, self._pair_health, now)
                 other.sources.meet(worker.info, other.info, self._pair_health, now)
                 self._changed(other.info.worker_id)
-        self._set_state(worker, WorkerState.DRAINING if worker.draining else WorkerState.READY, now)
 
     def drain(self, worker: Worker, now: float) -> None:
         """Marks the worker as draining. Idempotent."""

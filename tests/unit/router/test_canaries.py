@@ -200,7 +200,7 @@ def test_a_worker_cannot_speak_for_another(bench: Deep) -> None:
     canary = bench.canary(Role.DECODE)
     bench.say("d", LegFailed(canary.leg, StepFailed("not mine")), DecodeAdmitted(canary.leg))
     assert (bench.health("d"), bench.health("e")) == (Health.UP, Health.NEW)
-    assert bench.take(CancelLeg).worker_id == "d"
+    assert bench.take(CancelLeg).worker.worker_id == "d"
     bench.actions.append(canary)
     bench.pass_generation()
     assert bench.health("e") is Health.UP

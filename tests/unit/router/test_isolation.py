@@ -239,16 +239,16 @@ def test_a_part_of_the_tick_that_always_raises_does_not_stop_the_others(
 
 
 def test_a_placement_that_raises_fails_only_what_it_was_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.router.coordinator import dispatch
+    from services.router.coordinator import placement
 
-    real = dispatch.policy.place_prefill
+    real = placement.policy.place_prefill
 
     def raises(job: Any, *rest: Any) -> Any:
         if job.num_tokens == 21:
             raise Poison("placement")
         return real(job, *rest)
 
-    monkeypatch.setattr(dispatch.policy, "place_prefill", raises)
+    monkeypatch.setattr(placement.policy, "place_prefill", raises)
     bench.watch()
     for request_id in ALL:
         if request_id == POISONED:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from services.core.errors import Overloaded
-from services.router.coordinator import dispatch
+from services.router.coordinator import placement
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -112,13 +112,13 @@ def test_a_queue_of_a_thousand_such_costs_no_placement(bench: Bench, monkeypatch
     bench.wait(1.5)
     calls: list[str] = []
     for name in ("place_prefill", "place_decode", "nearest_start", "nearest_to_room"):
-        real = getattr(dispatch.policy, name)
+        real = getattr(placement.policy, name)
 
         def counted(*args: object, name: str = name, real: object = real) -> object:
             calls.append(name)
             return real(*args)  # type: ignore[operator]
 
-        monkeypatch.setattr(dispatch.policy, name, counted)
+        monkeypatch.setattr(placement.policy, name, counted)
     bench.submit("r", **SHORT)
     assert calls == ["place_prefill"], "the one that could start"
 

@@ -26,8 +26,8 @@ from services.router.coordinator.actions import (
     StageEnded,
 )
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.dispatch import can_be_served
 from services.router.coordinator.events import LeaseEnd, RequestSpec, WorkerInfo
+from services.router.coordinator.placement import can_be_served
 from services.router.policy import Fingerprint, Role
 from tests.support.examples import num_examples
 from tests.support.fake_cluster import (
@@ -308,8 +308,8 @@ class ClusterLife(RuleBasedStateMachine):
         for action in self.coordinator.take_actions():
             match action:
                 case SendLeg() | CancelLeg():
-                    worker = self.workers[action.worker_id]
-                    if worker.connected and worker.info.incarnation == action.incarnation:
+                    worker = self.workers[action.worker.worker_id]
+                    if worker.connected and worker.info.incarnation == action.worker.incarnation:
                         worker.inbox.append(action)
                 case EmitTokens():
                     output = self.output[action.request_id]

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from services.router.coordinator.book import Alarms
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
+from services.router.coordinator.waiting import Alarms
 from services.router.coordinator.workers import REPORT_LAG_S
 from services.router.policy import Cluster, Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over

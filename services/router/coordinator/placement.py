@@ -27,7 +27,7 @@ from services.router.coordinator.request import PlacedPrefill, Request
 from services.router.policy import Fingerprint, Source, WorkerSubset, WorkerView
 
 
-def dispatch(book: Book, now: float) -> None:
+def place_all(book: Book, now: float) -> None:
     if not len(book.parked) and not len(book.queue):
         book.claims = {}
         return
@@ -38,7 +38,7 @@ def dispatch(book: Book, now: float) -> None:
     claimed: set[str] = set()
     for request in book.parked:
         with book.isolated("placement", request, now):
-            _bind(book, request, claimed, now)
+            _place_handoff(book, request, claimed, now)
     _start_queued(book, claimed, now)
     if len(book.parked) and (book.newest_leg, book.claims) != before:
         # What was placed last may have moved the claim that an earlier handoff had to leave alone.
@@ -89,7 +89,7 @@ def _source(leg: PlacedPrefill) -> Source:
     return Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)
 
 
-def _bind(book: Book, request: Request, claimed: set[str], now: float) -> None:
+def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) -> None:
     leg = request.prefill
     assert leg is not None
     if now < request.setbacks.not_before_s:
@@ -142,9 +142,9 @@ def _claim(
 class _Line:
     """Keeps, for one walk over the queue, the workers that aged requests have claimed and those left to others."""
 
-    def __init__(self, book: Book, bound: set[str], now: float) -> None:
-        """`bound` holds the workers that parked handoffs have claimed."""
-        self.bound = bound
+    def __init__(self, book: Book, for_handoffs: set[str], now: float) -> None:
+        """`for_handoffs` holds the workers that parked handoffs have claimed."""
+        self.for_handoffs = for_handoffs
         self.now = now
         self._book = book
         book.claims = {}
@@ -178,14 +178,14 @@ class _Line:
         # Every worker that could prefill it is claimed.
         return left.longest_prompt <= num_tokens < self._book.workers.cluster.whole.longest_prompt
 
-    def is_bound_elsewhere(self, request: Request) -> bool:
+    def must_go_on_elsewhere(self, request: Request) -> bool:
         """Returns whether the request has output, and no unclaimed worker may go on with it."""
         return bool(request.output) and not self.left.fit(request.next_job()).can_begin
 
 
-def _start_queued(book: Book, bound: set[str], now: float) -> None:
+def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
     """Starts queued requests in order, and goes past at most `max_overtaken` of those that find no room."""
-    line = _Line(book, bound, now)
+    line = _Line(book, for_handoffs, now)
     num_passed = 0
     for request in book.queue:
         if line.is_over or num_passed > book.config.max_overtaken:
@@ -193,7 +193,7 @@ def _start_queued(book: Book, bound: set[str], now: float) -> None:
         if now < request.setbacks.not_before_s or line.is_out_of_reach(request):
             continue
         with book.isolated("placement", request, now):
-            if not line.is_bound_elsewhere(request) and not _start(book, request, line):
+            if not line.must_go_on_elsewhere(request) and not _start(book, request, line):
                 num_passed += 1
 
 
@@ -229,7 +229,7 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
     Returns False if no decode worker has room; an aged request then claims the nearest one.
     """
     able = line.left.able(job, None)
-    askable = [view for view in able if view.worker_id not in line.bound and _may_ask(request, view, line.now)]
+    askable = [view for view in able if view.worker_id not in line.for_handoffs and _may_ask(request, view, line.now)]
     worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy)
     if worker_id is not None:
         book.open_decode(request, book.workers.get(worker_id), line.now)

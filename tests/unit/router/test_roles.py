@@ -1,0 +1,69 @@
+"""Tests that a worker's roles may change while it runs: it registers again, and what it has goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
+from services.router.health import HealthConfig
+from services.router.policy import Role
+from tests.support.router_bench import Bench, started, tokens
+
+
+def change(bench: Bench, worker_id: str, roles: Role) -> None:
+    info = bench.infos[worker_id] = replace(bench.infos[worker_id], roles=roles)
+    assert not bench.coordinator.worker_joined(info, bench.now), "its session goes on"
+    bench.wait(0.0)
+
+
+def test_a_worker_takes_the_legs_of_its_new_role_and_no_more_of_the_old_one() -> None:
+    bench = Bench()
+    bench.join("m", Role.MIXED)
+    bench.join("p", Role.PREFILL)
+    bench.load("p", num_waiting=9, queued_prefill_tokens=900, blocks_active=40, blocks_free=24)
+    bench.submit("before")
+    prefill = bench.take_leg(Role.PREFILL)
+    assert prefill.worker_id == "m", "it has less to do"
+    change(bench, "m", Role.DECODE)
+    bench.submit("after")
+    assert bench.take_leg(Role.PREFILL).worker_id == "p"
+    bench.say("m", started(prefill), tokens(prefill, 7))
+    decode = bench.take_leg(Role.DECODE)
+    assert decode.worker_id == "m", "the prefill that it had goes on, and is decoded in place"
+    bench.say("m", DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 7))
+    bench.say("m", tokens(decode, 8, at=1, finish=FinishReason.STOP))
+    assert bench.output["before"] == [7, 8]
+
+
+def test_a_request_that_nobody_could_serve_is_placed_at_once() -> None:
+    """It does not wait for the tick."""
+    bench = Bench()
+    bench.join("w", Role.PREFILL)
+    bench.submit()
+    assert not bench.take_legs(Role.PREFILL)
+    bench.infos["w"] = replace(bench.infos["w"], roles=Role.MIXED)
+    assert not bench.coordinator.worker_joined(bench.infos["w"], bench.now)
+    bench.say("w")
+    assert bench.take_leg(Role.PREFILL).worker_id == "w"
+
+
+def test_pairs_follow_the_roles() -> None:
+    bench = Bench(health=HealthConfig(deep_checks=False))
+    for worker_id, roles in (("a", Role.PREFILL), ("b", Role.DECODE)):
+        bench.join(worker_id, roles)
+
+    def pairs() -> set[tuple[str, str]]:
+        workers = bench.coordinator.workers()
+        return {(pair.source.worker_id, each.info.worker_id) for each in workers for pair in each.sources.all()}
+
+    assert pairs() == {("a", "b")}
+    change(bench, "a", Role.MIXED)
+    assert pairs() == {("a", "b")}
+    change(bench, "b", Role.MIXED)
+    assert pairs() == {("a", "b"), ("b", "a")}
+    change(bench, "a", Role.DECODE)
+    assert pairs() == {("b", "a")}
+    change(bench, "b", Role.PREFILL)
+    assert pairs() == {("b", "a")}
+    bench.submit()
+    assert bench.take_leg(Role.PREFILL).worker_id == "b"
