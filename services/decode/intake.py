@@ -112,8 +112,8 @@ class ImportIntake:
         if held.import_ is not None:
             self._host.imports.drain(held.import_, self._host.clock.now())
         if held.import_ is None or held.import_.state is ImportState.READY:
-            self._host.release_blocks(held.block_ids, held.holder)
-        self._host.release_blocks(held.prefix, Holder.SEQUENCE)
+            self._host.engine.release(held.block_ids, held.holder)
+        self._host.engine.release(held.prefix, Holder.SEQUENCE)
 
     async def adopt(self, command: worker_pb2.DecodeCommand) -> tuple[types_pb2.SequenceTokens, Held | None]:
         """Waits until this worker's own lease is sealed, and takes its blocks over in place, without a copy.

@@ -95,7 +95,7 @@ class PrefillLeg:
 
     def on_defect(self, event: SequenceEvent, error: Exception) -> None:
         if isinstance(event, Admitted) and self._lease is None:  # no lease has taken the references over
-            self._host.release_blocks(event.block_ids, Holder.LEASE)
+            self._host.engine.release(event.block_ids, Holder.LEASE)
         self._given_up = False  # the leg may have been about to end in order
         try:
             self._fail(unforeseen(error))
@@ -105,7 +105,7 @@ class PrefillLeg:
 
     def _admitted(self, event: Admitted) -> None:
         if self._given_up:
-            self._host.release_blocks(event.block_ids, Holder.LEASE)
+            self._host.engine.release(event.block_ids, Holder.LEASE)
             self._close()
             return
         self._admission = event
@@ -146,7 +146,7 @@ class PrefillLeg:
     def lease_ended(self, lease: Lease) -> None:
         """Frees what the leg held, after the lease has left OPEN or SEALED for any reason."""
         if not lease.adopted:
-            self._host.release_blocks(lease.block_ids, Holder.LEASE)
+            self._host.engine.release(lease.block_ids, Holder.LEASE)
         self._host.engine.abort(self._sequence.seq_id)
         if not self._given_up:
             ended = worker_pb2.LeaseEnded(leg=self.number, lease_id=lease.lease_id, reason=_END_REASONS[lease.state])

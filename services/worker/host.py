@@ -237,10 +237,6 @@ class WorkerHost:
             layout=layout_to_proto(self.layout),
         )
 
-    def release_blocks(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """Drops one reference to each block, and wakes the engine, which tries sequences that wait for blocks."""
-        self.engine.release(block_ids, holder)
-
     def span(
         self,
         command: commands.Command,
@@ -354,7 +350,7 @@ class WorkerHost:
 
     def _import_freed(self, import_: Import) -> None:
         self.tally.imports_failed += 1
-        self.release_blocks(import_.block_ids, Holder.IMPORT)
+        self.engine.release(import_.block_ids, Holder.IMPORT)
 
     def _stepped(self) -> None:
         failing = self.engine.consecutive_step_failures >= MAX_STEP_FAILURES

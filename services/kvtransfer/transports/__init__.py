@@ -1,8 +1,8 @@
 """Defines what a transport is. It has two ends, each an object.
 
 The source's end makes `FetchBlocks` messages, and the destination's end turns each into bytes of its own pool. Memory
-is read and written on copy threads. Only `services.worker.transfer.TRANSPORTS` says which transports a worker has; no
-other code depends on one.
+is read and written on copy threads. `services.worker.transfer.TRANSPORTS` says which transports a worker has, and how
+their ends are made; nothing else asks which of them it has before it.
 """
 
 from __future__ import annotations
