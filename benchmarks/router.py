@@ -28,8 +28,8 @@ from services.router.coordinator.events import (
     Tokens,
     WorkerInfo,
 )
-from services.router.health import HealthConfig
 from services.router.policy import Fingerprint, Load, Role
+from services.router.policy.health import HealthConfig
 
 _NUM_QUEUED = 200
 _NUM_SAMPLES = 200
@@ -37,7 +37,7 @@ _MESSAGE_S = 0.0002
 """Between two inputs: all of a figure's samples fall into a fraction of a second, so that nobody ages meanwhile."""
 _SHORT_PROMPT, _PROMPT, _OUTPUT = 64, 256, 128
 _NUM_BLOCKS = 4096
-_HEALTH = HealthConfig(deep_checks=True, recheck_s=3600.0, starts_slowly=True)
+_HEALTH = HealthConfig(canaries=True, recheck_s=3600.0, starts_slowly=True)
 
 
 def measure(repeats: int) -> list[Figure]:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # the tests' tiny model
 from services.router.config import RouterConfig  # noqa: E402
 from services.router.coordinator import Coordinator  # noqa: E402
 from services.router.coordinator.config import CoordinatorConfig  # noqa: E402
-from services.router.metrics import RouterMetrics  # noqa: E402
+from services.router.telemetry.metrics import RouterMetrics  # noqa: E402
 from services.worker.metrics import WorkerMetrics  # noqa: E402
 from tests.support.models import tiny_model  # noqa: E402
 from tests.support.workers import MIXED, running_worker, worker_config  # noqa: E402

@@ -10,7 +10,7 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from services.router.slo import ENDED_BY_CLIENT, NEAR, UNFIT
+from services.router.telemetry.slo import ENDED_BY_CLIENT, NEAR, UNFIT
 
 DEPLOY = pathlib.Path(__file__).resolve().parents[1] / "deploy"
 SETTINGS, RULES = DEPLOY / "slo.env", DEPLOY / "prometheus" / "rules-slo.yml"

@@ -11,7 +11,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CONFIG = "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TEXT_FILES = (TOKENIZER, TOKENIZER_CONFIG, CONFIG, CHAT_TEMPLATE)
-"""All files of a model directory that `services/router/tokenisation.py` reads. Not every model has each."""
+"""All files of a model directory that `services/router/text/tokenisation.py` reads. Not every model has each."""
 MOST_TEXT_BYTES = 64 << 20
 """The most bytes of all these files together. The largest tokenizers in use have half of it."""
 MOST_PART_BYTES = 256 << 10

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import BatonError
 from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
-from services.router.streaming import Piece, TextStream
-from services.router.wire import FINISH_REASONS
+from services.router.text.streaming import Piece, TextStream
+from services.router.workers.wire import FINISH_REASONS
 
 AnswerEvent = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
 
@@ -32,7 +32,7 @@ With 20 log-probabilities each they take 80 KB in a message, and as JSON less th
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Decoded:
     """Holds some tokens, few enough for a chunk, and the text that became certain with them."""
 
     text: str
@@ -44,7 +44,7 @@ class _Piece:
 class _Pending:
     """Keeps the pieces that the client has not taken yet, in order."""
 
-    pieces: collections.deque[_Piece] = field(default_factory=collections.deque)
+    pieces: collections.deque[_Decoded] = field(default_factory=collections.deque)
 
     @property
     def num_tokens(self) -> int:
@@ -185,7 +185,7 @@ class Answer:
 
     def _take(self, piece: Piece, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = ()) -> None:
         if piece.text or token_ids:
-            self._pending.pieces.append(_Piece(piece.text, token_ids, logprobs))
+            self._pending.pieces.append(_Decoded(piece.text, token_ids, logprobs))
         self.num_output_tokens += len(token_ids)
         self.stop_string = piece.stop
         self._changed.set()

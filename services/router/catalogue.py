@@ -23,11 +23,11 @@ from services.core.clock import Clock
 from services.core.errors import BatonError, Draining, NoWorker, Overloaded, UnknownModel, UnknownWorker, unforeseen
 from services.router.conductor import TICK_S, Conductor
 from services.router.coordinator.events import WorkerInfo
-from services.router.request_metrics import ModelMetrics
-from services.router.token_texts import TokenTexts
-from services.router.tokenisation import ModelText
-from services.router.tokeniser_line import TokeniserLine
-from services.router.validation import ModelFacts
+from services.router.front.validation import ModelFacts
+from services.router.telemetry.request_metrics import ModelMetrics
+from services.router.text.token_texts import TokenTexts
+from services.router.text.tokenisation import ModelText
+from services.router.text.tokeniser_line import TokeniserLine
 
 log = logging.getLogger(__name__)
 

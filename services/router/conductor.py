@@ -22,7 +22,6 @@ from baton.v1 import worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, unforeseen
 from services.core.timeouts import AwakeClock
-from services.router import wire
 from services.router.answer import Answer, timings_of
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
@@ -41,13 +40,14 @@ from services.router.coordinator.actions import (
 )
 from services.router.coordinator.events import FinishReason, LegEvent, RequestSpec, WorkerInfo
 from services.router.coordinator.workers import WorkerState
-from services.router.drains import Drains
-from services.router.health import Health
-from services.router.metrics import ConductorMetrics
 from services.router.policy import Role
-from services.router.request_metrics import RequestRecord
-from services.router.sessions import SessionTimes, WorkerLink
-from services.router.tracing import RequestTrace
+from services.router.policy.health import Health
+from services.router.telemetry.metrics import ConductorMetrics
+from services.router.telemetry.request_metrics import RequestRecord
+from services.router.telemetry.tracing import RequestTrace
+from services.router.workers import wire
+from services.router.workers.drains import Drains
+from services.router.workers.sessions import SessionTimes, WorkerLink
 from services.rpc.channels import Dial
 from services.rpc.logging import ids
 from services.rpc.telemetry import UNTRACED

@@ -15,28 +15,29 @@ from services.core.cluster_token import cluster_token
 from services.core.errors import ConfigError
 from services.core.ids import new_incarnation, new_request_id
 from services.core.lifecycle import Lifecycle
-from services.router import control, registry, servicer
-from services.router.activity import activity_log
-from services.router.byte_budget import ByteBudget
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import TICK_S, Conductor
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import WorkerInfo
-from services.router.health import HealthConfig
-from services.router.http.app import guarded, make_app
-from services.router.http.body import BodyLimits
-from services.router.http.server import HttpServer
-from services.router.intake import Intake
+from services.router.front.byte_budget import ByteBudget
+from services.router.front.grpc import servicer
+from services.router.front.grpc.reading import ReadInterceptor
+from services.router.front.http.app import guarded, make_app
+from services.router.front.http.body import BodyLimits
+from services.router.front.http.server import HttpServer
+from services.router.front.intake import Intake
+from services.router.front.validation import ModelFacts
 from services.router.malloc import Trimmer, separate_large_blocks
-from services.router.metrics import RouterMetrics
-from services.router.model_text_fetch import model_text_of
-from services.router.reading import ReadInterceptor
-from services.router.sessions import SessionTimes
-from services.router.tokenisation import ModelText, load_model_text
-from services.router.tokeniser_line import TokeniserLine
-from services.router.validation import ModelFacts
+from services.router.policy.health import HealthConfig
+from services.router.telemetry.activity import activity_log
+from services.router.telemetry.metrics import RouterMetrics
+from services.router.text.model_text_fetch import model_text_of
+from services.router.text.tokenisation import ModelText, load_model_text
+from services.router.text.tokeniser_line import TokeniserLine
+from services.router.workers import control, registry
+from services.router.workers.sessions import SessionTimes
 from services.rpc.channels import dial
 from services.rpc.logging import configure_logging
 from services.rpc.serving import GrpcServer
@@ -267,7 +268,7 @@ def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorCon
         no_worker_timeout_s=config.no_worker_timeout_s,
         step_timeout_s=config.step_timeout_s,
         canary_salt=f"canary-{new_request_id()}",
-        health=HealthConfig(deep_checks=config.canaries, recheck_s=config.canary_period_s, starts_slowly=True),
+        health=HealthConfig(canaries=config.canaries, recheck_s=config.canary_period_s, starts_slowly=True),
     )
 
 

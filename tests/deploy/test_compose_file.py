@@ -15,7 +15,8 @@ import pytest
 from services.cli import health
 from services.cli.main import COMMANDS
 from services.core.errors import ConfigError
-from services.router import control, registry, servicer
+from services.router.front.grpc import servicer
+from services.router.workers import control, registry
 from services.worker.session import WORKER_SERVICE
 from services.worker.transfer import TRANSFER_SERVICE
 from tests.support import compose

@@ -16,7 +16,7 @@ from scripts import metrics_table
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.metrics import RouterMetrics
+from services.router.telemetry.metrics import RouterMetrics
 from services.worker.metrics import WorkerMetrics
 from tests.support.compose import DEPLOY, load
 from tests.support.models import tiny_model

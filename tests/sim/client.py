@@ -12,7 +12,7 @@ from baton.v1 import inference_pb2
 from services.core.errors import BatonError
 from services.router.coordinator.actions import EmitFinished, EmitStarted
 from services.router.coordinator.events import FinishReason, RequestSpec
-from services.router.streaming import TextStream
+from services.router.text.streaming import TextStream
 from tests.sim.model import Expected, Tokens
 from tests.sim.world import World
 

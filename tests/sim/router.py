@@ -16,11 +16,11 @@ from services.router.coordinator import Coordinator
 from services.router.coordinator.canaries import new_canary
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import WorkerInfo
+from services.router.front.validation import ModelFacts
 from services.router.policy import Fingerprint, Role
-from services.router.registry import RegistryServicer
-from services.router.sessions import SessionTimes
-from services.router.tracing import RequestTrace
-from services.router.validation import ModelFacts
+from services.router.telemetry.tracing import RequestTrace
+from services.router.workers.registry import RegistryServicer
+from services.router.workers.sessions import SessionTimes
 from tests.sim.client import SimRequest
 from tests.sim.model import CANARY_SALT, VOCAB_SIZE, Truth
 from tests.sim.node import Node
@@ -43,7 +43,7 @@ class SimRouter:
     def __init__(self, cluster: Cluster, name: str, address: str, config: CoordinatorConfig) -> None:
         self.node = Node(cluster.world, name, address)
         self.config = config
-        if config.health.deep_checks:
+        if config.health.canaries:
             self.config = replace(config, canary_salt=f"{CANARY_SALT} {name} {cluster.world.now_s}")
             for number in range(1, _MOST_CANARIES):
                 _foretell_canary(cluster.truth, f"{self.config.canary_salt}-{number}")

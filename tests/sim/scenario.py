@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.v1 import inference_pb2
 from services.core.hashing import num_blocks_for
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.health import HealthConfig
+from services.router.policy.health import HealthConfig
 from services.worker.config import WorkerConfig
 from services.worker.phase import role_name
 from tests.sim.client import SimRequest
@@ -78,9 +78,7 @@ def build(world: World, load: Load) -> Cluster:
         canary_timeout_s=4.0,
         max_queue=1 if world.seed % 10 == 4 else 1024,
         # By the seed itself, so that the other draws are the same with and without.
-        health=HealthConfig(
-            deep_checks=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True
-        ),
+        health=HealthConfig(canaries=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True),
     )
     num_routers = 2 if world.chance(0.2) else 1
     for at, name in enumerate(ROUTERS[:num_routers]):

@@ -20,7 +20,7 @@ from services.router.coordinator import admission, placement
 from services.router.coordinator.book import Book
 from services.router.coordinator.coordinator import Coordinator
 from services.router.coordinator.request import Request
-from services.router.sessions import SessionTimes
+from services.router.workers.sessions import SessionTimes
 from services.worker.session import SessionHost
 from tests.sim.mutation import Bug, Mutant, replaced
 

@@ -1,4 +1,4 @@
-"""The coordinator with deep checks switched on, and workers that answer its canaries."""
+"""The coordinator with canaries switched on, and workers that answer its canaries."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.router.coordinator.events import (
     ImportFailed,
     ImportReady,
 )
-from services.router.health import Health, HealthConfig
 from services.router.policy import Role
+from services.router.policy.health import Health, HealthConfig
 from tests.support.router_bench import Bench, started, tokens
 
-DEEP = HealthConfig(deep_checks=True)
+WITH_CANARIES = HealthConfig(canaries=True)
 BROKEN = TransferFailed("nothing is offered")
 
 
@@ -28,7 +28,7 @@ class Deep(Bench):
     """A bench whose workers answer canaries, unless a test says how else."""
 
     def __init__(self, **config: Any) -> None:
-        super().__init__(**{"health": DEEP, **config})
+        super().__init__(**{"health": WITH_CANARIES, **config})
 
     def canary(self, phase: Role) -> SendLeg:
         command = self.take_leg(phase)

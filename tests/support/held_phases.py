@@ -22,7 +22,7 @@ from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
 from services.kvtransfer.client import FetchOrder, FetchOutcome
 from services.router.coordinator.request import Phase, Request
-from services.router.tokeniser_line import TokeniserLine
+from services.router.text.tokeniser_line import TokeniserLine
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.fake_runner import engine_of
 from tests.support.held_runner import HeldRunner

@@ -14,9 +14,9 @@ from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import EmitFinished
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import RequestSpec, WorkerInfo
-from services.router.health import HealthConfig
 from services.router.policy import Fingerprint, Role
-from services.router.sessions import SessionTimes
+from services.router.policy.health import HealthConfig
+from services.router.workers.sessions import SessionTimes
 from services.rpc import channels
 
 INNOCENT = ("a", "b")
@@ -125,12 +125,12 @@ class FakeMetrics:
 class Bench:
     """A conductor over a real coordinator: one prefill worker, one decode worker, and whatever is poisoned."""
 
-    def __init__(self, *, deep_checks: bool = False, dial: channels.Dial = channels.dial) -> None:
+    def __init__(self, *, canaries: bool = False, dial: channels.Dial = channels.dial) -> None:
         self.clock = ManualClock()
         self.metrics = FakeMetrics()
         self.turns: list[Callable[[], None]] = []
         """What the event loop is to do next."""
-        config = CoordinatorConfig(model_context_tokens=1024, health=HealthConfig(deep_checks=deep_checks))
+        config = CoordinatorConfig(model_context_tokens=1024, health=HealthConfig(canaries=canaries))
         self.coordinator = Coordinator(config)
         self.conductor = Conductor(
             self.coordinator,

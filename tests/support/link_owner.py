@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from baton.v1 import types_pb2, worker_pb2
-from services.router.sessions import WorkerLink
+from services.router.workers.sessions import WorkerLink
 
 
 class Owner:

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from services.core.clock import MonotonicClock
-from services.router.model_text_fetch import fetch_model_text
+from services.router.text.model_text_fetch import fetch_model_text
 from services.rpc.serving import GrpcServer
 from services.worker.model_text import ModelTextHost
 from services.worker.session import WORKER_SERVICE

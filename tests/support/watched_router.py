@@ -24,9 +24,9 @@ from typing import Any, TextIO
 import services.router.main as router_main
 from services.cli.main import main
 from services.router.conductor import Conductor
-from services.router.sessions import WorkerLink
-from services.router.tokenisation import ModelText, too_long
-from services.router.tokeniser_line import TokeniserLine
+from services.router.text.tokenisation import ModelText, too_long
+from services.router.text.tokeniser_line import TokeniserLine
+from services.router.workers.sessions import WorkerLink
 
 PERIOD_S = 0.002
 _WORTH_NOTING_S = 0.002

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
 from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
-from services.router.health import Health
 from services.router.policy import Role
+from services.router.policy.health import Health
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2

@@ -46,8 +46,8 @@ from services.router.coordinator.request import (
 )
 from services.router.coordinator.waiting import Alarms, WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
-from services.router.health import HealthRecord
 from services.router.policy import HandoffsInFlight, Role
+from services.router.policy.health import HealthRecord
 
 _WEIGHT = 0.05
 """The weight of the newest request in a running average."""

@@ -35,8 +35,8 @@ from services.router.coordinator.events import (
 from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs, leaves, migrate
 from services.router.coordinator.known_answers import KnownAnswers, Said, said
 from services.router.coordinator.workers import Worker, WorkerState
-from services.router.health import Health, HealthRecord
 from services.router.policy import Role
+from services.router.policy.health import Health, HealthRecord
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2

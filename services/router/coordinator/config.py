@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.router.health import HealthConfig
 from services.router.policy import PolicyConfig
+from services.router.policy.health import HealthConfig
 
 
 @dataclass(frozen=True)

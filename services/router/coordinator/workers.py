@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from services.core.awake import AwakeTime
 from services.core.errors import Overloaded, UnknownWorker
 from services.router.coordinator.events import WorkerInfo
-from services.router.health import Health, HealthConfig, HealthRecord
 from services.router.policy import Cluster, Load, WorkerView
+from services.router.policy.health import Health, HealthConfig, HealthRecord
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.core.hashing import BlockHash, block_hashes, num_blocks_for
-from services.router.health import Ramp
+from services.router.policy.health import Ramp
 
 _MOST_BLOCK_SIZES = 8
 """The most block sizes for which sums are kept: a cluster has one, or a few."""

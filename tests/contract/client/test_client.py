@@ -23,7 +23,7 @@ from baton_client import (
     Unavailable,
 )
 from services.core.errors import BatonError, InvalidRequest, NoWorker, Overloaded, WorkerFailed
-from services.router.servicer import FULL_NAME
+from services.router.front.grpc.servicer import FULL_NAME
 from services.rpc.serving import GrpcServer
 from tests.support.router_harness import TEXT, Cluster, request
 

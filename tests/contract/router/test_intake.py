@@ -14,7 +14,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.tokenisation import ModelText
+from services.router.text.tokenisation import ModelText
 from services.rpc.status import status_of_call
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, request
 from tests.support.text_model import CONTEXT_TOKENS

@@ -19,7 +19,7 @@ from baton.v1 import control_pb2
 from services.core.clock import MonotonicClock
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Role
-from services.router.sessions import SessionTimes, WorkerLink
+from services.router.workers.sessions import SessionTimes, WorkerLink
 from services.rpc.channels import dial
 from tests.support.link_owner import Owner
 

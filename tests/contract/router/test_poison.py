@@ -10,7 +10,7 @@ import grpc
 import pytest
 from prometheus_client import generate_latest
 
-from services.router import wire
+from services.router.workers import wire
 from tests.support.router_harness import TEXT, Cluster, read, request
 from tests.support.scripted_worker import ScriptedWorker
 

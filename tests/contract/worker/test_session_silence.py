@@ -18,7 +18,7 @@ from services.core.clock import MonotonicClock
 from services.core.timeouts import AwakeClock
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Role
-from services.router.sessions import SessionTimes, WorkerLink
+from services.router.workers.sessions import SessionTimes, WorkerLink
 from services.rpc.serving import GrpcServer
 from services.worker.host import WorkerHost
 from services.worker.session import WORKER_SERVICE, RouterSession

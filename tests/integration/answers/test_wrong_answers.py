@@ -10,7 +10,7 @@ import pytest
 
 from baton.v1 import control_pb2
 from services.engine.runner import DeviceRunner
-from services.router.health import Health
+from services.router.policy.health import Health
 from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2  # noqa: F401  (its descriptors)
 
 from baton.v1 import control_pb2, inference_pb2_grpc  # noqa: F401
 from services.core.errors import NoWorker
-from services.router.servicer import FULL_NAME
+from services.router.front.grpc.servicer import FULL_NAME
 from services.rpc.channels import dial
 from services.rpc.serving import GrpcServer
 from tests.support.cluster import Cluster, running_cluster

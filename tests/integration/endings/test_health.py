@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from baton.v1 import control_pb2, types_pb2
 from services.cli import client
 from services.cli import status as cli_status
-from services.router.health import Health
+from services.router.policy.health import Health
 from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
@@ -27,8 +27,8 @@ from tests.support.workers import DECODE, MIXED, PREFILL, until
 
 PROMPT = list(range(5, 60))
 SECONDS = 20.0
-DEEP = {"canaries": True}
-STUCK = {**DEEP, "step_timeout_s": patient(0.5)}
+WITH_CANARIES = {"canaries": True}
+STUCK = {**WITH_CANARIES, "step_timeout_s": patient(0.5)}
 """On a machine that stalls for half a second now and then, every step would be stuck otherwise."""
 
 
@@ -91,7 +91,9 @@ def device(host: WorkerHost) -> Iterator[StuckDevice]:
 
 async def test_canaries_prove_everything_and_leave_nothing(model: Path, reference: GreedyReference) -> None:
     spans = InMemorySpanExporter()
-    async with running_cluster(model, [PREFILL, DECODE, MIXED], router=DEEP, tracer=recording_tracer(spans)) as cluster:
+    async with running_cluster(
+        model, [PREFILL, DECODE, MIXED], router=WITH_CANARIES, tracer=recording_tracer(spans)
+    ) as cluster:
         await all_checked(cluster)
         assert not spans.get_finished_spans(), "traces are for requests"
         assert not cluster.router.coordinator.num_live
@@ -107,7 +109,7 @@ async def test_canaries_prove_everything_and_leave_nothing(model: Path, referenc
 async def test_a_pair_that_cannot_transfer_is_not_paired(model: Path, reference: GreedyReference) -> None:
     """w1 insists on shared memory, which w0 does not offer; it is the one that would be chosen."""
     each = [{"transport": "grpc"}, {"transport": "shm"}, {"transport": "auto"}]
-    async with running_cluster(model, [PREFILL, DECODE, DECODE], router=DEEP, each=each) as cluster:
+    async with running_cluster(model, [PREFILL, DECODE, DECODE], router=WITH_CANARIES, each=each) as cluster:
         await all_checked(cluster)
         status = await cluster.status()
         assert pairs(status) == {
@@ -126,7 +128,7 @@ async def test_a_pair_that_cannot_transfer_is_not_paired(model: Path, reference:
 
 async def test_without_a_pair_that_works_the_decode_worker_does_it_all(model: Path, reference: GreedyReference) -> None:
     each = [{"transport": "grpc"}, {"transport": "shm"}]
-    async with running_cluster(model, [PREFILL, DECODE], router=DEEP, each=each) as cluster:
+    async with running_cluster(model, [PREFILL, DECODE], router=WITH_CANARIES, each=each) as cluster:
         await all_checked(cluster)
         answer = await cluster.greedy(PROMPT, 8)
         reference.check(PROMPT, answer.token_ids)

@@ -59,7 +59,7 @@ async def test_the_whole_cluster_is_paused(
             assert running.num_retries == 0
         said = capfd.readouterr().err
         # (A registration that was under way may say that it had no answer in time; it is asked again.)
-        assert "services.router.sessions" not in said, said
+        assert "services.router.workers.sessions" not in said, said
         assert "router silent" not in said, said
         with cluster["decode-1"].stopped():
             await reaches(cluster, "decode-1", control_pb2.WORKER_STATE_SUSPECT, 2 * SILENCE_S)

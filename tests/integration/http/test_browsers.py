@@ -15,7 +15,7 @@ from services.core import config as configuration
 from services.core.addresses import bare_host, is_loopback
 from services.core.errors import ConfigError
 from services.router.config import RouterConfig
-from services.router.http.app import guarded
+from services.router.front.http.app import guarded
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.http_client import HTTP, bare_client
 from tests.support.models import tiny_model

@@ -182,8 +182,8 @@ async def test_in_a_body(cluster: Cluster, path: str, field: str) -> None:
 
 async def test_each_field_that_takes_a_number_is_tried() -> None:
     """A field that is added needs no more than its name above."""
-    from services.router.http import chat, completions
-    from services.router.http.body import Body
+    from services.router.front.http import chat, completions
+    from services.router.front.http.body import Body
 
     taken: set[str] = set()
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, event, given, settings
 
-from services.router.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS
+from services.router.front.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS
 from tests.support.cluster import Cluster
 from tests.support.examples import num_examples
 from tests.support.http_client import TIMEOUTS, bare_client, events

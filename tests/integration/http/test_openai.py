@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.tokenisation import load_model_text
+from services.router.text.tokenisation import load_model_text
 from tests.support.cluster import Answer, Cluster, running_cluster
 from tests.support.http_client import HTTP, address, openai_client
 from tests.support.models import tiny_model

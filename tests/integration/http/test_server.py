@@ -12,8 +12,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from services.core.errors import ConfigError
-from services.router.http import server as http_server
-from services.router.http.server import ConnectionLimits, HttpServer, peer_of
+from services.router.front.http import server as http_server
+from services.router.front.http.server import ConnectionLimits, HttpServer, peer_of
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 

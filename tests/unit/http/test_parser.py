@@ -7,7 +7,7 @@ import time
 import h11
 import pytest
 
-from services.router.http.parser import MAX_LINES, MAX_SMALL_CHUNKS, MIN_MEAN_BYTES, BoundedParser
+from services.router.front.http.parser import MAX_LINES, MAX_SMALL_CHUNKS, MIN_MEAN_BYTES, BoundedParser
 
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core import errors
-from services.router.http import chat, completions
-from services.router.http.answers import HttpCall, TokenTexts
-from services.router.http.body import Body
-from services.router.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS, Neutral
-from services.router.http.reply import KINDS, dump, http_error
+from services.router.front.http import chat, completions
+from services.router.front.http.answers import HttpCall, TokenTexts
+from services.router.front.http.body import Body
+from services.router.front.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS, Neutral
+from services.router.front.http.reply import KINDS, dump, http_error
 from services.rpc.status import CODES
 from tests.support.text_model import byte_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.http.server import BoundedConnection, ConnectionLimits, HttpServer
+from services.router.front.http.server import BoundedConnection, ConnectionLimits, HttpServer
 
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"

@@ -12,15 +12,15 @@ import pytest
 
 from services.core.errors import BatonError, ContextLengthExceeded, NoWorker, WorkerFailed
 from services.router.answer import Answer
-from services.router.call import Call, Caller
 from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
-from services.router.http import completions
-from services.router.http.answers import TokenTexts, writer
-from services.router.http.body import Body
-from services.router.http.generation import answer_all
-from services.router.http.reply import Reply, http_error
-from services.router.incoming import Incoming
+from services.router.front.call import Call, Caller
+from services.router.front.http import completions
+from services.router.front.http.answers import TokenTexts, writer
+from services.router.front.http.body import Body
+from services.router.front.http.generation import answer_all
+from services.router.front.http.reply import Reply, http_error
+from services.router.front.incoming import Incoming
 from tests.support.http_client import events
 from tests.support.text_model import byte_tokenizer
 

@@ -84,4 +84,4 @@ def test_a_token_passes_at_most_twelve_files() -> None:
     ]
     files = re.findall(r"^\d+\. `(services/[\w/]+\.py)`:", way_out, re.M)
     assert len(files) == way_out.count("`services/") <= 12
-    assert (files[0], files[-1]) == ("services/worker/hub.py", "services/router/servicer.py")
+    assert (files[0], files[-1]) == ("services/worker/hub.py", "services/router/front/grpc/servicer.py")

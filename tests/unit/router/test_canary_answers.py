@@ -10,8 +10,8 @@ from services.router.coordinator.events import (
     FinishReason,
     ImportReady,
 )
-from services.router.health import Health, HealthConfig
 from services.router.policy import Role
+from services.router.policy.health import Health, HealthConfig
 from tests.support.canary_bench import Deep, is_canary, proven_pair
 from tests.support.router_bench import is_leg, tokens
 
@@ -25,7 +25,7 @@ class Asked(Deep):
     """Workers whose canaries give the answer that a test says; three decode workers, all right at first."""
 
     def __init__(self) -> None:
-        super().__init__(health=HealthConfig(deep_checks=True, recheck_s=30.0))
+        super().__init__(health=HealthConfig(canaries=True, recheck_s=30.0))
         self.answer = {"d": (7, 8), "e": (7, 8), "f": (7, 8)}
         for worker_id in self.answer:
             self.join(worker_id, Role.DECODE)

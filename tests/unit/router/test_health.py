@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from services.router import main
 from services.router.config import RouterConfig
-from services.router.health import TRANSITIONS, Health, HealthConfig, HealthRecord
+from services.router.policy.health import TRANSITIONS, Health, HealthConfig, HealthRecord
 
 SHALLOW = HealthConfig()
-DEEP = HealthConfig(deep_checks=True)
+WITH_CANARIES = HealthConfig(canaries=True)
 
 # f failure, F failure beyond doubt, s success, r restart: at one moment, but for - 0.2 s, . 1 s, : 31 s.
 CASES = {
     "innocent until proven guilty": (SHALLOW, "", Health.UP),
-    "new until proven able": (DEEP, "", Health.NEW),
-    "one success proves it": (DEEP, "s", Health.UP),
+    "new until proven able": (WITH_CANARIES, "", Health.NEW),
+    "one success proves it": (WITH_CANARIES, "s", Health.UP),
     "a failure makes it suspect": (SHALLOW, "f", Health.SUSPECT),
     "two failures too": (SHALLOW, "f-f", Health.SUSPECT),
     "three failures take it down": (SHALLOW, "f-f-f", Health.DOWN),
@@ -30,8 +30,8 @@ CASES = {
     "two are": (SHALLOW, "fss", Health.UP),
     "a lone success does not wash failures off": (SHALLOW, "f-fs-f", Health.DOWN),
     "a suspect is forgiven in time": (SHALLOW, "f:", Health.UP),
-    "new and failing": (DEEP, "f-f", Health.NEW),
-    "new and failing for good": (DEEP, "f-f-f", Health.DOWN),
+    "new and failing": (WITH_CANARIES, "f-f", Health.NEW),
+    "new and failing for good": (WITH_CANARIES, "f-f-f", Health.DOWN),
     "stuck is down at once": (SHALLOW, "F", Health.DOWN),
     "what is down stays down for a while": (SHALLOW, "f-f-f-ss", Health.DOWN),
     "and is probed after it": (SHALLOW, "f-f-f.", Health.PROBING),
@@ -44,9 +44,9 @@ CASES = {
     "doubled": (SHALLOW, "F.f..", Health.PROBING),
     "slow start ends": (SHALLOW, "F.ss:", Health.UP),
     "a failure in slow start": (SHALLOW, "F.ss.f", Health.DOWN),
-    "a new process is new": (DEEP, "sr", Health.NEW),
-    "a new process without deep checks": (SHALLOW, "fr", Health.SUSPECT),
-    "a new process does not end the pause": (DEEP, "f-f-fr", Health.DOWN),
+    "a new process is new": (WITH_CANARIES, "sr", Health.NEW),
+    "a new process without canaries": (SHALLOW, "fr", Health.SUSPECT),
+    "a new process does not end the pause": (WITH_CANARIES, "f-f-fr", Health.DOWN),
 }
 _SECONDS = {"-": 0.2, ".": 1.0, ":": 31.0}
 
@@ -104,7 +104,7 @@ def test_slow_start_is_a_ramp() -> None:
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_what_is_new_or_restarted_starts_slowly(deep: bool) -> None:
-    life = Life(HealthConfig(deep_checks=deep, starts_slowly=True))
+    life = Life(HealthConfig(canaries=deep, starts_slowly=True))
     for letters in ("s", ":rs"):
         assert life.play(letters) is Health.UP
         ramp = life.record.ramp
@@ -116,7 +116,7 @@ def test_what_is_new_or_restarted_starts_slowly(deep: bool) -> None:
 
 
 def test_what_is_up_is_probed_again_and_later_while_it_is_busy() -> None:
-    life = Life(HealthConfig(deep_checks=True, recheck_s=30.0))
+    life = Life(HealthConfig(canaries=True, recheck_s=30.0))
     life.play("s")
     first = next(second for second in range(100) if life.record.wants_probe(life.now + second))
     assert 22 <= first <= 38
@@ -129,7 +129,7 @@ def test_what_is_up_is_probed_again_and_later_while_it_is_busy() -> None:
 
 
 def test_probes_keep_their_distance_and_longer_the_less_they_say() -> None:
-    life = Life(DEEP)
+    life = Life(WITH_CANARIES)
     starts = []
     for tenths in range(40):
         now = 100.0 + tenths / 10
@@ -140,8 +140,8 @@ def test_probes_keep_their_distance_and_longer_the_less_they_say() -> None:
     assert not Life(SHALLOW).record.wants_probe(100.0)
 
 
-def test_only_a_half_open_one_without_deep_checks_takes_one_request() -> None:
-    shallow, deep = Life(SHALLOW), Life(DEEP)
+def test_only_a_half_open_one_without_canaries_takes_one_request() -> None:
+    shallow, deep = Life(SHALLOW), Life(WITH_CANARIES)
     for life in (shallow, deep):
         assert life.play("F.") is Health.PROBING
         assert not life.record.usable
@@ -155,7 +155,7 @@ def test_only_a_half_open_one_without_deep_checks_takes_one_request() -> None:
 )
 def test_any_life(events: list[tuple[str, float]], deep: bool) -> None:
     """Moves are the table's (asserted inside); bad news never raises trust, and quiet always ends in use or a probe."""
-    life = Life(DEEP if deep else SHALLOW)
+    life = Life(WITH_CANARIES if deep else SHALLOW)
     record = life.record
     for letter, seconds in events:
         before, trusted = record.state, record.trusted
@@ -174,7 +174,7 @@ def test_a_router_checks_deeply_again_and_again_and_trusts_what_is_new_slowly() 
     """As `baton router` is configured by default."""
     text: Any = SimpleNamespace(context_tokens=8, vocab_size=8)
     health = main._coordinator_config(RouterConfig(model="m"), text).health
-    assert (health.deep_checks, health.starts_slowly) == (True, True)
+    assert (health.canaries, health.starts_slowly) == (True, True)
     assert health.recheck_s == RouterConfig(model="m").canary_period_s > 0
     without = main._coordinator_config(RouterConfig(model="m", canaries=False), text).health
-    assert (without.deep_checks, without.starts_slowly) == (False, True)
+    assert (without.canaries, without.starts_slowly) == (False, True)

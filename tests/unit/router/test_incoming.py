@@ -9,8 +9,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from baton.v1 import inference_pb2
-from services.router.byte_budget import ByteBudget
-from services.router.incoming import TOKEN_BYTES, Incoming
+from services.router.front.byte_budget import ByteBudget
+from services.router.front.incoming import TOKEN_BYTES, Incoming
 
 OF_THE_PROMPT = {"text", "token_ids", "messages", "truncate_prompt"}
 """Fields of no use once there are tokens."""

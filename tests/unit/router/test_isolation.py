@@ -13,8 +13,8 @@ from baton.v1 import inference_pb2
 from services.router.catalogue import Catalogue
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import RequestSpec
-from services.router.health import Health
 from services.router.policy import Role
+from services.router.policy.health import Health
 from tests.support.isolation_bench import (
     ALL,
     INNOCENT,
@@ -115,7 +115,7 @@ async def test_a_canary_that_cannot_be_sent_says_nothing_of_its_worker(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """It is the router's own defect, counted as often as it is met; once it is over the worker is checked and used."""
-    from services.router import wire
+    from services.router.workers import wire
 
     def raises(*_: Any) -> Any:
         raise Poison("canary")
@@ -125,7 +125,7 @@ async def test_a_canary_that_cannot_be_sent_says_nothing_of_its_worker(
             poisoned.setattr(FakeLink, "_send", raises)
         else:
             poisoned.setattr(wire, "request_of", raises)
-        bench = Bench(deep_checks=True)
+        bench = Bench(canaries=True)
         for _ in range(300):
             bench.clock.advance(0.1)
             bench.conductor.tick()
@@ -176,7 +176,7 @@ def test_an_event_that_raises_takes_no_other_event_with_it(bench: Bench, monkeyp
 def test_an_event_that_cannot_be_read_takes_no_other_event_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.router import wire
+    from services.router.workers import wire
 
     bench.watch()
     for request_id in ALL:
@@ -349,11 +349,11 @@ def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, leg_of: str
 ) -> None:
     """A worker that names a leg of another worker's harms nobody, even if the router cannot read what it says."""
-    from services.router import wire
+    from services.router.workers import wire
 
     bench.watch()
     if leg_of == "a canary":
-        bench = Bench(deep_checks=True)
+        bench = Bench(canaries=True)
         bench.conductor.tick()
         (leg,) = [leg for leg, canary in bench.coordinator._canaries._legs.items() if canary.source is not None]
     else:

@@ -14,8 +14,8 @@ from services.router.coordinator.events import (
     LeaseEnded,
 )
 from services.router.coordinator.request import Phase
-from services.router.health import Health
 from services.router.policy import Role
+from services.router.policy.health import Health
 from tests.support.router_bench import BUSY, Bench, started, tokens
 
 

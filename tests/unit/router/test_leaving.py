@@ -17,8 +17,8 @@ from services.router.coordinator.events import (
     Tokens,
 )
 from services.router.coordinator.workers import WorkerState
-from services.router.health import Health
 from services.router.policy import Role
+from services.router.policy.health import Health
 from tests.support.router_bench import Bench, started, tokens, two_of_each
 
 MANY = range(2, 9)

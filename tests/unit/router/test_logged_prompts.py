@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import inference_pb2
-from services.router.intake import MAX_LOGGED_CHARS, _prompt
+from services.router.front.intake import MAX_LOGGED_CHARS, _prompt
 
 
 def chat(*contents: str) -> inference_pb2.GenerateRequest:

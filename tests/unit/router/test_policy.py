@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from services.core.errors import ContextLengthExceeded
-from services.router.health import Ramp
 from services.router.policy import (
     Cluster,
     Fingerprint,
@@ -24,6 +23,7 @@ from services.router.policy import (
     place_prefill,
     resolve_max_tokens,
 )
+from services.router.policy.health import Ramp
 from tests.support.worker_views import decode, mixed, prefill, view
 
 NOW = 1000.0

@@ -12,7 +12,7 @@ from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest, WorkerFailed
 from services.router.coordinator.actions import Stage, StageEnded
 from services.router.coordinator.events import FinishReason
-from services.router.request_metrics import RequestMetrics, RequestRecord
+from services.router.telemetry.request_metrics import RequestMetrics, RequestRecord
 from services.rpc.metrics import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 
 MODEL = {"gen_ai_operation_name": "text_completion", "gen_ai_provider_name": "baton", "gen_ai_request_model": "m"}

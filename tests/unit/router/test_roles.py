@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
-from services.router.health import HealthConfig
 from services.router.policy import Role
+from services.router.policy.health import HealthConfig
 from tests.support.router_bench import Bench, started, tokens
 
 
@@ -48,7 +48,7 @@ def test_a_request_that_nobody_could_serve_is_placed_at_once() -> None:
 
 
 def test_pairs_follow_the_roles() -> None:
-    bench = Bench(health=HealthConfig(deep_checks=False))
+    bench = Bench(health=HealthConfig(canaries=False))
     for worker_id, roles in (("a", Role.PREFILL), ("b", Role.DECODE)):
         bench.join(worker_id, roles)
 

@@ -14,8 +14,8 @@ from services.router.coordinator.events import (
     LeaseEnded,
 )
 from services.router.coordinator.request import Phase
-from services.router.health import HealthConfig
 from services.router.policy import Role
+from services.router.policy.health import HealthConfig
 from tests.support.router_bench import AT_REST, BUSY, Bench, started, tokens
 
 
@@ -141,7 +141,7 @@ def test_what_nobody_knows_is_cancelled(bench: Bench, worker_id: str) -> None:
 
 
 def test_canaries_are_known() -> None:
-    bench = Bench(health=HealthConfig(deep_checks=True))
+    bench = Bench(health=HealthConfig(canaries=True))
     bench.join("d", Role.DECODE)
     canary = bench.take_leg(Role.DECODE)
     lists(bench, "d", canary.leg, canary.leg)

@@ -13,7 +13,7 @@ from services.core.errors import (
     UnknownModel,
     WorkerFailed,
 )
-from services.router.slo import Grade, grade, grade_failed
+from services.router.telemetry.slo import Grade, grade, grade_failed
 
 TARGET_S = 0.5
 

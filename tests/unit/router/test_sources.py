@@ -6,8 +6,8 @@ import pytest
 
 from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import ProtocolViolation
-from services.router import wire
 from services.router.coordinator.events import LegFailed, PrefillStarted
+from services.router.workers import wire
 
 LEASE = bytes(range(16))
 HONEST = types_pb2.KVSource(

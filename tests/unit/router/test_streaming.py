@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.streaming import Detokeniser, Piece, StopFinder, TextStream
+from services.router.text.streaming import Detokeniser, Piece, StopFinder, TextStream
 from tests.support.text_model import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from services.router.token_bounds import TextBound, text_bound
+from services.router.text.token_bounds import TextBound, text_bound
 from tests.support.text_model import byte_tokenizer
 
 CORPUS = ["the baton is passed", "    indented    ", "aaaaaaaaaaaaaaaaaaaaaaaa", "e\u0301\u0302 ﬁ ﷺ 각"]

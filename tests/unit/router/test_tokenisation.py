@@ -10,8 +10,8 @@ import time
 import pytest
 
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from services.router.chat_template import ChatTemplate
-from services.router.tokenisation import load_model_text
+from services.router.text.chat_template import ChatTemplate
+from services.router.text.tokenisation import load_model_text
 from tests.support.text_model import CONTEXT_TOKENS, write_model
 
 

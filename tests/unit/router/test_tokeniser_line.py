@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.router.tokeniser_line import SHORT_BYTES, TokeniserLine
+from services.router.text.tokeniser_line import SHORT_BYTES, TokeniserLine
 
 LONG = SHORT_BYTES + 1
 

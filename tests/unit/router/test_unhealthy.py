@@ -1,12 +1,12 @@
-"""Workers that are down: a step that does not end, and how one comes back without deep checks."""
+"""Workers that are down: a step that does not end, and how one comes back without canaries."""
 
 from __future__ import annotations
 
 from services.core.errors import StepFailed
 from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import LegFailed
-from services.router.health import Health
 from services.router.policy import Role
+from services.router.policy.health import Health
 from tests.support.router_bench import Bench, started, tokens
 
 
@@ -50,10 +50,10 @@ def test_three_stuck_workers_are_enough_for_a_request() -> None:
     assert bench.failed["r"].reason == "WORKER_FAILED"
 
 
-# Without deep checks
+# Without canaries
 
 
-def test_without_deep_checks_one_request_is_the_probe() -> None:
+def test_without_canaries_one_request_is_the_probe() -> None:
     bench = Bench()
     bench.join("m", Role.MIXED)
     bench.load("m", current_step_ms=99_000)

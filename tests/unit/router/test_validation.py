@@ -9,7 +9,7 @@ from google.protobuf import text_format
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
-from services.router.validation import (
+from services.router.front.validation import (
     MAX_PROMPT_TOKENS,
     MOST_LOGPROB_BYTES,
     ModelFacts,

@@ -11,8 +11,8 @@ import pytest
 
 from services.core.config import load
 from services.kv.pool import Ledger
-from services.router import activity as of_router
 from services.router.config import RouterConfig
+from services.router.telemetry import activity as of_router
 from services.rpc.activity import ActivityLog
 from services.worker import activity as of_worker
 from services.worker.activity import WorkerFigures

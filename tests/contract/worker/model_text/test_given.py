@@ -19,8 +19,8 @@ from services.core.errors import (
     UnsupportedModel,
 )
 from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
-from services.router.model_text_fetch import fetch_model_text
-from services.router.tokenisation import load_model_text
+from services.router.text.model_text_fetch import fetch_model_text
+from services.router.text.tokenisation import load_model_text
 from services.rpc import channels
 from services.worker.model_text import MOST_CALLS, text_files
 from tests.support.models import tiny_model

@@ -21,7 +21,7 @@ from services.core.errors import (
     ProtocolViolation,
 )
 from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
-from services.router.model_text_fetch import fetch_model_text
+from services.router.text.model_text_fetch import fetch_model_text
 from services.rpc.serving import GrpcServer
 from services.worker.session import WORKER_SERVICE
 from tests.support.text_fetch import OnlyText, fetch, files, serving

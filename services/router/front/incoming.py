@@ -7,7 +7,7 @@ would keep all of it for as long as the request lives. Memory of a protobuf mess
 from __future__ import annotations
 
 from baton.v1 import inference_pb2
-from services.router.byte_budget import Charge
+from services.router.front.byte_budget import Charge
 
 _SMALL = ("request_id", "model", "sampling", "stopping", "response", "priority", "session", "cache_salt")
 TOKEN_BYTES = 40

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.router.catalogue import ServedModel
-from services.router.incoming import Incoming
+from services.router.front.incoming import Incoming
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ import grpc
 
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.clock import Clock
-from services.router import wire
 from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
+from services.router.workers import wire
 from services.rpc.channels import Dial
 from services.rpc.silence import PeerWatch
 

@@ -21,15 +21,15 @@ from starlette.types import Receive, Scope, Send
 from services.core.errors import BatonError, InvalidRequest, forget_frames
 from services.core.ids import new_request_id
 from services.router.answer import Answer, AnswerEvent
-from services.router.byte_budget import ByteBudget
-from services.router.call import Call, Caller
 from services.router.catalogue import Catalogue, ServedModel
-from services.router.http.answers import HttpCall, Prompt, writer
-from services.router.http.body import Body, BodyLimits, no_json, read_body
-from services.router.http.reply import REQUEST_ID, Reply, http_error
-from services.router.incoming import Incoming
-from services.router.intake import Intake
-from services.router.token_texts import TokenTexts
+from services.router.front.byte_budget import ByteBudget
+from services.router.front.call import Call, Caller
+from services.router.front.http.answers import HttpCall, Prompt, writer
+from services.router.front.http.body import Body, BodyLimits, no_json, read_body
+from services.router.front.http.reply import REQUEST_ID, Reply, http_error
+from services.router.front.incoming import Incoming
+from services.router.front.intake import Intake
+from services.router.text.token_texts import TokenTexts
 from services.rpc.logging import ids
 
 Take = Callable[[int, AnswerEvent], Awaitable[None]]

@@ -14,8 +14,8 @@ from baton.v1 import inference_pb2, types_pb2
 from services.core import errors
 from services.router.coordinator.actions import StageEnded
 from services.router.coordinator.events import FinishReason
-from services.router.slo import Grade, grade, grade_failed
-from services.router.tracing import error_outcome
+from services.router.telemetry.slo import Grade, grade, grade_failed
+from services.router.telemetry.tracing import error_outcome
 from services.rpc import names
 from services.rpc.metrics import DURATION_BUCKETS, INTER_TOKEN_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 from services.rpc.status import CODES

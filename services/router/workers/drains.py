@@ -14,7 +14,7 @@ from collections.abc import Callable
 from services.core.clock import Clock
 from services.core.errors import NoWorker, WorkerFailed
 from services.router.coordinator import Coordinator
-from services.router.sessions import WorkerLink
+from services.router.workers.sessions import WorkerLink
 
 _ROUTER_LEAD_S = 2.0
 """Seconds by which a worker's deadline is later than the router's, so that the router moves the rest first.

@@ -14,8 +14,8 @@ from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
-from services.router.description import check_worker_id
-from services.router.health import Health, HealthRecord
+from services.router.policy.health import Health, HealthRecord
+from services.router.workers.description import check_worker_id
 
 FULL_NAME = "baton.v1.ControlService"
 DEFAULT_DRAIN_MS = 30_000

@@ -17,7 +17,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, ProtocolViolation
 from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
 from services.core.printable import printable
-from services.router.tokenisation import ModelText, load_model_text
+from services.router.text.tokenisation import ModelText, load_model_text
 from services.rpc.status import from_call
 
 _MOST_QUOTED_CHARS = 80

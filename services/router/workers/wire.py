@@ -33,8 +33,8 @@ from services.router.coordinator.events import (
     WorkerInfo,
 )
 from services.router.coordinator.known_answers import NUM_LIKELIEST
-from services.router.description import check_source
 from services.router.policy import Fingerprint, Load, Role
+from services.router.workers.description import check_source
 from services.rpc.status import from_status
 
 ROLES = {

@@ -6,12 +6,12 @@ from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.http.answers import Ending, HttpCall, Json, Objects, Prompt, chat_logprobs
-from services.router.http.body import Body, as_list, as_record, as_text, bounded
-from services.router.http.parameters import NOT_IN_CHAT, Neutral, read_shared, refuse_unsupported
-from services.router.incoming import Incoming
-from services.router.token_texts import TokenTexts
-from services.router.validation import MAX_MESSAGES
+from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, chat_logprobs
+from services.router.front.http.body import Body, as_list, as_record, as_text, bounded
+from services.router.front.http.parameters import NOT_IN_CHAT, Neutral, read_shared, refuse_unsupported
+from services.router.front.incoming import Incoming
+from services.router.front.validation import MAX_MESSAGES
+from services.router.text.token_texts import TokenTexts
 
 MAX_PARTS = 256
 """The most content parts of one message."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import h11
 
-from services.router.http.reply import HttpError, plain_error
+from services.router.front.http.reply import HttpError, plain_error
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_LINES = 128

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from baton.v1 import control_pb2, control_pb2_grpc
-from services.router import wire
 from services.router.catalogue import Catalogue
-from services.router.description import check_description
+from services.router.workers import wire
+from services.router.workers.description import check_description
 
 FULL_NAME = "baton.v1.RegistryService"
 

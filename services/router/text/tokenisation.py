@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
-from services.router.chat_template import ChatTemplate
 from services.router.panics import panics_are_errors
-from services.router.token_bounds import TextBound, text_bound
+from services.router.text.chat_template import ChatTemplate
+from services.router.text.token_bounds import TextBound, text_bound
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MOST_TOKENS = 1 << 30

@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from services.core.errors import Cancelled, InvalidRequest, MalformedMessage, MessageTooLarge
-from services.router.byte_budget import Charge
-from services.router.http.reply import HttpError, plain_error
+from services.router.front.byte_budget import Charge
+from services.router.front.http.reply import HttpError, plain_error
 
 SMALL_BYTES = 64 << 10
 """Bodies of at most this many bytes are not counted: they can do no harm."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
-from services.router.http.body import Body, as_number, as_record, as_text, as_whole, bounded
+from services.router.front.http.body import Body, as_number, as_record, as_text, as_whole, bounded
 from services.rpc.parameters import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

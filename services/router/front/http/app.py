@@ -23,13 +23,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.core.addresses import bare_host, host_names
 from services.core.errors import BatonError
-from services.router.byte_budget import ByteBudget
 from services.router.catalogue import Catalogue, ServedModel
-from services.router.http import chat, completions
-from services.router.http.body import BodyLimits
-from services.router.http.generation import Generation
-from services.router.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
-from services.router.intake import Intake
+from services.router.front.byte_budget import ByteBudget
+from services.router.front.http import chat, completions
+from services.router.front.http.body import BodyLimits
+from services.router.front.http.generation import Generation
+from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
+from services.router.front.intake import Intake
 from services.rpc.metrics import Rendering
 
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")

@@ -14,9 +14,9 @@ from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Worker, WorkerState
-from services.router.health import Health
 from services.router.policy import Role
-from services.router.request_metrics import RequestMetrics
+from services.router.policy.health import Health
+from services.router.telemetry.request_metrics import RequestMetrics
 from services.rpc import names
 from services.rpc.metrics import Aliases, MetricsServer, new_registry
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.router.answer import Answer
-from services.router.call import Call, Caller
 from services.router.catalogue import Catalogue
-from services.router.incoming import Incoming
-from services.router.intake import Intake
+from services.router.front.call import Call, Caller
+from services.router.front.incoming import Incoming
+from services.router.front.intake import Intake
 
 FULL_NAME = "baton.v1.InferenceService"
 

@@ -47,7 +47,7 @@ TRANSITIONS: dict[Health, frozenset[Health]] = {
 
 @dataclass(frozen=True)
 class HealthConfig:
-    deep_checks: bool = False
+    canaries: bool = False
     """Whether probes are sent: what is NEW is probed before it is used, and what is PROBING gets nothing else."""
     failures_down: int = 3
     successes_up: int = 2
@@ -83,7 +83,7 @@ class HealthRecord:
     """Keeps the health of one worker, across its restarts, or of one pair."""
 
     def __init__(self, config: HealthConfig, now: float) -> None:
-        self.state = Health.NEW if config.deep_checks else Health.UP
+        self.state = Health.NEW if config.canaries else Health.UP
         self.since_s = now
         self.reason = ""
         """The reason of the last failure, until the state is UP again."""
@@ -113,7 +113,7 @@ class HealthRecord:
     @property
     def takes_one(self) -> bool:
         """Returns whether a single request may serve as its probe."""
-        return self.state is Health.PROBING and not self._config.deep_checks
+        return self.state is Health.PROBING and not self._config.canaries
 
     @property
     def ramp(self) -> Ramp | None:
@@ -182,7 +182,7 @@ class HealthRecord:
 
         A pause after failures is not shortened.
         """
-        if self._config.deep_checks and self.usable:
+        if self._config.canaries and self.usable:
             self._advance(Health.NEW, now)
         elif self.state is Health.UP and self._config.starts_slowly:
             self._starts_at_s = now
@@ -207,7 +207,7 @@ class HealthRecord:
         If `busy`, what is trusted is being used enough: its probe waits for a quieter moment, but at most `recheck_s`
         seconds.
         """
-        if not self._config.deep_checks or self.state is Health.DOWN:
+        if not self._config.canaries or self.state is Health.DOWN:
             return False
         return now >= self._probe_at_s + (self._config.recheck_s if busy and self.trusted else 0.0)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.http.answers import Ending, HttpCall, Json, Objects, Prompt, completion_logprobs
-from services.router.http.body import Body, as_text, as_whole, bounded
-from services.router.http.parameters import NOT_IN_COMPLETIONS, read_shared, refuse_unsupported
-from services.router.incoming import Incoming
-from services.router.token_texts import TokenTexts
-from services.router.validation import MAX_PROMPT_TOKENS
+from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, completion_logprobs
+from services.router.front.http.body import Body, as_text, as_whole, bounded
+from services.router.front.http.parameters import NOT_IN_COMPLETIONS, read_shared, refuse_unsupported
+from services.router.front.incoming import Incoming
+from services.router.front.validation import MAX_PROMPT_TOKENS
+from services.router.text.token_texts import TokenTexts
 
 MAX_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16

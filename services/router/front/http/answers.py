@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from baton.v1 import inference_pb2, types_pb2
 from services.router.answer import AnswerEvent
-from services.router.http.parameters import StreamOptions
-from services.router.http.reply import Reply
-from services.router.incoming import Incoming
-from services.router.token_texts import TokenText, TokenTexts
+from services.router.front.http.parameters import StreamOptions
+from services.router.front.http.reply import Reply
+from services.router.front.incoming import Incoming
+from services.router.text.token_texts import TokenText, TokenTexts
 
 Json = dict[str, Any]
 

@@ -12,7 +12,7 @@ from services.router.catalogue import Catalogue
 from services.router.coordinator import Coordinator
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import WorkerState
-from services.router.request_metrics import RequestMetrics
+from services.router.telemetry.request_metrics import RequestMetrics
 from services.rpc.activity import ActivityLog
 
 log = logging.getLogger(__name__)

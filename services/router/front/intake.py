@@ -19,19 +19,19 @@ from services.core.config import DAY_S
 from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
-from services.router.byte_budget import RETRY_AFTER_S
-from services.router.call import Call
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
-from services.router.request_metrics import RequestMetrics, RequestRecord
-from services.router.tokenisation import too_long
-from services.router.tracing import RequestTrace
-from services.router.validation import (
+from services.router.front.byte_budget import RETRY_AFTER_S
+from services.router.front.call import Call
+from services.router.front.validation import (
     check_fits_one_message,
     check_token_ids,
     utf8_bytes,
     validate,
 )
+from services.router.telemetry.request_metrics import RequestMetrics, RequestRecord
+from services.router.telemetry.tracing import RequestTrace
+from services.router.text.tokenisation import too_long
 from services.rpc.logging import ids
 from services.rpc.telemetry import Tracer
 

@@ -31,8 +31,8 @@ from uvicorn.server import ServerState
 
 from services.core.descriptors import share_of_descriptors
 from services.core.errors import ConfigError
-from services.router.http.parser import BoundedParser
-from services.router.http.reply import HttpError, dump, plain_error, refuse
+from services.router.front.http.parser import BoundedParser
+from services.router.front.http.reply import HttpError, dump, plain_error, refuse
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Has the fronts of a router, gRPC and HTTP, and what they share: calls on their way in."""
