@@ -1,4 +1,4 @@
-"""How the suite runs, and what pytest says at the end of every run: what did not run, by name and reason."""
+"""Defines how the suite runs, and what pytest says at the end of every run: what did not run, by name and reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What the tests of one folder have started has ended before those of the next begin, which may measure time."""
+    """Ends what the tests of one folder have started before those of the next begin, which may measure time."""
     yield
     if nextitem is None or nextitem.path.parent != item.path.parent:
         left = children_left()
@@ -61,12 +61,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """One of the processes of `pytest -n` has ended: what it left out was left out of the run."""
+    """Adds what one of the processes of `pytest -n` left out to what the run left out, when that process ends."""
     node.config.stash[_left_out] |= getattr(node, "workeroutput", {}).get("left_out", {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Skipped tests one by one, then what the chosen markers left out."""
+    """Prints the skipped tests one by one, then what the chosen markers left out."""
     skipped = terminalreporter.stats.get("skipped", [])
     if skipped:
         terminalreporter.section("skipped", sep="-")

@@ -83,7 +83,7 @@ class Soak:
         """Of each router; odd while it is not back."""
 
     async def round(self, duration_s: float) -> None:
-        """Load and faults, then a count of what is still held 5 s after their end."""
+        """Runs load and faults, then counts what is still held 5 s after their end."""
         until_s = time.monotonic() + duration_s
         async with asyncio.TaskGroup() as group:
             for _ in range(NUM_CLIENTS):
@@ -132,7 +132,7 @@ class Soak:
         return "requests finished"
 
     async def _misfortune(self, until_s: float) -> None:
-        """One fault after another, with a pause that lets most requests make some progress."""
+        """Makes one fault after another, with a pause that lets most requests make some progress."""
         kinds: list[Callable[[str], Awaitable[str]]] = [
             self._kill,
             self._stop,
@@ -184,7 +184,8 @@ class Soak:
 async def soak(
     folder: Path, duration_s: float, *, seed: int, round_s: float = ROUND_S
 ) -> tuple[Tally, GreedyReference]:
-    """`folder`: an empty one. At least one round. Raises what a request fails with that no fault excuses."""
+    """Runs rounds of load under faults, at least one. `folder` is an empty one. Raises what a request fails with that
+    no fault excuses."""
     model, temp = await asyncio.to_thread(_prepare, folder)
     reference = GreedyReference(model)
     async with real_cluster(model, temp, WORKERS, *FLAGS, routers=[()] * len(ROUTERS)) as cluster:

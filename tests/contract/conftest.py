@@ -1,4 +1,5 @@
-"""A router with no worker, and one with a prefill and a decode worker. Files that need other ones have their own."""
+"""Provides a router with no worker, and one with a prefill and a decode worker. Files that need other ones have their
+own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docker-compose.yml says is true of the code, without an engine."""
+"""Tests that what docker-compose.yml says is true of the code, without an engine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_profiles() -> None:
 
 @pytest.mark.parametrize("given", [[], ["cpu"], ["gpu"], ["cpu", "observability"], ["gpu", "observability"]])
 def test_exactly_one_kind_of_worker_starts(given: list[str]) -> None:
-    """`--profile` replaces the profiles of .env, in both compose versions."""
+    """The profiles of `--profile` replace those of .env: it does so in both compose versions."""
     profiles = set(given) or compose.default_profiles()
     devices = {
         OURS[name]["environment"]["BATON_DEVICE"] for name, _, number in compose.num_workers(OURS, profiles) if number
@@ -139,7 +139,7 @@ def test_what_the_image_sets_exists() -> None:
 
 
 def test_settings_left_alone_are_the_services_defaults() -> None:
-    """Only those differ that a deployment has reason to change."""
+    """The settings of a container differ from a service's defaults only where a deployment has a reason."""
     changed = {"host", "port", "metrics_port", "http_port", "control_host", "cluster_token_file"}
     changed |= {"router", "shm_dir", "transport", "memory_utilization"}
     for name in ("router", "prefill"):
@@ -183,7 +183,7 @@ def test_shared_memory_is_demanded() -> None:
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_replicas_can_be_told_apart(name: str) -> None:
-    """Nothing that only one container can have."""
+    """A service that may have replicas has nothing that only one container can have."""
     assert "container_name" not in OURS[name]
     assert "ports" not in OURS[name]
     config = compose.configuration_of(OURS[name])
@@ -224,7 +224,7 @@ def test_the_control_port_is_for_the_stack_alone() -> None:
 
 
 def test_router_and_workers_share_a_token_that_the_first_of_them_makes() -> None:
-    """The token lies in memory, in a volume that only Baton's user can open; it takes no step of the operator's and
+    """The token lies in memory, in a volume that only Baton's user can open; it needs no step of the operator's and
     nothing in the file."""
     for name in ("router", *WORKERS):
         assert compose.configuration_of(OURS[name]).cluster_token_file == "/run/cluster/token"

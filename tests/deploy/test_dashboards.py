@@ -1,4 +1,4 @@
-"""Every query of every dashboard, asked of a real Prometheus that scrapes a real cluster under load."""
+"""Tests every query of every dashboard: each is asked of a real Prometheus that scrapes a real cluster under load."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_query_brings_something(tmp_path: Path) -> None:
 
 
 def _ask_until_good(address: str, queries: list[check_dashboards.Query]) -> dict[str, str]:
-    """What is still wrong in the end: rates need samples, and the machine may be busy."""
+    """Returns what is still wrong in the end: rates need samples, and the machine may be busy."""
     deadline_s = time.monotonic() + WITHIN_S
     open_ = {f"{each.dashboard}: {each.title}: {each.expression}": each for each in queries}
     said: dict[str, str] = {}
@@ -73,7 +73,7 @@ def _ask_until_good(address: str, queries: list[check_dashboards.Query]) -> dict
 
 @contextlib.contextmanager
 def _load(up: Up) -> Iterator[None]:
-    """Prompts that share a beginning, one after the other."""
+    """Sends prompts that share a beginning, one after the other."""
     http = next(line.split()[1] for line in up.lines if line.startswith("http "))
     over = threading.Event()
 
@@ -114,7 +114,7 @@ def _prometheus(up: Up, folder: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, when it is ready; the port is its choice."""
+    """Returns where it listens, when it is ready; the port is its choice."""
     deadline_s = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline_s:
         text = log.read_text()

@@ -1,4 +1,4 @@
-"""Rules of deploy/Dockerfile, without building it."""
+"""Tests the rules of deploy/Dockerfile, without building it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_compiler_in_the_images() -> None:
 
 
 def test_the_routers_image_has_nothing_of_the_extra() -> None:
-    """What its venv is made of never names the worker's requirements, nor a compiler."""
+    """The stage that makes its venv never names the worker's requirements, nor a compiler: this is seen in the file."""
     for name in ("dependencies", "router-builder"):
         installs = [line for line in STAGES[name] if "pip install" in line]
         assert installs
@@ -85,7 +85,7 @@ def test_the_cache_is_a_volume() -> None:
 
 
 def test_what_is_installed_is_pinned() -> None:
-    """All of it: pip itself applies the constraints to whatever a later line installs."""
+    """Every package is pinned: pip itself applies the constraints to whatever a later line installs."""
     assert "PIP_CONSTRAINT=/build/constraints.txt" in TEXT
     pinned = {
         re.split("==", line)[0].lower().replace("_", "-")

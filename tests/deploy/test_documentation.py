@@ -1,4 +1,5 @@
-"""deploy/README.md, .env.example and the examples name every setting of docker-compose.yml, with its default."""
+"""Tests that deploy/README.md, .env.example and the examples name every setting of docker-compose.yml, with its
+default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml in a real engine: it comes up, serves, scales, loses no request, and leaves nothing."""
+"""Tests docker-compose.yml in a real engine: it comes up, serves, scales, loses no request, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_http_from_the_host(stack: Stack) -> None:
 
 
 def test_shared_memory_crosses_the_containers(stack: Stack) -> None:
-    """The decode container's own words, and the two namespaces it happened across."""
+    """The log of the decode container says it, and the two namespaces are different ones."""
     log = stack.logs("decode")
     assert re.search(r"KV transport: pulls by shm only, offers shm \(/run/baton/decode-\w+-50051\.sock\)", log)
     assert re.search(r"kv transfer from \S+ goes by shared memory: \d+ blocks at /run/baton/prefill-\w+-50051", log)
@@ -128,7 +128,7 @@ class Load:
             waiting.set()
 
     async def another_round(self) -> None:
-        """As many answers more as there are clients."""
+        """Waits for as many answers more as there are clients."""
         goal, more = self.num_done + NUM_CLIENTS, asyncio.Event()
         self.rounds.append(more)
         while self.num_done < goal:
@@ -164,12 +164,12 @@ async def _ask(channel: object, load: Load, number: int) -> None:
 
 
 def _busy(status: control_pb2.GetStatusResponse) -> control_pb2.WorkerStatus | None:
-    """A decode worker in the middle of its sequences."""
+    """Returns a decode worker in the middle of its sequences."""
     return next((each for each in ready(status, "decode") if each.load.num_running), None)
 
 
 def _has_returned(status: control_pb2.GetStatusResponse, worker: control_pb2.WorkerDescription) -> bool:
-    """Under its old name, as another process."""
+    """Returns whether a worker is back under its old name, as another process."""
     now = {each.worker.worker_id: each.worker.incarnation for each in ready(status, "decode")}
     return now.get(worker.worker_id, worker.incarnation) != worker.incarnation
 

@@ -37,7 +37,7 @@ _PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped", "ALERT
 
 
 def samples_of(registry: CollectorRegistry) -> Iterator[str]:
-    """Names of all samples that a scrape can show, those of labels that have not occurred included."""
+    """Yields the names of all samples that a scrape can show, those of labels that have not occurred included."""
     for family in registry.collect():
         for suffix in _SAMPLES.get(family.type, ("",)):
             yield family.name + suffix
@@ -141,7 +141,7 @@ def test_data_sources_are_services() -> None:
 
 
 def _uids(node: object) -> Iterator[str]:
-    """Of every data source that a dashboard names."""
+    """Yields the uid of every data source that a dashboard names."""
     if isinstance(node, dict):
         source = node.get("datasource")
         if isinstance(source, dict) and isinstance(source.get("uid"), str):

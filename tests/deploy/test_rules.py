@@ -1,4 +1,4 @@
-"""Alert rules: made of the one file of objectives, and speaking when they should (rules_test.yml)."""
+"""Tests the alert rules: they are made of the one file of objectives, and fire when they should (rules_test.yml)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_router_has_the_objectives_of_the_file() -> None:
 
 
 def test_errors_are_all_outcomes_but_a_clients_own() -> None:
-    """A reason that is new must be decided about: here, and in services/router/telemetry/slo.py."""
+    """Each new reason must be decided about: here, and in services/router/telemetry/slo.py."""
     ours = {kind.reason.lower() for kind in CODES} - set(slo_rules.NO_ERROR.split("|"))
     assert ours >= {"overloaded", "no_worker", "draining", "worker_failed", "step_failed", "config"}
     assert not ours & {"cancelled", "deadline_exceeded", "invalid_parameter", "unknown_model", "duplicate_request"}

@@ -1,4 +1,4 @@
-"""Everything here needs a CUDA device and is skipped without one; the rest of the suite needs none."""
+"""Skips everything here without a CUDA device; the rest of the suite needs none."""
 
 from __future__ import annotations
 

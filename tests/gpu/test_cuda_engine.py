@@ -1,4 +1,4 @@
-"""The engine on a GPU: attention, the pool, and greedy output against transformers' own on the CPU."""
+"""Tests the engine on a GPU: attention, the pool, and greedy output against transformers' own on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_varlen_attention_over_gathered_keys(heads: int, kv_heads: int, head_dim
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_varlen_attention_over_block_tables_is_exact_or_refuses(block_size: int) -> None:
-    """The flash attention that is installed decides which block sizes it takes."""
+    """The flash attention that is installed decides which block sizes are taken."""
     try:
         paged.verify(VarlenAttention(True), torch.device(CUDA), torch.bfloat16, 9, 3, 64, block_size)
     except RuntimeError as error:

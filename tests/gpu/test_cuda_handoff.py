@@ -1,4 +1,4 @@
-"""Prefill and decode on GPUs, over both transports: by shared memory through pinned staging, and by gRPC."""
+"""Tests prefill and decode on GPUs, over both transports: by shared memory through pinned staging, and by gRPC."""
 
 from __future__ import annotations
 

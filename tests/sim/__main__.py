@@ -1,4 +1,4 @@
-"""`python -m tests.sim --seeds 2000 [--start N] [--jobs 2]`, or `--seed N --trace` to see one.
+"""Runs the simulator: `python -m tests.sim --seeds 2000 [--start N] [--jobs 2]`, or `--seed N --trace` to see one seed.
 
 With `--resume FILE` what is done is written down there, and the same command goes on where it was stopped, however it
 was.

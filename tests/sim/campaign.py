@@ -1,4 +1,4 @@
-"""Many seeds over several processes, in chunks that are written down as they are done, so that it may span days.
+"""Runs many seeds over several processes, in chunks that are written down as they are done, so that it may span days.
 
 Owns: the progress file (JSON lines: a header that says which tree runs, then a line for each chunk) and the summary.
 Never: what a seed does (`simulation`).
@@ -34,7 +34,7 @@ _TREE = ("services", "gen", "tests/sim")
 
 @dataclass(frozen=True)
 class Chunk:
-    """What became of some seeds in a row."""
+    """Keeps what became of some seeds in a row."""
 
     first: int
     num_seeds: int
@@ -75,7 +75,7 @@ class MixedTrees(Exception):
 
 
 class Progress:
-    """A progress file, made if it is not there. One process at a time."""
+    """Keeps a progress file, which is made if it is not there, for one process at a time."""
 
     def __init__(self, path: Path, *, may_mix: bool = False) -> None:
         self._path = path
@@ -96,7 +96,7 @@ class Progress:
         self._append({"tree": self.tree})
 
     def add(self, chunk: Chunk, wall_s: float) -> None:
-        """`wall_s`: since the last one."""
+        """Adds a chunk that took `wall_s` since the last one."""
         self.wall_s += wall_s
         self.done[chunk.first] = chunk
         self._append({**asdict(chunk), "wall_s": round(wall_s, 3)})
@@ -154,7 +154,7 @@ def run(
 
 
 def write_result(path: Path, summary: Summary, seeds: range, jobs: int, progress: Progress) -> None:
-    """The result of a run that came to its end."""
+    """Writes the result of a run that came to its end."""
     result = {
         "what": "the deterministic simulation of a cluster under faults: make sim",
         "date": datetime.date.today().isoformat(),

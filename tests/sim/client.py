@@ -1,4 +1,4 @@
-"""A client's request: what is asked, what must come, and the check of every token that does.
+"""Keeps a client's request: what is asked, what must come, and the check of every token that does.
 
 Stands for the router's `Answer`, with the real search for stop strings.
 """

@@ -47,7 +47,7 @@ class Clocks:
         self._world.after(_EVERY_S, self._look)
 
     def _bound(self, node: Node, what: Hashable, limit_s: float, why: str) -> None:
-        """`what` waits now. While its node was stopped nothing could end it."""
+        """Notes that `what` waits now. While its node was stopped nothing could end it."""
         self._seen.add(what)
         since_s = self._since[what] = max(self._since.get(what, self._world.now_s), node.thawed_s)
         waited_s = self._world.now_s - since_s

@@ -1,4 +1,4 @@
-"""The whole simulated cluster: routers, workers, network, truth. What a fault does to it is a method here.
+"""Keeps the whole simulated cluster: routers, workers, network, truth. What a fault does to it is a method here.
 
 Never: which faults happen when (`faults`), what must hold (`invariants`).
 """
@@ -103,7 +103,7 @@ class Cluster:
     # What happens to it.
 
     def crash(self, name: str, silent_s: float = 0.0) -> None:
-        """`silent_s`: until its peers' kernels notice."""
+        """Kills a process; its peers' kernels notice after `silent_s`."""
         node = self.node(name)
         if not node.alive or name in self.gone:
             return
@@ -118,7 +118,7 @@ class Cluster:
                 request.router_lost()
 
     def lose(self, name: str, *, silent: bool) -> None:
-        """A crash for ever. `silent`: its host is gone too, and nobody is told."""
+        """Kills a process for ever. With `silent` its host is gone too, and nobody is told."""
         node = self.node(name)
         if name in self.gone or not node.alive:
             return
@@ -132,7 +132,7 @@ class Cluster:
         self.gone.add(name)
 
     def stop_for_ever(self, name: str) -> None:
-        """Frozen, with nobody to wake it: its kernel keeps its connections, and takes new ones."""
+        """Freezes a process for ever: its kernel keeps its connections, and takes new ones."""
         if name in self.gone or not self.node(name).alive:
             return
         self.freeze(name)
@@ -164,7 +164,7 @@ class Cluster:
             self.node(name).thaw()
 
     def terminate(self, name: str, deadline_s: float) -> None:
-        """SIGTERM."""
+        """Sends SIGTERM."""
         worker = self.workers[name]
         if worker.node.alive and name not in self.gone and not worker.host.draining:
             self.world.note("terminate", name)
@@ -211,7 +211,7 @@ class Cluster:
             self.start_router(name, gone.node.address, gone.config)
 
     def drain(self, router_name: str, worker_name: str, deadline_s: float) -> None:
-        """`ControlService.Drain`."""
+        """Calls `ControlService.Drain`."""
         router = self.routers[router_name]
         if not router.node.alive or worker_name not in {w.info.worker_id for w in router.coordinator.workers()}:
             return
@@ -225,7 +225,7 @@ class Cluster:
         loop.enter(lambda: loop.create_task(drain(), name="drain"))
 
     def kill_all(self) -> None:
-        """The end: every coroutine is closed, where nobody sees it."""
+        """Closes every coroutine at the end of a run, where nobody sees it."""
         for node in [*(w.node for w in self.workers.values()), *(r.node for r in self.routers.values())]:
             node.kill()
 
@@ -244,7 +244,7 @@ class Cluster:
         return [router for name, router in self.routers.items() if name not in self.gone]
 
     def within_reach(self, router: SimRouter) -> list[SimWorker]:
-        """Workers that this router can still talk to."""
+        """Returns the workers that this router can still talk to."""
         severed = self.network.cut_for_ever
         return [worker for worker in self.present if frozenset((worker.plan.name, router.node.name)) not in severed]
 

@@ -1,4 +1,4 @@
-"""The real engine without its thread and its model: steps take simulated time, and compute with `SimMemory`.
+"""Runs the real engine without its thread and its model: steps take simulated time, and compute with `SimMemory`.
 
 Owns: when steps begin and end. Never: scheduling, the pool, the reports; `services.engine.engine.Engine` does those.
 """
@@ -23,7 +23,7 @@ from tests.support.fake_runner import FakeRunner
 
 
 class StepFault(Exception):
-    """What a device raises when the seed says so."""
+    """Is what a device raises when the seed says so."""
 
 
 class SimEngine(Engine):
@@ -117,7 +117,7 @@ class SimEngine(Engine):
         return StepResult(sampled)
 
     def _read(self, part: ScheduledSequence) -> int:
-        """The digest before the part, from memory; all KV before it must be that of the sequence's tokens."""
+        """Returns the digest before the part, from memory; all KV before it must be that of the sequence's tokens."""
         sequence, world = self._scheduler.sequences.get(part.seq_id), self._node.world
         world.require(sequence is not None, f"{self._node.name}: sequence {part.seq_id} left under its step")
         assert sequence is not None

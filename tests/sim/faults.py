@@ -1,4 +1,4 @@
-"""What goes wrong (of the kinds in `strikes`), and when. All of it comes from the seed.
+"""Draws from the seed what goes wrong (of the kinds in `strikes`), and when.
 
 The bias. Faults at random times hit a handoff's short windows once in a thousand runs. So:
 - Two out of three are *armed*: they strike at the n-th time that some worker reaches some moment of a handoff (a lease

@@ -1,4 +1,4 @@
-"""Deliberate bugs in the handoff: leases at the source, imports at the destination."""
+"""Plants deliberate bugs in the handoff: in leases at the source, and in imports at the destination."""
 
 from __future__ import annotations
 

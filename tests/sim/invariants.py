@@ -1,4 +1,4 @@
-"""What must hold at every moment of a run, and at its end.
+"""Checks what must hold at every moment of a run, and at its end.
 
 Cheap checks run after every turn, the thorough ones after every step and now and then; what is wrong in a ledger stays
 wrong, so it is found a little later. Other invariants stand where they can be broken: a client's stream in `client`,
@@ -23,7 +23,7 @@ _THOROUGH = 0.02
 
 
 def check_worker(world: World, worker: SimWorker) -> None:
-    """Ledger, lines and references agree. O(blocks)."""
+    """Asserts that ledger, lines and references agree. Takes O(blocks)."""
     host, pool, scheduler = worker.host, worker.engine._pool, worker.engine._scheduler
     name = worker.plan.name
     pool.check()
@@ -87,7 +87,7 @@ class Watch:
 
 
 def not_idle(cluster: Cluster) -> list[str]:
-    """What has not come to rest, of all that is left."""
+    """Returns what has not come to rest, of all that is left."""
     routers = cluster.present_routers
     # Over a link that stays cut, canaries are tried for ever; and often where one of them may fail by bad luck.
     tried = {name for link in cluster.network.cut_for_ever if link <= cluster.workers.keys() for name in link}
@@ -100,7 +100,8 @@ def not_idle(cluster: Cluster) -> list[str]:
 
 
 def _joined(cluster: Cluster, router: SimRouter) -> bool:
-    """Every worker in reach was found again, with no manual step, and none out of reach is taken for ready."""
+    """Returns whether every worker in reach was found again, with no manual step, and none out of reach is taken for
+    ready."""
     ready = {
         worker.info.worker_id: worker.info.incarnation for worker in router.coordinator.workers() if worker.has_session
     }

@@ -1,4 +1,4 @@
-"""An asyncio event loop in virtual time, one per node.
+"""Implements an asyncio event loop in virtual time, one per node.
 
 Owns: the node's callbacks, in asyncio's order (first come, first served), and its tasks. The world decides when they
 run; while the node is frozen none does, and timers that were due fire late. Never: real I/O or real time.
@@ -72,7 +72,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self.tasks.pop(task, None)
 
     def run_in_executor(self, executor: None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """`asyncio.to_thread`, for what takes no simulated time."""
+        """Stands for `asyncio.to_thread`, for what takes no simulated time."""
         assert executor is None
         future = self.create_future()
 
@@ -91,7 +91,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))]
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
-        """`fd`: a `shared_memory.Connection`."""
+        """Calls `callback` when there is something to read from `fd`, a `shared_memory.Connection`."""
         fd.watch(self, lambda: callback(*args))
 
     def remove_reader(self, fd: Any) -> bool:

@@ -1,4 +1,5 @@
-"""A worker's KV memory: every slot remembers what it was computed from, and every write is checked against the pool.
+"""Keeps a worker's KV memory: every slot remembers what it was computed from, and every write is checked against the
+pool.
 
 Owns: the bytes. Never: references; it asks the pool who may write.
 """
@@ -40,7 +41,7 @@ class SimStagingArea(StagingArea):
 
 
 def staging_of(host: WorkerHost) -> Staging | None:
-    """Of a pool that cannot be mapped."""
+    """Returns the staging of a pool that cannot be mapped; None for any other."""
     return next((end.staging for end in host.transfer.sources if isinstance(end, ShmSource)), None)
 
 
@@ -100,7 +101,7 @@ class SimMemory:
         return digest_in(self.bytes[start : start + SLOT_BYTES])
 
     def write_slots(self, block_ids: Sequence[int], start: int, kv: bytes) -> None:
-        """The KV of the tokens at positions start, start + 1, …"""
+        """Writes the KV of the tokens at positions start, start + 1 and so on."""
         num_tokens = len(kv) // SLOT_BYTES
         for block_id in block_ids[start // self._block_size :]:
             self._require_writable(block_id, Holder.SEQUENCE)
@@ -112,7 +113,8 @@ class SimMemory:
     # Checks.
 
     def _require_writable(self, block_id: int, writer: Holder) -> None:
-        """One holder of the writer's kind and nobody else; a prompt's block is leased too while it is computed."""
+        """Requires that a block has one holder of the writer's kind and nobody else; a prompt's block is leased too
+        while it is computed."""
         pool, world = self._pool, self._node.world
         if not self._node.alive:
             return

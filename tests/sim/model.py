@@ -1,5 +1,5 @@
-"""A model without numbers: the KV of a token is a digest of all tokens up to it, the next token a function of that and
-of how it is to be chosen (`choice`: parameters, noise key, what penalties count).
+"""Defines a model without numbers: the KV of a token is a digest of all tokens up to it, the next token a function of
+that and of how it is to be chosen (`choice`: parameters, noise key, what penalties count).
 
 So a sequence's output depends on its whole history and its request and on nothing else, and a KV slot is right only if
 its whole prefix was. `Truth` knows in advance what every request must get, and what every block that may ever be
@@ -42,19 +42,20 @@ def slot(digest: int, position: int) -> bytes:
 
 
 def digest_in(slot_bytes: bytes | memoryview) -> int:
-    """0 in a slot that was never written."""
+    """Returns the digest in a slot; 0 if it was never written."""
     return int(_SLOT.unpack(slot_bytes)[0])
 
 
 def next_token(digest: int, masked: Sequence[int] = (), choice: int = 0) -> int:
-    """`choice`: of a sampled token, or one with penalties. 0 is the likeliest token."""
+    """Returns the next token; `choice` is that of a sampled token, or of one with penalties, and 0 stands for the
+    likeliest one."""
     allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked] if masked else range(VOCAB_SIZE)
     return allowed[zlib.crc32(digest.to_bytes(4, "little"), choice) % len(allowed)]
 
 
 def choice_of(params: Any, position: int, prompt: Sequence[int], output: Sequence[int]) -> int:
-    """What else decides a token, in one number. `params`: temperature, seed, penalties as the engine or the wire has
-    them; `position`: of the token in the output."""
+    """Returns what else decides a token, in one number. `params` are temperature, seed and penalties as the engine or
+    the wire has them; `position` is the token's in the output."""
     choice = 0
     if params.temperature > 0:
         drawn = (params.temperature, params.top_p, params.top_k, params.seed, position)
@@ -99,7 +100,7 @@ class History:
 
 @dataclass(frozen=True)
 class Expected:
-    """The output of a run without faults."""
+    """Keeps the output of a run without faults."""
 
     token_ids: tuple[int, ...]
     stop_token_id: int | None
@@ -126,8 +127,8 @@ class Truth:
         sampling: Any = None,
         stops: Sequence[str] = (),
     ) -> dict[str, Expected]:
-        """What each of the weights answers. `sampling`: a `types_pb2.SamplingParams`; None is greedy. Nobody stops
-        computing at a stop string at once, so what follows it in the same run is remembered too."""
+        """Returns what each of the weights answers. `sampling` is a `types_pb2.SamplingParams`; None is greedy. Nobody
+        stops computing at a stop string at once, so what follows it in the same run is remembered too."""
         stopping = max_tokens, min_tokens, stop_token_ids
         return {name: self._run(name, prompt, stopping, cache_salt, sampling, stops) for name in self.kv_of}
 

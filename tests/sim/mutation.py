@@ -1,4 +1,4 @@
-"""How a deliberate bug gets into the real code: a `Mutant` is a context in which it is there."""
+"""Puts a deliberate bug into the real code: a `Mutant` is a context in which it is there."""
 
 from __future__ import annotations
 

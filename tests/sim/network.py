@@ -1,5 +1,5 @@
-"""The network between nodes: packets of a stream arrive in order, those of different streams in any; links can be slow,
-cut, healed and reset.
+"""Simulates the network between nodes: packets of a stream arrive in order, those of different streams in any; links
+can be slow, cut, healed and reset.
 
 Owns: who listens where, every live call, and the state of links. Never: what gRPC makes of it (`rpc_client`,
 `rpc_server`).
@@ -57,7 +57,7 @@ class Network:
         self._cut.add(frozenset((one, other)))
 
     def sever(self, one: str, other: str) -> None:
-        """A cut that never heals. Each end's keepalive notices in its time."""
+        """Cuts a link for ever. Each end's keepalive notices in its time."""
         link = frozenset((one, other))
         self.cut(one, other)
         self.cut_for_ever.setdefault(link, self.world.now_s)
@@ -65,7 +65,7 @@ class Network:
             wire.starve()
 
     def heal(self, one: str, other: str, *, reset: bool) -> None:
-        """`reset`: the connections did not survive."""
+        """Ends a cut; with `reset` the connections did not survive it."""
         link = frozenset((one, other))
         if link in self.cut_for_ever:
             return
@@ -97,7 +97,7 @@ class Network:
 
 
 class Wire:
-    """The two directions of one call, between the client's and the server's node."""
+    """Joins the two directions of one call, between the client's and the server's node."""
 
     def __init__(self, network: Network, client: Node, server: Node, method: str) -> None:
         self.network = network
@@ -115,13 +115,13 @@ class Wire:
             self.starve()
 
     def close(self) -> None:
-        """Both ends know that the call is over."""
+        """Lets both ends know that the call is over."""
         self.network.wires.pop(self, None)
         self.up.close()
         self.down.close()
 
     def break_off(self, silent_s: float = 0.0) -> None:
-        """The connection breaks: what is under way is lost, and each end notices in its own time, after `silent_s`."""
+        """Breaks the connection: what is under way is lost, and each end notices in its own time, after `silent_s`."""
         if self not in self.network.wires:
             return
         self.close()
@@ -149,7 +149,7 @@ class Wire:
 
 
 class Pipe:
-    """One direction of a call: in order, with a bounded number of messages that the receiver has not read."""
+    """Is one direction of a call: in order, with a bounded number of messages that the receiver has not read."""
 
     def __init__(self, wire: Wire, source: Node, target: Node) -> None:
         self._wire = wire
@@ -201,7 +201,7 @@ class Pipe:
             )
 
     def stall(self, duration_s: float) -> None:
-        """Nothing arrives for a while, though the connection lives."""
+        """Lets nothing arrive for a while, though the connection lives."""
         world = self._wire.network.world
         self._stalled_until_s = world.now_s + duration_s
         world.at(self._stalled_until_s, self.pump)

@@ -1,4 +1,4 @@
-"""One simulated process: an event loop, threads, a clock, an address. It can be frozen, thawed and killed.
+"""Simulates one process: an event loop, threads, a clock, an address. It can be frozen, thawed and killed.
 
 A restart is a new `Node` at the same address. Never: what runs on it (`worker`, `router`).
 """
@@ -15,7 +15,7 @@ from tests.sim.world import Actor, World
 
 
 class Session(Protocol):
-    """One end of a session between a router and a worker."""
+    """Is one end of a session between a router and a worker."""
 
     heard_s: float
     """When the other end last said something, in world time."""
@@ -64,7 +64,7 @@ class Node:
             actor.enlist()
 
     def kill(self) -> None:
-        """kill -9. The kernel closes its connections; nothing of it runs any more."""
+        """Kills the process as `kill -9` does. The kernel closes its connections; nothing of it runs any more."""
         if not self.alive:
             return
         self.alive = False
@@ -76,8 +76,8 @@ class Node:
 
 
 class Thread(Executor):
-    """A thread that carries out what is submitted, one after the other; each takes simulated time and takes effect at
-    its end, which is the worst moment."""
+    """Carries out what is submitted, one piece after the other; each takes simulated time and takes effect at its end,
+    which is the worst moment."""
 
     def __init__(self, node: Node, duration_s: Callable[[], float]) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""How a request may end: by its own doing, or because nobody could have served it, and the world's record says so.
+"""Checks how a request ends: by its own doing, or because nobody could have served it, and the world's record says so.
 
 Owns: for each request the workers that could have served it throughout, and what that forbids. Never: the tokens
 (`client`).
@@ -42,7 +42,7 @@ def waited_for_copies(cluster: Cluster, request: SimRequest) -> bool:
 
 
 def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows: int) -> None:
-    """Every request ended, and in a way that it may."""
+    """Requires that every request ended, and in a way that it may."""
     smallest = min(worker.engine.info.max_model_len for worker in cluster.workers.values())
     for request in cluster.requests:
         outcome, what = request.outcome, f"request {request.request_id} ended with {request.outcome}"
@@ -65,7 +65,7 @@ def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows
 
 
 def able(cluster: Cluster, request: SimRequest, since_s: float, until_s: float) -> list[SimWorker]:
-    """Workers that could have computed all of it, well and in reach of its router all that time."""
+    """Returns the workers that could have computed all of it, well and in reach of its router all that time."""
     if request.received and (len(request.answers) > 1 or len(cluster.block_sizes) > 1):
         return []  # it goes on where it began, and what it has received does not say by whose weights and blocks
     return [
@@ -99,7 +99,8 @@ def _check_refusal(world: World, cluster: Cluster, request: SimRequest) -> None:
 
 
 def _check_in_time(world: World, cluster: Cluster, request: SimRequest) -> None:
-    """What was served was served soon, if someone could all along: others' faults cost it their detection only."""
+    """Requires that what was served was served soon, if some worker could all along: others' faults cost it their
+    detection only."""
     assert request.ended_s is not None
     if copies_may_stall(cluster) or not able(cluster, request, 0.0, request.ended_s):
         return

@@ -1,4 +1,4 @@
-"""Deliberate bugs in what surrounds the handoff: the engine, a worker's legs and sessions, the router."""
+"""Plants deliberate bugs in what surrounds the handoff: the engine, a worker's legs and sessions, the router."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def emits_repeated_tokens() -> Bug:
 
 
 def asks_a_worker_that_refused_never_again() -> Bug:
-    """No parking: a refused handoff has nowhere to go."""
+    """Removes parking: a refused handoff has nowhere to go."""
     return replaced(placement, "_may_ask", lambda request, view, now: view.worker_id not in request.setbacks.refusals)
 
 

@@ -1,4 +1,4 @@
-"""What the world itself knows of its faults: who was disturbed, and when.
+"""Records what the world itself knows of its faults: who was disturbed, and when.
 
 Owns: that record, and the question whether a worker was well and in reach of a router for some time. Never: what the
 code under test believes.
@@ -16,7 +16,7 @@ class Record:
         self._disturbed: list[tuple[frozenset[str], float, float]] = []
 
     def disturb(self, since_s: float, until_s: float, *names: str) -> None:
-        """One name: that node. Two: what lies between them."""
+        """Notes a disturbance: of a node, if there is one name, or of what lies between two."""
         self._disturbed.append((frozenset(names), since_s, until_s))
 
     def calm(self, worker: str, router: str, since_s: float, until_s: float) -> bool:

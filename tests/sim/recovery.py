@@ -1,4 +1,4 @@
-"""When a cluster must have got over a fault that never ends."""
+"""Computes when a cluster must have got over a fault that never ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated router process: the real `Conductor`, its links to workers and its registry, without text and clients'
+"""Simulates a router process: the real `Conductor`, its links to workers and its registry, without text and clients'
 RPCs. Clients call `submit` on its event loop."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_CANARIES = 400
 
 
 class SimRouter:
-    """One incarnation."""
+    """Is one incarnation of a simulated router."""
 
     def __init__(self, cluster: Cluster, name: str, address: str, config: CoordinatorConfig) -> None:
         self.node = Node(cluster.world, name, address)
@@ -78,7 +78,7 @@ class SimRouter:
         self.admits_no_more = False
 
     async def close(self) -> None:
-        """As `main` does it, when the requests are over."""
+        """Ends the router as `main` does, when the requests are over."""
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
         await self.conductor.close()
@@ -107,7 +107,7 @@ class SimRouter:
 
 
 class _StrictMetrics(NullMetrics):
-    """A defect that the router survives still ends the run."""
+    """Ends the run at a defect that the router survives."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._world = cluster.world

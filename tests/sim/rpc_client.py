@@ -1,4 +1,5 @@
-"""What grpc.aio offers to callers: a channel, and calls of the kinds that Baton has, over the simulated network."""
+"""Implements what grpc.aio offers to callers: a channel, and calls of the kinds that Baton has, over the simulated
+network."""
 
 from __future__ import annotations
 
@@ -272,7 +273,7 @@ class SimCall:
 
 
 class UnaryCall:
-    """Awaitable: the response, or AioRpcError."""
+    """Returns the response when awaited, or raises AioRpcError."""
 
     def __init__(self, call: SimCall, request: Any, timeout_s: float | None) -> None:
         self._call = call

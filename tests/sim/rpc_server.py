@@ -1,4 +1,4 @@
-"""What grpc.aio offers to servicers: a server, its contexts and request streams, over the simulated network.
+"""Implements what grpc.aio offers to servicers: a server, its contexts and request streams, over the simulated network.
 
 Handlers run behind the real `ErrorInterceptor`, registered by the generated code. Never: what a servicer does.
 """
@@ -127,7 +127,7 @@ class SimServer:
 
 
 class Call:
-    """One RPC at its server: the servicer context and the request stream in one."""
+    """Is one RPC at its server: the servicer context and the request stream in one."""
 
     def __init__(self, method: str, wire: Wire) -> None:
         self.method = method
@@ -207,7 +207,7 @@ class Call:
         self._status = (*self._status[:2], metadata)
 
     def end_as_set(self) -> None:
-        """When the handler has returned."""
+        """Ends the call as the context was told, when the handler has returned."""
         self.end(*self._status)
 
     def end(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:

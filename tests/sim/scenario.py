@@ -1,4 +1,4 @@
-"""What a seed's cluster looks like and what is asked of it: small pools, short prompts with shared beginnings."""
+"""Draws what a seed's cluster looks like and what is asked of it: small pools, short prompts with shared beginnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUSY_S = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """How a seed fills its pools."""
+    """Says how a seed fills its pools."""
 
     tight: bool
     """They hold a request or two."""
@@ -195,7 +195,7 @@ def _request(
 
 
 def _choose_sampling(choose: random.Random, message: inference_pb2.GenerateRequest) -> None:
-    """As `Intake` leaves it: every field given, the seed too."""
+    """Fills in the sampling as `Intake` leaves it: every field is given, the seed too."""
     sampling = message.sampling
     sampling.temperature = choose.choice((0.0, 0.5, 1.0))
     sampling.top_p = 1.0
@@ -210,7 +210,7 @@ def _choose_sampling(choose: random.Random, message: inference_pb2.GenerateReque
 
 
 def probe(world: World, cluster: Cluster, router: str) -> SimRequest:
-    """Asked when all is quiet: it must be served."""
+    """Returns a request for when all is quiet: it must be served."""
     prompt = [1 + world.random.randrange(VOCAB_SIZE - 1) for _ in range(6)]
     message = inference_pb2.GenerateRequest(request_id=f"probe {router}")
     message.token_ids.ids.extend(prompt)

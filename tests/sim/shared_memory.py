@@ -1,4 +1,4 @@
-"""Shared memory between simulated workers of one host: mappings of other nodes' `SimMemory`, or of its staging slots.
+"""Simulates shared memory between workers of one host: mappings of other nodes' `SimMemory`, or of its staging slots.
 
 A mapping shows the bytes as they are, also when their owner is dead, as a mapped memfd does; the connection beside it
 tells that the owner has gone. The real `MappingCache` decides what to do about that.
@@ -22,7 +22,7 @@ _NOTICE_S = 0.0005
 
 
 class SharedMemory:
-    """All sockets that hand out memory."""
+    """Keeps all sockets that hand out memory."""
 
     def __init__(self, world: World) -> None:
         self.world = world

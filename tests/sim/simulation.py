@@ -106,7 +106,7 @@ class _Run:
         self._watch.check_all()
 
     def _check_sessions(self) -> None:
-        """What stopped and went on as a whole has lost no session."""
+        """Requires that what stopped and went on as a whole has lost no session."""
         for router in self._cluster.routers.values() if self._faults.only_pauses else ():
             numbers = [link._hello.session_number for link in router.conductor.links.values()]
             again = max(numbers) > len(self._cluster.workers)
@@ -135,8 +135,8 @@ def _decodes(worker: SimWorker) -> bool:
 
 @contextlib.contextmanager
 def _deterministic(world: World) -> Iterator[None]:
-    """Random ids come from the seed, and task groups cancel their tasks in the order of their start (asyncio keeps
-    them in a set, whose order is that of their addresses)."""
+    """Makes a run repeatable: random ids come from the seed, and task groups cancel their tasks in the order of
+    their start (asyncio keeps them in a set, whose order is that of their addresses)."""
     source = random.Random(world.seed ^ 0x5EED)
     real = ids.secrets
     stand_in: Any = SimpleNamespace(
@@ -185,7 +185,7 @@ def _honest(world: World) -> Iterator[None]:
 
 
 class _LogHandler(logging.Handler):
-    """The code under test logs what should never happen as an error. Here that ends the run."""
+    """Ends the run at what the code under test logs as an error: that should never happen."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

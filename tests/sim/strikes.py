@@ -1,4 +1,4 @@
-"""What can go wrong: each kind of fault, whom it disturbs, and how long it lasts.
+"""Defines what can go wrong: each kind of fault, whom it disturbs, and how long it lasts.
 
 Owns: every act against the cluster. Never: how many there are, and when (`faults`).
 """
@@ -44,7 +44,7 @@ _AGAIN = {"lose_commands", "fail_steps", "flip_bits", "stall_for_ever"}
 
 
 def num_blows(kind: Kind) -> int:
-    """How often it may look like the crash of a worker to one request."""
+    """Returns how often the fault may look like the crash of a worker to one request."""
     return _BLOWS.get(kind.__name__, 1)
 
 
@@ -61,7 +61,7 @@ class Strikes:
         return lasts_s
 
     def call_off(self) -> None:
-        """What was to go wrong at a next occasion does not."""
+        """Calls off what was to go wrong at a next occasion."""
         for worker in self._cluster.workers.values():
             worker.engine.num_steps_to_fail = 0
             worker.memory.num_bits_to_flip = 0
@@ -206,7 +206,7 @@ class Strikes:
         return deadline_s + 4.0
 
     def pause_host(self, name: str) -> float:
-        """Several nodes stop together, and go on together: all there are, or those of one host."""
+        """Stops several nodes together, and lets them go on together: all there are, or those of one host."""
         choose, lasts_s = self._world.random, self._duration()
         names = self._names()
         paused = (
@@ -219,7 +219,7 @@ class Strikes:
         return lasts_s
 
     def pause_all(self) -> float:
-        """All nodes stop together, and go on together."""
+        """Stops all nodes together, and lets them go on together."""
         lasts_s = self._world.random.choice((0.7, 1.5, 3.0, 3.8))
         for name in self._names():
             self._cluster.freeze(name)
@@ -228,7 +228,7 @@ class Strikes:
         return lasts_s
 
     def stutter(self, name: str) -> float:
-        """Callbacks of its event loop take long now and then: somebody holds the interpreter's lock."""
+        """Makes callbacks of an event loop take long now and then: another thread holds the interpreter's lock."""
         loop, lasts_s = self._cluster.node(self._perhaps_a_router(name)).loop, self._duration()
         self._disturb(lasts_s, loop.actor.machine.name)
         loop.stutter = 0.03
@@ -240,7 +240,7 @@ class Strikes:
         return lasts_s
 
     def lose_commands(self, name: str) -> float:
-        """A defect of the worker: what a router wants of it is read and forgotten."""
+        """Gives the worker a defect: what a router wants of it is read and forgotten."""
         self._world.note("forgets", name)
         self._cluster.workers[name].node.num_commands_to_lose += self._world.random.randint(1, 2)
         return 0.0
@@ -280,7 +280,7 @@ class Strikes:
         return recovery_s(self._cluster)
 
     def stall_for_ever(self, name: str) -> float:
-        """One direction of a session or a fetch, while all else goes on."""
+        """Stalls one direction of a session or a fetch, while all else goes on."""
         wires = self._cluster.network.wires_between(name, self._peer(name))
         wires = [wire for wire in wires if wire.method.endswith(("/Session", "/Fetch"))]
         if wires:
@@ -298,7 +298,8 @@ class Strikes:
         return [*self._cluster.workers, *self._cluster.routers]
 
     def _peer(self, name: str) -> str:
-        """Mostly a router: behind its back things go on, and what it is told late does harm."""
+        """Returns a peer of the node, mostly a router: behind its back things go on, and what it is told late does
+        harm."""
         if self._world.chance(0.5):
             return self._world.random.choice(list(self._cluster.routers))
         return self._world.random.choice([other for other in self._names() if other != name])

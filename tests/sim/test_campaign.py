@@ -1,4 +1,4 @@
-"""Many seeds, run in pieces: nothing is lost or counted twice, and trees are not mixed."""
+"""Tests that many seeds can be run in pieces: nothing is lost or counted twice, and trees are not mixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator bites: every deliberate bug is found within so many seeds."""
+"""Tests that the simulator finds every deliberate bug within so many seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS_OF = {
 
 
 def found_at(name: str) -> int | None:
-    """The first seed that finds the bug."""
+    """Returns the first seed that finds the bug."""
     with MUTANTS[name]():
         for seed in SEEDS_OF.get(name, SEEDS):
             try:
@@ -41,7 +41,7 @@ def found_at(name: str) -> int | None:
 
 @pytest.fixture(scope="module")
 def hunts() -> Iterator[dict[str, Future[int | None]]]:
-    """All of them, two at a time, each in a process that has no other bug."""
+    """Yields the hunts for all bugs, two at a time, each in a process that has no other bug."""
     with ProcessPoolExecutor(2, get_context("spawn"), end_with_parent) as pool:
         yield {name: pool.submit(found_at, name) for name in MUTANTS}
 

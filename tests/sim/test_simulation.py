@@ -1,4 +1,4 @@
-"""The simulator in CI: many seeds, all clean, and each the same whenever it is run."""
+"""Tests that many seeds run without a violation, and each alike whenever it is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes first, judged from outside: what is admitted before what has waited longer.
+"""Judges from outside who goes first: what is admitted before what has waited longer.
 
 Owns: an independent account of the rules that keep anyone from starving: an aged handoff
 is not overtaken at the worker that refused it, nor where it is the only place it could go, and nothing new comes in

@@ -1,4 +1,5 @@
-"""Deliberate bugs in what bounds a wait and in who goes first: nothing is corrupted, but somebody waits for ever.
+"""Plants deliberate bugs in what bounds a wait and in who goes first: nothing is corrupted, but some request waits for
+ever.
 
 Most are clocks that never run out, so they are found where nothing else would end the wait: by faults that last for
 ever, and by `watch`, which measures the same waits from outside.
@@ -68,7 +69,7 @@ def no_time_to_live() -> Bug:
 
 
 def holds_no_lease() -> Bug:
-    """The router's heartbeats list what it still wants; nobody looks."""
+    """Lets nobody look at what the router's heartbeats list as still wanted."""
     return replaced(LeaseTable, "hold", lambda self, owner, lease_ids, now: None)
 
 

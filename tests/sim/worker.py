@@ -1,4 +1,4 @@
-"""A simulated worker process: the real `WorkerHost` with its phases, on a machine made of simulated parts."""
+"""Simulates a worker process: the real `WorkerHost` with its phases, on a machine made of simulated parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIXED = {**PREFILL, **DECODE}
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What stays the same over restarts."""
+    """Keeps what stays the same over restarts."""
 
     config: WorkerConfig
     phases: Mapping[types_pb2.WorkerRole, Callable[[WorkerHost], WorkerPhase]]
@@ -94,7 +94,7 @@ class SimMachine(Machine):
 
 
 class SimWorker:
-    """One incarnation. Made with its node's loop entered."""
+    """Is one incarnation of a simulated worker, made with its node's loop entered."""
 
     def __init__(self, cluster: Cluster, plan: WorkerPlan) -> None:
         self.plan = plan
@@ -123,7 +123,7 @@ class SimWorker:
         node.loop.create_task(self._live(server), name="life")
 
     async def _live(self, server: SimServer) -> None:
-        """As the process's main: until a signal or a router says that it is to leave."""
+        """Runs as the process's main does: until a signal or a router says that it is to leave."""
         await server.start()
         await self.host.start()
         self._cluster.world.note("up", self.plan.name, self.host.incarnation)
@@ -132,7 +132,7 @@ class SimWorker:
         self._cluster.exited(self)
 
     def left_over(self) -> list[str]:
-        """What a stopped worker should not have."""
+        """Returns what a stopped worker should not have."""
         tasks = [task.get_name() for task in self.node.loop.tasks if not task.done()]
         return [name for name in tasks if name != "life"] + ([] if self.idle else ["references"])
 

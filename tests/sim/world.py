@@ -1,4 +1,4 @@
-"""Virtual time and the order in which everything happens.
+"""Keeps virtual time and the order in which everything happens.
 
 Owns: the clock, the one random stream of a seed, the timed events, and the choice which actor runs next. An actor runs
 its own work in order; between actors (event loops and threads of different processes, or of one) any order is possible
@@ -34,7 +34,7 @@ class Machine(Protocol):
 
 
 class Actor:
-    """Something that runs work one piece at a time: a node's event loop, or one of its threads."""
+    """Runs work one piece at a time: it is a node's event loop, or one of its threads."""
 
     __slots__ = ("_world", "busy", "enlisted", "held_up_s", "machine", "ready")
 
@@ -88,11 +88,11 @@ class World:
 
     @property
     def digest(self) -> int:
-        """Of everything noted, and of every random choice made."""
+        """Returns a digest of everything noted, and of every random choice made."""
         return zlib.crc32(repr((self.now_s, self.num_turns, self.random.random())).encode(), self._digest)
 
     def note(self, what: str, *details: Any) -> None:
-        """One line of the trace."""
+        """Writes one line of the trace."""
         line = f"{self.now_s:.6f} {what} {details}"
         self._digest = zlib.crc32(line.encode(), self._digest)
         self.tell(line)
@@ -135,7 +135,7 @@ class World:
         return True
 
     def _turn(self) -> None:
-        """One piece of work of one actor."""
+        """Runs one piece of work of one actor."""
         runnable = self.runnable
         at = int(self.random.random() * len(runnable)) if len(runnable) > 1 else 0
         actor = runnable[at]

@@ -143,7 +143,7 @@ class BadSource(kvtransfer_pb2_grpc.KVTransferServiceServicer):
 
 @contextlib.contextmanager
 def connections(port: int, count: int, greeting: Callable[[int], bytes]) -> Iterator[list[socket.socket]]:
-    """TCP connections to a server here, each of which has sent its greeting (by its number)."""
+    """Opens TCP connections to a server here, each of which has sent its greeting (by its number)."""
     with contextlib.ExitStack() as stack:
         opened = []
         for number in range(count):

@@ -1,4 +1,4 @@
-"""The coordinator with canaries switched on, and workers that answer its canaries."""
+"""Provides a coordinator with canaries switched on, and workers that answer its canaries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_canary(command: SendLeg) -> bool:
 
 
 class Deep(Bench):
-    """A bench whose workers answer canaries, unless a test says how else."""
+    """Is a bench whose workers answer canaries, unless a test says how else."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**{"health": WITH_CANARIES, **config})
@@ -36,7 +36,7 @@ class Deep(Bench):
         return command
 
     def pass_generation(self) -> None:
-        """One canary generation is under way."""
+        """Answers the canary generation that is under way."""
         for command in self.take_legs(Role.PREFILL):
             self.say(command.worker_id, started(command), tokens(command, 7, finish=FinishReason.LENGTH))
         for command in self.take_legs(Role.DECODE):
@@ -44,7 +44,7 @@ class Deep(Bench):
             self.say(command.worker_id, tokens(command, 7, 8, finish=FinishReason.LENGTH))
 
     def begin_transfer(self) -> tuple[SendLeg, SendLeg]:
-        """The next canary transfer, up to its handoff."""
+        """Returns the two legs of the next canary transfer, which it takes up to the handoff."""
         prefill = self.canary(Role.PREFILL)
         self.say(prefill.worker_id, started(prefill), tokens(prefill, 7))
         return prefill, self.canary(Role.DECODE)
@@ -75,7 +75,7 @@ class Deep(Bench):
 
 
 def proven_pair() -> Deep:
-    """A prefill and a decode worker that have passed everything."""
+    """Returns a prefill and a decode worker that have passed everything."""
     bench = Deep()
     bench.add("p", Role.PREFILL)
     bench.add("d", Role.DECODE)

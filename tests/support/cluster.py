@@ -1,4 +1,4 @@
-"""A whole cluster in this process: router and workers on port 0, and a client that keeps what it received."""
+"""Provides a whole cluster in this process: router and workers on port 0, and a client that keeps what it received."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READY_WITHIN_S = 20.0
 
 @dataclass(slots=True)
 class Answer:
-    """What a client received of one stream, in order."""
+    """Keeps what a client received of one stream, in order."""
 
     prompt_info: inference_pb2.PromptInfo | None = None
     text: str = ""
@@ -43,13 +43,13 @@ class Cluster:
 
     @property
     def num_ready(self) -> int:
-        """Workers of all models."""
+        """Returns the number of ready workers, of all models together."""
         workers = (worker for each in self.coordinators for worker in each.workers())
         return sum(worker.state is WorkerState.READY for worker in workers)
 
     @property
     def coordinators(self) -> list[Coordinator]:
-        """One for each model."""
+        """Returns the coordinators, one for each model."""
         return [model.conductor.coordinator for model in self.router.catalogue.all()]
 
     async def status(self) -> control_pb2.GetStatusResponse:
@@ -62,7 +62,7 @@ class Cluster:
         return await self.stream(greedy_request(prompt, max_tokens, **fields))
 
     async def idle(self) -> None:
-        """Router and workers hold nothing."""
+        """Waits until router and workers hold nothing."""
         for coordinator in self.coordinators:
             await until(lambda each=coordinator: each.num_live == 0, "the router has no request")
             coordinator.check_idle()
@@ -71,7 +71,7 @@ class Cluster:
 
 
 async def receive(stream: AsyncIterator[inference_pb2.GenerateStreamResponse]) -> Answer:
-    """The whole of it, in the order the contract demands. Raises what the call does."""
+    """Returns what the stream brings, and asserts the order that the contract demands. Raises what the call does."""
     answer = Answer()
     async for message in stream:
         match message.WhichOneof("event"):

@@ -1,4 +1,4 @@
-"""deploy/docker-compose.yml as data: read, its variables filled in, its services' own configurations loaded.
+"""Reads deploy/docker-compose.yml as data: its variables filled in, its services' own configurations loaded.
 
 Owns: what `${NAME:-default}` means to both docker-compose 1.29 and docker compose v2. Never: an engine.
 """
@@ -27,7 +27,7 @@ _IMAGE_ENV = re.compile(r"^\s+(?:ENV )?((?:BATON|HF)_[A-Z_]+)=(\S+)", re.M)
 
 
 def variables(text: str) -> dict[str, set[str]]:
-    """Every variable of the file, with the defaults it is given."""
+    """Returns every variable of the file, with the defaults that it is given."""
     found: dict[str, set[str]] = {}
     for match in _VARIABLE.finditer(text):
         found.setdefault(match["name"], set()).add(match["default"])
@@ -35,7 +35,7 @@ def variables(text: str) -> dict[str, set[str]]:
 
 
 def load(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The file with its variables filled in from `environ`, anchors and merges resolved."""
+    """Returns the file with its variables filled in from `environ`, anchors and merges resolved."""
     given = environ or {}
     text = _VARIABLE.sub(lambda match: given.get(match["name"]) or match["default"], COMPOSE_FILE.read_text())
     document: dict[str, Any] = yaml.safe_load(text)
@@ -48,7 +48,7 @@ def services(environ: Mapping[str, str] | None = None) -> dict[str, dict[str, An
 
 
 def env_file(path: Path) -> dict[str, str]:
-    """What docker compose reads from an --env-file: NAME=VALUE lines and comments."""
+    """Returns what docker compose reads from an --env-file: NAME=VALUE lines and comments."""
     values: dict[str, str] = {}
     for line in path.read_text().splitlines():
         if line.strip() and not line.startswith("#"):
@@ -59,12 +59,12 @@ def env_file(path: Path) -> dict[str, str]:
 
 
 def default_profiles() -> set[str]:
-    """Those that are active when neither a flag nor the shell names any."""
+    """Returns the profiles that are active when neither a flag nor the shell names any."""
     return set(filter(None, env_file(DEPLOY / ".env").get("COMPOSE_PROFILES", "").split(",")))
 
 
 def num_workers(services: Mapping[str, dict[str, Any]], profiles: set[str]) -> Iterator[tuple[str, str, int]]:
-    """(service, role, how many) of every worker that these profiles start."""
+    """Yields (service, role, how many) of every worker that these profiles start."""
     for name, service in services.items():
         if service.get("command", [""])[0] in ("prefill", "decode", "mixed") and (
             "profiles" not in service or profiles & set(service["profiles"])
@@ -73,7 +73,7 @@ def num_workers(services: Mapping[str, dict[str, Any]], profiles: set[str]) -> I
 
 
 def image_environment() -> dict[str, str]:
-    """What deploy/Dockerfile sets for every container."""
+    """Returns what deploy/Dockerfile sets for every container."""
     return dict(_IMAGE_ENV.findall((DEPLOY / "Dockerfile").read_text()))
 
 

@@ -48,7 +48,7 @@ class Output:
 
 
 class EngineDriver:
-    """A context manager over a started engine. Its end asserts that the pool is idle."""
+    """Runs a started engine for a block of code; at its end it asserts that the pool is idle."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -121,7 +121,7 @@ class EngineDriver:
         return [self.outputs[seq_id] for seq_id in seq_ids]
 
     def generate(self, prompts: Tokens[Tokens[int]], max_tokens: int, **fields: Any) -> list[list[int]]:
-        """All prompts at once; their outputs."""
+        """Returns the outputs of all prompts, which run at once."""
         outputs = self.wait(*[self.submit(prompt, max_tokens, **fields) for prompt in prompts])
         for output in outputs:
             if output.error is not None:
@@ -149,7 +149,7 @@ class EngineDriver:
 
 
 def drive(directory: Path, *, drafter: Drafter | None = None, **config: Any) -> EngineDriver:
-    """An engine over a model directory: float32 and a pool of 256 blocks unless told otherwise."""
+    """Returns a driver of an engine over a model directory: float32 and a pool of 256 blocks unless told otherwise."""
     fields = {"dtype": "float32", "num_blocks": 256, "max_num_batched_tokens": 64, "threads": 1, **config}
     engine_config = EngineConfig(model_path=str(directory), model_id="tiny", **fields)
     return EngineDriver(Engine(engine_config, lambda config: dataclasses.replace(load(config), drafter=drafter)))

@@ -1,4 +1,4 @@
-"""Greedy output compared with transformers' own, token for token.
+"""Compares greedy output with transformers' own, token for token.
 
 Batching changes the order of float sums, so a differing token is accepted where the reference's logits of the two
 candidates are closer than a bound; the rest of that output is then not comparable, and the case is counted.
@@ -22,7 +22,7 @@ GAP_BOUND = 1e-3
 
 
 class GreedyReference:
-    """transformers' `generate` in float32 with its plain attention."""
+    """Runs transformers' `generate` in float32 with its plain attention."""
 
     def __init__(self, directory: Path, gap_bound: float = GAP_BOUND) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
@@ -33,7 +33,7 @@ class GreedyReference:
         """Outputs whose comparison ended at a near-tie."""
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """Exactly max_tokens tokens, end-of-sequence or not."""
+        """Returns exactly max_tokens tokens, whether there is an end-of-sequence among them or not."""
         with torch.inference_mode():
             tokens = torch.tensor([list(prompt)])
             output = self.model.generate(
@@ -62,8 +62,9 @@ class GreedyReference:
 
     @torch.inference_mode()
     def check_at_once(self, prompt: Sequence[int], found: Sequence[int], *, seed: int | None = None) -> None:
-        """The same in a single pass: each token is the best after those before it, or nearly so. Near-ties are passed
-        over and counted, so the whole output is checked. seed: it was sampled with this one, at temperature 1."""
+        """Does what `check` does in a single pass: each token is the best after those before it, or nearly so.
+        Near-ties are passed over and counted, so the whole output is checked. `seed` is the one it was sampled with, at
+        temperature 1."""
         tokens = torch.tensor([[*prompt, *found[:-1]]])
         scores = self.model(tokens, use_cache=False).logits[0, len(prompt) - 1 :].double()
         if seed is not None:

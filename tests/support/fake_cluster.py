@@ -1,4 +1,5 @@
-"""A tiny cluster under a real coordinator: workers with pools, leases and legs, and a network that delivers when told.
+"""Provides a tiny cluster under a real coordinator: workers with pools, leases and legs, and a network that delivers
+when told.
 
 Messages of one session keep their order; those of different workers overtake each other freely. Tokens are a
 function of all before them, so a request's whole output has one right value whatever happens to its legs.
@@ -79,7 +80,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a heartbeat says of the legs, after all that was said before it."""
+    """Carries what a heartbeat says of the legs, after all that was said before it."""
 
     newest_leg: int
     legs: frozenset[int]
@@ -233,7 +234,7 @@ class FakeWorker:
         self.end_lease(leg, None)
 
     def end_session(self) -> None:
-        """Everything the session started ends with it."""
+        """Ends everything that the session started."""
         self.connected = False
         self.newest_leg = 0
         self.stuck.clear()

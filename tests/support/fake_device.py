@@ -1,4 +1,4 @@
-"""A device without numbers: KV memory that remembers what each slot was computed from, and a model over it.
+"""Provides a device without numbers: KV memory that remembers what each slot was computed from, and a model over it.
 
 The KV of a position is a digest of all tokens up to it, so a slot is right only if its whole prefix was. The next token
 is a function of that digest: a sequence's output depends on its tokens alone, however it was chunked or preempted.
@@ -21,7 +21,7 @@ def prompt(num_tokens: int, stem: int = 1) -> list[int]:
 
 
 def digests(token_ids: list[int], cache_salt: str = "") -> list[int]:
-    """The KV of each position."""
+    """Returns the KV of each position."""
     found = []
     digest = zlib.crc32(cache_salt.encode())
     for token_id in token_ids:
@@ -38,7 +38,7 @@ def next_token(digest: int, masked: tuple[int, ...] = ()) -> int:
 def reference(
     token_ids: list[int], stopping: StoppingParams, *, max_model_len: int, output_base: int = 0, cache_salt: str = ""
 ) -> tuple[list[int], Finish]:
-    """Output of a run without chunks, sharing or faults."""
+    """Returns the output of a run without chunks, sharing or faults."""
     tokens = list(token_ids)
     while True:
         position = output_base + len(tokens) - len(token_ids)
@@ -94,5 +94,5 @@ class FakeDevice:
         )
 
     def spoil(self, part: ScheduledSequence) -> None:
-        """A step that raised may have written anything where it was to write."""
+        """Overwrites what a step that raised may have written."""
         self.write(part.block_ids, part.start, [POISON] * part.num_tokens)

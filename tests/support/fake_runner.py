@@ -1,4 +1,4 @@
-"""Runners of tests: a device that computes nothing, and what stands before the device of a running worker.
+"""Provides runners for tests: one that computes nothing, and one that stands before the device of a running worker.
 
 A test's own runner is one of these that says differently what a step does.
 """

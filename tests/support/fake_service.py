@@ -1,4 +1,4 @@
-"""A child of `baton up` without a service in it: reports ready, notes what happens to it, ends when told.
+"""Stands for a service under `baton up`: it reports ready, notes what happens to it, and ends when told.
 
 `fake_service.py FOLDER ROLE FLAGS...`. It appends `NAME EVENT PID` lines to FOLDER/events. FOLDER/NAME.fail makes it
 exit 3 before it is ready, FOLDER/NAME.stubborn makes it ignore that it should stop.
@@ -53,7 +53,7 @@ async def serve(lifecycle: Lifecycle, arguments: argparse.Namespace) -> None:
 
 
 def start_router(port: int):
-    """Health of an InferenceService that is ready."""
+    """Serves the health of an InferenceService that is ready."""
     import grpc
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 

@@ -1,4 +1,4 @@
-"""`baton up` over fake services: `fake_up.py FOLDER` runs one router, one prefill and one decode worker."""
+"""Runs `baton up` over fake services: `fake_up.py FOLDER` starts one router, one prefill and one decode worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device whose steps raise when a test says so. Everything else is the real one's."""
+"""Provides a device whose steps raise when a test says so. Everything else is the real one's."""
 
 from __future__ import annotations
 

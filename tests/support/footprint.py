@@ -1,4 +1,4 @@
-"""What processes hold outside of themselves, as the kernel lists it, and what of it is still there later.
+"""Lists what processes hold outside of themselves, as the kernel shows it, and what of it is still there later.
 
 Owns: reading /proc. Never: starts or ends a process.
 """
@@ -22,7 +22,7 @@ _GONE = (ProcessLookupError, FileNotFoundError, PermissionError)
 
 @dataclass(slots=True)
 class Footprint:
-    """Of a process and its descendants. Everything that `watch` has seen once must be gone at the end."""
+    """Watches a process and its descendants. Everything that `watch` has seen once must be gone at the end."""
 
     processes: set[psutil.Process] = field(default_factory=set)
     ports: set[int] = field(default_factory=set)
@@ -69,7 +69,8 @@ class Footprint:
 
 
 def children_left(timeout_s: float = 5.0) -> list[psutil.Process]:
-    """Descendants of this process that still run after the wait, but for the tracker of Python's own shared memory."""
+    """Returns the descendants of this process that still run after the wait, but for the tracker of Python's own shared
+    memory."""
     deadline_s = time.monotonic() + timeout_s
     while left := [each for each in psutil.Process().children(recursive=True) if _runs(each) and not _is_tracker(each)]:
         if time.monotonic() > deadline_s:
@@ -92,13 +93,13 @@ def memfds(pid: int) -> set[int]:
 
 
 def holders(inodes: Iterable[int]) -> list[tuple[int, int]]:
-    """(inode, pid) of every process on this machine that has one of these memfds open or mapped."""
+    """Returns (inode, pid) of every process on this machine that has one of these memfds open or mapped."""
     wanted = set(inodes)
     return [(inode, pid) for pid in psutil.pids() for inode in memfds(pid) & wanted] if wanted else []
 
 
 def _memfd_descriptors(pid: int) -> Iterator[str]:
-    """As paths."""
+    """Yields the memfds that a process has open, as paths."""
     for link in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(*_GONE):
             if os.readlink(link.path).startswith("/memfd:"):

@@ -1,4 +1,4 @@
-"""What is fuzzed, with what, and how an answer is read."""
+"""Says what is fuzzed, with what, and how an answer is read."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def examples(count: int) -> Any:
 
 @dataclass
 class Target:
-    """What is fuzzed, and what it answers to a good request."""
+    """Names what is fuzzed, and what it answers to a good request."""
 
     cluster: Cluster
     known: Answer
@@ -103,7 +103,7 @@ class Target:
         return f"127.0.0.1:{self.cluster.router.port}"
 
     def door(self, method: str) -> str:
-        """The port that serves it."""
+        """Returns the name of the port that serves the method."""
         if method.startswith("KVTransfer"):
             return self.prefill.address
         return self.router if method.startswith("Inference") else self.cluster.router.control_address
@@ -151,7 +151,7 @@ def batches(cases: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def staying(data: bytes, kind: type[Message]) -> bytes:
-    """The same bytes unless they say that the worker is to leave: it would, and with it the rest of the test."""
+    """Returns the same bytes unless they tell the worker to leave: it would, and with it the rest of the test."""
     message = kind()
     try:
         message.ParseFromString(data)
@@ -168,7 +168,7 @@ def fields_of(message: Message) -> dict[str, Any]:
 
 
 def check_events(response: Any) -> None:
-    """What a worker says of a leg that failed is typed too."""
+    """Asserts that what a worker reports of a leg that failed is typed too."""
     for event in response.events:
         match event.WhichOneof("event"):
             case "failed":
@@ -205,7 +205,7 @@ def outcome(
 
 
 class leased:
-    """A context with a sealed lease of three blocks, held by a session of its own. Gives the lease's id."""
+    """Holds a sealed lease of three blocks for a block of code, by a session of its own, and gives its id."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host

@@ -1,4 +1,4 @@
-"""A cluster in which one request, the victim, is kept from leaving a phase.
+"""Provides a cluster in which one request, the victim, is kept from leaving a phase.
 
 Owns: what holds it there, and what shows that it is there. Never: which phases there are, or what must become of it.
 """
@@ -38,7 +38,7 @@ VICTIM = "victim"
 
 @dataclass
 class Stage:
-    """A cluster in which the victim cannot leave a phase."""
+    """Runs a cluster in which the victim cannot leave a phase."""
 
     cluster: Cluster
     prefill: HeldRunner
@@ -57,13 +57,13 @@ class Stage:
     """Set when a fetch that is held afterwards has everything."""
 
     async def occupy_prefill(self, prompt_tokens: int) -> None:
-        """Another request whose step on the prefill worker does not end, with the blocks it has."""
+        """Starts another request, whose step on the prefill worker does not end; it keeps the blocks that it has."""
         self.prefill.hold = lambda plan: True
         self.calls.append(self.cluster.inference.GenerateStream(greedy_request(OTHER[:prompt_tokens], 20)))
         await until(self.prefill.is_holding.is_set, "the other request's step is held", 20.0)
 
     async def occupy_decode(self, prompt_tokens: int) -> None:
-        """As `occupy_prefill` on the decode worker, for a sequence of another router."""
+        """Does what `occupy_prefill` does on the decode worker, for a sequence of another router."""
         self.decode.hold = lambda plan: True
         session = await self.sessions.enter_async_context(ScriptedRouter().session(self.cluster.workers[1]))
         command = worker_pb2.DecodeCommand(
@@ -92,7 +92,7 @@ class Stage:
         fetcher.fetch = held  # type: ignore[method-assign]
 
     def fail(self, worker: int, fault: Fault) -> None:
-        """What reaches the worker, and what it answers."""
+        """Lets the fault strike what reaches the worker, and what it answers."""
         self.stalls.enter_context(self.proxies[worker].failing(fault, lambda: [os.getpid()]))
 
     def stall(self, worker: int) -> None:
@@ -130,7 +130,7 @@ class Stage:
 
     @property
     def victim(self) -> Request | None:
-        """The router's record of it."""
+        """Returns the router's record of the victim."""
         return self.cluster.router.coordinator._book.requests.get(VICTIM)
 
     def is_known(self) -> bool:

@@ -1,4 +1,4 @@
-"""A device whose steps stay where a test wants them, until it lets them go. Everything else is the real one's."""
+"""Provides a device whose steps stay where a test wants them until it lets them go. All else is the real one's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python processes in which some packages cannot be imported, as if they were not installed.
+"""Starts Python processes in which some packages cannot be imported, as if they were not installed.
 
 Owns: the code that hides them. Never: what the process does then.
 """
@@ -19,12 +19,13 @@ sys.meta_path[:] = [Finder if each is PathFinder else each for each in sys.meta_
 
 
 def without(names: set[str]) -> str:
-    """Code for the start of a process that has none of these top-level packages."""
+    """Returns code for the start of a process that has none of these top-level packages."""
     return f"hidden = lambda name: name.partition('.')[0] in {sorted(names)}\n{_HIDE}"
 
 
 def with_only(names: set[str]) -> str:
-    """Code for the start of a process that has the standard library and these packages; a dot is a part of a name."""
+    """Returns code for the start of a process that has the standard library and these packages; a dot is a part of a
+    name."""
     kept = tuple(names | {name.partition(".")[0] for name in names if "." in name})
     return (
         "hidden = lambda name: name.partition('.')[0] not in sys.stdlib_module_names and not any(\n"

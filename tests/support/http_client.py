@@ -1,4 +1,4 @@
-"""Clients of a cluster's HTTP: the official package, and bare requests for what it hides.
+"""Provides clients of a cluster's HTTP: the official package, and bare requests for what it hides.
 
 Owns: how they connect, and that they end with the test. Never: what a test expects.
 """
@@ -47,7 +47,7 @@ def raw_request(path: str, asked: Any) -> bytes:
 
 
 def events(body: str) -> list[Any]:
-    """Of an event stream: what stands in each event; the last is the string [DONE] if all went well."""
+    """Returns what stands in each event of an event stream; the last is the string [DONE] if all went well."""
     assert body.endswith("\n\n")
     lines = body.removesuffix("\n\n").split("\n\n")
     assert all(line.startswith("data: ") and "\n" not in line for line in lines)

@@ -1,4 +1,5 @@
-"""A router's conductor over fakes of all that is outside it; any of them raises for one request when a test says so."""
+"""Provides a router's conductor over fakes of all that is outside it; any of them raises for one request when a test
+says so."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ class FakeMetrics:
 
 
 class Bench:
-    """A conductor over a real coordinator: one prefill worker, one decode worker, and whatever is poisoned."""
+    """Is a conductor over a real coordinator: one prefill worker, one decode worker, and whatever is poisoned."""
 
     def __init__(self, *, canaries: bool = False, dial: channels.Dial = channels.dial) -> None:
         self.clock = ManualClock()
@@ -177,7 +178,7 @@ class Bench:
             self.turns.pop(0)()
 
     def leg(self, kind: str, request_id: str) -> int | None:
-        """Of the last command of the kind that was sent for the request."""
+        """Returns the leg of the last command of the kind that was sent for the request."""
         self.turn()
         return self.commands[kind].get(request_id)
 

@@ -101,7 +101,7 @@ class MemfdMemory:
 
 
 class DeviceMemory(MemfdMemory):
-    """As a pool on a GPU: no peer can map it."""
+    """Stands for a pool on a GPU: no peer can map it."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         super().__init__(num_blocks, block_bytes)
@@ -128,7 +128,7 @@ async def until(predicate: Callable[[], bool]) -> None:
 
 
 class Source:
-    """A worker that leases its blocks. Lease `n` of a test has the content seeds 100 n, 100 n + 1, …
+    """Is a worker that leases its blocks. Lease `n` of a test has the content seeds 100 n, 100 n + 1, …
 
     With `num_slots` its pool cannot be mapped, and hands over through so many slots."""
 
@@ -178,7 +178,7 @@ class Source:
         )
 
     def lease(self, num_tokens: int, *, sealed: bool = False, owner: str = "session") -> Lease:
-        """A lease whose blocks are not written yet, or all are and it is sealed."""
+        """Returns a lease whose blocks are not written yet; with `sealed`, all are, and it is sealed."""
         self._num_leases += 1
         block_ids = [self._free.pop() for _ in range(self.layout.num_blocks(num_tokens))]
         lease = self.table.open(
@@ -238,7 +238,7 @@ class Source:
 
 
 class Destination:
-    """A worker that imports. Its import `n` gets fresh blocks."""
+    """Is a worker that imports. Its import `n` gets fresh blocks."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The two sides of a router's link to a worker: an owner that waits for its end, and a channel without a worker."""
+"""Provides the two sides of a router's link to a worker: an owner that waits for its end, and a channel without a
+worker."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Owner:
 
 
 class FakeChannel:
-    """Every session says one thing, and stays open or fails."""
+    """Stands for a channel: every session says one thing, and stays open or fails."""
 
     def __init__(self, load: types_pb2.LoadSnapshot | None = None, *, failure: str | None = None) -> None:
         """`failure`: what an INTERNAL error that ends the session says; None if it stays open."""

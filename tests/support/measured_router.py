@@ -1,4 +1,4 @@
-"""A router as a process of its own, whose resident memory is measured, and messages as raw bytes to send to it."""
+"""Runs a router as a process of its own, measures its resident memory, and makes raw messages to send to it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def running_router(folder: Path, *flags: str) -> AsyncIterator[RunningRout
 
 
 def tagged(number: int, data: bytes) -> bytes:
-    """A field of bytes."""
+    """Returns the bytes of a message's field that holds bytes."""
     size, length = len(data), bytearray()
     while size >= 0x80:
         length.append(size & 0x7F | 0x80)

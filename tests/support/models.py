@@ -1,4 +1,4 @@
-"""Tiny random models of several families, as complete directories: weights, tokenizer and chat template."""
+"""Makes tiny random models of several families, as complete directories: weights, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def tiny_model(family: str, parent: Path, dtype: torch.dtype = torch.float32, se
 
 @functools.cache
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text goes, and most words are several tokens."""
+    """Returns a byte-level BPE tokenizer: any text goes, and most words are several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A collector: a real gRPC server of OTLP's TraceService, which keeps what processes send it, by request.
+"""Provides a collector: a real gRPC server of OTLP's TraceService, which keeps what processes send it, by request.
 
 Owns: the server and the spans. Never: what a test expects of them.
 """

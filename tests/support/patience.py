@@ -1,6 +1,7 @@
-"""How long a test waits for what must happen within a time: as long as promised on an idle machine of today, and longer
-on one that is slow or used by others, by as much as that slows it down, but never so long that it would prove nothing.
-Where steps, snapshots or messages can be counted instead of seconds, a test counts those (`RealCluster.idle`)."""
+"""Computes how long a test waits for what must happen within a time: as long as promised on an idle machine of today,
+and longer on one that is slow or used by others, by as much as that slows it down, but never so long that it would
+prove nothing. Where steps, snapshots or messages can be counted instead of seconds, a test counts those
+(`RealCluster.idle`)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def patient(seconds: float) -> float:
 
 
 def slowness() -> float:
-    """How many times as long a little work takes as on an idle machine of today: from 1 to 4."""
+    """Returns how many times as long a little work takes as on an idle machine of today: from 1 to 4."""
     began_s, total = time.monotonic(), 0
     for number in range(_WORK):
         total += number

@@ -15,7 +15,7 @@ Phase = Callable[[Status], str | None]
 
 
 def queued(status: Status) -> str | None:
-    """Some wait; a prefill worker that runs others."""
+    """Returns a prefill worker that runs some requests while others wait."""
     return _busy(status, "prefill", "num_running") if status.num_queued else None
 
 
@@ -24,12 +24,12 @@ def prefilling(status: Status) -> str | None:
 
 
 def handing_over(status: Status) -> str | None:
-    """The source of a transfer."""
+    """Returns the source of a transfer that is under way."""
     return _busy(status, "prefill", "num_leases") if taking_over(status) else None
 
 
 def taking_over(status: Status) -> str | None:
-    """The destination of a transfer."""
+    """Returns the destination of a transfer that is under way."""
     return _busy(status, "decode", "num_importing")
 
 

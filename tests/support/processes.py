@@ -1,4 +1,4 @@
-"""`baton` as real processes: the commands, and `baton up` with the lines it prints.
+"""Runs `baton` as real processes: the commands, and `baton up` with the lines it prints.
 
 Owns: their environment (nothing of the caller's BATON_* settings, a temp folder of their own), and that they end with
 the test. Never: what a test expects of them.
@@ -26,13 +26,13 @@ WAIT_S = 60.0
 
 
 def environment(temp: Path) -> dict[str, str]:
-    """`temp`: the folder for temporary files."""
+    """Returns the environment of a child; `temp` is its folder for temporary files."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     return {**clean, "PYTHONPATH": PYTHON_PATH, "TMPDIR": str(temp), "BATON_CLUSTER_TOKEN": CLUSTER_TOKEN}
 
 
 class Up:
-    """`baton up`, running; a context that kills it and waits for its children."""
+    """Runs `baton up`; as a context it kills it at the end and waits for its children."""
 
     def __init__(self, model: Path, folder: Path, *flags: str, **settings: str) -> None:
         """`settings`: more of the environment."""
@@ -66,7 +66,7 @@ class Up:
         self.footprint.await_gone(WAIT_S)
 
     def read_until(self, pattern: str) -> str:
-        """The next line that has it."""
+        """Returns the next line that the pattern matches."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
@@ -75,15 +75,15 @@ class Up:
         raise AssertionError(f"no {pattern!r} in {self.lines}; its log: {self.log.read_text()[-3000:]}")
 
     def pids(self) -> dict[str, int]:
-        """The newest of each child that has reported itself."""
+        """Returns the newest process id of each child that has reported itself."""
         return {name: int(pid) for name, _, pid in self._reports()}
 
     def target(self) -> str:
-        """The router's address."""
+        """Returns the router's address."""
         return next(address for name, address, _ in reversed(self._reports()) if name == "router")
 
     def control(self) -> str:
-        """The router's control port."""
+        """Returns the address of the router's control port."""
         return next(line.split()[1] for line in reversed(self.lines) if line.startswith("control "))
 
     def _reports(self) -> list[tuple[str, str, str]]:
@@ -91,7 +91,7 @@ class Up:
         return [(match[1], match[2], match[3]) for match in matches if match]
 
     def baton(self, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
-        """One that asks the router, at the port that it is for."""
+        """Runs a command that asks the router, at the port that it is for."""
         target = self.control() if command in ("status", "drain") else self.target()
         return baton([command, "--target", target, *flags], self.temp)
 
@@ -113,7 +113,7 @@ class Up:
 
 
 def baton(arguments: Sequence[str], temp: Path, within_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
-    """One command, to its end."""
+    """Runs one command to its end."""
     return subprocess.run(
         [*BATON, *arguments], env=environment(temp), capture_output=True, text=True, timeout=within_s, check=False
     )

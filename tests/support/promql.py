@@ -45,12 +45,12 @@ def metrics_of(expression: str) -> set[str]:
 
 
 def of_dashboard(path: Path) -> Iterator[str]:
-    """Every PromQL expression of a Grafana dashboard: panels however nested, variables, annotations."""
+    """Yields every PromQL expression of a Grafana dashboard: panels however nested, variables, annotations."""
     yield from _expressions(json.loads(path.read_text()))
 
 
 def of_rules(path: Path) -> tuple[list[str], set[str]]:
-    """(expressions, names that recording rules make)."""
+    """Returns (expressions, names that recording rules make)."""
     rules = [rule for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
     return [str(rule["expr"]) for rule in rules], {rule["record"] for rule in rules if "record" in rule}
 

@@ -1,4 +1,5 @@
-"""Random requests from their descriptors: valid in structure and wild in content, then also cut, spliced and scrambled.
+"""Draws random requests from their descriptors: valid in structure and wild in content, then also cut, spliced and
+scrambled.
 
 Owns: what is drawn. Never: sends anything. `harmless` keeps every address on this machine: whoever receives a message
 may dial what stands in it.
@@ -56,7 +57,7 @@ _MAX_REPEATED = 4
 
 
 def messages(kind: type[Message], overrides: Overrides | None = None) -> Strategy:
-    """Messages of `kind`."""
+    """Returns a strategy for messages of `kind`."""
     return _message(kind.DESCRIPTOR, overrides or {}).map(lambda fields: _built(kind, fields))
 
 
@@ -70,7 +71,8 @@ def payloads(kind: type[Message], overrides: Overrides | None = None) -> Strateg
 
 
 def extremes(base: Message) -> Iterator[tuple[str, Message]]:
-    """(what it is, message) for each number that a message of this kind may hold, at any depth, and each extreme of
+    """Yields (what it is, message) for each number that a message of this kind may hold, at any
+    depth, and each extreme of
     its type: `base` with that one number in it. Of a oneof the field that is set takes the other's place."""
     for path, field in _numbers(base.DESCRIPTOR):
         for value in _extremes(field):
@@ -107,7 +109,7 @@ def _extremes(field: FieldDescriptor) -> list[Any]:
 
 
 def harmless(data: bytes, kind: type[Message], addresses: Sequence[str], sockets: Sequence[str]) -> bytes:
-    """The same bytes unless they hold an address (of a host, of a Unix socket) that is not among those given."""
+    """Returns the same bytes unless they hold an address (of a host or a Unix socket) that is not among those given."""
     message = kind()
     try:
         message.ParseFromString(data)
@@ -118,7 +120,7 @@ def harmless(data: bytes, kind: type[Message], addresses: Sequence[str], sockets
 
 
 def _message(descriptor: Descriptor, overrides: Overrides) -> Strategy:
-    """Of {field name: value}; each field is there one time in two."""
+    """Returns a strategy for messages as {field name: value}; each field is there one time in two."""
     fields = {field.name: _field(field, overrides) for field in descriptor.fields}
     drawn = st.fixed_dictionaries({}, optional=fields)
     special = overrides.get(descriptor.full_name)

@@ -1,4 +1,4 @@
-"""A TCP proxy between processes on this machine, which can be told to fail.
+"""Provides a TCP proxy between processes on this machine, which can be told to fail.
 
 Owns: the connections through it, and what happens to them by who dialled. Never: what they carry.
 """
@@ -29,7 +29,8 @@ class Fault(enum.Enum):
 
 
 class Proxy:
-    """Made on the event loop; `open` it, `aim` it, `close` it. `peers` names the processes that may dial."""
+    """Forwards connections on the event loop: `open` it, `aim` it, `close` it. `peers` names the processes that may
+    dial."""
 
     def __init__(self, peers: Callable[[], Iterable[int]]) -> None:
         self._target = asyncio.Event()
@@ -80,7 +81,7 @@ class Proxy:
             connection.suffer(self._fault_of(owners.get(connection.port, 0)))
 
     def _fault_of(self, pid: int) -> Fault | None:
-        """0: of nobody we know."""
+        """Returns the fault that the process's connections suffer; pid 0 stands for a process that nobody knows."""
         return next((fault for fault, dialled_by in self._faults if pid and pid in dialled_by()), None)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,7 +117,7 @@ class _Connection:
         self._dropping = False
 
     def suffer(self, fault: Fault | None) -> None:
-        """None: all is well again."""
+        """Lets all connections suffer the fault; None ends it."""
         if fault is Fault.RESET or (fault is None and self._dropping):
             self.reset()
             return

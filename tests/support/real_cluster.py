@@ -1,4 +1,4 @@
-"""A cluster of real processes: routers, and workers that are reached only through proxies.
+"""Runs a cluster of real processes: routers, and workers that are reached only through proxies.
 
 Owns: the processes, that they end with the test, and how they are killed, stopped, cut off and started again. Never:
 what a test expects of them.
@@ -40,7 +40,7 @@ Status = control_pb2.GetStatusResponse
 
 
 class Service:
-    """One place in the cluster, and the process that fills it now."""
+    """Keeps one place in the cluster, and the process that fills it now."""
 
     def __init__(self, name: str, command: Callable[[], list[str]], lifeline: Lifeline, proxy: Proxy | None) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """0 while there is none."""
+        """Returns the process id, or 0 while there is none."""
         return self._child.pid if self._child is not None else 0
 
     async def start(self) -> None:
@@ -69,13 +69,13 @@ class Service:
             self.proxy.aim(ready.port)
 
     async def kill(self) -> None:
-        """As `kill -9`."""
+        """Kills the process as `kill -9` does."""
         if self._child is not None:
             await self._child.kill()
             self._gone()
 
     async def terminate(self) -> None:
-        """As `kill`; it ends in order."""
+        """Asks the process to end, as `kill` does; it ends in order."""
         os.kill(self.pid, signal.SIGTERM)
         await self.left()
 
@@ -104,7 +104,7 @@ class Service:
 
 
 class RouterClient:
-    """What a client and an operator of one router do."""
+    """Does what a client and an operator of one router do."""
 
     def __init__(self, channel: Any, control_channel: Any) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -186,14 +186,14 @@ class RealCluster:
 
     @contextlib.contextmanager
     def cut(self, fault: Fault, worker: str, dialled_by: Iterable[str]) -> Any:
-        """What these services dial at a worker fails while the context is open, also when they are restarted."""
+        """Lets what these services dial at a worker fail while the context is open, also when they are restarted."""
         proxy, names = self.services[worker].proxy, list(dialled_by)
         assert proxy is not None
         with proxy.failing(fault, lambda: [self.services[name].pid for name in names]):
             yield
 
     async def restart(self, *names: str) -> None:
-        """Killed in the same moment."""
+        """Kills all of them in the same moment, and starts them again."""
         self.watch()
         await asyncio.gather(*(self.services[name].kill() for name in names))
         await asyncio.gather(*(self.services[name].start() for name in names))
@@ -204,7 +204,7 @@ class RealCluster:
             self.footprint.watch(pid)
 
     async def whole(self) -> None:
-        """Every service runs, and every router has every worker."""
+        """Waits until every service runs, and every router has every worker."""
         missing = [service for service in self.services.values() if not service.pid]
         await asyncio.gather(*(service.start() for service in missing))
         workers = {name for name, service in self.services.items() if service.proxy is not None}
@@ -213,7 +213,7 @@ class RealCluster:
             await router.until(lambda status: _ready(status) == workers, f"{workers} are ready", READY_WITHIN_S)
 
     async def idle(self, within_s: float = IDLE_WITHIN_S) -> None:
-        """No router that runs has a request, and no worker it knows holds a block, a lease or a sequence.
+        """Waits until no router that runs has a request, and no worker it knows holds a block, a lease or a sequence.
 
         Within so many seconds of the workers' own: a worker sends a load snapshot at least every heartbeat, so what it
         still holds after that many of them it holds for good, however slow the machine is.
@@ -278,8 +278,8 @@ async def real_cluster(
     routers: Sequence[Sequence[str]] = ((),),
     router_programs: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[RealCluster]:
-    """`temp`: an empty folder; `workers` by name, such as decode-0; `routers`: flags of each;
-    `router_programs`: what takes `baton`'s arguments in their place, if not all are `baton`. Ready at entry."""
+    """Yields a cluster that is ready. `temp` is an empty folder; `workers` go by name, such as decode-0; `routers` are
+    the flags of each; `router_programs` take `baton`'s arguments in their place, if not all are `baton`."""
     async with contextlib.AsyncExitStack() as stack:
         cluster = RealCluster(model, temp, worker_flags)
         stack.push_async_callback(cluster.close)

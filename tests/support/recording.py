@@ -1,4 +1,4 @@
-"""A tracer whose spans a test can read."""
+"""Provides a tracer whose spans a test can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A coordinator on a bench: tests say what workers report, and look at what it wants done."""
+"""Provides a coordinator on a bench: tests say what workers report, and look at what it wants done."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Bench:
         self._absorb()
 
     def load(self, worker_id: str, **changes: int) -> None:
-        """A newer snapshot."""
+        """Reports a newer snapshot."""
         number = self.loads[worker_id].sequence_number + 1
         load = self.loads[worker_id] = replace(self.loads[worker_id], sequence_number=number, **changes)
         incarnation = self.infos[worker_id].incarnation
@@ -127,14 +127,14 @@ class Bench:
     # Scripts
 
     def handed_over(self, request_id: str = "r", **spec: Any) -> tuple[SendLeg, SendLeg]:
-        """A request whose prefill runs on "p" and whose handoff was sent to a decode worker."""
+        """Returns the legs of a request whose prefill runs on "p" and whose handoff was sent to a decode worker."""
         self.submit(request_id, **spec)
         prefill = self.take_leg(Role.PREFILL)
         self.say(prefill.worker_id, started(prefill))
         return prefill, self.take_leg(Role.DECODE)
 
     def decoding(self, request_id: str = "r", **spec: Any) -> tuple[SendLeg, SendLeg]:
-        """A request with token 0 received, whose decode worker has the blocks."""
+        """Returns the legs of a request that has received token 0, and whose decode worker has the blocks."""
         prefill, decode = self.handed_over(request_id, **spec)
         self.say(decode.worker_id, DecodeAdmitted(decode.leg))
         self.say(prefill.worker_id, tokens(prefill, 100))
@@ -159,13 +159,13 @@ class Bench:
         return self.clock.now()
 
     def take(self, kind: type[A]) -> A:
-        """The only action of its kind since the last look."""
+        """Returns the only action of its kind since the last look."""
         found = self.take_all(kind)
         assert len(found) == 1, f"{len(found)} {kind.__name__}: {self.actions}"
         return found[0]
 
     def take_leg(self, phase: Role) -> SendLeg:
-        """The only leg of that phase that was sent since the last look."""
+        """Returns the only leg of that phase that was sent since the last look."""
         found = self.take_legs(phase)
         assert len(found) == 1, f"{len(found)} legs: {self.actions}"
         return found[0]
@@ -181,7 +181,7 @@ class Bench:
         return found
 
     def phase(self) -> Phase | None:
-        """Of the only live request; None without one."""
+        """Returns the phase of the only live request; None without one."""
         phases = [phase for phase, count in self.coordinator.phases().items() for _ in range(count)]
         assert len(phases) <= 1
         return phases[0] if phases else None
@@ -235,7 +235,7 @@ class Bench:
 
 
 def two_of_each() -> Bench:
-    """Two prefill and two decode workers; "p1" and "d1" are chosen first."""
+    """Returns a bench with two prefill and two decode workers; "p1" and "d1" are chosen first."""
     bench = Bench()
     for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
         bench.join(worker_id, role)
@@ -253,6 +253,6 @@ def started(command: SendLeg, *, cached_tokens: int = 0) -> PrefillStarted:
 
 
 def tokens(command: SendLeg, *token_ids: int, at: int | None = None, finish: FinishReason | None = None) -> Tokens:
-    """Of a leg; by default at its first position."""
+    """Returns tokens of a leg, by default at its first position."""
     position = command.output_base if at is None else at
     return Tokens(command.leg, position, token_ids, finish=SequenceEnd(finish) if finish else None)

@@ -1,4 +1,4 @@
-"""A real router over grpc.aio, the scripted workers behind it, and what clients ask of it.
+"""Runs a real router over grpc.aio with scripted workers behind it, and asks what clients ask.
 
 Owns: the router and its workers. Never: what a test expects of them.
 """
@@ -35,7 +35,7 @@ PATIENCE_S = 10.0
 
 
 class Cluster:
-    """One router and the workers a test starts; all are stopped at the end."""
+    """Keeps one router and the workers that a test starts; all are stopped at the end."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.spans = InMemorySpanExporter()
@@ -58,7 +58,7 @@ class Cluster:
             await worker.stop()
 
     async def add(self, role: str, **facts: Any) -> ScriptedWorker:
-        """A worker that has joined."""
+        """Returns a worker that has joined."""
         worker = ScriptedWorker(role, OUTPUT, self.leases, **facts)
         self.workers.append(worker)
         await worker.start()

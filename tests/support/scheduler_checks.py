@@ -1,4 +1,4 @@
-"""What must hold of plans, failures and outputs of a `SchedulerDriver`."""
+"""Checks what must hold of plans, failures and outputs of a `SchedulerDriver`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_failure(engine: SchedulerDriver, record: Record) -> None:
 
 
 def check_outputs(engine: SchedulerDriver) -> None:
-    """Every sequence that was left alone has exactly the output of a run without faults."""
+    """Asserts that every sequence that was left alone has exactly the output of a run without faults."""
     for record in engine.records.values():
         sequence = record.sequence
         expected, finish = reference(
@@ -98,6 +98,6 @@ def settle(engine: SchedulerDriver) -> None:
 
 
 def parts(engine: SchedulerDriver) -> list[tuple[int, int, int]]:
-    """(seq_id, start, tokens) of the step in flight."""
+    """Returns (seq_id, start, tokens) of each part of the step in flight."""
     assert engine.plan is not None
     return [(part.seq_id, part.start, part.num_tokens) for part in engine.plan.sequences]

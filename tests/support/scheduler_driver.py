@@ -34,7 +34,7 @@ from tests.support.fake_device import POISON, FakeDevice, digests, next_token
 
 @dataclass
 class Record:
-    """What the worker knows of a sequence."""
+    """Keeps what the worker knows of a sequence."""
 
     sequence: Sequence
     given: list[int]
@@ -120,7 +120,8 @@ class SchedulerDriver:
         return self.records[sequence.seq_id]
 
     def adopt_import(self, token_ids: list[int], *, spare: bool = True, **options: Any) -> Record | None:
-        """A handoff from elsewhere: reserve, copy, READY, adopt. None: no room (as a worker refuses)."""
+        """Adopts a handoff from elsewhere: reserve, copy, READY, adopt. Returns None if there is no room, as a worker
+        would refuse it."""
         sequence = self.sequence(token_ids, **options)
         size = self.pool.block_size
         hits = self.pool.match_prefix(cacheable_prefix(sequence, size))
@@ -185,7 +186,7 @@ class SchedulerDriver:
         self.pool.release(lease.block_ids, Holder.LEASE)
 
     def take_foreign(self, num_blocks: int) -> None:
-        """An import that is being copied into the pool."""
+        """Takes blocks for an import that is being copied into the pool."""
         block_ids = self.pool.allocate(min(num_blocks, self.pool.num_available), Holder.IMPORT)
         self.device.write(block_ids, 0, [POISON - 1] * len(block_ids) * self.pool.block_size)
         self.foreign.append(block_ids)

@@ -1,4 +1,4 @@
-"""The second `WorkerEngine`: no model, no scheduler, no torch. Its tokens follow from the prompt alone.
+"""Provides the second `WorkerEngine`: no model, no scheduler, no torch. Its tokens follow from the prompt alone.
 
 It imports nothing of the engine but what the protocol names, so that it shows what an engine must do for its workers.
 It has no prefix cache, preempts nothing, and serves in order of arrival.
@@ -33,7 +33,7 @@ from tests.support.scripted_memory import ScriptedMemory, next_token
 
 
 class ScriptedEngine:
-    """A `WorkerEngine`: every step computes a chunk, or a token, of each sequence that has its blocks."""
+    """Implements `WorkerEngine`: every step computes a chunk, or a token, of each sequence that has its blocks."""
 
     def __init__(self, config: EngineConfig) -> None:
         facts = json.loads((Path(config.model_path) / "config.json").read_text())

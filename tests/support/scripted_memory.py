@@ -1,4 +1,5 @@
-"""The memory of `ScriptedEngine`, and what it makes of what is there.
+"""Keeps the memory of `ScriptedEngine`, and what it makes of what is there. A token's "KV" is its id, in the pool's
+memory; the next token is a hash of what that memory holds.
 
 A token's "KV" is its id, in the pool's memory; the next token is a hash of what that memory holds. So a sequence that
 reads a block of another, or one that was not copied, says something else.
@@ -24,7 +25,7 @@ def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
 
 
 def script(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """What every scripted engine says after the prompt."""
+    """Returns what every scripted engine says after the prompt."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids, vocab_size))
@@ -32,7 +33,7 @@ def script(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]
 
 
 class ScriptedMemory:
-    """A `BlockMemory` that peers can map."""
+    """Implements a `BlockMemory` that peers can map."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks

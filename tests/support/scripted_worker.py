@@ -1,4 +1,4 @@
-"""A worker without an engine: real servers and sessions, tokens from a script.
+"""Provides a worker without an engine: real servers and sessions, tokens from a script.
 
 It answers every request with the same output, token `p` of it at output position `p`, so that a replay continues it. A
 test may hold phases back, refuse, fail, or cut the sessions.
@@ -139,7 +139,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.cut(orderly=True)
 
     def say(self, message: Any) -> None:
-        """An event, or a whole response, in every session."""
+        """Sends an event, or a whole response, in every session."""
         for session in self._sessions:
             session.outgoing.put_nowait(message)
 
@@ -202,7 +202,8 @@ class _Session:
         self._worker = worker
 
     def live_legs(self) -> worker_pb2.LiveLegs:
-        """What has been said of any leg was put into `outgoing` before: only when that is empty is this the truth."""
+        """Returns the live legs. What has been said of any leg was put into `outgoing` before: only when that is empty
+        is this true."""
         if not self.outgoing.empty():
             return worker_pb2.LiveLegs()
         return worker_pb2.LiveLegs(newest_leg=self.newest_leg, legs=[*self.legs, *self._worker.phantom_legs])

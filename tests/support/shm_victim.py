@@ -1,5 +1,5 @@
-"""A destination that fetches from a source whose socket is in hostile hands; run as a process of its own, since what is
-tried may kill it. `python shm_victim.py WHAT` prints one line of JSON: how the fetch ended, and what it left behind.
+"""Fetches from a source whose socket is in hostile hands, in a process of its own, since what is tried may kill it.
+`python shm_victim.py WHAT` prints one line of JSON: how the fetch ended, and what it left behind.
 
 The blocks' true content is also served over gRPC. The memory that the hostile socket hands out is full of 0xEE.
 """
@@ -33,7 +33,7 @@ Give = Callable[[socket.socket, bytes, int], None]
 
 
 def memory(num_bytes: int, seals: int = SEALS, flags: int = 0) -> int:
-    """A memfd of 0xEE, sealed."""
+    """Returns a sealed memfd full of 0xEE."""
     fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     os.ftruncate(fd, num_bytes)
     if not flags:
@@ -58,7 +58,7 @@ def unsealed(connection: socket.socket, greeting: bytes, num_bytes: int) -> None
 
 
 def truncated_later(connection: socket.socket, greeting: bytes, num_bytes: int) -> None:
-    """The case of the issue: long enough when it is looked at, gone when it is read."""
+    """Hands out memory that is long enough when it is looked at, and gone when it is read."""
     fd = memory(num_bytes, seals=0)
     socket.send_fds(connection, [greeting], [fd])
     while "memfd:hostile" not in Path("/proc/self/maps").read_text():
@@ -85,7 +85,8 @@ def empty(connection: socket.socket, greeting: bytes, num_bytes: int) -> None:
 
 
 def hugetlb(connection: socket.socket, greeting: bytes, num_bytes: int) -> None:
-    """Sealed, and of the right size; where no huge page is free, the first read kills whoever reads."""
+    """Hands out memory that is sealed and of the right size; where no huge page is free, the first read kills the
+    reader."""
     size = -(-num_bytes // (2 << 20)) * (2 << 20)
     give(connection, greeting, memory(size, flags=os.MFD_HUGETLB))
 

@@ -1,4 +1,4 @@
-"""The tree of spans of a request that was split (docs/tracing.md): each name's parent."""
+"""Describes the tree of spans of a request that was split (docs/tracing.md): each name's parent."""
 
 from services.rpc.names import Span
 

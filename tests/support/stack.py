@@ -1,4 +1,4 @@
-"""The compose stack in a real engine: built, started, looked at, and gone afterwards.
+"""Runs the compose stack in a real engine: built, started, looked at, and gone afterwards.
 
 Owns: one compose project of its own, on ports of its own. Never: what a test expects of it; other containers.
 A machine whose builds or downloads need more than a plain network says so in two variables: COMPOSE_TEST_BUILD, further
@@ -46,7 +46,7 @@ def has_compose(command: Sequence[str]) -> bool:
 
 
 def docker(*arguments: str, timeout_s: float = 120.0, check: bool = True) -> str:
-    """One docker command's output."""
+    """Returns the output of one docker command."""
     result = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
     assert not check or result.returncode == 0, f"docker {' '.join(arguments)}: {result.stderr[-2000:]}"
     return result.stdout
@@ -93,7 +93,7 @@ class Stack:
         return result.stdout
 
     def containers(self, service: str = "", *, gone_too: bool = False) -> list[dict[str, Any]]:
-        """As `docker inspect` shows them."""
+        """Returns the containers as `docker inspect` shows them."""
         filters = [f"label=com.docker.compose.project={self.project}"]
         filters += [f"label=com.docker.compose.service={service}"] if service else []
         flags = [part for each in filters for part in ("--filter", each)]
@@ -122,7 +122,7 @@ class Stack:
         return f"{network['IPAddress']}:50052", docker("exec", router["Id"], "cat", "/run/cluster/token").strip()
 
     def remains(self) -> list[str]:
-        """Everything of the project that the engine still has."""
+        """Returns everything of the project that the engine still has."""
         label = f"label=com.docker.compose.project={self.project}"
         kinds = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
         return [line for kind in kinds for line in docker(*kind, "--quiet", "--filter", label).split()]
@@ -140,7 +140,7 @@ class Operator:
             return await stub.GetStatus(control_pb2.GetStatusRequest(), timeout=30.0, wait_for_ready=True)
 
     async def until(self, condition: Callable[[control_pb2.GetStatusResponse], Any], what: str) -> Any:
-        """The first true answer of `condition`."""
+        """Returns the first true answer of `condition`."""
         deadline_s = time.monotonic() + UP_WITHIN_S
         while not (found := condition(status := await self.status())):
             assert time.monotonic() < deadline_s, f"{what}: {status}"

@@ -1,4 +1,4 @@
-"""One end of a connection with Baton's gRPC options, as a process of its own, which can be stopped.
+"""Runs one end of a connection with Baton's gRPC options, as a process of its own, which can be stopped.
 
 `python -m tests.support.stoppable_end server` prints its port. `... baton PORT` (or `package PORT`: with the options of
 the client package) opens one call and prints `True` when it has been answered on it, and once more for each line that

@@ -1,4 +1,4 @@
-"""Client streams that run beside a fault, each checked against the model itself.
+"""Runs client streams beside a fault, and checks each against the model itself.
 
 Owns: what is asked, and that every answer is exactly what no fault would have given. Never: the fault.
 """
@@ -45,7 +45,7 @@ class Job:
         )
 
     def check(self, reference: GreedyReference, answer: Answer) -> None:
-        """Nothing lost, repeated or changed."""
+        """Asserts that nothing is lost, repeated or changed."""
         assert len(answer.token_ids) == self.max_tokens
         assert answer.completion is not None
         assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
@@ -54,7 +54,7 @@ class Job:
 
 
 def mixed_jobs(rng: random.Random, num_jobs: int, prompt_tokens: range, output_tokens: range) -> list[Job]:
-    """One in four is sampled; one in four may find its prompt in a prefix cache."""
+    """Returns jobs of which one in four is sampled; one in four may find its prompt in a prefix cache."""
     shared = tuple(rng.choices(range(3, VOCAB_SIZE), k=prompt_tokens.stop))
     jobs = []
     for number in range(num_jobs):
@@ -96,7 +96,7 @@ class Streams:
 
 @contextlib.asynccontextmanager
 async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequence[Job]) -> AsyncIterator[Streams]:
-    """Started at entry; at the end of the block all are waited for and checked, also if it missed something."""
+    """Starts streams at entry; at the end of the block all are waited for and checked, also if it missed something."""
     running = Streams(router, jobs)
     missed: Missed | None = None
     try:
@@ -119,7 +119,7 @@ async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequen
 async def load(
     cluster: RealCluster, reference: GreedyReference, *, num_jobs: int = 10, router: int = 0
 ) -> AsyncIterator[Streams]:
-    """Streams of many sizes, more than the pools of two small workers hold."""
+    """Runs streams of many sizes, more than the pools of two small workers hold."""
     jobs = mixed_jobs(_RANDOM, num_jobs, range(150, 550), range(50, 100))
     async with streams(cluster.routers[router], reference, jobs) as running:
         yield running

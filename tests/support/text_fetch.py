@@ -18,7 +18,7 @@ from tests.support.workers import until
 
 
 class OnlyText(worker_pb2_grpc.WorkerServiceServicer):
-    """A worker's end of the RPC, with nothing else of a worker."""
+    """Implements a worker's end of the RPC, with nothing else of a worker."""
 
     def __init__(self, folder: Path, within_s: float = 60.0) -> None:
         self.host = ModelTextHost(folder, MonotonicClock(), within_s=within_s)

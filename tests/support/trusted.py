@@ -1,4 +1,4 @@
-"""What tests have of the cluster token: one for all of them, and channels that carry it."""
+"""Provides what tests have of the cluster token: one for all of them, and channels that carry it."""
 
 from __future__ import annotations
 

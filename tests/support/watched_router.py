@@ -1,4 +1,4 @@
-"""A router that says what kept its event loop waiting.
+"""Runs a router that says what kept its event loop waiting.
 
 `python -m tests.support.watched_router NOTES MUTANT router FLAGS…`
 
@@ -49,14 +49,15 @@ class Look:
 
     @property
     def own_s(self) -> float:
-        """What the router itself did to the loop. Waiting for the lock counts as far as somebody in here ran meanwhile:
-        who has the lock but no processor is the machine's doing again."""
+        """Returns how long the router itself kept the loop waiting, in seconds. Waiting for the lock counts as far as
+        another thread of the process ran meanwhile: a thread that has the lock but no processor is the machine's doing.
+        """
         waited_s = max(0.0, self.wall_s - PERIOD_S - self.ran_s - self.no_processor_s)
         return self.ran_s + min(waited_s, self.others_ran_s)
 
 
 class Notes:
-    """What the router has noted so far."""
+    """Keeps what the router has noted so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +66,7 @@ class Notes:
         return max((look.own_s for look in self._looks() if begin_s <= look.ended_s <= end_s), default=0.0)
 
     def lost(self) -> list[str]:
-        """Workers whose sessions were lost, and why."""
+        """Returns the workers whose sessions were lost, and why."""
         return [line for line in self._lines() if line.startswith(_LOST)]
 
     def _looks(self) -> Iterator[Look]:

@@ -1,4 +1,4 @@
-"""Workers as the router's policies see them: small ones, at rest unless a test says otherwise."""
+"""Makes workers as the router's policies see them: small ones, at rest unless a test says otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.router.policy import Fingerprint, Load, Role, WorkerView
 
 
 def view(worker_id: str, roles: Role, *, busy: int = 0, **changes: object) -> WorkerView:
-    """64 blocks of 16; `busy` of them active."""
+    """Returns a worker with 64 blocks of 16 tokens; `busy` of them are active."""
     worker = WorkerView(
         worker_id=worker_id,
         model="",

@@ -1,4 +1,4 @@
-"""Workers in this process, on port 0, and a scripted router that speaks their sessions."""
+"""Runs workers in this process, on port 0, and a scripted router that speaks their sessions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pools_that_cannot_be_mapped() -> Iterator[None]:
 async def running_worker(
     config: WorkerConfig, roles: Roles, tracer: Tracer | None = None, load: LoadEngine = torch_engine
 ) -> AsyncIterator[WorkerHost]:
-    """A worker that serves; asserts that it is idle when the block ends without an error."""
+    """Yields a worker that serves; asserts that it is idle when the block ends without an error."""
     server = GrpcServer(config.host, config.port, token=CLUSTER_TOKEN)
     await server.start()
     engine = await asyncio.to_thread(load, engine_config(config, roles))
@@ -156,13 +156,13 @@ class ScriptedSession:
             await self.call.write(worker_pb2.SessionRequest(**message))
 
     async def beat(self) -> None:
-        """As a router does, until the session is over."""
+        """Sends heartbeats as a router does, until the session is over."""
         while not self.call.done():
             await self.send(heartbeat=worker_pb2.RouterHeartbeat())
             await asyncio.sleep(0.5)
 
     async def next(self, kind: str, leg: int) -> Any:
-        """The first event of this kind for the leg, whatever else came before; it is taken out."""
+        """Returns the first event of this kind for the leg, whatever else came before; it is taken out."""
         async with asyncio.timeout(20):
             while True:
                 for event in self.events:
@@ -174,7 +174,7 @@ class ScriptedSession:
                 await self._arrived.wait()
 
     async def tokens(self, leg: int, count: int | None = None) -> tuple[list[int], Any]:
-        """Token ids up to the finish (or `count` of them), checked for position, and the finish."""
+        """Returns token ids up to the finish (or `count` of them), checked for position, and the finish."""
         ids: list[int] = []
         base: int | None = None
         while True:

@@ -1,4 +1,4 @@
-"""Both clients against a server of grpc.aio's that does as it is told, and against a real router."""
+"""Tests both clients against a server of grpc.aio's that does as it is told, and against a real router."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def told() -> AsyncIterator[Told]:
 
 
 class Asking:
-    """One of the two clients, asked in one way."""
+    """Asks one of the two clients, in one way."""
 
     def __init__(self, target: str, kind: type[Client] | type[AsyncClient], **settings: Any) -> None:
         self.client = kind(target, **{"retry": SOON, **settings})
@@ -312,7 +312,7 @@ async def test_a_real_router_without_a_worker(cluster: Cluster) -> None:
 
 
 async def test_over_tls_the_credentials_are_used(told: Told) -> None:
-    """A server that speaks no TLS is not taken for one that does."""
+    """A server that speaks no TLS is not taken for one that does: it is refused."""
     async with AsyncClient(
         told.server.address, credentials=grpc.ssl_channel_credentials(), retry=RetryPolicy(max_attempts=1)
     ) as client:

@@ -1,4 +1,4 @@
-"""Bad peers on either side of a transfer: typed errors, bounded time, nothing left, others unharmed."""
+"""Tests bad peers on either side of a transfer: typed errors, bounded time, nothing left, others unharmed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_client_that_sends_no_more_is_left_to_the_stall_clock() -> None:
 
 @pytest.mark.parametrize("clock", ["stall", "silence"])
 async def test_a_client_that_never_reads_is_sent_away(clock: str) -> None:
-    """Its window fills, and a send hangs; the send is bounded, whatever the lease's clocks say."""
+    """The window is filled and a send hangs: it is bounded, whatever the lease's clocks say."""
     layout = dataclasses.replace(LAYOUT, head_dim=4096)  # 1 MiB a block
     source = Source(layout, shared=False, silence_s=0.2)
     async with running(source), raw_stub(source) as stub:
@@ -170,7 +170,7 @@ async def test_a_release_that_cannot_be(state: str, code: grpc.StatusCode) -> No
 
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_source_that_leaves_says_so_to_whoever_fetches(leaves: bool) -> None:
-    """Of an aborted lease nobody can tell otherwise whether something went wrong."""
+    """The destination of an aborted lease cannot tell otherwise whether something went wrong."""
     source, destination = Source(), Destination()
     async with running(source, destination):
         lease = source.lease(40)

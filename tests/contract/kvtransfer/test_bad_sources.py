@@ -228,7 +228,7 @@ async def test_a_source_that_never_answers_the_release() -> None:
 
 
 async def test_messages_are_about_a_mebibyte() -> None:
-    """A block of 5 MiB travels alone; small blocks travel together."""
+    """A block of 5 MiB is sent alone; small blocks are sent together."""
     for head_dim, per_message in ((20480, 1), (256, 16)):
         layout = dataclasses.replace(LAYOUT, head_dim=head_dim)
         source = Source(layout, shared=False)

@@ -1,4 +1,4 @@
-"""A handoff between a real source and a real destination: what is copied, when, and who may still have it."""
+"""Tests a handoff between a real source and a real destination: what is copied, when, and who may still have it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PATIENCE_S = 60.0
 
 
 async def fetch_from(what: str) -> dict[str, Any]:
-    """What a destination in a process of its own made of it. Fails if that process did not live to tell."""
+    """Returns what a destination in a process of its own made of it. Fails if that process did not live to tell."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipe = asyncio.subprocess.PIPE
     victim = await asyncio.create_subprocess_exec(sys.executable, str(VICTIM), what, stdout=pipe, env=environment)

@@ -1,4 +1,4 @@
-"""Shared memory: who gets the memfd, what can be done with it, and that nothing is left behind."""
+"""Tests shared memory: who gets the memfd, what can be done with it, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def num_maps() -> int:
 
 
 def open_files() -> set[str]:
-    """What this process's descriptors stand for. (gRPC's threads still close some of earlier tests.)"""
+    """Returns what this process's descriptors stand for. (gRPC's threads still close some of earlier tests.)"""
     files = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
@@ -129,7 +129,7 @@ async def test_a_copy_under_way_keeps_the_mapping_until_it_ends(memory: MemfdMem
 
 
 async def test_a_restarted_owner_is_not_the_old_one(memory: MemfdMemory, cache: MappingCache, tmp_path: Path) -> None:
-    """Same socket, new incarnation."""
+    """A new incarnation at the same socket is not taken for the old one."""
     name = str(tmp_path / "kv.sock")
     ShmServer(memory, 7, name).close()
     server = ShmServer(memory, 8, name)

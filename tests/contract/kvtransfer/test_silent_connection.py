@@ -1,4 +1,5 @@
-"""A connection that loses everything is noticed by questions that have no answer, not by a reset that never comes."""
+"""Tests that a connection that loses everything is noticed by questions without an answer, not by a reset that never
+comes."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ async def test_a_fetch_that_waits_for_its_prompt_notices_sooner() -> None:
 
 
 async def test_changes_that_announce_nothing_do_not_keep_a_source_silent() -> None:
-    """Steps of a few tokens publish often and complete no block, as beside many decodes."""
+    """A source beside many decodes is not silent: steps of a few tokens are published often although they complete no
+    block."""
     source, destination = Source(), Destination(silence_s=2 * ALIVE_EVERY_S)
     async with running(source, destination):
         lease = source.lease(40)

@@ -1,5 +1,5 @@
-"""Handing over by shared memory from a pool that cannot be mapped: what is in the slots, whose they are, when they are
-free."""
+"""Tests handing over by shared memory from a pool that cannot be mapped: what is in the slots, whose they are, when
+they are free."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class TestAfterTheStream:
 
 
 class TestUnderOurOwnCopy:
-    """A slot that our own thread writes to is nobody else's."""
+    """Tests that a slot that our own thread writes to is nobody else's."""
 
     async def test_a_higher_leg_waits_for_it(self) -> None:
         source, older, newer = Source(num_slots=1), Destination(), Destination()

@@ -86,7 +86,7 @@ class Holding(KVTransferServicer):
 
 
 class TestCancellation:
-    """A cancel in any phase frees the import, and harms neither the lease nor the next leg."""
+    """Tests that a cancel in any phase frees the import, and harms neither the lease nor the next leg."""
 
     async def finish(self, source: Source, destination: Destination, transport: str) -> None:
         (lease,) = source.table

@@ -63,7 +63,7 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 def needed(wheel: Path, extra: str = "") -> set[str]:
-    """Names of the distributions that come along, without an extra or because of this one."""
+    """Returns the names of the distributions that come along, without an extra or because of this one."""
     wanted = f"extra == '{extra}'" if extra else ""
     found = [each.partition(";") for each in metadata(wheel).get_all("Requires-Dist", [])]
     return {name_of(requirement) for requirement, _, marker in found if marker.strip() == wanted}
@@ -125,7 +125,7 @@ asyncio.run(main())
 
 @pytest.fixture
 async def target(model: str, client_wheel: Path) -> AsyncIterator[str]:
-    """A router whose workers may be silent for as long as other processes take to start."""
+    """Yields the address of a router whose workers may be silent for as long as other processes take to start."""
     cluster = Cluster(replace(CONFIG, model=model, silence_s=WITHIN_S))
     await cluster.start()
     await cluster.add("mixed")
@@ -135,7 +135,7 @@ async def target(model: str, client_wheel: Path) -> AsyncIterator[str]:
 
 
 async def test_the_client_runs_with_grpcio_and_protobuf_alone(client_wheel: Path, target: str, tmp_path: Path) -> None:
-    """Its wheel, installed by pip, in a process that has nothing else of Baton's, against a real router."""
+    """Its wheel, installed by pip, is used against a real router in a process that has nothing else of Baton's."""
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
     await ran(*install, "--disable-pip-version-check", str(client_wheel))
     only = with_only({"grpc", "google.protobuf", "google._upb", "typing_extensions", "baton", "baton_client"})
@@ -145,7 +145,7 @@ async def test_the_client_runs_with_grpcio_and_protobuf_alone(client_wheel: Path
 
 
 async def ran(*arguments: str) -> str:
-    """What a process of Python's printed."""
+    """Returns what a process of Python's printed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=pipe, stderr=pipe)
     async with asyncio.timeout(WITHIN_S):
@@ -171,7 +171,7 @@ def environment() -> dict[str, str]:
 
 
 def test_router_and_commands_import_without_the_extra() -> None:
-    """All their modules but one: a mixed worker is a worker."""
+    """All modules are imported but one: a mixed worker is a worker."""
     code = f"hide = {WORKER}\n{without(WORKER)}\n{EVERY_MODULE}"
     process = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
@@ -179,7 +179,7 @@ def test_router_and_commands_import_without_the_extra() -> None:
 
 
 def bare(*arguments: str) -> list[str]:
-    """`baton ARGUMENTS` without the extra."""
+    """Runs `baton ARGUMENTS` without the extra."""
     command = f"from services.cli.main import main; sys.exit(main({list(arguments)}))"
     return [sys.executable, "-c", f"{without(WORKER)}\n{command}"]
 

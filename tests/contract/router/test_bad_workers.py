@@ -1,4 +1,4 @@
-"""A worker that says what it should not: only its own requests feel it, and they go on elsewhere."""
+"""Tests workers that say what they should not: only their own requests are affected, and they go on elsewhere."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_noise_changes_nothing(cluster: Cluster, what: str) -> None:
 
 
 async def test_a_prefill_worker_that_talks_nonsense(cluster: Cluster) -> None:
-    """A second lease; a token before any lease."""
+    """The worker sends a second lease, or a token before any lease, and is blamed for it."""
     rogue = await cluster.add("prefill")
     await cluster.add("decode")
     rogue.prefill_gate.clear()
@@ -125,7 +125,8 @@ async def test_a_prefill_worker_that_talks_nonsense(cluster: Cluster) -> None:
 
 
 async def talking(cluster: Cluster) -> tuple[ScriptedWorker, Any]:
-    """A decode worker that has sent a request's first token and holds the rest back, and the client's stream."""
+    """Returns a decode worker that has sent a request's first token and holds the rest back, and
+    the client's stream."""
     await cluster.add("prefill")
     rogue = await cluster.add("decode", worker_id="rogue")
     rogue.decode_gate.clear()
@@ -174,14 +175,14 @@ async def test_a_worker_that_was_only_announced_counts_for_nothing(cluster: Clus
 
 
 def cases() -> list[tuple[str, Any]]:
-    """A load, an event and a timing of a worker's, each with one number at an extreme of its type."""
+    """Returns loads, events and timings of a worker's, each with one number at an extreme of its type."""
     response = worker_pb2.SessionResponse()
     return [(what, message) for what, message in extremes(response) if not what.endswith("leg=1")]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_extremes_of_what_a_worker_says(cluster: Cluster, role: str) -> None:
-    """Of the worker that serves, beside its requests: what it says of its load is taken or left, and they go on."""
+    """What the worker that serves says of its load is taken or left, and its requests go on."""
     workers = {each: await cluster.add(each) for each in ("prefill", "decode")}
     worker = workers[role]
     all_cases = cases()
@@ -203,7 +204,7 @@ BAD_TIMINGS = [float("nan"), float("inf"), -float("inf"), -1.0, 1e300, 9.3e15]
 
 @pytest.mark.parametrize("value", BAD_TIMINGS)
 async def test_timings_that_cannot_be_are_as_if_not_measured(cluster: Cluster, value: float) -> None:
-    """They neither reach the client nor spoil the sums of the histograms."""
+    """The timings neither reach the client nor spoil the sums of the histograms, and are dropped."""
     await cluster.add("prefill")
     decode = await cluster.add("decode")
     timings = types_pb2.PhaseTimings(transfer_bytes=-1, transfer_blocks=-1)

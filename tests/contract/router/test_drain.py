@@ -1,4 +1,4 @@
-"""ControlService.Drain over real grpc.aio: the worker finishes or is relieved, then it leaves."""
+"""Tests ControlService.Drain over real grpc.aio: the worker finishes or is relieved, then it leaves."""
 
 from __future__ import annotations
 

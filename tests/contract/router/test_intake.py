@@ -1,4 +1,5 @@
-"""Prompts on their way through the tokenizer: what waits there is bounded, and frees its place when nobody wants it."""
+"""Tests prompts on their way through the tokenizer: what waits there is bounded, and frees its place when nobody wants
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LONG = "the baton " * 100
 
 
 class Gate:
-    """Where long texts stay while it is shut; `passing` of them are on their threads."""
+    """Keeps long texts from being tokenised while it is shut; `passing` of them are on their threads."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -167,7 +168,7 @@ async def test_token_ids_are_checked_where_they_are_used(small: Cluster) -> None
 
 
 async def test_bytes_beyond_the_budget_are_refused_over_grpc_and_http(model: str, gate: Gate) -> None:
-    """What waits is charged by its bytes; what is tokenised, by its tokens; what has ended, no more."""
+    """What waits is charged by its bytes; what is tokenised, by its tokens; what has ended is not charged any more."""
     config = replace(CONFIG, model=model, http_port=0, max_pending_bytes=50_000, tokenizer_threads=1)
     cluster = Cluster(config)
     await cluster.start()

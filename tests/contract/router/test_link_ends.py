@@ -1,4 +1,5 @@
-"""A link to a worker that cannot be spoken to ends whole: no task of it is left, however its connection ended."""
+"""Tests that a link to a worker that cannot be spoken to ends whole: no task of it is left, however its connection
+ended."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _goes_away(connection: socket.socket) -> None:
 
 
 def _is_mute(connection: socket.socket) -> None:
-    """Nothing: the connection stays."""
+    """Does nothing: the connection stays."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Workers that accept commands and never begin them, lose them without a word, or hold what nobody knows of.
+"""Tests workers that accept commands and never begin them, lose them without a word, or hold what nobody knows of.
 
 Their heartbeats are healthy all the while. No request waits for ever, and no leg is left at a worker.
 """
@@ -110,7 +110,7 @@ async def test_three_lost_legs_end_a_request(cluster: Cluster, pair: Pair) -> No
 
 
 async def test_a_leg_that_ends_in_the_message_that_no_longer_lists_it_has_ended(cluster: Cluster, pair: Pair) -> None:
-    """Its last tokens count before its absence."""
+    """Its last tokens are counted before its absence."""
     decode = pair[1]
     decode.decode_gate.clear()
     call = cluster.inference.GenerateStream(request())

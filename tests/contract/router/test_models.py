@@ -1,4 +1,4 @@
-"""Several models behind one router: a worker brings one, each has its own line, and none harms another."""
+"""Tests several models behind one router: a worker brings one, each has its own line, and none harms another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def several(model: str) -> AsyncIterator[Cluster]:
-    """A router with room for two models."""
+    """Yields a router with room for two models."""
     cluster = Cluster(replace(CONFIG, model=model, max_models=2, max_queue=3))
     await cluster.start()
     yield cluster
@@ -158,7 +158,7 @@ async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, 
 
 
 async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> None:
-    """A model that no worker serves any more gives way, and nothing of it stays."""
+    """A model that no worker serves any more makes room, and nothing of it is left."""
     await several.add("mixed", worker_id="first")
     second = await several.add("mixed", worker_id="second", model_id=OTHER, text=text)
     third = ScriptedWorker("mixed", second.output[:-1], several.leases, worker_id="third", model_id="third", text=text)
@@ -268,7 +268,7 @@ async def test_models_that_are_being_fetched_count(several: Cluster, text: Path)
 
 
 def _panicking(folder: Path, changes: dict[str, Any]) -> Path:
-    """A tokenizer with which the library panics, which it does by an exception that is no Exception."""
+    """Returns a tokenizer with which the library panics, which it does by an exception that is no Exception."""
     write_model(folder, template=None)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -288,7 +288,7 @@ async def test_a_tokenizer_that_panics_when_it_is_read(several: Cluster, tmp_pat
 
 
 async def test_a_tokenizer_that_panics_on_an_answer(several: Cluster, tmp_path: Path) -> None:
-    """It ends that request, and no more: its worker keeps its session."""
+    """It ends that request, and no more is lost: its worker keeps its session."""
     text = _panicking(tmp_path, {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}})
     worker = await several.add("mixed", model_id=OTHER, text=text)
     bad: Any = several.router.catalogue.get(OTHER).text.tokenizer.token_to_id("a")

@@ -1,4 +1,4 @@
-"""A request that the router fails on, beside others that stream: over real sessions, nobody else notices."""
+"""Tests a request that the router fails on, beside others that stream: over real sessions, nobody else notices."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ async def test_queued_poison_breaks_no_worker_that_joins(cluster: Cluster) -> No
 async def test_a_session_that_cannot_be_opened_ends_and_the_worker_joins_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If it stayed open beside a coordinator that does not know of it, nothing would ever be placed on its worker."""
+    """While it stayed open beside a coordinator that does not know of it, nothing would ever be
+    placed on its worker."""
     prefill = await cluster.add("prefill")
     conductor = cluster.router.catalogue.own.conductor
     session_opened, num_raised = conductor.coordinator.session_opened, 0

@@ -1,4 +1,4 @@
-"""Who may join a router under which name, and what a worker may say of itself."""
+"""Tests who may join a router under which name, and what a worker may say of itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Code = grpc.StatusCode
 
 
 async def refusal(cluster: Cluster, description: control_pb2.WorkerDescription) -> Any:
-    """The error with which it may not join."""
+    """Returns the error with which it may not join."""
     stub = control_pb2_grpc.RegistryServiceStub(cluster.control_channel)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Register(control_pb2.RegisterRequest(worker=description))

@@ -1,4 +1,4 @@
-"""The router over real grpc.aio, with scripted workers behind it."""
+"""Tests the router over real grpc.aio, with scripted workers behind it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_streamed_answer(cluster: Cluster, pair: tuple[ScriptedWorker, S
 
 
 async def test_a_slow_reader_gets_what_waited_in_messages_it_takes(cluster: Cluster) -> None:
-    """Twenty thousand tokens that came while it did not read, each with 20 log-probabilities: the client's runtime
+    """Twenty thousand tokens are sent while it does not read, each with 20 log-probabilities. The client's runtime
     takes no message above its default of 4 MiB."""
     await cluster.add("prefill", num_blocks=4096)
     decode = await cluster.add("decode", num_blocks=4096)
@@ -75,7 +75,7 @@ async def test_a_slow_reader_gets_what_waited_in_messages_it_takes(cluster: Clus
 
 
 async def test_an_answer_that_nobody_reads_is_given_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that lives, answers pings and never lets a byte of data through; the request itself has ended."""
+    """The connection stays, answers pings and never lets a byte of data through; the request itself has ended."""
     monkeypatch.setattr(call_limits, "WRITE_WITHIN_S", 0.5)
     await cluster.add("prefill")
     await cluster.add("decode")

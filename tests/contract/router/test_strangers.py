@@ -1,4 +1,5 @@
-"""Who has not got the cluster token gets nothing from the control plane, on any port; clients and probes need none.
+"""Tests that without the cluster token nobody gets anything from the control plane, on any port; clients and probes
+need none.
 
 The RPCs are those of the descriptors: a new one is tried here by itself, and refused unless it is named as open.
 """
@@ -36,7 +37,7 @@ _MOST_TRIES = 100
 
 
 def services() -> Iterator[Any]:
-    """Descriptors of every service in the package."""
+    """Yields descriptors of every service in the package."""
     for module in pkgutil.iter_modules(baton.v1.__path__):
         if module.name.endswith("_pb2"):
             generated = importlib.import_module(f"baton.v1.{module.name}")
@@ -63,13 +64,13 @@ async def cluster(model: Path) -> AsyncIterator[Cluster]:
 
 
 def doors(cluster: Cluster) -> dict[str, str]:
-    """Every gRPC port of the cluster."""
+    """Returns every gRPC port of the cluster."""
     router = {"public": cluster.router.address, "control": cluster.router.control_address}
     return router | {worker.worker_id: worker.address for worker in cluster.workers}
 
 
 async def ask(address: str, method: str, metadata: Metadata = (), data: bytes = b"") -> grpc.aio.AioRpcError | None:
-    """How a call with one request ends; None if all is well. On the wire all four kinds of RPC are the same.
+    """Returns how a call with one request ends; None if all is well. On the wire all four kinds of RPC are the same.
 
     A request that meets the end of its call makes grpc.aio lose the call's status: then it is asked again.
     """

@@ -1,4 +1,4 @@
-"""Workers behind a real router that are lost, refuse or leave, and what its operators see."""
+"""Tests workers behind a real router that are lost, refuse or leave, and what its operators see."""
 
 from __future__ import annotations
 

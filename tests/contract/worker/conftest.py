@@ -1,4 +1,4 @@
-"""A tiny model that workers compute, once for each file."""
+"""Provides a tiny model that workers compute, once for each file."""
 
 from __future__ import annotations
 

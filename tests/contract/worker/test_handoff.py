@@ -1,4 +1,4 @@
-"""A handoff between two real workers, driven session by session."""
+"""Tests a handoff between two real workers, driven session by session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.workers import (
 
 
 async def alone(host: Any, router: ScriptedRouter, max_tokens: int = 8) -> list[int]:
-    """The same request run whole on one worker."""
+    """Returns the output of the same request run whole on one worker."""
     leg = router.new_leg()
     async with router.session(host, number=1000 + leg) as session:
         await session.send(decode=decode_command(leg, max_tokens=max_tokens))

@@ -1,4 +1,5 @@
-"""How a worker finds its routers: what goes wrong is tried again and told, and its health says whether one has it."""
+"""Tests how a worker finds its routers: what goes wrong is tried again and told, and its health says whether one has
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ EVERY = ("baton.v1.WorkerService", "baton.v1.KVTransferService")
 
 
 class Registry(control_pb2_grpc.RegistryServiceServicer):
-    """A router's door, and nothing behind it."""
+    """Is a router's door, with nothing behind it."""
 
     def __init__(self, port: int = 0) -> None:
         self.num_calls = 0

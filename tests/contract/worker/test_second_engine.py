@@ -1,4 +1,5 @@
-"""Workers and router over an engine that was written against `WorkerEngine` alone: nothing reaches behind it."""
+"""Tests workers and a router over an engine that was written against `WorkerEngine` alone: nothing
+reaches behind it."""
 
 from __future__ import annotations
 
@@ -160,7 +161,7 @@ async def test_cancellation_frees_everything(model: Path, phase: str) -> None:
 
 
 class LateEngine(ScriptedEngine):
-    """What it reports comes when the test says so."""
+    """Reports its steps when the test says so."""
 
     def start(self, on_step: OnStep) -> None:
         self.may_report = threading.Event()

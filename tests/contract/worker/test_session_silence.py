@@ -1,4 +1,4 @@
-"""A peer of a session that says nothing, or takes nothing, is judged although writes to it wait for ever.
+"""Tests that a peer of a session that says nothing, or takes nothing, is judged although writes to it wait for ever.
 
 Both ends are real gRPC: what blocks the writes is HTTP/2 flow control, because the peer does not read.
 """
@@ -39,7 +39,7 @@ def the_session(host: WorkerHost) -> RouterSession:
 
 
 class NeverReads:
-    """A router that has a lease sealed and held, and reads nothing after that."""
+    """Is a router that has a lease sealed and held, and reads nothing after that."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -106,7 +106,8 @@ async def test_a_router_that_neither_reads_nor_speaks(model: Path) -> None:
 
 
 async def test_a_router_that_does_not_read_although_it_speaks(model: Path) -> None:
-    """Its heartbeats say that it lives. What it does not take would pile up here."""
+    """The router is given up although its heartbeats come: what it does not take would pile up
+    here."""
     async with running_worker(worker_config(model, **TIMES), PREFILL) as host, router_that_never_reads(host) as router:
         session = the_session(host)
         await fill(session, router)
@@ -118,7 +119,7 @@ async def test_a_router_that_does_not_read_although_it_speaks(model: Path) -> No
 
 
 async def test_the_end_is_told_to_a_router_that_reads_again(model: Path) -> None:
-    """The write that was given up does not keep the call open."""
+    """The call is not kept open by the write that was given up."""
     async with running_worker(worker_config(model, **TIMES), PREFILL) as host, router_that_never_reads(host) as router:
         await fill(the_session(host), router)
         await until(lambda: not len(host.sessions), "its session is gone", timeout_s=4 * SILENCE_S)
@@ -130,7 +131,7 @@ async def test_the_end_is_told_to_a_router_that_reads_again(model: Path) -> None
 
 
 class NeverListens(worker_pb2_grpc.WorkerServiceServicer):
-    """A worker that says that it lives, and reads nothing after the hello."""
+    """Is a worker that says that it lives, and reads nothing after the hello."""
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
         await anext(aiter(request_iterator))

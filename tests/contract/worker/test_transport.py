@@ -1,4 +1,4 @@
-"""`--transport`: a worker says at its start how KV moves, and `shm` is a demand, not a wish."""
+"""Tests `--transport`: a worker says at its start how KV moves, and `shm` is a demand, not a wish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The default model over gRPC through the split: real text of 1 to 2000 tokens equals transformers' `generate`."""
+"""Tests the default model over gRPC through the split: for real text of 1 to 2000 tokens it equals transformers'
+`generate`."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def prompts(model: Path) -> dict[int, list[int]]:
 
 
 class Expected:
-    """What transformers generates, each prompt once, and only those that a test asks for."""
+    """Keeps what transformers generates, each prompt once, and only those that a test asks for."""
 
     def __init__(self, model: Path, prompts: dict[int, list[int]]) -> None:
         self.reference = GreedyReference(model)

@@ -45,7 +45,7 @@ class Foretells:
 
 
 def outputs(model: Path, sampling: SamplingParams, drafter: Drafter | None, **fields: Any) -> tuple[list[Output], int]:
-    """What each prompt gets, all at once, and how many steps that took."""
+    """Returns what each prompt gets, all at once, and how many steps that took."""
 
     with drive(model, drafter=drafter) as driver:
         found = driver.wait(*[driver.submit(prompt, NUM_TOKENS, sampling, **fields) for prompt in PROMPTS])

@@ -1,4 +1,4 @@
-"""`--dtype auto` in real processes: one choice for all workers, told in the log, right for the CPU at hand."""
+"""Tests `--dtype auto` in real processes: one choice for all workers, told in the log, right for the CPU at hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Saved in bfloat16, and said to be faster in float32 in the home folder beside it."""
+    """Returns a model saved in bfloat16, with a home folder beside it that says float32 is faster."""
     model = tiny_model("llama", tmp_path, torch.bfloat16)
     choose_dtype("auto", "cpu", model, measure=lambda *_: FASTER_IN_FLOAT32, folder=tmp_path / "home" / "dtype")
     return model
@@ -59,8 +59,8 @@ def test_a_worker_on_its_own_has_it_too_and_says_why(model: Path, tmp_path: Path
 
 @pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="torch cannot act as an AVX2 CPU here")
 def test_with_avx2_alone_the_default_model_runs_in_the_faster_type(tmp_path: Path) -> None:
-    """Timed for real, by the command that compose runs; and a second time it is only read. Which type is faster depends
-    on the kernels that were built: torch emulates bfloat16 on such a CPU, and takes twenty times as long."""
+    """It is timed for real, by the command that compose runs; and a second time it is only read. Which type is faster
+    depends on the kernels that were built: torch emulates bfloat16 on such a CPU, and takes twenty times as long."""
     model = resolve_model("smollm2-135m-instruct").path
     home = tmp_path / "home"
     environ = environment(tmp_path) | {"BATON_HOME": str(home), **AVX2_ALONE}

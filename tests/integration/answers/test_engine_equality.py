@@ -1,4 +1,5 @@
-"""Greedy output equals transformers' `generate`: families, chunk sizes, batches, prefix hits, preemption, handoff."""
+"""Tests that greedy output equals transformers' `generate`: families, chunk sizes, batches, prefix hits, preemption,
+handoff."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_other_block_sizes(llama: Path, reference: GreedyReference) -> None:
 
 @pytest.mark.parametrize("length", [15, 16, 17, 83])
 def test_prefill_here_and_decode_there(llama: Path, reference: GreedyReference, length: int) -> None:
-    """The handoff without its transport: one engine's blocks copied into another's."""
+    """The handoff is made without its transport: one engine's blocks are copied into another's."""
     prompt = prompt_of(length)
     with drive(llama) as source, drive(llama) as target:
         (prefilled,) = source.wait(source.submit(prompt, 20, mode=Mode.PREFILL_ONLY))

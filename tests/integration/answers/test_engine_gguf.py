@@ -41,13 +41,14 @@ END_OF_TURN = 5
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """The order of rotary dimensions in GGUF files."""
+    """Returns the weight with the order of rotary dimensions that GGUF files have."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(directory: Path, path: Path, kinds: Mapping[str, GGMLQuantizationType] | None = None) -> None:
-    """`kinds`: by the end of a weight's name, the type that it is quantised to; others have 32 bits."""
+    """Writes the model as GGUF. `kinds` are, by the end of a weight's name, the types that it is quantised to; others
+    have 32 bits."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config
     writer = GGUFWriter(path, "llama")
@@ -117,7 +118,7 @@ def test_converted_model_is_complete_and_right(tmp_path: Path) -> None:
 
 
 def test_a_converted_copy_pairs_with_its_original_where_nothing_was_lost(tmp_path: Path) -> None:
-    """Where it came from does not count, what is computed does: GGUF files of fewer bits have other values."""
+    """The values count, and not the file they came from: GGUF files of fewer bits have other values."""
 
     def computes(directory: Path) -> tuple[str, str]:
         loaded = load(EngineConfig(str(directory), "m", dtype="float32", num_blocks=8))
@@ -158,7 +159,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model converted from a file with quantised weights, which are kept."""
+    """Returns a model converted from a file with quantised weights, which are kept."""
     folder = tmp_path_factory.mktemp("quantised")
     original = tiny_model("llama", folder, head_dim=16)
     write_gguf(original, folder / "tiny.gguf", KINDS)

@@ -1,4 +1,4 @@
-"""Workers that compute differently under one model name never share a stream, whichever way they differ.
+"""Tests that workers that compute differently under one model name never share a stream, whichever way they differ.
 
 The case of the issue: YaRN is switched on in config.json during a rolling restart, the weights stay as they are.
 """
@@ -42,7 +42,7 @@ def plain_rope(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def yarn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights, byte for byte, and the same model name."""
+    """Returns a model with the same weights, byte for byte, and the same model name."""
     directory = tiny_model("llama", tmp_path_factory.mktemp("yarn"))
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": YARN}))
@@ -86,7 +86,7 @@ async def test_workers_of_other_rope_parameters_do_not_pair_and_are_named(
 
 
 class Farm:
-    """Workers that can be taken away in the middle of a stream."""
+    """Runs workers that can be taken away in the middle of a stream."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -101,7 +101,7 @@ class Farm:
         await until(lambda: self._cluster.num_ready == len(self._running), f"{worker_id} is ready", 20.0)
 
     async def take_away(self, *worker_ids: str) -> None:
-        """As a deployment that ends them without asking: they finish nothing."""
+        """Ends the workers as a deployment does that does not ask: they finish nothing."""
         for worker_id in worker_ids:
             gone = RuntimeError("taken away")
             with contextlib.suppress(RuntimeError):

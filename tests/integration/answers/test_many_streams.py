@@ -1,4 +1,4 @@
-"""200 concurrent streams of mixed lengths on pools too small to hold them: all finish, none hangs or starves."""
+"""Tests 200 concurrent streams of mixed lengths on pools too small to hold them: all finish, none hangs or starves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What one request may ask for, seen by a client of a split cluster: sampling, stops, log-probabilities, templates."""
+"""Tests what one request may ask for, seen by a client of a split cluster: sampling, stops, log-probabilities,
+templates."""
 
 from __future__ import annotations
 

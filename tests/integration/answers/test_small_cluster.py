@@ -1,4 +1,4 @@
-"""The router with real workers in this process, on a tiny model: splits, small pools, cancellation."""
+"""Tests the router with real workers in this process, on a tiny model: splits, small pools, cancellation."""
 
 from __future__ import annotations
 

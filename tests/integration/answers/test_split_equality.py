@@ -1,4 +1,5 @@
-"""Greedy output over gRPC, through split prefill and decode, equals transformers' `generate`, token for token."""
+"""Tests that greedy output over gRPC, through split prefill and decode, equals transformers' `generate`, token for
+token."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 class Expected:
-    """The reference's outputs, computed once for the whole module."""
+    """Keeps the reference's outputs, computed once for the whole module."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -87,7 +88,7 @@ async def test_lengths_alone_batched_and_cached(expected: Expected, transport: s
 
 @pytest.mark.parametrize("num_slots", [2, 4096])
 async def test_staged(expected: Expected, num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between GPUs of one host: pools that nobody can map hand over through slots that all can."""
+    """Pools that nobody can map are handed over through slots that all can, as between GPUs of one host."""
     monkeypatch.setattr("services.worker.transfer.num_slots_for", lambda memory, _: min(num_slots, memory.num_blocks))
     with pools_that_cannot_be_mapped():
         async with running_cluster(
@@ -115,7 +116,7 @@ EVERY_WAY = combinations(["shm", "staged", "grpc"], [16, 64, 512])
 
 @contextlib.asynccontextmanager
 async def handing_over(model: Path, transport: str, chunk: int, decode_blocks: int) -> AsyncIterator[Cluster]:
-    """A prefill worker with room, and a decode worker with little."""
+    """Yields a cluster of a prefill worker with room, and a decode worker with little."""
     with pools_that_cannot_be_mapped() if transport == "staged" else contextlib.nullcontext():
         async with running_cluster(
             model,
@@ -128,7 +129,7 @@ async def handing_over(model: Path, transport: str, chunk: int, decode_blocks: i
 
 
 def check_transports(answers: Sequence[Answer], transport: str) -> None:
-    """All came the way that was asked for."""
+    """Asserts that all handoffs came the way that was asked for."""
     expected = types_pb2.TRANSPORT_GRPC if transport == "grpc" else types_pb2.TRANSPORT_SHM
     assert {answer.completion.timings.transport for answer in answers if answer.completion} == {expected}
 

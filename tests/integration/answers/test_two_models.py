@@ -1,4 +1,5 @@
-"""Two models behind one router, the second brought by its workers: each is split, and each answers as it does alone."""
+"""Tests two models behind one router, the second brought by its workers: each is split, and each answers as it does
+alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers whose sessions, steps and heartbeats are in order, and whose tokens are not; and those that only round
+"""Tests workers whose sessions, steps and heartbeats are in order, and whose tokens are not; and those that only round
 otherwise than others."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(host: WorkerHost) -> None:
-    """As a bit flip in memory or a bad copy would: after load, so that no fingerprint shows it. A layer's output is
-    turned around; everything goes on working."""
+    """Damages a worker as a bit flip in memory or a bad copy would: after load, so that no fingerprint shows it. A
+    layer's output is turned around; everything goes on working."""
     engine = engine_of(host)
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
@@ -73,7 +73,7 @@ async def test_a_worker_with_damaged_weights_is_taken_out(model: Path, place: in
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_a_healthy_worker_is_never_taken_out(model: Path, dtype: str) -> None:
-    """What else is in its batch, and how its own chunks fall, changes how sums are rounded."""
+    """What else is in its batch, and how its own chunks are cut, changes how sums are rounded."""
     checks = {"canaries": True, "canary_period_s": 0.02}
     roles = [PREFILL, DECODE, MIXED]
     async with running_cluster(model, roles, router=checks, dtype=dtype, heartbeat_s=0.1) as cluster:

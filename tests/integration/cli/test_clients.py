@@ -1,4 +1,4 @@
-"""generate, chat, status and health against a scripted router."""
+"""Tests generate, chat, status and health against a scripted router."""
 
 from __future__ import annotations
 

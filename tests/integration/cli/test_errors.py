@@ -1,4 +1,4 @@
-"""Every error of the command line: one line on stderr, a non-zero status, no traceback."""
+"""Tests every error of the command line: one line on stderr, a non-zero status, no traceback."""
 
 from __future__ import annotations
 

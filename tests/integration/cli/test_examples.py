@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
-    """The Node example with what its lock file names, in a folder beside the protos."""
+    """Returns the Node example with what its lock file names, in a folder beside the protos."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no node, or no npm")
     root = tmp_path_factory.mktemp("node")

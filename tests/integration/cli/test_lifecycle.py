@@ -1,4 +1,4 @@
-"""A service's life in a process of its own: readiness, signals, and the end of its supervisor."""
+"""Tests a service's life in a process of its own: readiness, signals, and the end of its supervisor."""
 
 from __future__ import annotations
 

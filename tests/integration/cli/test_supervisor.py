@@ -1,4 +1,4 @@
-"""The supervisor over real processes with nothing in them: order, restarts, and that nothing outlives it."""
+"""Tests the supervisor over real processes with nothing in them: order, restarts, and that nothing outlives it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Up:
         raise AssertionError(f"no {pattern!r} in {self.lines}; stderr: {(self.folder / 'stderr').read_text()}")
 
     def pids(self) -> dict[str, int]:
-        """The newest pid of every child, as printed."""
+        """Returns the newest pid of every child, as printed."""
         matches = (re.match(r"(\S+) .*pid (\d+)", line) for line in self.lines)
         return {match[1]: int(match[2]) for match in matches if match}
 

@@ -1,4 +1,5 @@
-"""`baton up` with real services over a tiny model: ready when a request succeeds, and not before; drained at SIGINT."""
+"""Tests `baton up` with real services over a tiny model: ready when a request succeeds, and not before; drained at
+SIGINT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client cancel in each phase: every block on both workers comes back, and no work is orphaned."""
+"""Tests a client's cancel in each phase: every block on both workers comes back, and no work is orphaned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PHASES: dict[str, Callable[[Cluster], bool]] = {
 
 
 async def start_in_phase(cluster: Cluster, phase: str) -> list[Any]:
-    """Streams of which at least one is in the phase."""
+    """Returns streams of which at least one is in the phase."""
     # "queued" and "parked" need others that hold the room; the decode pool holds two of these prompts.
     count = 6 if phase in ("queued", "parked") else 1
     requests = [greedy_request(LONG[n:], 200) for n in range(count)]

@@ -1,4 +1,4 @@
-"""A client's deadline that passes in each phase of a request: hit on purpose, and shown to have been that phase.
+"""Tests a client's deadline that passes in each phase of a request: hit on purpose, and shown to have been that phase.
 
 The phases are those of docs/failure-model.md. Each is held open (a step that does not end, room that another request
 holds, a connection that stalls) until the deadline has passed. So the deadline cannot meet another phase, however fast
@@ -82,7 +82,7 @@ async def parked(stage: Stage) -> None:
 
 
 async def binding(stage: Stage) -> None:
-    """What the router writes to the decode worker stays on its way."""
+    """Keeps what the router writes to the decode worker on its way."""
     stage.stall(1)
 
 
@@ -196,7 +196,7 @@ CASES = {
 
 
 def test_every_phase_is_among_the_cases() -> None:
-    """Every phase in which a client may wait, by the failure model's own table."""
+    """Every phase in which a client may wait is among the cases, by the failure model's own table."""
     table = FAILURE_MODEL.read_text().partition("## How every phase ends")[2].partition("\n\n*Lost by its worker*")[0]
     phases = set(re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)) - {"phase", "a step on the device", "a canary"}
     assert {name.partition(":")[0] for name in CASES} == phases

@@ -1,5 +1,5 @@
-"""Workers that look alive and are not, with real workers: a pair that cannot transfer, a step that does not end, and
-how a worker comes back."""
+"""Tests workers that look alive and are not, with real workers: a pair that cannot transfer, a step that does not end,
+and how a worker comes back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pairs(status: control_pb2.GetStatusResponse) -> dict[tuple[str, str], int]:
 
 
 async def all_checked(cluster: Cluster) -> None:
-    """Every worker and every pair has passed or failed, and the router is ready."""
+    """Waits until every worker and every pair has passed or failed, and the router is ready."""
 
     def checked() -> bool:
         workers = cluster.router.coordinator.workers()
@@ -63,7 +63,7 @@ async def all_checked(cluster: Cluster) -> None:
 
 
 class StuckDevice:
-    """A runner whose steps do not end while it is held."""
+    """Is a runner whose steps do not end while it is held."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -107,7 +107,7 @@ async def test_canaries_prove_everything_and_leave_nothing(model: Path, referenc
 
 
 async def test_a_pair_that_cannot_transfer_is_not_paired(model: Path, reference: GreedyReference) -> None:
-    """w1 insists on shared memory, which w0 does not offer; it is the one that would be chosen."""
+    """Worker w1 is set to shared memory alone, which w0 does not offer; it is the one that would be chosen."""
     each = [{"transport": "grpc"}, {"transport": "shm"}, {"transport": "auto"}]
     async with running_cluster(model, [PREFILL, DECODE, DECODE], router=WITH_CANARIES, each=each) as cluster:
         await all_checked(cluster)

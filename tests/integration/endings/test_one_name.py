@@ -1,4 +1,5 @@
-"""Two real processes with one `--worker-id`: the second is refused by name while the first lives, then takes over."""
+"""Tests two real processes with one `--worker-id`: the second is refused by name while the first lives, then takes
+over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of a host that is paused as a whole while pings are under way on them."""
+"""Tests connections of a host that is paused as a whole while pings are under way on them."""
 
 from __future__ import annotations
 

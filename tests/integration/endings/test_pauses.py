@@ -1,4 +1,4 @@
-"""A cluster that is stopped as a whole, as by `docker pause` or with its machine, and goes on."""
+"""Tests a cluster that is stopped as a whole, as by `docker pause` or with its machine, and goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUTER = ("--no-worker-timeout-s", "240", "--queue-timeout-s", "600")
 
 
 async def pause(cluster: RealCluster, first: str) -> None:
-    """Of all processes. What the others have just sent to the first is not answered before they stop too."""
+    """Stops all processes. What the others have just sent to the first is not answered before they stop too."""
     with contextlib.ExitStack() as stack:
         for name in sorted(cluster.services, key=lambda name: name != first):
             stack.enter_context(cluster[name].stopped())

@@ -1,4 +1,4 @@
-"""The short form of `make soak`."""
+"""Tests the short form of `make soak`."""
 
 from __future__ import annotations
 

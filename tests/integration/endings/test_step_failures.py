@@ -63,7 +63,8 @@ def prompts(*lengths: int, seed: int = 7) -> list[list[int]]:
 
 
 async def all_right(cluster: Cluster, reference: GreedyReference, work: list[list[int]]) -> int:
-    """Every prompt is answered as if nothing had happened. Returns how often requests were placed again."""
+    """Asserts that every prompt is answered as if nothing had happened. Returns how often requests
+    were placed again."""
     answers = await asyncio.gather(*(cluster.greedy(prompt, 20) for prompt in work))
     for prompt, answer in zip(work, answers, strict=True):
         assert len(answer.token_ids) == 20
@@ -94,7 +95,7 @@ async def test_an_allocation_fails_under_a_long_context(
 
 
 async def test_a_kernel_fails_once_in_the_token_loop(model: Path, reference: GreedyReference) -> None:
-    """All that was in the batch goes on where it was, from what clients have received."""
+    """All that was in the batch goes on at its place, from what clients have received."""
     async with running_cluster(model, [PREFILL, DECODE]) as cluster:
         decode = FaultyRunner(cluster.workers[1])
         decode.once(lambda plan: KERNEL if len(plan.sequences) == 3 else None)
@@ -138,14 +139,15 @@ async def test_a_worker_whose_steps_keep_failing_says_so_until_one_succeeds(work
 
 
 async def run(session: Any, leg: int, kind: str) -> Any:
-    """What becomes of a prompt of one token."""
+    """Returns what becomes of a prompt of one token."""
     stopping = types_pb2.StoppingParams(max_tokens=1, ignore_eos=True)
     await session.send(decode=worker_pb2.DecodeCommand(leg=leg, token_ids=[5], stopping=stopping))
     return await session.next(kind, leg)
 
 
 async def test_a_worker_without_a_step_thread_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sessions end with an error, which routers count: a request that does this must not visit every worker."""
+    """Its sessions are ended with an error, which routers count: a request that does this must not visit every
+    worker."""
     monkeypatch.setenv("BATON_CLUSTER_TOKEN", CLUSTER_TOKEN)
     hosts: list[WorkerHost] = []
 

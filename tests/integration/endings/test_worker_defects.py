@@ -1,4 +1,5 @@
-"""A worker that raises over one leg, with a real engine: the others get all their tokens, and nothing of it is left."""
+"""Tests a worker that raises over one leg, with a real engine: the others get all their tokens, and nothing of it is
+left."""
 
 from __future__ import annotations
 
@@ -229,7 +230,7 @@ async def test_a_prefill_leg_whose_end_cannot_even_be_told(model: Path, poisoned
 
 
 async def test_a_leg_that_cannot_be_given_up_harms_no_other(model: Path, poisoned: Any) -> None:
-    """It harms none at its own cancel, nor at the end of the session."""
+    """The leg does no harm at its own cancel, nor at the end of the session."""
     poisoned(PrefillLeg, "cancel", lambda self: self.number == 2)
     async with running_worker(worker_config(model), PREFILL) as host:
         router = ScriptedRouter()

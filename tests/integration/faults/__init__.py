@@ -1,1 +1,1 @@
-"""A package, so that pytest ends what is shared by all of it before other tests begin."""
+"""Is a package, so that pytest ends what is shared by all of it before other tests begin."""

@@ -1,4 +1,4 @@
-"""One cluster of real processes for all fault tests, whole and idle before and after each of them."""
+"""Provides one cluster of real processes for all fault tests, whole and idle before and after each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTERS = ((*ALL, "--max-queue", "24"), (*ALL, "--silence-s", "20"))
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of many thin layers: quick to load, slow enough to be caught in each phase."""
+    """Returns a model of many thin layers: quick to load, slow enough to be caught in each phase."""
     return tiny_model("llama", tmp_path_factory.mktemp("models"), num_hidden_layers=12)
 
 
@@ -43,7 +43,7 @@ async def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def cluster(shared: RealCluster) -> AsyncIterator[RealCluster]:
-    """Idle within 5 s after the test, also those that were away."""
+    """Yields the cluster, which is to be idle within 5 s after the test, also those services that were away."""
     await shared.whole()
     await shared.idle()
     shared.watch()

@@ -1,4 +1,5 @@
-"""The default model in float32 under `kill -9`: its streams go on with the tokens that no fault would have given."""
+"""Tests the default model in float32 under `kill -9`: its streams go on with the tokens that no
+fault would have given."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def reference(model: Path) -> GreedyReference:
 
 @pytest.fixture(scope="module")
 def prompts(model: Path) -> list[tuple[int, ...]]:
-    """Real text."""
+    """Returns prompts of real text."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     return [tuple(ids[7 * number : 7 * number + length]) for number, length in enumerate(LENGTHS)]

@@ -1,4 +1,4 @@
-"""Workers that leave in order: no request is dropped."""
+"""Tests workers that leave in order: no request is dropped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ async def test_baton_drain(cluster: RealCluster, reference: GreedyReference, pha
 
 
 async def test_drain_moves_what_is_left_at_the_deadline(cluster: RealCluster, reference: GreedyReference) -> None:
-    """What another router has there moves when the worker's own time is up, 2 s later: it ends its session in order."""
+    """What another router has there is moved when the worker's own time is up, 2 s later: it ends
+    its session in order."""
     rng = random.Random(5)
 
     async def attempt() -> bool:
@@ -75,7 +76,7 @@ async def test_sigterm(cluster: RealCluster, reference: GreedyReference, phase: 
 
 @pytest.mark.parametrize("how", ["drained", pytest.param("terminated", marks=LONG)])
 async def test_rolling_restart_under_load(cluster: RealCluster, reference: GreedyReference, how: str) -> None:
-    """Every worker, one after the other, while clients of both routers ask."""
+    """Clients of both routers ask while every worker is restarted, one after the other."""
     over = asyncio.Event()
     asking = [
         asyncio.create_task(keep_asking(router, reference, over, num_clients=2 - number))

@@ -1,4 +1,4 @@
-"""More than the cluster can do: what is refused is refused at once, what is accepted is finished."""
+"""Tests more load than the cluster can serve: what is refused is refused at once, what is accepted is finished."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED_WITHIN_S = 2.0
 
 
 async def test_three_times_too_much(cluster: RealCluster, reference: GreedyReference) -> None:
-    """Two pools of 96 blocks and a queue of 24 take about 40 of these at a time."""
+    """Two pools of 96 blocks and a queue of 24 keep about 40 of these at a time."""
     jobs = mixed_jobs(random.Random(3), 120, range(50, 150), range(10, 40))
     lengths: list[int] = []
     watching = asyncio.create_task(_watch_queue(cluster, lengths))
@@ -131,7 +131,7 @@ async def _capacity(cluster: RealCluster, rng: random.Random) -> tuple[float, in
 
 
 def _processor_s(cluster: RealCluster) -> float:
-    """Seconds of processor time that the cluster has used."""
+    """Returns the seconds of processor time that the cluster has used."""
     times = [psutil.Process(pid).cpu_times() for pid in cluster.pids()]
     return sum(each.user + each.system for each in times)
 
@@ -151,13 +151,13 @@ async def _closed_loop(cluster: RealCluster, rng: random.Random, seconds: float)
 
 
 def _even_job(rng: random.Random) -> Job:
-    """All alike, so that requests can be counted instead of tokens."""
+    """Returns jobs that are all alike, so that requests can be counted instead of tokens."""
     [job] = mixed_jobs(rng, 1, range(60, 61), range(24, 25))
     return job
 
 
 def _memory_mb(cluster: RealCluster) -> dict[str, float]:
-    """Of each process, without the pools, which are shared memory."""
+    """Returns the memory of each process in MB, without the pools, which are shared memory."""
 
     def private(pid: int) -> float:
         info = psutil.Process(pid).memory_info()

@@ -1,4 +1,4 @@
-"""A request under which every worker dies ends after three, and the cluster goes on without it."""
+"""Tests that a request under which every worker dies ends after three, and the cluster goes on without it."""
 
 from __future__ import annotations
 

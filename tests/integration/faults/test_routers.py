@@ -37,7 +37,7 @@ async def test_workers_free_everything_and_rejoin(cluster: RealCluster, referenc
 
 
 async def test_two_routers_share_the_workers(cluster: RealCluster, reference: GreedyReference) -> None:
-    """The one that lives does not notice the end of the other."""
+    """The router that lives does not notice the end of the other, and does not lose a token."""
     async with load(cluster, reference, num_jobs=6, router=PATIENT) as lucky:
         doomed = Streams(cluster.router, mixed_jobs(RANDOM, 6, range(150, 550), range(50, 100)))
         await cluster.router.until(lambda status: status.num_decoding > 0, "some of the doomed decode")
@@ -49,7 +49,7 @@ async def test_two_routers_share_the_workers(cluster: RealCluster, reference: Gr
 
 
 def _check_doomed(outcomes: list[Any]) -> None:
-    """Some may have been finished; no other error than this."""
+    """Asserts that all have ended, some perhaps finished, and no other with an error than this one."""
     errors = [outcome for outcome in outcomes if not isinstance(outcome, Answer)]
     assert errors
     for error in errors:

@@ -1,5 +1,5 @@
-"""Workers that are killed, stopped and cut off in every phase, while clients stream: no token is lost, repeated or
-changed, and nothing is left held."""
+"""Tests workers that are killed, stopped and cut off in every phase, while clients stream: no token is lost, repeated
+or changed, and nothing is left held."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ PAIR_IN_MAKE_TEST = {(Fault.RESET, handing_over)}
 
 
 def cuts(phases: Sequence[Phase], in_make_test: Collection[tuple[Fault, Phase]]) -> list[Any]:
-    """Every fault of a connection in every phase."""
+    """Returns every fault of a connection in every phase."""
     every = [(fault, phase) for fault in Fault for phase in phases]
     return [pytest.param(*cut, marks=() if cut in in_make_test else LONG) for cut in every]
 
@@ -129,7 +129,7 @@ def has_been_handed_over(status: Status) -> bool:
 
 
 async def test_all_workers_killed_at_once(cluster: RealCluster, reference: GreedyReference) -> None:
-    """One fault that takes the whole cluster is not three faults of each request."""
+    """A fault that takes the whole cluster is one, and not three faults of each request."""
 
     async def attempt() -> bool:
         async with load(cluster, reference) as running:

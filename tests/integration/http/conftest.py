@@ -1,4 +1,4 @@
-"""A small cluster with HTTP for each file that has none of its own."""
+"""Provides a small cluster with HTTP for each file that has none of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page in somebody's browser could ask of a router on the same machine, and is refused."""
+"""Tests what a page in somebody's browser could ask of a router on the same machine, and is refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_json_is_taken(cluster: Cluster, kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
 async def test_what_a_page_can_send_without_asking_is_refused(cluster: Cluster, path: str, kind: str) -> None:
-    """As can `curl -d` without a header, whose default is a form."""
+    """A page can send what `curl -d` sends without a header, whose default is a form."""
     answer = await ask(cluster, "POST", path, {"content-type": kind} if kind else {}, BODY)
     assert answer.status_code == 415
     error = error_of(answer)

@@ -1,4 +1,5 @@
-"""HTTP with every number of headers and bodies at its extremes, at each endpoint: each is served or refused by name.
+"""Tests HTTP with every number of headers and bodies at its extremes, at each endpoint: each is served or refused by
+name.
 
 An innocent request beside each of them gets the tokens it always gets, and nothing is held afterwards.
 """
@@ -29,7 +30,7 @@ Header = tuple[bytes, bytes]
 
 
 async def answer(cluster: Cluster, path: str, headers: Sequence[Header] = (), body: bytes = b"") -> tuple[int, bytes]:
-    """(status, body) of what the server answered before it closed; status 0 if it closed without a word.
+    """Returns (status, body) of what the server answered before it closed; status 0 if it closed without a word.
 
     Of the usual headers those are left out that `headers` has. The body is a good one unless it is given.
     """
@@ -51,8 +52,8 @@ async def answer(cluster: Cluster, path: str, headers: Sequence[Header] = (), bo
 async def beside_innocents(
     cluster: Cluster, path: str, cases: Sequence[tuple[Sequence[Header], bytes]]
 ) -> list[tuple[int, bytes]]:
-    """What `answer` returns for each (headers, body). All are sent, a few at once, each few beside an innocent request
-    that must get its tokens; afterwards nothing is held."""
+    """Returns what `answer` returns for each (headers, body). All are sent, a few at once, each few beside an innocent
+    request that must get its tokens; afterwards nothing is held."""
     known = (await cluster.greedy(INNOCENT, NUM_TOKENS)).token_ids
     answers = []
     for begin in range(0, len(cases), AT_ONCE):
@@ -67,7 +68,7 @@ async def beside_innocents(
 
 
 def refusal(body: bytes) -> str:
-    """The message of a typed error."""
+    """Returns the message of a typed error."""
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str)

@@ -1,4 +1,5 @@
-"""HTTP under random bodies and headers: an answer, or an error that names its kind; never a 5xx, and nothing is held.
+"""Tests HTTP under random bodies and headers: an answer, or an error that names its kind; never a 5xx, and nothing is
+held.
 
 `BATON_EXAMPLES=2000 pytest tests/integration/http/test_fuzz.py` draws more, from the same sequence.
 """
@@ -84,7 +85,7 @@ ODD_NAMES = sorted({*FIELDS, *NOT_IN_COMPLETIONS, *NOT_IN_CHAT, "prompt", "messa
 
 
 def bodies(prompt: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """As they should be; or with fields that are anything at all; or no JSON."""
+    """Draws bodies as they should be; or with fields that are anything at all; or no JSON."""
     asked = st.fixed_dictionaries({**prompt, "streamed": STREAMED}, optional=FIELDS)
     good = asked.map(lambda body: {**body, **body.pop("asks"), **body.pop("streamed")})
     odd = st.dictionaries(st.one_of(st.sampled_from(ODD_NAMES), TEXT), JSON, min_size=1, max_size=2)

@@ -1,4 +1,5 @@
-"""The official openai package against a split cluster: each call, streamed and not, and equal to gRPC's answers."""
+"""Tests the official openai package against a split cluster: each call, streamed and not, and
+equal to gRPC's answers."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ async def quiet(cluster: Cluster) -> Any:
 
 
 def grpc_request(max_tokens: int, logprobs: int | None = None, **prompt: Any) -> inference_pb2.GenerateRequest:
-    """What SAMPLING and EXTRAS are over gRPC."""
+    """Returns what SAMPLING and EXTRAS are over gRPC."""
     return inference_pb2.GenerateRequest(
         sampling=types_pb2.SamplingParams(
             temperature=0.9, top_p=0.9, seed=7, presence_penalty=0.5, top_k=50, min_p=0.001, repetition_penalty=1.1
@@ -206,7 +207,7 @@ async def test_errors_are_the_packages_own(cluster: Cluster) -> None:
 
 
 async def test_what_no_context_holds_is_told_as_openai_tells_it(cluster: Cluster) -> None:
-    """LangChain, LiteLLM and others know it by the code, or by these words in the message."""
+    """LangChain, LiteLLM and others can tell it by the code, or by these words in the message."""
     words = "This model's maximum context length is 1024 tokens"
     long: Any = [{"role": "user", "content": "baton " * 1024}]
     async with openai_client(cluster) as client:

@@ -1,4 +1,4 @@
-"""uvicorn in the router's loop: ports it cannot have, signals it leaves alone, clients it does not wait for."""
+"""Tests uvicorn in the router's loop: ports it cannot have, signals it leaves alone, clients it does not wait for."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_headers_are_bounded() -> None:
 
 
 class Gate:
-    """An endpoint that holds its answers back, and one about health that does not."""
+    """Is an application with an endpoint that holds its answers back, and one about health that does not."""
 
     def __init__(self) -> None:
         self.opened = asyncio.Event()
@@ -123,7 +123,7 @@ async def connect(server: HttpServer, data: bytes = b"") -> tuple[asyncio.Stream
 
 
 async def status(reader: asyncio.StreamReader) -> int:
-    """Of the next answer; 0 if the connection was closed instead."""
+    """Returns the status of the next answer; 0 if the connection was closed instead."""
     async with asyncio.timeout(10):
         line = await reader.readline()
         if not line:
@@ -144,7 +144,8 @@ HEALTH = GET % b"health/live"
 
 
 async def test_room_is_made_by_the_one_that_was_idle_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What never said anything goes before what is kept alive, and what is being answered stays."""
+    """A connection that never said anything is closed before those that are kept alive, and what is being answered is
+    left alone."""
     gate = Gate()
     async with serving(gate, monkeypatch) as server:
         busy, _ = await connect(server, GET % b"busy")

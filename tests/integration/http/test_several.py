@@ -1,4 +1,4 @@
-"""Several prompts in one call of /v1/completions: each is answered as if it were alone, and all end together."""
+"""Tests several prompts in one call of /v1/completions: each is answered as if it were alone, and all end together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def post(cluster: Cluster, body: Any, **headers: str) -> Any:
 @pytest.mark.parametrize("prompts", [TEXTS, TOKENS], ids=["texts", "tokens"])
 @pytest.mark.parametrize("echo", [False, True])
 async def test_each_is_answered_as_if_it_were_alone(cluster: Cluster, prompts: Any, echo: bool) -> None:
-    """All have the seed, if there is one."""
+    """All prompts have the seed, if there is one."""
     asked: dict[str, Any] = {"model": MODEL, "seed": 7, "echo": echo, **SAMPLED}
     async with openai_client(cluster) as client:
         alone = [await client.completions.create(prompt=prompt, **asked) for prompt in prompts]

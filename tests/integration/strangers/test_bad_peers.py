@@ -64,7 +64,7 @@ async def unharmed(cluster: Cluster, expected: list[int]) -> AsyncIterator[None]
 
 
 async def good(cluster: Cluster, expected: list[int], within_s: float = 60.0) -> None:
-    """A client that behaves gets its answer. Its prompt is in no cache, so that it comes as a handoff."""
+    """Asserts that a client that behaves gets its answer. Its prompt is in no cache, so that it comes as a handoff."""
     salt = f"{random.getrandbits(64):x}"
     answer = await cluster.stream(greedy_request(PROMPT, 12, cache_salt=salt), timeout_s=within_s)
     assert answer.token_ids == expected
@@ -115,7 +115,7 @@ SEALS = {
 
 @pytest.mark.parametrize("what", SEALS)
 async def test_a_source_that_makes_no_sense(model: Path, expected: list[int], what: str) -> None:
-    """Both tries of its handoff fail, and the prompt is computed again."""
+    """Both tries of its handoff are failures, and the prompt is computed again."""
     async with running_cluster(model, [PREFILL, DECODE], transport="grpc") as cluster:
         source, token = BadSource(cluster.workers[0]), SEALS[what]
         source.num_blocks = NUM_PROMPT_BLOCKS
@@ -185,7 +185,7 @@ async def test_a_lease_is_used_once(cluster: Cluster) -> None:
 
 @contextlib.asynccontextmanager
 async def handoff(cluster: Cluster) -> AsyncIterator[tuple[worker_pb2.DecodeCommand, Any]]:
-    """A sealed lease, the command that takes it over (for 3 tokens), and a session with the decode worker."""
+    """Yields a sealed lease, the command that takes it over (for 3 tokens), and a session with the decode worker."""
     prefill, decode = cluster.workers
     scripted = ScriptedRouter(incarnation=random.getrandbits(32) + 1)
     stopping = types_pb2.StoppingParams(max_tokens=3, ignore_eos=True)
@@ -212,7 +212,7 @@ async def test_an_oversize_message_ends_only_its_session(cluster: Cluster) -> No
 
 
 async def test_sessions_without_a_hello_are_bounded_in_time(cluster: Cluster) -> None:
-    """Some say nothing, some hang up without a word."""
+    """Some peers are silent, some hang up without a word; no session waits for ever."""
     stub, worker = worker_pb2_grpc.WorkerServiceStub, cluster.workers[0]
     before = worker.num_sessions
     async with dial(worker.address) as channel:
@@ -276,7 +276,7 @@ def answers() -> list[Answer]:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Both ends of a thousand connections are in this process."""
+    """Allows for both ends of a thousand connections in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
         pytest.skip("this machine allows too few open files")
@@ -287,7 +287,7 @@ def many_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("many_files")
 async def test_a_thousand_idle_connections(cluster: Cluster, expected: list[int]) -> None:
-    """Half of them speak HTTP/2, half say nothing at all."""
+    """Half of them use HTTP/2, half are silent: none may keep others out."""
     process = psutil.Process()
     num_files, rss = process.num_fds(), process.memory_info().rss
     greeting = HTTP2_PREFACE + HTTP2_SETTINGS

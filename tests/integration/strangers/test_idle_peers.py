@@ -42,7 +42,7 @@ NUM_TOKENS = 200
 
 @dataclass
 class Attacked:
-    """A router in a process of its own, with its workers here."""
+    """Runs a router in a process of its own, with its workers here."""
 
     pid: int
     grpc_port: int
@@ -110,7 +110,7 @@ async def ready(channel: grpc.aio.Channel) -> None:
 
 @contextlib.contextmanager
 def peers(port: int, count: int, greeting: Callable[[int], bytes]) -> Iterator[list[socket.socket]]:
-    """As many connections as the other end lets there be; some of them it closes at once."""
+    """Yields as many connections as the other end lets there be; some of them it closes at once."""
     with contextlib.ExitStack() as stack:
         opened = []
         for number in range(count):
@@ -211,7 +211,7 @@ async def sending_no_request(channel: grpc.aio.Channel) -> None:
     ],
 )
 async def test_idle_grpc_clients(attacked: Attacked, port: str, do: Callable[[grpc.aio.Channel], Any]) -> None:
-    """These answer pings, as gRPC's own clients do, so that only what they hold tells that they are idle."""
+    """These peers answer pings, as gRPC's own clients do, so that only what they hold tells that they are idle."""
     number = getattr(attacked, port)
     async with contextlib.AsyncExitStack() as stack:
         clients = []

@@ -1,4 +1,4 @@
-"""Long texts beside a running stream: real processes, since what is measured is who keeps the stream waiting.
+"""Tests long texts beside a running stream: in real processes, since what is measured is who keeps the stream waiting.
 
 On a machine with fewer processors than work anything that runs makes a stream wait. So two figures are taken: what the
 stream's own router did to its event loop (tests/support/watched_router.py), which no neighbour changes by much; and the
@@ -42,7 +42,7 @@ _UNLIMITED = [("grpc.max_send_message_length", -1)]
 
 
 class Gaps:
-    """A stream under way, and the longest pause between two of its messages."""
+    """Watches a stream under way, and measures the longest pause between two of its messages."""
 
     def __init__(self, cluster: RealCluster) -> None:
         asked = greedy_request([1, 2, 3, 4, 5], 60_000, request_id="watched")
@@ -61,7 +61,7 @@ class Gaps:
             self._grown.set()
 
     def take(self) -> float:
-        """The longest since the last time, the current one included."""
+        """Returns the longest pause since the last time, the current one included."""
         longest_s = max(self._longest_s, time.perf_counter() - self._last_s)
         self._longest_s = 0.0
         return longest_s
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Round:
-    """Of the watched router, while another one was sent the texts and while it was: the longest of each."""
+    """Keeps the longest pauses of the watched router, while another one was sent the texts and while it was."""
 
     quiet_own_s: float
     own_s: float
@@ -138,7 +138,7 @@ def gap_growth_s(rounds: list[Round]) -> float:
 
 
 class Play:
-    """Two routers, their workers, a stream through the first router, and a process that sends long texts."""
+    """Runs two routers, their workers, a stream through the first router, and a process that sends long texts."""
 
     def __init__(self, cluster: RealCluster, notes: Notes, door: str, http_ports: list[int]) -> None:
         grpc_ports = [cluster[f"router-{index}"].port for index in (0, 1)]
@@ -168,7 +168,7 @@ class Play:
         return played
 
     async def _attack(self, port: int, num_long: int) -> tuple[float, float]:
-        """The router's own part and the client's gap."""
+        """Returns the router's own part and the client's gap."""
         await self._stream.more(20)
         self._stream.take()
         begin_s = time.monotonic()
@@ -214,7 +214,8 @@ async def test_a_running_stream_does_not_wait_for_long_texts(tmp_path: Path, doo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutant", ["holds-the-lock", "on-the-loop"])
 async def test_a_router_that_waits_for_its_tokenizer_is_seen(tmp_path: Path, mutant: str) -> None:
-    """The figure of the test above, of routers that are known to be worse: a single text is enough."""
+    """The figure of the test above is found to be worse for routers that are known to be worse: a single text is
+    enough."""
     async with watched_cluster(tmp_path, mutant) as (cluster, notes, http_ports):
         async with Play(cluster, notes, "grpc", http_ports) as play:
             rounds = [await play.round(1)]

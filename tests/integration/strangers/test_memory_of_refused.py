@@ -1,4 +1,4 @@
-"""Memory of a router that is sent large requests: a real process, since only its resident memory tells.
+"""Tests the memory of a router that is sent large requests: in a real process, since only its resident memory tells.
 
 Each shape is as many bytes as a request may have, and none can be served. Eight at once must not add half a gigabyte to
 the peak, and two hundred one after the other leave nothing behind.

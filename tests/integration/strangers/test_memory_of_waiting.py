@@ -1,4 +1,5 @@
-"""Memory of a router while requests wait for a worker: a real process, since only its resident memory tells.
+"""Tests the memory of a router while requests wait for a worker: in a real process, since only its resident memory
+tells.
 
 Each request is as large as it may be and has a prompt of a few tokens. Once it is tokenised nothing is kept but those:
 neither the body as it was parsed, nor the payload and the fields that nobody knows.
@@ -34,12 +35,12 @@ def _json(rest: bytes) -> bytes:
 
 
 def _numbers() -> bytes:
-    """About 40 MB when parsed: numbers too large to be shared."""
+    """Returns a body of about 40 MB when parsed: numbers too large to be shared."""
     return _json(b'"metadata": [' + b",".join(b"%d" % _NUMBERS.randrange(10**6, 10**9) for _ in range(1 << 20)) + b"]")
 
 
 def _conversation() -> bytes:
-    """About 17 MB when parsed: parts beyond what is known of each."""
+    """Returns a body of about 17 MB when parsed: parts beyond what is known of each."""
     part = b'{"type": "text", "text": "a", "more": "%s"}' % (b"x" * 80_000)
     parts = b",".join([part] * 190)
     return b'{"max_tokens": 1, "messages": [{"role": "user", "content": [' + parts + b"]}]}"
@@ -79,7 +80,7 @@ async def _all_wait(
 
 
 async def _kept_mib(folder: Path, door: str, shape: Callable[[], bytes]) -> float:
-    """How much more the router has for each request that waits."""
+    """Returns how much more memory the router has for each request that waits, in MiB."""
     data = shape()
     assert len(data) <= 16 * MIB
     flags = ("--no-worker-timeout-s", "600", "--queue-timeout-s", "600")

@@ -1,4 +1,5 @@
-"""The periodic line in real processes: every one of `baton up` writes it while it works, and none when told not to."""
+"""Tests the periodic line in real processes: every one of `baton up` writes it while it works, and none when told not
+to."""
 
 from __future__ import annotations
 

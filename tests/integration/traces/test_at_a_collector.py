@@ -63,7 +63,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
 
 
 def ask(stub: Stub, request_id: str, max_tokens: int = OUTPUT_TOKENS, traceparent: str = "") -> float:
-    """The client's wall time in ms."""
+    """Returns the client's wall time in ms."""
     prompt = random.Random(request_id).choices(range(3, 300), k=PROMPT_TOKENS)
     metadata = [("traceparent", traceparent)] if traceparent else []
     request = greedy_request(prompt, max_tokens, request_id=request_id)
@@ -84,7 +84,8 @@ def complete(collector: OtlpReceiver, request_id: str) -> dict[str, ReceivedSpan
 
 
 def check_tree(spans: dict[str, ReceivedSpan]) -> None:
-    """One trace, every parent there, every span within its parent, and each from the process that it should be from."""
+    """Asserts that there is one trace, every parent is there, every span lies within its parent, and each comes from
+    the process that it should be from."""
     assert len({span.trace_id for span in spans.values()}) == 1
     for name, parent_name in PARENTS.items():
         span, parent = spans[name], spans[parent_name]
@@ -110,7 +111,7 @@ def check_transfer(spans: dict[str, ReceivedSpan]) -> float:
 
 
 def untold_ms(spans: dict[str, ReceivedSpan], wall_ms: float) -> float:
-    """What of the client's wait no phase on the critical path tells. The path has no negative gap."""
+    """Returns what of the client's wait no phase on the critical path tells, in ms. The path has no negative gap."""
     exposed_ms = check_transfer(spans)
     for earlier, later in itertools.pairwise(ORDER):
         assert spans[later].start_ns >= spans[earlier].end_ns - SLACK_NS, f"{later} follows {earlier}"
@@ -120,7 +121,7 @@ def untold_ms(spans: dict[str, ReceivedSpan], wall_ms: float) -> float:
 
 
 def test_every_requests_trace_is_whole_and_adds_up(collector: OtlpReceiver, model: Path, tmp_path: Path) -> None:
-    """One at a time, then eight at once."""
+    """The requests are sent one at a time, then eight at once."""
     with Up(model, tmp_path, "--kv-blocks", "1024") as up:
         up.read_until("^ready$")
         with grpc.insecure_channel(up.target()) as channel, ThreadPoolExecutor(8) as clients:

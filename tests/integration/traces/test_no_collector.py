@@ -1,5 +1,5 @@
-"""A collector that is not there, or that never answers, changes nothing: not the answers, not the way a process ends,
-and the log by a line or two."""
+"""Tests that a collector that is not there, or that never answers, changes nothing: not the answers, not the way a
+process ends, and the log by a line or two."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def swallowing() -> Iterator[int]:
 
 
 def serve(model: Path, folder: Path) -> tuple[Answers, Up, float]:
-    """Some requests at once; the answers, and how long stopping took right after them."""
+    """Returns the answers to some requests sent at once, and how long stopping took right after them."""
     folder.mkdir(exist_ok=True)
     with Up(model, folder, "--kv-blocks", "512", "--drain-s", f"{DRAIN_S:g}") as up:
         up.read_until("^ready$")

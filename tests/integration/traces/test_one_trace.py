@@ -1,4 +1,5 @@
-"""One trace tells a request's whole way: parents complete, phases in order, times that line up across processes."""
+"""Tests that one trace tells a request's whole way: parents complete, phases in order, times that line up across
+processes."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ async def test_prefill_on_a_decode_worker(model: Path) -> None:
 
 
 async def test_preemptions_stand_on_the_run(model: Path) -> None:
-    """Two sequences of 16 blocks in a pool of 24: one has to give way, and says so."""
+    """Two sequences of 16 blocks are run in a pool of 24: one has to give way, and says so."""
     memory = InMemorySpanExporter()
     async with running_cluster(model, [DECODE], tracer=recording_tracer(memory), kv_blocks=24) as cluster:
         requests = [greedy_request(PROMPT[n : n + 100], 150, request_id=f"r{n}") for n in range(2)]
@@ -110,7 +111,7 @@ async def test_preemptions_stand_on_the_run(model: Path) -> None:
 
 
 async def test_workers_begin_no_trace_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the router makes none, what they would record belongs to nothing."""
+    """Where the router makes no trace, what they would record belongs to nothing."""
     memory = InMemorySpanExporter()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     untraced = configure_tracing("baton-router", "router")

@@ -1,4 +1,4 @@
-"""What clients write stands in no log and in no trace, unless the operator asks for it."""
+"""Tests that what clients write stands in no log and in no trace, unless the operator asks for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _say_everything(up: Up) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """What a cluster wrote that was told no more than the form of its log."""
+    """Keeps what a cluster wrote that was told no more than the form of its log."""
 
     log: str
     said: str
@@ -92,7 +92,7 @@ def test_prompts_when_asked_for_with_the_ids_they_belong_to(tmp_path: Path) -> N
 
 
 def test_every_line_of_a_request_has_its_ids(as_json: Written) -> None:
-    """All processes write them: with one search an operator has the whole story, and its trace."""
+    """The ids are written by all processes: with one search an operator has the whole story, and its trace."""
     story = [line for line in _lines(as_json.log) if line.get("request_id") == as_json.request_id]
     ours = [line["message"] for line in story if line["service"] == "baton-router"]
     assert (ours[0].partition(":")[0], ours[-1].partition(":")[0]) == ("request queued", "request finished")

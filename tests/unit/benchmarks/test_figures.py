@@ -35,7 +35,7 @@ def test_the_table_shows_median_spread_and_target() -> None:
 
 
 def engine(prefill_tok_s: float, decode_tok_s: float):
-    """An engine that reads prompts and writes tokens one after the other, at these rates."""
+    """Returns an engine that reads prompts and writes tokens one after the other, at these rates."""
     return lambda count, prompt, output: count * (prompt / prefill_tok_s + output / decode_tok_s)
 
 

@@ -1,4 +1,5 @@
-"""Engines that take turns: a stand-in that says the lines, stopped while it is not asked; the file that peers read."""
+"""Tests engines that take turns: a stand-in that says the lines, stopped while it is not asked; the file that peers
+read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make demo` says when its cluster does not become ready."""
+"""Tests what `make demo` says when its cluster does not become ready."""
 
 from __future__ import annotations
 

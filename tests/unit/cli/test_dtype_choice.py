@@ -1,4 +1,5 @@
-"""What `--dtype auto` means: chosen by a timing, once per host and model, whatever becomes of the file with it."""
+"""Tests what `--dtype auto` means: chosen by a timing, once per host and model, whatever becomes
+of the file with it."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def test_once_for_a_host_and_a_model(
 
 
 def test_processes_side_by_side_choose_once(tmp_path: pathlib.Path, model: pathlib.Path) -> None:
-    """As locks of one file are held by descriptors, threads contend for them like processes."""
+    """Threads contend for a lock as processes do, since locks of one file are held by descriptors."""
     together = threading.Barrier(8)
     turns = [EMULATED, NATIVE] * 4
 
@@ -174,7 +175,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
 def test_what_is_kept_is_read_where_nothing_can_be_written(
     tmp_path: pathlib.Path, model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As workers in containers do: the volume is theirs to read."""
+    """The volume is only there to be read, as for workers in containers."""
     choose_dtype("auto", "cpu", model, measure=Clockwork(), folder=tmp_path)
 
     def refuse(*arguments: object, **more: object) -> None:
@@ -215,7 +216,7 @@ def test_who_waits_for_a_timing_is_told_so(tmp_path: pathlib.Path, model: pathli
 
 
 def test_a_timing_that_takes_too_long_is_told_in_words(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what spares the wait."""
+    """The message says by which flag the wait is spared."""
     monkeypatch.setattr(dtype_choice, "_TIMING_LIMIT_S", 0.01)
     with pytest.raises(TimingFailed, match=r"^it took longer than 0.01 s; --dtype float32 or bfloat16 spares it$"):
         dtype_choice.measure_in_child(tmp_path, "bfloat16")

@@ -1,4 +1,5 @@
-"""The model cache: what a name resolves to, pinned bytes, and that an entry is complete or absent. No network."""
+"""Tests the model cache: what a name resolves to, pinned bytes, and that an entry is complete or absent. It needs no
+network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `baton up` divides cores, ports and memory."""
+"""Tests how `baton up` divides cores, ports and memory."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_plan_of_a_cluster() -> None:
 
 
 def test_every_port_that_a_service_can_do_without_can_be_left_out_of_a_cluster() -> None:
-    """What `baton router` takes, `baton up` takes: the same values for the flags that both have."""
+    """For the flags that both have, `baton up` takes the same values as `baton router`."""
     for name in {field.name for field in dataclasses.fields(UpConfig)} & {"port", "http_port", "metrics_port"}:
         flag = "--" + name.replace("_", "-")
         for value in (-2, -1, 0, 65535, 65536):

@@ -1,4 +1,4 @@
-"""`baton trace` on a file that three real tracers wrote, as router and workers do."""
+"""Tests `baton trace` on a file that three real tracers wrote, as router and workers do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tracers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[str
 
 
 def record(tracers: dict[str, Tracer], request_id: str, start_s: float, *, parked_s: float = 0.0) -> str:
-    """A split request: 120 ms to the first token, the second 20 ms (and the parking) after the prompt's end."""
+    """Records a split request: 120 ms to the first token, the second 20 ms (and the parking) after the prompt's end."""
 
     def at(ms: float) -> float:
         return start_s + ms / 1000

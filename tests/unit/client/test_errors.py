@@ -1,4 +1,4 @@
-"""A failed call as the client's exception: everything that the server's own table sends is read."""
+"""Tests that a failed call becomes the client's exception: everything that the server's own table sends is read."""
 
 from __future__ import annotations
 

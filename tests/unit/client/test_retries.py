@@ -1,4 +1,4 @@
-"""When the client makes a call again: the decision alone, with a clock and a draw of the test's."""
+"""Tests when the client makes a call again: the decision alone, with a clock and a draw of the test's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = RetryPolicy(max_attempts=3, first_pause_s=1.0, max_pause_s=5.0)
 
 
 def failed(error: errors.BatonError) -> AioRpcError:
-    """As a call of gRPC's raises it."""
+    """Returns the error as a call of gRPC's raises it."""
     status = to_status(error)
     trailing = Metadata((DETAILS_KEY, status.SerializeToString()))
     codes = {code.value[0]: code for code in grpc.StatusCode}
@@ -23,7 +23,7 @@ def failed(error: errors.BatonError) -> AioRpcError:
 
 
 def nobody() -> AioRpcError:
-    """The runtime's own: no connection."""
+    """Returns the runtime's own error without a connection."""
     return AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), details="connection refused")
 
 

@@ -1,4 +1,4 @@
-"""HOST:PORT, and what is not."""
+"""Tests what is taken for HOST:PORT, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time that stands still while the process was stopped, and what is judged by it."""
+"""Tests time that stands still while the process was stopped, and what is judged by it."""
 
 from __future__ import annotations
 

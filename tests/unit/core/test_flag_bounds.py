@@ -1,4 +1,5 @@
-"""Every number a flag or a `BATON_*` variable may hold: what is none, or out of all proportion, is refused by name."""
+"""Tests every number that a flag or a `BATON_*` variable may hold: what is none, or out of all proportion, is refused
+by name."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_the_command_ends_with_usage_and_names_the_flag(argv: list[str]) -> None
 @pytest.mark.parametrize("config_type", [UpConfig, RouterConfig, WorkerConfig])
 @pytest.mark.parametrize(("value", "is_taken"), [("-2", False), ("-1", True), ("0", True), ("65536", False)])
 def test_metrics_ports_are_the_same_for_every_command(config_type: type, value: str, is_taken: bool) -> None:
-    """-1 stands for none."""
+    """The value -1 means none for all of them."""
     if is_taken:
         assert dataclasses.asdict(load(config_type, [f"--metrics-port={value}"], {}))["metrics_port"] == int(value)
     else:

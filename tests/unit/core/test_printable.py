@@ -1,4 +1,4 @@
-"""Text of others, made safe to be shown."""
+"""Tests how text of others is made safe to be shown."""
 
 from __future__ import annotations
 

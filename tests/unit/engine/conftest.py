@@ -1,4 +1,4 @@
-"""The kernels of each instruction set that was built here and that this processor has."""
+"""Provides the kernels of each instruction set that was built here and that this processor has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.engine.native.instruction_sets import VARIABLE, instruction_sets
 
 @pytest.fixture(params=[each.name for each in instruction_sets()])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """The kernels that the process uses as long as the test runs."""
+    """Yields the kernels that the process uses as long as the test runs."""
     monkeypatch.setenv(VARIABLE, request.param)
     wanted = next(each for each in instruction_sets() if each.name == request.param)
     usable = bindings.usable()

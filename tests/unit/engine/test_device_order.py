@@ -1,4 +1,4 @@
-"""What must happen in which order on a device that computes beside us, tried with a CPU in its place."""
+"""Tests what must happen in which order on a device that computes beside us, tried with a CPU in its place."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Driver:
 def test_after_a_failed_step_the_device_is_done_before_blocks_are_free(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the step had begun may still write into them; their next owner would read it."""
+    """The step that failed may still write into them, and their next owner would read it."""
     made = _Driver(calls, monkeypatch)
     made.model.error = RuntimeError("out of memory")
     with EngineDriver(made.engine) as driver:
@@ -72,7 +72,8 @@ def test_after_a_failed_step_the_device_is_done_before_blocks_are_free(
 
 
 def test_a_device_that_is_lost_ends_the_step_thread(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can say any more what writes where: no block is free again, and the worker's supervisor starts another."""
+    """No block is free again, since nobody can tell any more what writes where; the supervisor
+    starts another worker."""
     made = _Driver(calls, monkeypatch)
     made.model.error = RuntimeError("an illegal memory access was encountered")
 
@@ -91,7 +92,7 @@ def test_a_device_that_is_lost_ends_the_step_thread(calls: list[str], monkeypatc
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Those that are current, the innermost last."""
+    """Returns the streams that are current, the innermost last."""
     current: list[object] = []
 
     @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""What the engine does at once, on the caller's thread: blocks set aside for an import, all that is needed or nothing,
-and sequences queued. No prompt is hashed while others wait for the lock."""
+"""Tests what the engine does at once, on the caller's thread: blocks set aside for an import, all that is needed or
+nothing, and sequences queued. No prompt is hashed while others wait for the lock."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_is_cached_is_not_imported(engine: Engine, num_cached: int, num_pre
 
 
 def test_the_last_tokens_block_is_always_imported(engine: Engine) -> None:
-    """Its KV is what the first step here continues from, in a block of the sequence's own."""
+    """The first step here goes on from its KV, in a block of the sequence's own."""
     whole = sequence()
     whole.token_ids = list(PROMPT[:12])
     cache_prefix(engine, 3)

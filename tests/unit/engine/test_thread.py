@@ -1,4 +1,4 @@
-"""The step thread, with a runner that does what the test says."""
+"""Tests the step thread, with a runner that does what the test says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_BLOCKS, BLOCK_SIZE = 8, 4
 
 
 class ScriptedRunner(FakeRunner):
-    """When `gated`, each step says that it began, and waits to be let go."""
+    """Is a runner of which, when it is `gated`, each step says that it began, and waits to be let go."""
 
     def __init__(self) -> None:
         self.gated = False

@@ -1,4 +1,5 @@
-"""What a worker measures before it serves: enough to be placed by, and never for long, however slow its CPU is."""
+"""Tests what a worker measures before it serves: enough to be placed by, and never for long,
+however slow its CPU is."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DECODE_S = 0.05
 
 
 class SlowDevice(FakeRunner):
-    """A runner whose steps take as long as it says, on a clock of its own."""
+    """Is a runner whose steps take as long as it says, on a clock of its own."""
 
     def __init__(self, s_per_token: float) -> None:
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""What is expensive to parse is parsed in turns with all else on the event loop."""
+"""Tests that what is expensive to parse is parsed in turns with all else on the event loop."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_a_request_behind_another_is_parsed_in_turns_too(server: HttpServe
 
 
 async def test_what_is_read_is_bounded_after_an_early_answer() -> None:
-    """When the rest of an answered request has come, nothing more is read before what is there has been parsed."""
+    """When the rest of an answered request has come, nothing more is read before what is there is parsed."""
     release = asyncio.Event()
 
     async def early_then_never(scope: Any, receive: Any, send: Any) -> None:

@@ -36,7 +36,7 @@ class Counted(Collector):
 
 
 def bound(elapsed_s: float) -> int:
-    """The most renderings of that time, and one at its beginning."""
+    """Returns the most renderings of that time, and one at its beginning."""
     return int(elapsed_s / SCRAPE_EVERY_S) + 1
 
 
@@ -80,8 +80,8 @@ async def test_who_leaves_takes_no_others_scrape_along() -> None:
 
 
 def test_a_metrics_port_renders_for_all_who_wait() -> None:
-    """A client that has gone leaves no thread that waits: three hundred in a second once kept a scrape waiting for half
-    a minute."""
+    """No thread is left waiting by a client that has gone: three hundred in a second once kept a scrape waiting for
+    half a minute."""
     registry = CollectorRegistry()
     counted = Counted(registry)
     server = MetricsServer(registry)

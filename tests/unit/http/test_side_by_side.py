@@ -1,4 +1,4 @@
-"""Several prompts in one call, with answers and a client that do what the test says and when."""
+"""Tests several prompts in one call, with answers and a client that do what the test says and when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ A, B = (TOKENIZER.encode(letter, add_special_tokens=False).ids for letter in "ab
 
 
 class Door:
-    """An intake. Admits at once, but for whom the test keeps waiting or refuses."""
+    """Stands for an intake that admits at once, but for requests that the test keeps waiting or refuses."""
 
     def __init__(self) -> None:
         self.inside: dict[str, Answer] = {}
@@ -80,7 +80,7 @@ class Client:
 
 
 class Called:
-    """A call under way."""
+    """Keeps a call under way."""
 
     def __init__(self, **fields: Any) -> None:
         self.door, self.client = Door(), Client()
@@ -100,7 +100,7 @@ class Called:
         await settled()
 
     def tokens(self, token_ids: list[int]) -> None:
-        """One after the other for each."""
+        """Sends tokens to each call, one after the other."""
         for token_id in token_ids:
             for answer in self.door.inside.values():
                 answer.tokens([token_id], [])
@@ -145,7 +145,7 @@ async def test_what_a_slow_client_misses_comes_together() -> None:
 @pytest.mark.parametrize("began", [False, True], ids=["nothing was sent", "in a stream"])
 @pytest.mark.parametrize("failing", sorted(NAMES))
 async def test_a_failure_while_the_client_does_not_read(began: bool, failing: str) -> None:
-    """All are ended at once. What was about to be sent is whole or not there, and the failure is told."""
+    """All calls are ended at once. What was about to be sent is whole or not there, and the failure is told."""
     called = Called(stream=True)
     await called.admitted()
     if began:

@@ -9,7 +9,7 @@ HASHES = block_hashes(list(range(64)), 4)
 
 
 def cached_run(pool: BlockPool, num_blocks: int, first_hash: int = 0) -> list[int]:
-    """A finished sequence: its blocks are indexed and unreferenced."""
+    """Returns the blocks of a finished sequence: they are indexed and unreferenced."""
     block_ids = pool.allocate(num_blocks, Holder.SEQUENCE)
     for block_id, hash in zip(block_ids, HASHES[first_hash:], strict=False):
         pool.index(block_id, hash)

@@ -1,4 +1,4 @@
-"""The pool against a model that keeps nothing but the list of references held."""
+"""Tests the pool against a model that keeps nothing but the list of references held."""
 
 from __future__ import annotations
 

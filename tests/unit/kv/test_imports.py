@@ -1,4 +1,4 @@
-"""The import table: states, and the rule of reuse."""
+"""Tests the import table: states, and the rule of reuse."""
 
 from __future__ import annotations
 

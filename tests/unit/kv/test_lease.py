@@ -1,4 +1,4 @@
-"""The lease table: which request a lease allows, fencing, clocks, remembered answers."""
+"""Tests the lease table: which request a lease allows, fencing, clocks, remembered answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN = object()
 
 
 class Source:
-    """A table with one lease of 3 blocks (40 tokens), and what became of it."""
+    """Keeps a table with one lease of 3 blocks (40 tokens), and what became of it."""
 
     def __init__(self) -> None:
         self.ended: list[Lease] = []

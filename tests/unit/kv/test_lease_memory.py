@@ -1,4 +1,5 @@
-"""What is kept of a lease that has ended: an answer, for a while. Not the leg, the prompt or the session behind it.
+"""Tests what is kept of a lease that has ended: an answer, for a while. Not the leg, the prompt or the session behind
+it.
 
 Counted in objects and bytes with the garbage collector off, so that nothing depends on when it runs.
 """
@@ -25,7 +26,7 @@ MOST_BYTES_PER_TOMBSTONE = 600
 
 
 class Leg:
-    """As a prefill leg: it has its prompt, and the lease refers to it."""
+    """Stands for a prefill leg: it has its prompt, and the lease refers to it."""
 
     def __init__(self, number: int) -> None:
         self.prompt = [number * 1000 + token for token in range(NUM_PROMPT_TOKENS)]
@@ -39,7 +40,7 @@ class Party:
         self.legs: list[weakref.ref[Leg]] = []
 
     def run(self, number: int, *, finished: bool = False) -> bytes:
-        """A lease from its opening to its release."""
+        """Runs a lease from its opening to its release."""
         lease_id, now = number.to_bytes(16, "big"), self.clock.now()
         leg = Leg(number)
         self.legs.append(weakref.ref(leg))

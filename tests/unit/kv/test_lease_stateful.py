@@ -1,4 +1,4 @@
-"""The lease table under random interleavings of prefill, router, destinations and time."""
+"""Tests the lease table under random interleavings of prefill, router, destinations and time."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ class LeaseMachine(RuleBasedStateMachine):
             assert (lease.stall.since_s is not None) == uncopied
 
     def teardown(self) -> None:
-        """When the routers hold nothing and nobody moves, every sealed lease is over within stall and time to live (if
-        the sources announce what they have)."""
+        """Asserts that when the routers hold nothing and nobody moves, every sealed lease is over within stall and time
+        to live (if the sources announce what they have)."""
         if not hasattr(self, "table"):
             return
         for owner in ("first", "second"):
@@ -210,7 +210,7 @@ TestLeases = LeaseMachine.TestCase
 @settings(max_examples=num_examples(200))
 @given(st.lists(st.tuples(st.sampled_from(["open", "ack", "close"]), st.floats(0, 4)), max_size=120))
 def test_one_leg_cannot_keep_a_sealed_lease_for_ever(steps: list[tuple[str, float]]) -> None:
-    """A leg has the time to live once and the stall clock once per block, whatever it opens and acknowledges."""
+    """A leg has the time to live once, and the stall clock once for each block: no more is given to it."""
     now, num_blocks = 0.0, 3
     table = LeaseTable(BLOCK_SIZE, on_end=lambda _: None, ttl_s=TTL_S, stall_s=STALL_S)
     lease = table.open(b"x" * 16, owner=0, block_ids=range(num_blocks), num_tokens=BLOCK_SIZE * num_blocks, now=now)

@@ -1,4 +1,4 @@
-"""What the regions of a pool's blocks must be like for peers to find the right bytes."""
+"""Tests what the regions of a pool's blocks must be like for peers to find the right bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POOL = Region(4096, 256, "cuda:1")
 
 
 class Blocks:
-    """A `BlockMemory` that is asked for its regions only."""
+    """Is a `BlockMemory` that is asked for its regions only."""
 
     block_bytes = 64
 

@@ -1,4 +1,4 @@
-"""Staging slots, rule by rule: turns, acknowledgements, ends, and what is taken back."""
+"""Tests staging slots, rule by rule: turns, acknowledgements, ends, and what is taken back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.kv.slots import SlotTable
 
 
 class Source:
-    """Sealed leases of 10 blocks, each with its fetch."""
+    """Keeps sealed leases of 10 blocks, each with its fetch."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots = SlotTable(num_slots)

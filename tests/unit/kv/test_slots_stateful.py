@@ -1,5 +1,5 @@
-"""Staging slots under random interleavings of prefills, streams, destinations, threads and time: no destination whose
-Release is valid has read a slot that was another's, and nobody waits for a slot that will never come."""
+"""Tests staging slots under random interleavings of prefills, streams, destinations, threads and time: no destination
+whose Release is valid has read a slot that was another's, and nobody waits for a slot that will never come."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Content = tuple[Lease, int]
 
 @dataclass(eq=False)
 class Fetch:
-    """Both ends of one."""
+    """Keeps both ends of one fetch."""
 
     ticket: FetchTicket
     sent: int
@@ -80,7 +80,7 @@ class SlotMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=PICKS, by=st.integers(0, 3), finished=st.booleans())
     def compute(self, pick: int, by: int, finished: bool) -> None:
-        """A chunk, or the end of the prompt."""
+        """Computes a chunk, or the end of the prompt."""
         lease = self.leases[pick % len(self.leases)]
         if lease.state is LeaseState.OPEN and lease.num_published + by < lease.num_tokens:
             self.table.publish(lease.lease_id, lease.num_published + by, self.clock.now())
@@ -118,7 +118,7 @@ class SlotMachine(RuleBasedStateMachine):
             self.written(fetch)
 
     def serve(self, fetch: Fetch, most: int) -> None:
-        """One turn of the stream, woken or not."""
+        """Does one turn of the stream, woken or not."""
         ticket, lease = fetch.ticket, fetch.lease
         if ticket.ended is not None or fetch.writing:
             return
@@ -131,7 +131,7 @@ class SlotMachine(RuleBasedStateMachine):
             fetch.sealed = True
 
     def take(self, ticket: FetchTicket, first_block: int, num_blocks: int) -> tuple[int, ...]:
-        """As `Staging.take`."""
+        """Takes slots as `Staging.take` does."""
         slots = self.slots.take(ticket, first_block, num_blocks)
         if not slots and self.slots.next_in_line() is ticket:
             lease = self.slots.abandoned()
@@ -149,7 +149,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.written(self.fetches[pick % len(self.fetches)])
 
     def written(self, fetch: Fetch) -> None:
-        """The thread is through, whatever became of the stream; one that goes on announces what it wrote."""
+        """Ends the thread's work, whatever became of the stream; a stream that goes on announces what was written."""
         slots, fetch.writing = fetch.writing, ()
         if not slots:
             return
@@ -191,7 +191,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.release(self.fetches[pick % len(self.fetches)])
 
     def release(self, fetch: Fetch) -> None:
-        """Once it has the seal and all blocks. If the answer is valid, it uses them."""
+        """Releases the lease once the fetch has the seal and all blocks. If the answer is valid, it uses them."""
         lease = fetch.lease
         if not fetch.sealed or fetch.inbox:
             return
@@ -242,7 +242,7 @@ class SlotMachine(RuleBasedStateMachine):
         assert self.slots.num_waiting == 0
 
     def everyone_is_served(self) -> None:
-        """If destinations copy: every open fetch of a sealed lease gets all of it, a block at a time."""
+        """Asserts that, if destinations copy, every open fetch of a sealed lease gets all of it, a block at a time."""
         for lease in self.table:
             self.seal(lease)
         open_ones = [fetch for fetch in self.all if fetch.ticket.ended is None]

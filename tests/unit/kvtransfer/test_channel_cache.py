@@ -42,7 +42,7 @@ async def test_users_share_a_channel_and_it_is_kept_for_the_next() -> None:
 
 
 async def test_the_channel_of_a_source_that_went_away_is_closed() -> None:
-    """It left in order: its last fetch went well, and there is no next one to fail."""
+    """The last fetch from a source that left in order went well, and there is no next one to fail."""
     dial = Dialler()
     cache = ChannelCache(dial, idle_s=0.02)
     for number in range(20):

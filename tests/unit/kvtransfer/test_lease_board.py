@@ -1,4 +1,4 @@
-"""The board's timer: leases end in time though nothing else happens."""
+"""Tests the board's timer: leases end in time though nothing else happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is handed out is sealed, and what is handed to us is looked at before it is mapped."""
+"""Tests that memory that is handed out is sealed, and what is handed to us is looked at before it is mapped."""
 
 from __future__ import annotations
 

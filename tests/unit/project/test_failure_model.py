@@ -1,4 +1,4 @@
-"""The failure model names tests that exist."""
+"""Tests that the failure model names tests that exist."""
 
 from __future__ import annotations
 

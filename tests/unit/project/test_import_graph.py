@@ -1,4 +1,4 @@
-"""The tree's import graph: no circles, and what calls itself pure is so, whatever it imports.
+"""Tests the tree's import graph: no circles, and what calls itself pure is so, whatever it imports.
 
 Imports within functions and for type checkers count like others. Packages that are pure as a whole are declared in
 pyproject.toml, `[tool.importlinter]`.
@@ -27,7 +27,7 @@ def graph() -> grimp.ImportGraph:
 
 
 def circles(imports: Mapping[str, Set[str]]) -> list[list[str]]:
-    """Groups of modules each of which imports all others of its group, through others or not."""
+    """Returns groups of modules each of which imports all others of its group, through others or not."""
     reached = {module: _reachable(module, imports) for module in imports}
     groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in imports}
     return sorted(sorted(group) for group in groups if group)
@@ -50,7 +50,7 @@ def ways_to_impurity(module: str) -> list[list[str]]:
 
 
 def pure_modules() -> list[str]:
-    """Those whose docstring says so. A package's speaks for all that is in it."""
+    """Returns the modules whose docstring says that they are pure. A package's speaks for all that is in it."""
     return sorted(_module(path) for path in (ROOT / "services").rglob("*.py") if SAYS_PURE.search(_docstring(path)))
 
 
@@ -63,7 +63,7 @@ def _docstring(path: Path) -> str:
 
 
 def deeds_at_import(source: str) -> list[str]:
-    """The statements outside of functions that do more than define a name: calls, loops, what sets an item."""
+    """Returns the statements outside of functions that do more than define a name: calls, loops, what sets an item."""
     deeds = (ast.AugAssign, ast.Delete, ast.For, ast.While, ast.With, ast.Assert)
     found = []
     for statement in ast.parse(source).body:

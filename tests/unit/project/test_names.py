@@ -1,4 +1,4 @@
-"""One public name for one thing: no class and no type alias is defined twice."""
+"""Tests that one thing has one public name: no class and no type alias is defined twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The README and the pages under docs/ say what the code does: flags, commands, make targets, links, files, anchors."""
+"""Tests that the README and the pages under docs/ say what the code does: flags, commands, make
+targets, links, files, anchors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CODE = re.compile(r"```.*?```", re.S)
 
 
 def anchors(page: pathlib.Path) -> set[str]:
-    """The fragments that the page's headings are reached by, as GitHub makes them."""
+    """Returns the fragments that the page's headings are reached by, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -66,7 +67,7 @@ def test_files_named_exist(page: pathlib.Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """What Baton is, a picture, two commands, one request, one trace, and where to go on: all else has pages."""
+    """The page says what Baton is, has a picture, two commands, a request and a trace, and names the other pages."""
     assert len(README.splitlines()) <= 120
 
 

@@ -45,7 +45,7 @@ def test_every_name_is_explained_and_no_other() -> None:
 
 
 def test_the_picture_is_drawn_from_the_file(tmp_path: Path) -> None:
-    """The command that the page names draws the same picture again."""
+    """The same picture is drawn again by the command that the page names."""
     (command,) = re.findall(r"`python (scripts/render_trace\.py .*?)`", DOCUMENT, re.S)
     script, trace, _, *flags = command.split()
     again = tmp_path / "again.svg"
@@ -100,7 +100,8 @@ def check_attributes(owner: dict[str, Any]) -> None:
 
 
 def test_the_file_is_otlp_json_to_the_letter() -> None:
-    """https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding: what Jaeger's upload demands."""
+    """The demands are those of Jaeger's upload (https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding) and
+    are met."""
     lines = TRACE.read_text().splitlines()
     resources = [resource for line in lines for resource in json.loads(line)["resourceSpans"]]
     assert len(lines) > 2, "each line stands for itself"

@@ -1,4 +1,4 @@
-"""What of a late event loop is its router's own doing."""
+"""Tests how much of a late event loop is its router's own doing."""
 
 from __future__ import annotations
 

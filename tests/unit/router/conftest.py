@@ -1,4 +1,4 @@
-"""A coordinator with one prefill and one decode worker. Files that need other ones have their own."""
+"""Provides a coordinator with one prefill and one decode worker. Files that need other ones have their own."""
 
 from __future__ import annotations
 

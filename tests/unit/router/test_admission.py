@@ -1,4 +1,4 @@
-"""Who is refused, when, and with what: deadlines that cannot be met, and full queues."""
+"""Tests who is refused, when, and with what: deadlines that cannot be met, and full queues."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_what_becomes_hopeless_in_the_queue_ends_there(bench: Bench) -> None:
 
 
 def complete(bench: Bench, num_tokens: int) -> None:
-    """A request that had so long an output."""
+    """Completes a request that had so long an output."""
     _, command = bench.decoding("before", max_tokens=num_tokens)
     bench.say("d", tokens(command, *range(1, num_tokens), at=1, finish=FinishReason.LENGTH))
     assert "before" in bench.finished

@@ -1,4 +1,4 @@
-"""Deep checks: who is sent a canary, what its end says of whom, and what that changes for requests."""
+"""Tests canaries: who is sent one, what its end says of whom, and what that changes for requests."""
 
 from __future__ import annotations
 

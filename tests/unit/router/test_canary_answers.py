@@ -22,7 +22,7 @@ def bench() -> Deep:
 
 
 class Asked(Deep):
-    """Workers whose canaries give the answer that a test says; three decode workers, all right at first."""
+    """Keeps workers whose canaries give the answer that a test says; three decode workers, all right at first."""
 
     def __init__(self) -> None:
         super().__init__(health=HealthConfig(canaries=True, recheck_s=30.0))

@@ -1,4 +1,5 @@
-"""What counts as a crash under a request, and what ends it; workers that leave in order; a router that was stopped."""
+"""Tests what counts as a crash under a request, and what ends it; workers that leave in order; a router that was
+stopped."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_workers_that_are_lost_together_do_not_spend_all_chances(bench: Bench) -
 
 
 def test_one_fault_takes_a_leg_after_another(bench: Bench) -> None:
-    """Each loss is told when the request has just been placed on the next one that fell."""
+    """Each loss is noticed after the request was placed on the next one, which is lost too."""
     prefill, decode = bench.handed_over()
     bench.lose(decode.worker_id)
     second = bench.take_leg(Role.DECODE)
@@ -92,7 +93,7 @@ def test_a_source_that_fell_with_the_decode_worker_leaves_a_last_chance(bench: B
 
 
 def test_the_prefills_token_is_no_progress_of_decode(bench: Bench) -> None:
-    """A sequence that kills decode workers gains a token with each replay, and must not live on that."""
+    """A sequence that kills decode workers has one token more after each replay, and must not live on it."""
     bench.submit(max_tokens=100)
     for number in range(3):
         prefill = bench.take_leg(Role.PREFILL)

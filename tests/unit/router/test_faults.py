@@ -1,4 +1,4 @@
-"""The coordinator when things break: stale legs, gaps, failures, losses, replays, the crash counter."""
+"""Tests the coordinator when things break: stale legs, gaps, failures, losses, replays, the crash counter."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_token_before_its_lease_ends_the_leg(bench: Bench) -> None:
 
 
 def test_an_event_of_the_other_phase_ends_the_leg(bench: Bench) -> None:
-    """One session carries the events of both, so a worker could say of a leg what cannot happen to it."""
+    """The session carries the events of both phases, so a worker could say of a leg what cannot happen to it."""
     bench.submit()
     prefill = bench.take_leg(Role.PREFILL)
     bench.say("p1", ImportReady(prefill.leg))
@@ -278,7 +278,8 @@ def test_a_lost_decode_worker_that_was_importing_leaves_the_lease_to_another(ben
 
 
 def test_a_lease_that_nobody_left_can_fetch_is_given_up_for_another_place() -> None:
-    """Found by cutting a prefill worker off from all decode workers: its handoffs waited for it until they failed."""
+    """The case was found by cutting a prefill worker off from all decode workers: its handoffs waited for it until they
+    failed."""
     bench = Bench()
     bench.join("p1", Role.PREFILL)
     bench.join("d1", Role.DECODE)

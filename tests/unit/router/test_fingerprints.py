@@ -1,4 +1,4 @@
-"""What a stream began with binds its replays, and ready workers that cannot pair are said once."""
+"""Tests that what a stream began with binds its replays, and ready workers that cannot pair are said once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INT8 = Fingerprint(OLD.kv, "int8 weights")
 
 @pytest.fixture
 def bench() -> Bench:
-    """A pair of old ones, in the middle of a change to new ones."""
+    """Returns a bench with a pair of old workers, in the middle of a change to new ones."""
     bench = Bench(no_worker_timeout_s=5.0)
     bench.join("p-old", Role.PREFILL, fingerprint=OLD)
     bench.join("d-old", Role.DECODE, fingerprint=OLD)

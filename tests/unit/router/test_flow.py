@@ -1,4 +1,4 @@
-"""The coordinator when nothing breaks: queue, prefill, handoff, parking, tokens, ends."""
+"""Tests the coordinator when nothing breaks: queue, prefill, handoff, parking, tokens, ends."""
 
 from __future__ import annotations
 

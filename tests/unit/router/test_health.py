@@ -1,4 +1,4 @@
-"""The health state machine, as tables of what happens and what follows."""
+"""Tests the health state machine, as tables of what happens and what follows."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_any_life(events: list[tuple[str, float]], deep: bool) -> None:
 
 
 def test_a_router_checks_deeply_again_and_again_and_trusts_what_is_new_slowly() -> None:
-    """As `baton router` is configured by default."""
+    """The configuration is the default of `baton router`."""
     text: Any = SimpleNamespace(context_tokens=8, vocab_size=8)
     health = main._coordinator_config(RouterConfig(model="m"), text).health
     assert (health.canaries, health.starts_slowly) == (True, True)

@@ -1,4 +1,4 @@
-"""Once a prompt is tokenised nothing is kept of its message but the parameters that are used later."""
+"""Tests that once a prompt is tokenised nothing is kept of its message but the parameters that are used later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_THE_PROMPT = {"text", "token_ids", "messages", "truncate_prompt"}
 
 
 def _unknown(num_bytes: int) -> bytes:
-    """A field of bytes that no message has, with the number 2000."""
+    """Returns a field of bytes that no message has, with the number 2000."""
     tag, size = 2000 << 3 | 2, num_bytes
     data = bytearray()
     for number in (tag, size):

@@ -1,4 +1,5 @@
-"""One request never harms another: whatever raises on its behalf ends it alone, and the others' actions are done."""
+"""Tests that one request never harms another: whatever raises on its behalf ends it alone, and the others' actions are
+done."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_a_part_that_raises_ends_its_own_request_only(bench: Bench, part: str, m
 
 @pytest.mark.parametrize("part", ["answer", "trace", "record"])
 def test_a_part_that_raises_when_its_request_fails(bench: Bench, part: str) -> None:
-    """The others still hear of it."""
+    """The other parts are told of it all the same."""
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id, **({part: "failed"} if request_id == POISONED else {}))
@@ -101,7 +102,7 @@ def test_a_message_that_cannot_be_sent(bench: Bench, kind: str) -> None:
 
 
 def test_a_command_that_cannot_be_encoded(bench: Bench) -> None:
-    """As a number that a field cannot hold. The rest of the batch, and the session it is sent in, are unharmed."""
+    """A field cannot hold one of its numbers. The rest of the batch, and the session it is sent in, are unharmed."""
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id, **({"priority": 1 << 40} if request_id == POISONED else {}))
@@ -153,7 +154,7 @@ def test_no_duration_is_too_long_to_leave(bench: Bench, seconds: float) -> None:
 
 
 def test_an_event_that_raises_takes_no_other_event_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind, wherever in the coordinator: the message's other events are handled, and its load is taken."""
+    """The message's other events are handled, and its load is taken."""
     from services.router.coordinator import handoff
 
     bench.watch()
@@ -293,7 +294,7 @@ def test_a_loss_that_raises_for_one_request_is_seen_through_for_the_others(
 
 
 def test_nothing_of_a_request_is_left_however_broken_its_record(bench: Bench) -> None:
-    """Even where it cannot be failed in order."""
+    """Its record is so broken that it cannot be failed in order."""
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
@@ -348,7 +349,7 @@ def test_every_action_is_poisoned_above() -> None:
 def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, leg_of: str
 ) -> None:
-    """A worker that names a leg of another worker's harms nobody, even if the router cannot read what it says."""
+    """A worker that names a leg of another worker's does no harm, even if the router cannot read what it says."""
     from services.router.workers import wire
 
     bench.watch()

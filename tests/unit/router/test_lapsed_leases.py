@@ -39,7 +39,7 @@ def test_the_source_judges_a_handoff_that_was_admitted(bench: Bench) -> None:
 
 @pytest.mark.parametrize("says", ["nothing", "that it failed"])
 def test_a_lease_that_ends_in_a_targets_hands_counts_against_the_way_between_the_two(bench: Bench, says: str) -> None:
-    """Where nothing can cross, the source gives the lease up before the target gives up: time after time, for ever."""
+    """Where nothing can cross, the source gives the lease up before the target does: time after time, for ever."""
     bench.submit()
     for _ in range(CoordinatorConfig.max_crashes):
         prefill = bench.take_leg(Role.PREFILL)
@@ -61,7 +61,7 @@ def test_a_lease_that_ends_in_a_targets_hands_counts_against_the_way_between_the
 
 @pytest.fixture
 def three() -> Bench:
-    """A source, and two workers that could take over from it."""
+    """Returns a bench with a source, and two workers that could take over from it."""
     bench = Bench()
     for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
         bench.join(worker_id, role)

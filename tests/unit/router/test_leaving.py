@@ -1,4 +1,5 @@
-"""The coordinator and workers that leave in order: whatever fails for that counts for nothing, and nothing is lost."""
+"""Tests the coordinator and workers that leave in order: whatever fails for that counts for nothing, and nothing is
+lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the queue: nobody holds up those whom other workers could serve, and nobody starves.
+"""Tests the order of the queue: nobody holds up those whom other workers could serve, and nobody starves.
 
 Blocks hold 16 tokens. The small decode worker `a` holds 128 tokens, the big one `b` 1024; `p` prefills for both.
 """
@@ -38,7 +38,7 @@ def bench() -> Bench:
 
 
 def serve(bench: Bench, prefill: SendLeg) -> None:
-    """All of a request whose prefill was just sent."""
+    """Takes a request whose prefill was just sent to its end."""
     bench.say("p", started(prefill), tokens(prefill, 1))
     decode = bench.take_leg(Role.DECODE)
     finish(bench, prefill, decode)
@@ -53,7 +53,7 @@ def finish(bench: Bench, prefill: SendLeg, decode: SendLeg) -> None:
 
 @pytest.mark.parametrize(("num_big", "age_s"), [(1, 1.5), (1, 0.0), (17, 0.0), (40, 0.0), (40, 1.5), (3, 29.0)])
 def test_what_no_ready_worker_can_hold_holds_up_nobody(bench: Bench, num_big: int, age_s: float) -> None:
-    """Its worker restarts: old or young, one or many, the others are served meanwhile."""
+    """The worker restarts, and the others are served meanwhile, however old they are."""
     bench.lose("b")
     for number in range(num_big):
         bench.submit(f"big{number}", **BIG)
@@ -137,8 +137,8 @@ def hold_the_line(bench: Bench) -> None:
 
 
 def test_an_aged_request_claims_the_worker_it_waits_for_and_no_other(bench: Bench) -> None:
-    """While short ones come without end: they are served by `a`, none takes what becomes free on `b`, and the big one
-    begins as soon as its room is there."""
+    """While short ones come without end, they are served by `a`, none takes what becomes free on `b`, and the big one
+    is begun as soon as its room is there."""
     hold_the_line(bench)
     bench.submit("big", **BIG)
     for number in range(16):  # they keep the line full
@@ -224,7 +224,7 @@ def test_aged_requests_claim_one_worker_each_in_order(bench: Bench) -> None:
 
 
 def test_a_handoff_that_only_the_claimed_worker_can_take_goes_there(bench: Bench) -> None:
-    """What is prefilled holds blocks that the claimant may wait for: it never waits for the claimant in turn."""
+    """What is prefilled holds blocks that the claimant may wait for, so it never waits for the claimant in turn."""
     middle = {"num_tokens": 200, "max_tokens": 20}
     bench.submit("middle", **middle)
     prefill = bench.take_leg(Role.PREFILL)
@@ -292,7 +292,8 @@ def test_a_handoff_need_not_wait_once_the_claim_before_it_is_over(bench: Bench, 
 
 
 def test_a_refusal_does_not_outlive_the_process_that_refused(bench: Bench) -> None:
-    """A restarted worker counts its snapshots from 1 again: it is asked as soon as it is there, not when it has counted
+    """A restarted worker is known by its incarnation, and its snapshots count from 1 again: it is
+    asked as soon as it is there, not when it has counted
     as far as the old one had."""
     bench.lose("b")
     for _ in range(200):
@@ -320,6 +321,6 @@ def test_the_queue_is_bounded_in_time_all_the_same(bench: Bench) -> None:
 
 
 def test_load_is_what_the_bench_says() -> None:
-    """The tests above lean on it: an idle snapshot differs from a busy one."""
+    """This is what the tests above depend on: an idle snapshot differs from a busy one."""
     assert Load(blocks_free=8).idle
     assert not replace(Load(blocks_free=0), blocks_active=8).idle

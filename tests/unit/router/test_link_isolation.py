@@ -1,4 +1,5 @@
-"""What the beginning or the end of one worker's session raises, or one model's tick, harms no other worker and model.
+"""Tests that what the beginning or the end of one worker's session raises, or one model's tick, harms no other worker
+and model.
 
 It is counted, and the worker can join again.
 """
@@ -139,7 +140,7 @@ async def test_a_worker_that_cannot_be_dialled_can_join_later() -> None:
 
 
 def _catalogue(benches: list[Bench], forget: Callable[[str], None] = lambda name: None) -> Catalogue:
-    """A catalogue of one model for each bench."""
+    """Returns a catalogue of one model for each bench."""
     models: list[Any] = [
         SimpleNamespace(model_id=f"m{number}", conductor=bench.conductor, line=SimpleNamespace(close=lambda: None))
         for number, bench in enumerate(benches)
@@ -153,7 +154,7 @@ def _catalogue(benches: list[Bench], forget: Callable[[str], None] = lambda name
 
 @pytest.mark.parametrize("part", ["tick", "act", "_awake", "coordinator"])
 async def test_the_tick_of_one_model_keeps_no_other_from_its_own(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """Something is broken in the model in the middle, at every tick."""
+    """The model in the middle is broken at every tick."""
 
     class Broken:
         def __getattribute__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What `--log-prompts` writes of a prompt: enough to recognise it, never all of something huge."""
+"""Tests what `--log-prompts` writes of a prompt: enough to recognise it, never all of something huge."""
 
 from __future__ import annotations
 

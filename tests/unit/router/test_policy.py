@@ -1,4 +1,4 @@
-"""Placement as tables: (workers, job) -> worker."""
+"""Tests placement as tables: (workers, job) -> worker."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ def test_a_worker_to_avoid_is_the_last_resort() -> None:
 
 
 def test_a_job_waits_for_room_rather_than_going_back_to_where_it_failed() -> None:
-    """Found by a cut between one prefill worker and all decode workers: it held nothing, and so it looked the best."""
+    """The case was found by a cut between one prefill worker and all decode workers: it held nothing, and so it looked
+    the best."""
     full = decode("d2", busy=64)
     job = replace(JOB, avoid=frozenset({"d1", "p1"}))
     assert _place_decode(job, SOURCE, [decode("d1"), full]) is None

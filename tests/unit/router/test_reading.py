@@ -26,7 +26,7 @@ def check(data: bytes, limits: wire_count.MessageLimits = LIMITS) -> None:
 
 
 def large(**fields: Any) -> inference_pb2.GenerateRequest:
-    """Beyond what is small, in one field."""
+    """Returns a request that is beyond what is small, in one field."""
     return inference_pb2.GenerateRequest(text="x" * FILL, **fields)
 
 

@@ -1,4 +1,4 @@
-"""What a request's record leaves in the metrics."""
+"""Tests what a request's record leaves in the metrics."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ def test_each_model_has_its_own_series_and_one_that_is_gone_has_none() -> None:
 
 
 def test_buckets_are_those_of_the_genai_conventions() -> None:
-    """https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/, generative AI model server metrics."""
+    """The conventions are https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/, generative AI model
+    server metrics."""
     assert tuple(0.01 * 2**power for power in range(14)) == DURATION_BUCKETS
     assert TTFT_BUCKETS == (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
     assert PER_TOKEN_BUCKETS == (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)

@@ -1,4 +1,4 @@
-"""How the end of a worker's session is understood."""
+"""Tests how the end of a worker's session is understood."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Legs of which nothing is heard: what workers list is compared with what the router believes; silence is bounded."""
+"""Tests legs of which nothing is heard: what workers list is compared with what the router believes; silence is
+bounded."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_who_claims_a_leg_that_was_never_sent_has_lost_none(bench: Bench, beyond
 
 
 def test_a_lost_lease_leaves_a_decode_leg_that_may_have_everything(bench: Bench) -> None:
-    """As a lost source does: whoever has fetched all of it says so."""
+    """The leg that has fetched all of it says so, as after a lost source."""
     prefill, decode = bench.handed_over()
     bench.say("d", DecodeAdmitted(decode.leg))
     bench.say("p", tokens(prefill, 100))
@@ -98,7 +99,7 @@ def test_a_lost_sequence_is_computed_again(bench: Bench) -> None:
 
 
 def test_a_released_lease_is_neither_missed_nor_cancelled(bench: Bench) -> None:
-    """The decode worker's word came before the prefill worker's."""
+    """The decode worker is heard before the prefill worker."""
     prefill, decode = bench.decoding()
     lists(bench, "p", prefill.leg, prefill.leg)
     assert not bench.take_all(CancelLeg)
@@ -260,7 +261,7 @@ def test_an_import_that_waits_for_its_source_has_time(bench: Bench) -> None:
 
 
 def test_a_worker_that_was_busy_until_now_has_time_to_begin(bench: Bench) -> None:
-    """It counts since when the worker rests, not how long the leg has waited for that."""
+    """The time is counted from the worker's first rest, not from the beginning of the leg's wait."""
     bench.submit()
     command = bench.take_leg(Role.PREFILL)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Some requests count for a latency objective, and others do not."""
+"""Tests that some requests count for a latency objective, and others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a worker says of where its blocks are: kept, sent on and logged, so it has bounds like what it registered."""
+"""Tests what a worker says of where its blocks are: kept, sent on and logged, so it has bounds
+like what it registered."""
 
 from __future__ import annotations
 

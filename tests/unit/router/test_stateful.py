@@ -1,6 +1,5 @@
-"""Random lives of a cluster: whatever happens, and whoever wakes up late, every request ends, its output is right, and
-nothing is left anywhere.
-"""
+"""Tests random lives of a cluster: whatever happens, and whoever wakes up late, every request ends, its output is
+right, and nothing is left anywhere."""
 
 from __future__ import annotations
 
@@ -133,7 +132,8 @@ class ClusterLife(RuleBasedStateMachine):
 
     @rule(data=st.data(), notices=st.booleans())
     def crash(self, data: st.DataObject, notices: bool) -> None:
-        """`notices`: the router sees the break before the restarted process registers; else it refuses it first."""
+        """Crashes a worker. If the router `notices`, it sees the break before the restarted process registers; else it
+        refuses it first."""
         worker = self.pick(data)
         if notices:
             self.lose(worker, crashed=True)
@@ -174,7 +174,7 @@ class ClusterLife(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose_a_leg(self, data: st.DataObject) -> None:
-        """The worker forgets it: nothing but its next heartbeat can tell."""
+        """Lets the worker forget a leg: nothing but its next heartbeat can tell."""
         worker = self.pick(data)
         legs = [*worker.waiting, *worker.generations, *worker.leases]
         if legs:
@@ -182,7 +182,7 @@ class ClusterLife(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def sit_on_a_prompt(self, data: st.DataObject) -> None:
-        """Of all that has been sent to it; its heartbeats list them."""
+        """Lets the worker begin nothing of all that has been sent to it; its heartbeats list it."""
         worker = self.pick(data)
         while worker.inbox:
             worker.receive()
@@ -216,8 +216,8 @@ class ClusterLife(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_idle_workers(self) -> None:
-        """What a worker could serve waits only for room, or for the older ones that claim it: if all are idle, nobody
-        is queued but those that none of them can hold."""
+        """Asserts that what a worker could serve waits only for room, or for the older ones that claim it: if all are
+        idle, nobody is queued but those that none of them can hold."""
         if not hasattr(self, "coordinator"):
             return
         book = self.coordinator._book
@@ -288,7 +288,7 @@ class ClusterLife(RuleBasedStateMachine):
             self.absorb()
 
     def round(self) -> None:
-        """Everything moves once."""
+        """Moves everything once."""
         for worker in self.workers.values():
             while worker.inbox:
                 worker.receive()
@@ -302,7 +302,7 @@ class ClusterLife(RuleBasedStateMachine):
         self.absorb()
 
     def absorb(self) -> None:
-        """A turn of the event loop with one input."""
+        """Ends a turn of the event loop with one input."""
         while self.coordinator.placement_is_due:
             self.coordinator.place(self.now)
         for action in self.coordinator.take_actions():
@@ -340,7 +340,7 @@ class ClusterLife(RuleBasedStateMachine):
         assert (finish.reason, finish.stop_token_id) == (action.reason, action.stop_token_id)
 
     def source_of(self, command: SendLeg) -> FakeWorker | None:
-        """The lease's owner, if it can be reached."""
+        """Returns the lease's owner, if it can be reached."""
         assert command.handoff is not None
         return self.workers[str(command.handoff.source)]
 

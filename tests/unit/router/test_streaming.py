@@ -1,4 +1,4 @@
-"""Text from tokens: whatever way they come, the same text; stop strings across any boundary."""
+"""Tests text from tokens: whatever way they come, the same text; stop strings across any boundary."""
 
 from __future__ import annotations
 

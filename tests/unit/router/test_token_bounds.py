@@ -29,7 +29,7 @@ def bytes_with(normalizer: Any = None) -> Tokenizer:
 
 
 def fallback() -> Tokenizer:
-    """As Llama 2's: characters, and bytes for those that are unknown."""
+    """Returns a tokenizer like Llama 2's: characters, and bytes for those that are unknown."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     for text in ("▁", "a", "b", "ab", "▁ab", "▁▁", "▁▁▁▁"):
         vocab[text] = len(vocab)

@@ -1,4 +1,4 @@
-"""The text side of a model directory."""
+"""Tests the text side of a model directory."""
 
 from __future__ import annotations
 

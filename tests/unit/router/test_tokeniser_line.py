@@ -1,4 +1,4 @@
-"""The line before the tokenizer's threads: turns, bytes at once, and those who leave it."""
+"""Tests the line before the tokenizer's threads: turns, bytes at once, and those who leave it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG = SHORT_BYTES + 1
 
 
 class Work:
-    """A text that is being tokenised until it is let go."""
+    """Is a text that is being tokenised until it is let go."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()

@@ -1,4 +1,5 @@
-"""The threads that tokenise long texts follow the cores of the process, unless the flag says how many there are."""
+"""Tests that the threads that tokenise long texts follow the cores of the process, unless the flag says how many there
+are."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from services.router.main import RouterConfig, _tokenizer_threads
 
 
 def _threads(monkeypatch: pytest.MonkeyPatch, num_cores: int, *flags: str) -> int:
-    """The number on a machine of 128 cores of which the process may use `num_cores`."""
+    """Returns the number on a machine of 128 cores of which the process may use `num_cores`."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     parser = argparse.ArgumentParser()

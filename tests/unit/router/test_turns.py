@@ -1,4 +1,5 @@
-"""When placement is due, that one pass per turn is enough, and that what is kept between passes is what is there."""
+"""Tests when placement is due, that one pass per turn is enough, and that what is kept between
+passes is what is there."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_an_admission_makes_room_among_the_handoffs_in_flight(bench: Bench) -> N
 
 
 def test_what_fits_whom_is_found_once_and_is_what_it_would_be_each_time() -> None:
-    """Of clusters of all shapes, whatever was asked before and however their loads change meanwhile."""
+    """It holds for clusters of all shapes, whatever was asked before and however their loads change meanwhile."""
     random_ = random.Random(7)
     for _ in range(60):
         views = {f"w{number}": _view(random_, f"w{number}") for number in range(random_.randint(1, 6))}
@@ -145,7 +146,7 @@ def test_a_prediction_that_ends_with_a_snapshot_is_news(bench: Bench) -> None:
 
 
 def _view(random_: random.Random, worker_id: str, like: WorkerView | None = None) -> WorkerView:
-    """`like`: the same worker with another load."""
+    """Returns a random view; `like` is the same worker with another load."""
     others = [f"w{number}" for number in range(6)]
     return WorkerView(
         worker_id=worker_id,

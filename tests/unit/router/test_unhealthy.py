@@ -1,4 +1,4 @@
-"""Workers that are down: a step that does not end, and how one comes back without canaries."""
+"""Tests workers that are down: a step that does not end, and how one comes back without canaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every range that the proto states, from both sides."""
+"""Tests every range that the proto states, from both sides."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def test_a_prompt_is_needed() -> None:
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
 @pytest.mark.parametrize("said", [True, False], ids=["max_tokens", "the context"])
 def test_what_a_whole_answer_may_hold_fits_one_message(num_logprobs: int, said: bool) -> None:
-    """The longest answer that is taken, with the largest numbers there are; and not one token more is refused in vain
-    by more than a quarter."""
+    """The longest answer that is taken, with the largest numbers there are, fits; and not one token more is refused in
+    vain by more than a quarter."""
 
     def asks(num_tokens: int) -> None:
         stopping = f"stopping {{ max_tokens: {num_tokens} }}" if said else ""

@@ -1,4 +1,5 @@
-"""The periodic line: rates over the time they were taken in, silence while nothing happens, no harm when it fails."""
+"""Tests the periodic line: rates over the time they were taken in, silence while nothing happens, no harm when it
+fails."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Clock:
 
 
 class Said:
-    """An activity log over figures that the test sets, and its lines."""
+    """Keeps an activity log over figures that the test sets, and its lines."""
 
     def __init__(self) -> None:
         self.clock, self.figures = Clock(), IDLE

@@ -61,7 +61,7 @@ async def list_models(channel: grpc.aio.Channel) -> list[str]:
 
 
 async def is_served(channel: grpc.aio.Channel) -> bool:
-    """False if it is refused for want of room."""
+    """Returns False if it is refused for want of room."""
     try:
         assert await list_models(channel) == ["here"]
     except grpc.aio.AioRpcError as error:
@@ -77,7 +77,7 @@ async def is_healthy(channel: grpc.aio.Channel) -> bool:
 
 
 async def answered(channel: grpc.aio.Channel) -> None:
-    """Who is refused may try again; room is made for somebody in the end."""
+    """Asserts that the channel is served in the end: who is refused may try again."""
     assert await is_healthy(channel)
     async with asyncio.timeout(30):
         while True:
@@ -119,7 +119,7 @@ async def test_who_only_watches_makes_room() -> None:
 
 
 def lonely(address: str) -> grpc.aio.Channel:
-    """One with a connection of its own, that comes back soon when it is thrown out."""
+    """Returns a channel with a connection of its own, that comes back soon when it is thrown out."""
     soon = [(f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "min", "max")]
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1), *soon])
 

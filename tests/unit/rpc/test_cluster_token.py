@@ -1,4 +1,4 @@
-"""Where the cluster token comes from, and which files are refused."""
+"""Tests where the cluster token comes from, and which files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Of connections on which calls only wait for their clients, those that have done so for longest are given up first."""
+"""Tests that of connections on which calls only wait for their clients, those that have done so for longest are given
+up first."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ async def sweeps(number: int) -> None:
 
 
 async def test_a_connection_that_the_server_works_for_loses_no_call(clients: Clients) -> None:
-    """Nothing that waits on it matters, as behind a proxy: it would stay open all the same."""
+    """What waits on it does not matter, as behind a proxy: it would stay open all the same."""
     await clients.work("proxy works", "proxy")
     for number in range(50):
         await clients.wait(f"proxy {number}", "proxy")
@@ -78,7 +79,7 @@ async def test_all_calls_of_a_connection_go_and_no_more_connections_than_must(cl
 
 
 async def test_what_has_begun_to_wait_since_the_last_look_is_left_alone(clients: Clients) -> None:
-    """An event loop that was held up would else end calls whose messages it has not read yet."""
+    """Calls whose messages a late event loop has not read yet would be ended else."""
     for number in range(MOST_HELD + 1):
         await clients.wait(str(number), f"stranger {number}")
     await sweeps(1)

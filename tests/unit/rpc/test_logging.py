@@ -1,4 +1,4 @@
-"""Log lines for people and for machines."""
+"""Tests log lines for people and for machines."""
 
 from __future__ import annotations
 

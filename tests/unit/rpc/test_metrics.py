@@ -1,4 +1,4 @@
-"""The Prometheus endpoint and the aliases."""
+"""Tests the Prometheus endpoint and the aliases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.rpc.metrics import TTFT_BUCKETS, Aliases, MetricsServer, new_regis
 
 
 def scrape(port: int) -> dict[str, dict[tuple, float]]:
-    """Sample name -> labels -> value."""
+    """Returns sample name -> labels -> value."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://127.0.0.1:{port}/metrics") as response:
         text = response.read().decode()

@@ -1,4 +1,5 @@
-"""Real grpc.aio servers on port 0: errors of all four RPC kinds, bad bytes, sizes, health, reflection, the port."""
+"""Tests real grpc.aio servers on port 0: errors of all four RPC kinds, bad bytes, sizes, health,
+reflection, the port."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MALFORMED = b"\xff\xff\xff"
 
 
 class Kinds:
-    """One handler per RPC kind over Status messages; what they do is set by the test."""
+    """Serves one handler per RPC kind over Status messages; what they do is set by the test."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -164,7 +165,7 @@ async def test_a_raised_error_arrives_with_its_details(kinds, name, grouped):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", [errors.Overloaded, RuntimeError, "grouped"])
 async def test_a_failed_call_leaves_nothing_to_the_cycle_collector(kinds, name, kind, monkeypatch):
-    """Its frames hold the request: kept until the next full collection, a few refused ones fill the memory."""
+    """The call's frames hold the request. Kept until a full collection, a few refused ones would fill the memory."""
     servicer, channel = kinds
     monkeypatch.setattr(status.logger, "disabled", True)  # pytest keeps records, and these have tracebacks
     gc.collect()

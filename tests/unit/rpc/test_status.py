@@ -1,4 +1,4 @@
-"""The table from errors to statuses, and back."""
+"""Tests the table from errors to statuses, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.rpc import status
 
 
 def leaves(kind: type[errors.BatonError] = errors.BatonError) -> list[type[errors.BatonError]]:
-    """All but the root: what is a kind of another is raised beside it."""
+    """Returns all errors but the root: what is a kind of another is raised beside it."""
     below = [sub for sub in kind.__subclasses__() if sub.__module__ == errors.__name__]
     return [leaf for sub in below for leaf in (sub, *leaves(sub))]
 

@@ -200,7 +200,7 @@ def test_an_http_collector_gets_the_spans(monkeypatch):
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Quiet."""
+            """Writes no line."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""What a worker is called and where it is reached when nobody has said so."""
+"""Tests what a worker is called and where it is reached when nobody has said so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def host_name(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def names(monkeypatch: pytest.MonkeyPatch, table: dict[str, str]) -> None:
-    """The only names that resolve, each to one IPv4 address."""
+    """Provides the only names that resolve, each to one IPv4 address."""
 
     async def resolve(host: str, port: int) -> list[Any]:
         return [(socket.AF_INET, (table[host], port))] if host in table else []

@@ -1,4 +1,4 @@
-"""The decode worker's answer to a handoff, as a table."""
+"""Tests the decode worker's answer to a handoff, as a table."""
 
 from dataclasses import replace
 

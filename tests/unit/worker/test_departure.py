@@ -1,4 +1,4 @@
-"""How a worker leaves: when nothing is left, or when the time is up."""
+"""Tests how a worker leaves: when nothing is left, or when the time is up."""
 
 from __future__ import annotations
 

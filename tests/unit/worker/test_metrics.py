@@ -1,4 +1,4 @@
-"""A worker's metrics: read when scraped, and under the names that endpoint pickers know."""
+"""Tests a worker's metrics: read when scraped, and under the names that endpoint pickers know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session between a router and a worker: outbox, hello, fencing, silence, end."""
+"""Tests the session between a router and a worker: outbox, hello, fencing, silence, end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ def test_tokens_of_one_leg_coalesce_in_order() -> None:
 
 
 def test_what_has_piled_up_goes_in_several_messages() -> None:
-    """They come in order, and nothing that was taken is changed by what comes later."""
+    """The messages come in order, and nothing that was taken is changed by what comes later."""
     outbox = Outbox()
     for leg in range(1, 6):
         outbox.add(tokens(leg, 0, *range(100)))
@@ -110,7 +110,7 @@ class Harness:
         return task, session
 
     async def events(self) -> list[Any]:
-        """The next that are not only a heartbeat."""
+        """Returns the next events that are not only a heartbeat."""
         while not (events := await self.responses.get()):
             pass
         return events

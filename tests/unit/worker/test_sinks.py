@@ -1,4 +1,5 @@
-"""One sequence's defect at a worker takes no other sequence's events with it, and leaves nothing of its own behind."""
+"""Tests that one sequence's defect at a worker takes no other sequence's events with it, and leaves nothing of its own
+behind."""
 
 from __future__ import annotations
 

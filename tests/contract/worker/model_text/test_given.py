@@ -1,4 +1,5 @@
-"""A router gets the text side of a worker's model over a real connection; what that may cost a worker."""
+"""Tests that a router gets the text side of a worker's model over a real connection, and what that may cost a
+worker."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ async def test_the_most_and_one_byte_more(tmp_path: Path, folder: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """More than connections hold that nobody reads."""
+    """Returns a model whose text is more than connections hold that nobody reads."""
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "tokenizer.json").write_bytes(bytes(16 * MIB))
     return tmp_path / "large"

@@ -1,4 +1,5 @@
-"""A router that fetches the text side of a model believes nothing that it is sent, and waits for no one for ever."""
+"""Tests that a router that fetches the text side of a model believes nothing that it is sent, and waits for no one for
+ever."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ Part = worker_pb2.GetModelTextResponse
 
 
 class Liar:
-    """A worker whose answer is whatever a test makes of it: messages as bytes."""
+    """Answers as a worker with whatever a test makes of it: messages as bytes."""
 
     def __init__(self, answer: Callable[[], Iterator[bytes]], *, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
         self.num_sent = 0

@@ -1,4 +1,4 @@
-"""Every RPC of router and workers under random input: no crash, no hang, a typed status, and the server unharmed.
+"""Tests every RPC of router and workers under random input: no crash, no hang, a typed status, and the server unharmed.
 
 Inputs are drawn the same way in every run; more of them with
 `BATON_EXAMPLES=2000 pytest tests/integration/strangers/fuzz`.
@@ -102,7 +102,7 @@ EXTREME: list[tuple[str, Message]] = [
 
 @pytest.mark.parametrize(("method", "base"), EXTREME, ids=[method for method, _ in EXTREME])
 async def test_extremes_of_every_number(target: Target, method: str, base: Message) -> None:
-    """A refusal that is typed or a right answer, and who asks for something sensible beside them gets all of it."""
+    """The answer is a typed refusal or a right one, and who asks for something sensible beside them gets all of it."""
     if isinstance(base, control_pb2.RegisterRequest):
         base.worker.CopyFrom(target.prefill.describe())
         base.worker.worker_id, base.worker.address = "extreme", "127.0.0.1:1"
@@ -134,7 +134,7 @@ TIMEOUTS = {
 
 @pytest.mark.parametrize("given_timeout", TIMEOUTS, ids=lambda given: repr(given[:16]))
 async def test_extremes_of_the_deadlines_header(target: Target, given_timeout: bytes) -> None:
-    """As it goes over the wire, since libraries count in doubles and give up before."""
+    """The header is given as it goes over the wire, since libraries count in doubles and give up before."""
     request = grpc_request(
         "/baton.v1.InferenceService/Generate",
         greedy_request(PROMPT, 4).SerializeToString(),

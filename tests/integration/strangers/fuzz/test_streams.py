@@ -1,4 +1,4 @@
-"""Streams of random requests, to every RPC that takes one: a typed status, and the server unharmed."""
+"""Tests streams of random requests, to every RPC that takes one: a typed status, and the server unharmed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ HOSTS: dict[str, Callable[[Target], WorkerHost]] = {
 @given(draw=st.data())
 @examples(250)
 async def test_sessions(target: Target, role: str, draw: Any) -> None:
-    """Most begin in order, so that the commands are looked at; the legs that are accepted come to an end."""
+    """Most sessions are begun in order, so that the commands are looked at; the legs that are
+    accepted come to an end."""
     host, kind = HOSTS[role](target), worker_pb2.SessionRequest
     source = target.prefill.source()
     handoff = {
@@ -141,7 +142,7 @@ def extreme_streams(target: Target) -> dict[str, tuple[WorkerHost, str, Message]
 
 @pytest.mark.parametrize("stream", ["prefill", "decode", "fetch"])
 async def test_extremes_in_streams(target: Target, stream: str) -> None:
-    """A session with the extreme in it, after a hello that is in order unless the hello has it."""
+    """The session has the extreme in it, after a hello that is in order unless the hello has it."""
     host, method, base = extreme_streams(target)[stream]
     is_session = method == SESSION
 

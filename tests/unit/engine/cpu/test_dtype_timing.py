@@ -1,4 +1,5 @@
-"""The timing behind `--dtype auto`: any model that can be served can be timed, small ones and those that are cut."""
+"""Tests the timing behind `--dtype auto`: any model that can be served can be timed, small ones
+and those that are cut."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def test_every_family_is_timed(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_a_large_model_is_cut_to_some_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time is that of all layers. What comes beside the layers is small, but in a model as tiny as this."""
+    """All layers are counted. What comes beside the layers is small, but in a model as tiny as this."""
     model = tiny_model(family, tmp_path, torch.bfloat16, num_hidden_layers=24, layer_types=None)
     whole = dtype_timing.time_both(model, "bfloat16")
     monkeypatch.setattr(dtype_timing, "_SAMPLE_PARAMETERS", 1)

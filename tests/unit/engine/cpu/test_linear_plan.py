@@ -1,4 +1,4 @@
-"""Linear layers get the fastest way that computes the same."""
+"""Tests that linear layers get the fastest way that computes the same."""
 
 from __future__ import annotations
 

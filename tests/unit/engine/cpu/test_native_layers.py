@@ -1,4 +1,4 @@
-"""Whole decoder layers in a dozen calls: the same as transformers' own, or left alone."""
+"""Tests whole decoder layers in a dozen calls: they are the same as transformers' own, or left alone."""
 
 from __future__ import annotations
 

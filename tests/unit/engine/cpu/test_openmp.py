@@ -1,4 +1,4 @@
-"""How eagerly threads wait: what was said first holds, and a user's own settings hold above all."""
+"""Tests how eagerly threads wait: what was said first holds, and a user's own settings hold above all."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_users_choose_for_themselves(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 def answer_of(program: str) -> list[str]:
-    """What a new process prints whose user has chosen nothing."""
+    """Returns what a new process prints whose user has chosen nothing."""
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.split()
 
 
 def test_importing_the_engine_changes_no_environment_variable() -> None:
-    """This includes the import of what sets them when it is called."""
+    """The import of what sets them is tried too, and nothing is called."""
     modules = ", ".join(f"services.engine.{name}" for name in ("engine", "worker_engine", "warm_up", "cpu.openmp"))
     program = f"import os; before = dict(os.environ); import {modules}; print(os.environ == before)"
     assert answer_of(program) == ["True"]

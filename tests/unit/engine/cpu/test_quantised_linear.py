@@ -1,4 +1,4 @@
-"""Quantised linear layers: with the kernels and without them they compute the same."""
+"""Tests quantised linear layers: with the kernels and without them they compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's digests: what changes what is computed changes them, and nothing else does."""
+"""Tests a model's digests: what changes what is computed changes them, and nothing else does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def with_config(directory: Path, parent: Path, **fields: Any) -> Path:
-    """The same weights under another config.json. A field of None is removed."""
+    """Returns a model of the same weights under another config.json. A field of None is removed."""
     other = parent / directory.name
     other.mkdir(parents=True)
     for file in directory.iterdir():
@@ -62,7 +62,7 @@ def logits(directory: Path) -> torch.Tensor:
 
 
 def changed(value: Any) -> Any:
-    """Another value of the same kind."""
+    """Returns another value of the same kind."""
     match value:
         case bool():
             return not value
@@ -79,7 +79,7 @@ def changed(value: Any) -> Any:
 
 
 class Bent(PreTrainedConfig):
-    """A configuration of which one field shows another value."""
+    """Is a configuration of which one field shows another value."""
 
     model_type = "bent"
 

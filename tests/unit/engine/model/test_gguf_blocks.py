@@ -1,4 +1,4 @@
-"""Blocks of GGUF files mean what the gguf package says they mean, bit for bit."""
+"""Tests that blocks of GGUF files mean what the gguf package says they mean, bit for bit."""
 
 from __future__ import annotations
 

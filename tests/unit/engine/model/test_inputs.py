@@ -1,4 +1,4 @@
-"""A plan as flat tensors."""
+"""Tests that a plan becomes flat tensors."""
 
 from __future__ import annotations
 

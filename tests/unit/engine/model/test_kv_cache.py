@@ -1,4 +1,4 @@
-"""The pool's memory: what is written where, and what a peer that maps the memfd sees."""
+"""Tests the pool's memory: what is written where, and what a peer that maps the memfd sees."""
 
 from __future__ import annotations
 

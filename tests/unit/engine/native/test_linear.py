@@ -1,4 +1,4 @@
-"""linear.c against float64, in every type of weights and inputs, on every instruction set of this machine."""
+"""Tests linear.c against float64, in every type of weights and inputs, on every instruction set of this machine."""
 
 from __future__ import annotations
 

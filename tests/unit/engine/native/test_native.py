@@ -1,4 +1,4 @@
-"""The C kernels against torch and the plain modules. Skipped where they were not built (no compiler)."""
+"""Tests the C kernels against torch and the plain modules. It is skipped where they were not built (no compiler)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_sums_are_rounded_before_their_norm(native: Kernels, dtype: torch.dtype)
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-4, 1.0, 3e4])
 def test_float16_is_rounded_as_torch_rounds_it(native: Kernels, scale: float) -> None:
-    """Small numbers without a leading one, the largest, and those beyond, which are infinite."""
+    """The numbers are small ones without a leading one, the largest, and those beyond, which are infinite."""
     torch.manual_seed(0)
     sums, more = (torch.randn(64, 50).mul(scale).clamp(-65504, 65504).half() for _ in range(2))
     expected = sums + more

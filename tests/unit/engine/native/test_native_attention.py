@@ -1,4 +1,4 @@
-"""The attention kernel against the plain reference: each instruction set, each dtype, chunks and decodes."""
+"""Tests the attention kernel against the plain reference: each instruction set, each dtype, chunks and decodes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_what_the_kernel_cannot_hold_goes_elsewhere(
 
 
 class Batch:
-    """Random sequences in blocks that lie anywhere. Whatever the last owner left behind the newest token is NaN."""
+    """Keeps random sequences in blocks that lie anywhere. Whatever the last owner left behind the
+    newest token is NaN."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         chance = random.Random(seed)

@@ -15,7 +15,7 @@ SHAPES = [(576, 48), (64, 96), (33, 17), (100, 5), (31, 1), (1536, 20)]
 
 
 def forms(in_features: int, out_features: int) -> dict[str, GroupedWeights]:
-    """One of each form, with the largest and smallest values that it can have."""
+    """Returns weights of each form, with the largest and smallest values that it can have."""
     generator = torch.Generator().manual_seed(in_features)
     weight = torch.randn(out_features, in_features, generator=generator)
     eight, four = round_weights(weight, 8), round_weights(weight, 4)
@@ -132,7 +132,7 @@ def test_rows_are_rounded_one_by_one() -> None:
 
 
 def test_a_narrower_range_is_tried() -> None:
-    """One weight far from all others must not cost these their precision."""
+    """A weight far from all others must not cost these their precision."""
     weight = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
     lowest, highest = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     scale = (highest - lowest) / 15

@@ -1,4 +1,4 @@
-"""The sampler against exact probabilities, parameter by parameter."""
+"""Tests the sampler against exact probabilities, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw(logits: torch.Tensor, count: int = NUM_DRAWS, **sampling: Any) -> Count
 
 
 def assert_distribution(counts: Counter[int], probabilities: torch.Tensor) -> None:
-    """Chi-squared over tokens expected at least five times, the rest pooled; 5 standard deviations."""
+    """Asserts chi-squared over tokens expected at least five times, the rest pooled; 5 standard deviations."""
     total = sum(counts.values())
     assert all(probabilities[token] > 0 for token in counts)
     expected = probabilities.double() * total

@@ -249,7 +249,7 @@ def test_limits_must_be_positive() -> None:
 
 
 def decoding(engine: SchedulerDriver, **options: Any) -> Record:
-    """A sequence that has been prefilled."""
+    """Returns the record of a sequence that has been prefilled."""
     record = engine.add(prompt(2), **{"max_tokens": 12, **options})
     engine.step()
     assert len(record.output) == 1
@@ -333,7 +333,7 @@ def test_drafts_leave_room_for_every_decode() -> None:
 
 
 def test_drafts_take_no_token_of_a_prompt() -> None:
-    """A prompt that waits, admitted or not, goes before all drafts."""
+    """A prompt is computed before all drafts, whether it is admitted or waits."""
     engine = SchedulerDriver(16, 16, max_num_batched_tokens=8, max_num_seqs=3)
     decoding(engine, max_tokens=40)
     engine.add(prompt(12, 5), max_tokens=4)

@@ -1,4 +1,4 @@
-"""The scheduler under random interleavings: the ledger holds after every act, and no fault shows in an output."""
+"""Tests the scheduler under random interleavings: the ledger holds after every act, and no fault shows in an output."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.scheduler.sequences)
     @rule(data=st.data(), num_right=st.integers(0, 4), wrong=st.lists(st.integers(0, 6), max_size=3))
     def draft(self, data: st.DataObject, num_right: int, wrong: list[int]) -> None:
-        """Of any sequence, in a step or not: only those that decode take drafts."""
+        """Drafts for any sequence, in a step or not: only those that decode take drafts."""
         self.engine.draft(data.draw(st.sampled_from(sorted(self.engine.scheduler.sequences))), num_right, wrong)
 
     @rule(num_blocks=st.integers(1, 6))
