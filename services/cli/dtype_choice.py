@@ -1,4 +1,5 @@
-"""Decides what `--dtype auto` means on this machine: the type the model was saved in, or float32 where that is faster.
+"""Decides what `--dtype auto` and `--quantization auto` mean on this machine: the type the model was saved in, or
+float32 where that is faster; and the weights of a GGUF file as they are there, where that is faster still.
 
 Owns: the choice, made once per host and model from a timing and kept in a file, so that workers on the same host never
 choose differently: with different types they could not hand over to each other. Never: the timing itself, which a child
@@ -15,10 +16,11 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.cli.child import Lifeline
+from services.core.config import KEPT_BLOCKS_FILE
 from services.core.home import baton_home
 from services.engine.cpu import kept_timings
 
@@ -27,8 +29,9 @@ logger = logging.getLogger(__name__)
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 """The request that a choice is made for: the medians of conversations (Splitwise, arXiv 2311.18677, §III)."""
 MIN_SPEEDUP = 1.1
-"""Float32 must be this many times as fast to be chosen, since it takes twice the memory."""
-_VERSION = 2
+"""Float32 must be this many times as fast to be chosen, since it takes twice the memory; and so must the weights of a
+GGUF file, since inputs are rounded to 8 bits for them."""
+_VERSION = 3
 """The version of the way of timing. Increase it to make earlier choices void."""
 _TIMING_LIMIT_S = 180.0
 """The time limit in seconds. A timing takes seconds, but more on a machine that is busy with other things."""
@@ -48,17 +51,21 @@ class Choice:
     """The value for the flag --dtype: a type's name, or "auto", which the engine takes as "as saved"."""
     reason: str
     """The reason, for people, without a line break. Empty if there was nothing to choose."""
+    quantization: str = "none"
+    """The value for the flag --quantization, but never "auto"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
     of: Mapping[str, tuple[float, float]]
-    """For each type (milliseconds per prompt token, milliseconds per decode step), on one thread."""
+    """For each way (milliseconds per prompt token, milliseconds per decode step), on one thread. A way is the name of a
+    type, or "TYPE+gguf" over the weights of the GGUF file."""
     capability: str
     """The instruction sets that torch uses, in its words."""
 
 
-Measure = Callable[[pathlib.Path, str], Timings]
+Measure = Callable[[pathlib.Path, str, Sequence[str]], Timings]
+"""Times a model in these ways; the second argument is the type that it was saved in."""
 
 
 class TimingFailed(Exception):
@@ -69,58 +76,86 @@ def choose_dtype(
     dtype: str,
     device: str,
     model: pathlib.Path,
+    quantization: str = "auto",
     *,
     measure: Measure | None = None,
     folder: pathlib.Path | None = None,
     tell: Callable[[str], None] = logger.info,
 ) -> Choice:
-    """Returns the type for `--dtype dtype`.
+    """Returns the type and the bits of weights for `--dtype dtype --quantization quantization`.
 
-    It takes seconds the first time on a machine, and never raises if the timing fails.
+    With an explicit type, "auto" bits are those that the model was saved in. With none, this takes seconds the first
+    time on a machine; it never raises if the timing fails.
 
     `folder` is where choices are kept; by default `$BATON_HOME/dtype`. `tell` is given a line for people before a
     timing begins.
     """
+    explicit = "none" if quantization == "auto" else quantization
     if dtype != "auto" or device.partition(":")[0] != "cpu":
-        return Choice(dtype, "")
+        return Choice(dtype, "", explicit)
     saved = saved_dtype(model)
     if saved not in _CHOOSABLE:
-        return Choice(dtype, "")
+        return Choice(dtype, "", explicit)
+    ways = tuple(_name(name, "gguf" if explicit == "gguf" else "") for name in (saved, "float32"))
+    if quantization == "auto" and (model / KEPT_BLOCKS_FILE).is_file():
+        ways += tuple(_name(name, "gguf") for name in (saved, "float32"))
     measure = measure_in_child if measure is None else measure
-    subject = {**kept_timings.host(), "model": _digest(model / "config.json"), "version": _VERSION}
+    subject = {**kept_timings.host(), "model": _digest(model / "config.json"), "ways": ways, "version": _VERSION}
     entry = (folder or baton_home() / "dtype") / f"{model.name}-{kept_timings.digest_of(subject)}.json"
     timed = False
 
     def find() -> dict[str, object]:
         nonlocal timed
         timed = True
-        tell(f"timing {saved} and float32 on this CPU, once for this model; --dtype {saved} spares it")
+        tell(f"timing {' and '.join(ways)} on this CPU, once for this model; --dtype {saved} spares it")
         try:
-            choice = decide(saved, measure(model, saved))
+            choice = decide(saved, measure(model, saved, ways))
         except TimingFailed as error:
             reason = f"as saved, since nothing could be timed ({error})"
-            return {"dtype": saved, "reason": reason, "for": subject, "failed_at_s": time.time()}
-        return {"dtype": choice.dtype, "reason": choice.reason, "for": subject}
+            return {"dtype": saved, "packed": False, "reason": reason, "for": subject, "failed_at_s": time.time()}
+        return {"dtype": choice.dtype, "packed": choice.quantization == "gguf", "reason": choice.reason, "for": subject}
 
     choice = kept_timings.once_per_host(
         entry, lambda content: _choice(content, saved), find, limit_s=_LOCK_LIMIT_S, what="the choice for --dtype auto"
     )
+    if explicit != "none":
+        choice = dataclasses.replace(choice, quantization=explicit)
     return choice if timed else dataclasses.replace(choice, reason=f"{choice.reason} (kept in {entry})")
 
 
 def decide(saved: str, timings: Timings) -> Choice:
-    """Chooses float32 if it is clearly faster for the usual request, else the saved type."""
+    """Chooses float32 if it is clearly faster for the usual request, else the saved type; and the weights of the GGUF
+    file if they were timed, and are clearly faster still."""
     whole_s = {name: (PROMPT_TOKENS * each[0] + OUTPUT_TOKENS * each[1]) / 1e3 for name, each in timings.of.items()}
-    chosen = "float32" if whole_s["float32"] * MIN_SPEEDUP < whole_s[saved] else saved
+
+    def better(weights: str) -> str:
+        whole, half = _name("float32", weights), _name(saved, weights)
+        return whole if whole_s[whole] * MIN_SPEEDUP < whole_s[half] else half
+
+    packed = better("gguf") if _name(saved, "gguf") in whole_s else None
+    plain = better("") if saved in whole_s else None
+    if packed is None or (plain is not None and whole_s[packed] * MIN_SPEEDUP >= whole_s[plain]):
+        packed = None
+    chosen = packed or plain
+    assert chosen is not None, "something was timed"
+    dtype = chosen.partition("+")[0]
+    how = "as saved" if chosen == saved else f"faster here than {saved} as saved"
+    if packed is not None:
+        how = "over the weights of the GGUF file, faster here than others" if plain else "over those of the GGUF file"
     figures = ", ".join(
         f"{name} {each[0]:.3g} ms a prompt token, {each[1]:.3g} ms a decode, {whole_s[name]:.3g} s"
         for name, each in timings.of.items()
     )
     return Choice(
-        chosen,
-        f"{'as saved' if chosen == saved else f'faster here than {saved} as saved'}; one thread of this "
-        f"{timings.capability} CPU, {PROMPT_TOKENS} tokens in and {OUTPUT_TOKENS} out: {figures}",
+        dtype,
+        f"{how}; one thread of this {timings.capability} CPU, {PROMPT_TOKENS} tokens in and {OUTPUT_TOKENS} out: "
+        f"{figures}",
+        "gguf" if packed else "none",
     )
+
+
+def _name(dtype: str, weights: str) -> str:
+    return f"{dtype}+{weights}" if weights else dtype
 
 
 def saved_dtype(model: pathlib.Path) -> str:
@@ -141,10 +176,10 @@ def saved_dtype(model: pathlib.Path) -> str:
     return ""
 
 
-def measure_in_child(model: pathlib.Path, saved: str) -> Timings:
+def measure_in_child(model: pathlib.Path, saved: str, ways: Sequence[str]) -> Timings:
     """Times the model in a child process, which ends with this one. Raises TimingFailed."""
     lifeline = Lifeline()
-    command = [sys.executable, "-m", "services.engine.cpu.dtype_timing", str(model), saved]
+    command = [sys.executable, "-m", "services.engine.cpu.dtype_timing", str(model), saved, *ways]
     try:
         child = subprocess.run(
             [*command, "--lifeline-fd", str(lifeline.read_fd)],
@@ -168,7 +203,9 @@ def measure_in_child(model: pathlib.Path, saved: str) -> Timings:
     try:
         found = json.loads(child.stdout.strip().splitlines()[-1])
         of = {name: (float(prefill), float(decode)) for name, (prefill, decode) in found["timings"].items()}
-        return Timings({saved: of[saved], "float32": of["float32"]}, str(found["capability"]))
+        if not of.keys() <= set(ways):
+            raise ValueError("ways that were not asked for")
+        return Timings(of, str(found["capability"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise TimingFailed(f"the timing said {child.stdout[:200]!r}") from error
 
@@ -180,9 +217,10 @@ def _digest(path: pathlib.Path) -> str:
 def _choice(content: Any, saved: str) -> Choice | None:
     """Returns the choice that was kept, or None if it is time to try again. Raises ValueError, KeyError or TypeError if
     it makes no sense."""
-    dtype, reason, failed_at_s = content["dtype"], content["reason"], content.get("failed_at_s")
+    dtype, packed, reason = content["dtype"], content["packed"], content["reason"]
+    failed_at_s = content.get("failed_at_s")
     if failed_at_s is not None and not 0 <= time.time() - failed_at_s < _FAILURE_KEPT_S:
         return None
-    if dtype not in (saved, "float32") or not isinstance(reason, str):
+    if dtype not in (saved, "float32") or not isinstance(reason, str) or not isinstance(packed, bool):
         raise ValueError(f"it names the type {dtype!r}")
-    return Choice(dtype, " ".join(reason.split()))
+    return Choice(dtype, " ".join(reason.split()), "gguf" if packed else "none")

@@ -84,18 +84,10 @@ def new_entry(target: pathlib.Path, model_id: str, source: str) -> Iterator[path
 
 
 def convert_gguf(gguf: pathlib.Path, out: pathlib.Path) -> None:
-    """Converts in a child process, which shows its progress on stderr. Raises UnknownModel with the reason."""
-    _convert(gguf, out)
-
-
-def convert_gguf_as_it_is(gguf: pathlib.Path, out: pathlib.Path) -> None:
-    """Does the same, and keeps the quantised weights beside the others for `--quantization auto`."""
-    _convert(gguf, out, "--keep-blocks")
-
-
-def _convert(gguf: pathlib.Path, out: pathlib.Path, *flags: str) -> None:
+    """Converts in a child process, which shows its progress on stderr, and keeps the quantised weights beside those in
+    16 bits. Raises UnknownModel with the reason."""
     demand_torch("converting a GGUF file")
-    command = [sys.executable, "-m", "services.cli.convert", str(gguf), str(out), *flags]
+    command = [sys.executable, "-m", "services.cli.convert", str(gguf), str(out)]
     process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     if process.returncode != 0:
         reason = process.stdout.strip() or f"exit status {process.returncode}"

@@ -16,7 +16,7 @@ from services.cli.model_cache import (
     DEFAULT_MODEL,
     Convert,
     ResolvedModel,
-    convert_gguf_as_it_is,
+    convert_gguf,
     models_dir,
     new_entry,
     read_entry,
@@ -41,7 +41,7 @@ def resolve_model(name: str) -> ResolvedModel:
     if name and path.is_dir():
         return _local_directory(path.resolve())
     if path.is_file():
-        return _gguf_file(path.resolve(), models_dir(), convert_gguf_as_it_is)
+        return _gguf_file(path.resolve(), models_dir(), convert_gguf)
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _hub_model(name)
     raise ConfigError(f"--model: {name!r} is no directory, no GGUF file, no hub id and not {DEFAULT_MODEL!r}")

@@ -74,8 +74,10 @@ def _run_worker(role: str, argv: Sequence[str], prog: str, lifecycle: Lifecycle)
     from services.worker.config import WorkerConfig
 
     config = _configure(WorkerConfig, argv, prog, lifecycle, computes=True)
-    choice = choose_dtype(config.dtype, config.device, pathlib.Path(config.model))
-    config = dataclasses.replace(config, dtype=choice.dtype, dtype_reason=choice.reason)
+    choice = choose_dtype(config.dtype, config.device, pathlib.Path(config.model), config.quantization)
+    config = dataclasses.replace(
+        config, dtype=choice.dtype, quantization=choice.quantization, dtype_reason=choice.reason
+    )
     serve = _worker_service(role)
     run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
 

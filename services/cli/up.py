@@ -128,10 +128,16 @@ def main(argv: Sequence[str], prog: str) -> int:
     demand_weights(model)
     announce(f"model        {model.model_id}  ({model.path})")
     # Chosen here, so that all workers have the same.
-    choice = choose_dtype(config.dtype, config.device, model.path, tell=lambda line: announce(f"{'dtype':<12} {line}"))
+    choice = choose_dtype(
+        config.dtype,
+        config.device,
+        model.path,
+        config.quantization,
+        tell=lambda line: announce(f"{'dtype':<12} {line}"),
+    )
     if choice.reason:
         announce(f"dtype        {choice.dtype}  ({choice.reason})")
-    plan = make_plan(dataclasses.replace(config, dtype=choice.dtype), roles, model)
+    plan = make_plan(dataclasses.replace(config, dtype=choice.dtype, quantization=choice.quantization), roles, model)
     try:
         return asyncio.run(supervise(plan))
     except ExceptionGroup as group:

@@ -32,11 +32,15 @@ DTYPE_HELP = (
     "timing shows that to be faster"
 )
 
-QUANTIZATION = ("auto", "none", "int8", "int4")
+QUANTIZATION = ("auto", "none", "int8", "int4", "gguf")
 QUANTIZATION_HELP = (
-    "bits of weights on a CPU, the same on all workers; int8 and int4 round them at load; auto: those of a GGUF file "
-    "stay as they are there, others as saved; none: as saved, and those of a GGUF file in 16 bits"
+    "bits of weights on a CPU, the same on all workers; none: as saved, and those of a GGUF file in 16 bits; int8 and "
+    "int4 round them at load; gguf: those of a GGUF file stay as they are there; auto: gguf where a timing shows that "
+    "to be faster and --dtype is auto too, else none"
 )
+KEPT_BLOCKS_FILE = "gguf-blocks"
+"""The file in a model's directory with the weights of the GGUF file that it was converted from, as safetensors. Its
+name does not say so, since other engines take every `*.safetensors` for a part of the model."""
 
 
 def option(

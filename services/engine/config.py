@@ -19,7 +19,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"
     """Type of weights and KV cache: "auto" (as saved), "float32", "bfloat16" or "float16"."""
-    quantization: str = "auto"
+    quantization: str = "none"
     """Bits in which weights are kept: "auto" (those of a GGUF file as they are there, others as saved), "none", "int8"
     or "int4". See `cpu.quantisation`."""
     block_size: int = 16

@@ -1,10 +1,11 @@
-"""Measures how fast this CPU computes a model in float32 and in the type it was saved in.
+"""Measures how fast this CPU computes a model in several ways: in the type it was saved in, in float32, and in both
+over the weights of its GGUF file.
 
-It is the program `python -m services.engine.cpu.dtype_timing MODEL SAVED`, a process of its own, so that its memory is
-freed afterwards. It computes on one thread, counts that thread's processor time, and measures the two types in turns.
-So the comparison does not depend on what else runs on this machine, or on how many cores a worker will have.
+It is the program `python -m services.engine.cpu.dtype_timing MODEL SAVED WAY...`, a process of its own, so that its
+memory is freed afterwards. It computes on one thread, counts that thread's processor time, and measures the ways in
+turns. So the comparison does not depend on what else runs on this machine, or on how many cores a worker will have.
 Owns: the timing, on a model of the same shapes with random weights and only as many layers as the timing needs. Never:
-the choice between the types (`services.cli.dtype_choice`).
+the choice between the ways (`services.cli.dtype_choice`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +25,12 @@ from services.core.hashing import num_blocks_for
 from services.core.lifecycle import Lifecycle
 from services.engine.attention import choice
 from services.engine.cpu.fast_paths import use_fast_paths
+from services.engine.cpu.quantisation import quantise_alike
 from services.engine.model import servable
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.model.paged_model import PagedModel, register_attention
 from services.engine.model.weights import DTYPES
+from services.engine.native.bindings import kernels
 from services.engine.runner import DeviceRunner
 from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence, StepPlan
 
@@ -45,21 +49,24 @@ _BLOCK_SIZE = 16
 
 
 class Timing(NamedTuple):
-    """Keeps the processor time that the whole model takes in one dtype on one thread, in milliseconds."""
+    """Keeps the processor time that the whole model takes in one way on one thread, in milliseconds."""
 
     ms_per_prefill_token: float
     ms_per_decode: float
 
 
-def time_both(directory: Path, saved: str) -> dict[str, Any]:
-    """Returns the timings of `saved` and of float32 for the same numbers of tokens, as the parent process reads them.
+def time_ways(directory: Path, saved: str, ways: Sequence[str]) -> dict[str, Any]:
+    """Returns the timings of the ways for the same numbers of tokens, as the parent process reads them.
 
-    "timings" has a `Timing` for each dtype, "rows" the prompt tokens and "layers" the layers of the timed model, and
-    "capability" torch's name of the CPU's instruction set.
+    A way is a dtype, or "DTYPE+gguf"; without the kernels in C, which make the weights of a GGUF file worth while, the
+    latter are left out. "timings" has a `Timing` for each way, "rows" the prompt tokens and "layers" the layers of the
+    timed model, and "capability" torch's name of the CPU's instruction set.
     """
+    if kernels() is None and any("+" not in way for way in ways):
+        ways = [way for way in ways if "+" not in way]
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     num_layers, scale = _reduce(config)
-    samples = {name: _Sample(config, name, saved) for name in (saved, "float32")}
+    samples = {way: _Sample(config, way, saved, directory) for way in ways}
     rows = min(sample.rows_worth_timing() for sample in samples.values())
     prefills: dict[str, list[float]] = {name: [] for name in samples}
     decodes: dict[str, list[float]] = {name: [] for name in samples}
@@ -97,15 +104,17 @@ def _reduce(config: PreTrainedConfig) -> tuple[int, float]:
 
 
 class _Sample:
-    """Runs the reduced model in one dtype, as a worker runs a model."""
+    """Runs the reduced model in one way, as a worker runs a model."""
 
-    def __init__(self, config: PreTrainedConfig, dtype: str, saved: str) -> None:
+    def __init__(self, config: PreTrainedConfig, way: str, saved: str, directory: Path) -> None:
         """Its weights are numbers of the type `saved`, as the model's are: in float32 they may be kept in its bits."""
-        cpu = torch.device("cpu")
+        cpu, (dtype, _, weights) = torch.device("cpu"), way.partition("+")
         module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=register_attention())
         module = module.eval().requires_grad_(False)
         for parameter in module.parameters():
             parameter.copy_(parameter.to(DTYPES[saved]))
+        if weights:
+            quantise_alike(module, directory)
         shape = servable.examine(module)
         use_fast_paths(module)
         _, backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE)
@@ -138,13 +147,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("saved", choices=[name for name in DTYPES if name != "float32"])
+    parser.add_argument("ways", nargs="+", choices=[name + weights for name in DTYPES for weights in ("", "+gguf")])
     parser.add_argument("--lifeline-fd", type=int)
     arguments = parser.parse_args()
     # This process ends with the one that started it.
     Lifecycle(lifeline_fd=arguments.lifeline_fd, orphan_grace_s=0.0).watch_lifeline()
     torch.set_num_threads(1)
     try:
-        found = time_both(arguments.model, arguments.saved)
+        found = time_ways(arguments.model, arguments.saved, arguments.ways)
     except Exception as error:  # the parent process logs this line as the reason why there is no timing
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

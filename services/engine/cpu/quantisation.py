@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from services.core.config import KEPT_BLOCKS_FILE
 from services.core.errors import ConfigError, UnsupportedModel
 from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.model import kept_blocks
@@ -43,14 +44,32 @@ def quantise(model: PreTrainedModel, quantization: str, directory: Path) -> str:
             logger.warning("without the CPU kernels, which were not built, %s is slower than none", quantization)
         _replace(model, ((name, round_weights(_matrix(layer), bits)) for name, layer in _linears(model)))
         return f"{quantization} (groups of 32)"
-    if quantization != "auto" or not on_cpu:
+    if quantization != "gguf":
         return ""
+    if not on_cpu:
+        raise ConfigError(f"--quantization: gguf works on a CPU only, and the device is {model.device}")
     if kernels() is None:
-        logger.info("weights in blocks of GGUF, if there are any, are not used: the CPU kernels were not built")
-        return ""
+        logger.warning("without the CPU kernels, which were not built, gguf is slower than none")
     kinds: set[str] = set()
     _replace(model, _as_kept(model, directory, kinds))
-    return f"GGUF {' '.join(sorted(kinds))}" if kinds else ""
+    if not kinds:
+        raise ConfigError(f"--quantization: {directory} has no weights of a GGUF file; give none, int8 or int4")
+    return f"GGUF {' '.join(sorted(kinds))}"
+
+
+@torch.inference_mode()
+def quantise_alike(model: PreTrainedModel, directory: Path) -> None:
+    """Replaces the linear layers of a model of other weights for a timing: by the weights kept in the directory where
+    names and shapes are the same, else by such of 4 bits."""
+    kept = {name: weights for name, _, weights in kept_blocks.read(directory)}
+
+    def weights_of(name: str, layer: nn.Module) -> GroupedWeights:
+        matrix, found = _matrix(layer), kept.get(name)
+        if found is not None and (found.out_features, found.in_features) == tuple(matrix.shape):
+            return found
+        return round_weights(matrix, 4)
+
+    _replace(model, ((name, weights_of(name, layer)) for name, layer in _linears(model)))
 
 
 def num_weight_bytes(model: nn.Module) -> int:
@@ -78,7 +97,7 @@ def _as_kept(model: nn.Module, directory: Path, kinds: set[str]) -> Iterator[tup
         layer = layers.get(name)
         if layer is None or not torch.equal(weights.dequantised().bfloat16(), _matrix(layer).bfloat16()):
             raise UnsupportedModel(
-                f"{directory / kept_blocks.FILE} is not of these weights ({name}): convert the file again, or give "
+                f"{directory / KEPT_BLOCKS_FILE} is not of these weights ({name}): convert the file again, or give "
                 "--quantization none"
             )
         kinds.add(kind)

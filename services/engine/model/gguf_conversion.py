@@ -23,10 +23,10 @@ from services.engine.model import kept_blocks
 _END_OF_TEXT = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
-def convert_gguf(path: Path, directory: Path, *, keep_blocks: bool = False) -> None:
+def convert_gguf(path: Path, directory: Path) -> None:
     """Writes the dequantised model in bfloat16, with its tokenizer, to a new `directory`.
 
-    With `keep_blocks` the quantised weights of linear layers are written beside it as they are in the file. The
+    The quantised weights of linear layers are written beside it as they are in the file. The
     directory appears complete or not at all, and an existing one is left as it is, so several processes may do this at
     once. Raises UnsupportedModel if the file cannot be read or converted.
     """
@@ -36,7 +36,7 @@ def convert_gguf(path: Path, directory: Path, *, keep_blocks: bool = False) -> N
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         partial = Path(scratch) / "model"
         try:
-            _write(path, partial, keep_blocks)
+            _write(path, partial)
         except (ValueError, KeyError, NotImplementedError, OSError) as error:
             raise UnsupportedModel(f"{path} cannot be converted: {error}") from error
         try:
@@ -46,7 +46,7 @@ def convert_gguf(path: Path, directory: Path, *, keep_blocks: bool = False) -> N
                 raise
 
 
-def _write(path: Path, directory: Path, keep_blocks: bool) -> None:
+def _write(path: Path, directory: Path) -> None:
     metadata = _metadata(path)
     folder, name = str(path.parent), path.name
     model = AutoModelForCausalLM.from_pretrained(
@@ -67,8 +67,7 @@ def _write(path: Path, directory: Path, keep_blocks: bool) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = split
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
-    if keep_blocks:
-        kept_blocks.write(model, path, directory)
+    kept_blocks.write(model, path, directory)
     for file in directory.iterdir():
         file.chmod(0o644)  # safetensors makes its files readable by their owner only
 

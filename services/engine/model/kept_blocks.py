@@ -19,12 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from services.core.config import KEPT_BLOCKS_FILE
 from services.engine.model.gguf_blocks import KINDS, grouped_weights
 from services.engine.model.grouped_weights import GroupedWeights
 
 logger = logging.getLogger(__name__)
 
-FILE = "gguf-blocks.safetensors"
 _AT_ONCE = 1 << 22
 """Weights that are dequantised at a time."""
 
@@ -50,15 +50,15 @@ def write(model: nn.Module, gguf: Path, directory: Path) -> None:
             kinds_kept[name] = kinds[at[0][0]]
     logger.info("%s: the blocks of %d layers are kept", gguf.name, len(kept))
     if kept:
-        save_file(kept, directory / FILE, metadata={"kinds": json.dumps(kinds_kept)})
+        save_file(kept, directory / KEPT_BLOCKS_FILE, metadata={"kinds": json.dumps(kinds_kept)})
 
 
 def read(directory: Path) -> Iterator[tuple[str, str, GroupedWeights]]:
     """Yields the name of each layer whose blocks were kept, their GGUF type and the weights; nothing if there are
     none."""
-    if not (directory / FILE).is_file():
+    if not (directory / KEPT_BLOCKS_FILE).is_file():
         return
-    with safe_open(directory / FILE, framework="pt") as file:
+    with safe_open(directory / KEPT_BLOCKS_FILE, framework="pt") as file:
         for name, kind in json.loads(file.metadata()["kinds"]).items():
             rows: Tensor = file.get_tensor(name)
             size, _ = KINDS[kind]

@@ -1,6 +1,7 @@
 """Has the placement policy. Every module is pure; the simulator runs it unchanged.
 
-Owns: the views policy may look at, the filters and the scores. Never: state, clocks, I/O.
+Owns: the views policy may look at, the filters and the scores, and how far workers are trusted (`health`). Never:
+requests, clocks, I/O.
 """
 
 from services.router.policy.cluster import Cluster, WorkerSubset, can_decode, can_prefill, can_take_over

@@ -12,9 +12,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.core.errors import UnsupportedModel
+from services.core.config import KEPT_BLOCKS_FILE
+from services.core.errors import ConfigError, UnsupportedModel
 from services.engine.config import EngineConfig, EngineInfo
-from services.engine.cpu import quantisation
+from services.engine.cpu import dtype_timing, quantisation
 from services.engine.loading import load
 from services.engine.model import kept_blocks
 from services.engine.model.gguf_conversion import convert_gguf
@@ -163,7 +164,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantised")
     original = tiny_model("llama", folder, head_dim=16)
     write_gguf(original, folder / "tiny.gguf", KINDS)
-    convert_gguf(folder / "tiny.gguf", folder / "converted", keep_blocks=True)
+    convert_gguf(folder / "tiny.gguf", folder / "converted")
     return folder / "converted"
 
 
@@ -186,31 +187,47 @@ def test_a_file_is_served_as_it_is_or_dequantised(quantised: Path, dtype: str) -
         loaded.cache.close()
         return loaded.info
 
-    kept, plain, rounded = info("auto"), info("none"), info("int8")
+    kept, plain, rounded = info("gguf"), info("none"), info("int8")
     assert kept.numerics == f"GGUF Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 weights, {dtype} activations rounded to 8 bits"
     assert plain.numerics == f"{dtype} weights, {dtype} activations"
     assert len({each.weights_digest for each in (kept, plain, rounded)}) == 3
     assert len({each.config_digest for each in (kept, plain, rounded)}) == 1
-    (quantised / kept_blocks.FILE).rename(quantised / "hidden")
+    (quantised / KEPT_BLOCKS_FILE).rename(quantised / "hidden")
     try:
-        without = info("auto")
+        with pytest.raises(ConfigError, match="has no weights of a GGUF file; give none, int8 or int4"):
+            info("gguf")
     finally:
-        (quantised / "hidden").rename(quantised / kept_blocks.FILE)
-    assert without == plain
+        (quantised / "hidden").rename(quantised / KEPT_BLOCKS_FILE)
 
 
-def test_without_kernels_a_file_is_dequantised(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_they_are_served_too(
+    quantised: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(quantisation, "kernels", lambda: None)
-    loaded = load(EngineConfig(str(quantised), "m", num_blocks=8))
+    loaded = load(EngineConfig(str(quantised), "m", quantization="gguf", num_blocks=8))
     loaded.cache.close()
-    assert loaded.info.numerics == "bfloat16 weights, bfloat16 activations"
+    assert loaded.info.numerics.startswith("GGUF Q4_0")
+    assert "gguf is slower than none" in caplog.text
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["kernels", "no kernels"])
+def test_they_are_timed_beside_the_others(quantised: Path, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernels they are never faster, so they are not timed."""
+    if not native:
+        monkeypatch.setattr(dtype_timing, "kernels", lambda: None)
+    elif kernels() is None:
+        pytest.skip("the kernels were not built here")
+    ways = ("bfloat16", "float32", "bfloat16+gguf", "float32+gguf")
+    found = dtype_timing.time_ways(quantised, "bfloat16", ways)["timings"]
+    assert tuple(found) == (ways if native else ways[:2])
+    assert all(ms > 0 for timing in found.values() for ms in timing)
 
 
 def test_blocks_of_another_file_are_refused(quantised: Path, tmp_path: Path) -> None:
     if kernels() is None:
         pytest.skip("the kernels were not built here")
     other = tiny_model("llama", tmp_path, dtype=torch.bfloat16, head_dim=16, seed=1)
-    (other / kept_blocks.FILE).write_bytes((quantised / kept_blocks.FILE).read_bytes())
+    (other / KEPT_BLOCKS_FILE).write_bytes((quantised / KEPT_BLOCKS_FILE).read_bytes())
     with pytest.raises(UnsupportedModel, match=r"is not of these weights .* --quantization none"):
-        load(EngineConfig(str(other), "m", num_blocks=8))
-    load(EngineConfig(str(other), "m", quantization="none", num_blocks=8)).cache.close()
+        load(EngineConfig(str(other), "m", quantization="gguf", num_blocks=8))
+    load(EngineConfig(str(other), "m", num_blocks=8)).cache.close()

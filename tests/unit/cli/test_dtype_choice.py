@@ -9,12 +9,14 @@ import pathlib
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from services.cli import dtype_choice
 from services.cli.dtype_choice import MIN_SPEEDUP, Choice, TimingFailed, Timings, choose_dtype, decide, saved_dtype
+from services.core.config import KEPT_BLOCKS_FILE
 
 EMULATED = Timings({"bfloat16": (46.0, 45.0), "float32": (4.0, 57.0)}, "AVX2")
 NATIVE = Timings({"bfloat16": (0.9, 38.0), "float32": (2.9, 62.0)}, "AVX512")
@@ -27,8 +29,9 @@ class Clockwork:
         self.timings = timings
         self.num_calls = 0
 
-    def __call__(self, model: pathlib.Path, saved: str) -> Timings:
+    def __call__(self, model: pathlib.Path, saved: str, ways: Sequence[str]) -> Timings:
         self.num_calls += 1
+        self.ways = ways
         if self.timings is None:
             raise TimingFailed("no layer fits")
         return self.timings
@@ -63,6 +66,55 @@ def test_the_faster_type_for_a_usual_request(timings: Timings, dtype: str) -> No
     assert choice.dtype == dtype
     assert timings.capability in choice.reason
     assert "\n" not in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("float32", "packed", "packed_float32", "expected"),
+    [
+        (2.0, 0.8, 2.0, ("bfloat16", "gguf")),
+        (2.0, 0.95, 2.0, ("bfloat16", "none")),  # not worth what rounding the inputs costs
+        (0.5, 0.6, 0.4, ("float32", "gguf")),
+        (0.5, 0.4, 0.39, ("bfloat16", "gguf")),
+        (0.5, 0.5, 0.48, ("float32", "none")),
+    ],
+)
+def test_the_weights_of_a_gguf_file_if_they_are_clearly_faster(
+    float32: float, packed: float, packed_float32: float, expected: tuple[str, str]
+) -> None:
+    seconds = {"bfloat16": 1.0, "float32": float32, "bfloat16+gguf": packed, "float32+gguf": packed_float32}
+    choice = decide("bfloat16", Timings({name: (each, each) for name, each in seconds.items()}, "x"))
+    assert (choice.dtype, choice.quantization) == expected
+    alone = decide("bfloat16", Timings({name: (each, each) for name, each in seconds.items() if "+" in name}, "x"))
+    assert alone.quantization == "gguf", "there was no other way"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "ways", "expected"),
+    [
+        ("auto", "auto", ("bfloat16", "float32", "bfloat16+gguf", "float32+gguf"), ("bfloat16", "gguf")),
+        ("auto", "none", ("bfloat16", "float32"), ("bfloat16", "none")),
+        ("auto", "int8", ("bfloat16", "float32"), ("bfloat16", "int8")),
+        ("auto", "gguf", ("bfloat16+gguf", "float32+gguf"), ("bfloat16", "gguf")),
+        ("float32", "auto", None, ("float32", "none")),  # an explicit type is exact
+        ("bfloat16", "gguf", None, ("bfloat16", "gguf")),
+    ],
+)
+def test_what_is_timed_of_a_model_with_a_gguf_files_weights(
+    tmp_path: pathlib.Path,
+    model: pathlib.Path,
+    dtype: str,
+    quantization: str,
+    ways: tuple[str, ...] | None,
+    expected: tuple[str, str],
+) -> None:
+    (model / KEPT_BLOCKS_FILE).write_bytes(b"")
+    all_ways = {"bfloat16": 1.0, "float32": 2.0, "bfloat16+gguf": 0.5, "float32+gguf": 2.0}
+    clockwork = Clockwork(Timings({name: (each, each) for name, each in all_ways.items() if name in (ways or ())}, "x"))
+    for _ in range(2):
+        choice = choose_dtype(dtype, "cpu", model, quantization, measure=clockwork, folder=tmp_path / "dtype")
+        assert (choice.dtype, choice.quantization) == expected
+    assert clockwork.num_calls == (ways is not None)
+    assert ways is None or clockwork.ways == ways
 
 
 @pytest.mark.parametrize(
@@ -141,7 +193,8 @@ def test_processes_side_by_side_choose_once(tmp_path: pathlib.Path, model: pathl
         "{",
         "[]",
         '{"dtype": "float32"}',
-        '{"dtype": "int8", "reason": "x"}',
+        '{"dtype": "float32", "reason": "x"}',
+        '{"dtype": "int8", "packed": false, "reason": "x"}',
         '{"dtype": 1, "reason": 2}',
         "\x00\xff",
     ],
@@ -219,4 +272,4 @@ def test_a_timing_that_takes_too_long_is_told_in_words(tmp_path: pathlib.Path, m
     """The message says by which flag the wait is spared."""
     monkeypatch.setattr(dtype_choice, "_TIMING_LIMIT_S", 0.01)
     with pytest.raises(TimingFailed, match=r"^it took longer than 0.01 s; --dtype float32 or bfloat16 spares it$"):
-        dtype_choice.measure_in_child(tmp_path, "bfloat16")
+        dtype_choice.measure_in_child(tmp_path, "bfloat16", ("bfloat16", "float32"))

@@ -194,7 +194,7 @@ def test_local_directory(tmp_path: pathlib.Path) -> None:
 def test_gguf_file_is_converted_once_by_content(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     convert = Conversion()
-    monkeypatch.setattr(model_names, "convert_gguf_as_it_is", convert)
+    monkeypatch.setattr(model_names, "convert_gguf", convert)
     first, second = tmp_path / "tiny.gguf", tmp_path / "copy.gguf"
     first.write_bytes(GGUF)
     second.write_bytes(GGUF)

@@ -11,10 +11,12 @@ import torch
 from services.engine.cpu import dtype_timing
 from tests.support.models import FAMILIES, tiny_model
 
+BOTH = ("bfloat16", "float32")
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_timed(family: str, tmp_path: Path) -> None:
-    found = dtype_timing.time_both(tiny_model(family, tmp_path, torch.bfloat16), "bfloat16")
+    found = dtype_timing.time_ways(tiny_model(family, tmp_path, torch.bfloat16), "bfloat16", BOTH)
     assert list(found["timings"]) == ["bfloat16", "float32"]
     assert all(ms > 0 for timing in found["timings"].values() for ms in timing)
     assert found["rows"] in (8, 32, 128, 512)
@@ -24,9 +26,9 @@ def test_every_family_is_timed(family: str, tmp_path: Path) -> None:
 def test_a_large_model_is_cut_to_some_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers are counted. What comes beside the layers is small, but in a model as tiny as this."""
     model = tiny_model(family, tmp_path, torch.bfloat16, num_hidden_layers=24, layer_types=None)
-    whole = dtype_timing.time_both(model, "bfloat16")
+    whole = dtype_timing.time_ways(model, "bfloat16", BOTH)
     monkeypatch.setattr(dtype_timing, "_SAMPLE_PARAMETERS", 1)
-    cut = dtype_timing.time_both(model, "bfloat16")
+    cut = dtype_timing.time_ways(model, "bfloat16", BOTH)
     assert (whole["layers"], cut["layers"]) == (24, 1)
     for name in ("bfloat16", "float32"):
         assert 0.5 < cut["timings"][name].ms_per_decode / whole["timings"][name].ms_per_decode < 8
