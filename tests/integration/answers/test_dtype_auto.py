@@ -70,9 +70,8 @@ def test_with_avx2_alone_the_default_model_runs_in_the_faster_type(tmp_path: Pat
     )
     said = re.search(r"--dtype auto means (\w+): .*AVX2 CPU", first)
     assert said, first
-    seconds = {
-        name: float(whole_s) for name, whole_s in re.findall(r"(\w+(?:\+gguf)?) [^,;]*, [^,;]*, ([\d.]+) s", first)
-    }
+    figures = re.findall(r"(\w+(?:\+gguf)?) [\d.e+]+ ms a prompt token, [\d.e+]+ ms a decode, ([\d.]+) s", first)
+    seconds = {way: float(whole_s) for way, whole_s in figures}
     best = min(seconds, key=seconds.__getitem__)
     assert set(seconds) >= {"bfloat16", "float32"}
     chosen = f"{said[1]}+gguf" if "over the weights of the GGUF file" in first else said[1]
