@@ -1,5 +1,5 @@
-"""Keeps a worker's KV memory: every slot remembers what it was computed from, and every write is checked against the
-pool.
+"""Keeps a worker's KV memory: every slot remembers what it was computed from, and every write of a
+live node is checked against the pool.
 
 Owns: the bytes. Never: references; it asks the pool who may write.
 """

@@ -72,8 +72,8 @@ def has_penalties(params: Any) -> bool:
 
 
 class Tokens:
-    """Stands for a tokenizer, as far as answers need one: every token is one or two letters, so that stop strings begin
-    and end within tokens."""
+    """Stands for a tokenizer, as far as answers need one: every token is one or two letters, but for the end of the
+    sequence, which is empty; so stop strings begin and end within tokens."""
 
     @staticmethod
     def decode(token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

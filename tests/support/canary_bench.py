@@ -25,7 +25,7 @@ def is_canary(command: SendLeg) -> bool:
 
 
 class Deep(Bench):
-    """Is a bench whose workers answer canaries, unless a test says how else."""
+    """Is a bench with canaries; a test says how each of them ends."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**{"health": WITH_CANARIES, **config})

@@ -30,7 +30,7 @@ class GreedyReference:
         self.num_compared = 0
         """Tokens that were equal."""
         self.num_near_ties = 0
-        """Outputs whose comparison ended at a near-tie."""
+        """Outputs whose comparison ended at a near-tie, and tokens of one that `check_at_once` passed over."""
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Returns exactly max_tokens tokens, whether there is an end-of-sequence among them or not."""

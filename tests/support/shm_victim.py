@@ -33,7 +33,7 @@ Give = Callable[[socket.socket, bytes, int], None]
 
 
 def memory(num_bytes: int, seals: int = SEALS, flags: int = 0) -> int:
-    """Returns a sealed memfd full of 0xEE."""
+    """Returns a memfd of so many bytes: 0xEE, or zeros if it has `flags`; it is sealed unless `seals` is 0."""
     fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     os.ftruncate(fd, num_bytes)
     if not flags:

@@ -1,0 +1,186 @@
+"""Tests the default model in each precision: the fast path computes what the plain path of the same precision computes,
+layer by layer, at the end, and over whole generations, split or not.
+
+The plain path is transformers' own modules with eager attention; weights in fewer bits are dequantised for it, and
+inputs rounded, by torch. What rounding makes of a difference in the last bit bounds how alike two ways can be, so each
+precision has its own bounds: three times the largest difference that was observed, on processors with AVX2 and AVX-512.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from services.cli.model_cache import DEFAULT_MODEL
+from services.cli.model_names import resolve_model
+from services.core.hashing import num_blocks_for
+from services.engine.attention import choice
+from services.engine.cpu import quantised_linear
+from services.engine.cpu.fast_paths import use_fast_paths
+from services.engine.cpu.quantisation import quantise
+from services.engine.model import servable, weights
+from services.engine.model.inputs import flatten
+from services.engine.model.kv_cache import KVCache, KVShape
+from services.engine.model.paged_model import PagedModel, register_attention
+from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence
+from tests.support import ROOT
+from tests.support.cluster import running_cluster
+from tests.support.engine_driver import drive
+from tests.support.equality import GreedyReference
+from tests.support.workers import DECODE, MIXED, PREFILL
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.default_model]
+
+NUM_TOKENS = 200
+MAX_TOKENS = 24
+BLOCK_SIZE = 16
+
+
+class Bounds(NamedTuple):
+    """Keeps how far the fast path may be from the plain one."""
+
+    layer: float
+    """Root mean square of the difference after any layer, relative to the spread of the plain path's values there."""
+    logits: float
+    """The same of the logits."""
+    gap: float
+    """How far, in logits, a generated token may be below the plain path's best."""
+
+
+PRECISIONS = {
+    ("float32", "none"): Bounds(1e-5, 2e-5, 1e-3),
+    ("bfloat16", "none"): Bounds(0.05, 0.25, 0.25),
+    ("float16", "none"): Bounds(0.006, 0.02, 0.03),
+    ("bfloat16", "gguf"): Bounds(0.1, 0.2, 0.5),
+    ("float32", "gguf"): Bounds(0.1, 0.2, 0.5),
+    ("bfloat16", "int8"): Bounds(0.1, 0.2, 0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return resolve_model(DEFAULT_MODEL).path
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> list[int]:
+    """Returns token ids of a real text."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode((ROOT / "docs" / "architecture.md").read_text(), add_special_tokens=False).ids
+    return ids
+
+
+def prompts(text: list[int]) -> list[list[int]]:
+    return [text[start : start + length] for start, length in ((0, 7), (100, 16), (300, 65), (500, 130))]
+
+
+def loaded(model: Path, dtype: str, quantization: str, *, plain: bool) -> Any:
+    with ExitStack() as stack:
+        if plain:
+            stack.enter_context(mock.patch.object(quantised_linear, "kernels", return_value=None))
+        attention = "eager" if plain else register_attention()
+        module = weights.load_model(model, dtype, torch.device("cpu"), attention)
+        quantise(module, quantization, model)
+        return module
+
+
+def watched(module: nn.Module) -> tuple[list[Tensor], list[Any]]:
+    """Returns a list to which each decoder layer's output is added as it is computed, and the hooks that do it."""
+    outputs: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        outputs.append(hidden.detach().float().reshape(-1, hidden.shape[-1]).clone())
+
+    return outputs, [layer.register_forward_hook(keep) for layer in module.get_submodule("model.layers").children()]
+
+
+@torch.inference_mode()
+def plain_pass(model: Path, dtype: str, quantization: str, token_ids: list[int]) -> tuple[list[Tensor], Tensor]:
+    """Returns [tokens, hidden] after each layer, and [vocabulary] logits of the last token."""
+    module = loaded(model, dtype, quantization, plain=True)
+    outputs, _ = watched(module)
+    logits = module(torch.tensor([token_ids]), use_cache=False).logits[0, -1].float()
+    return outputs, logits
+
+
+@torch.inference_mode()
+def fast_pass(model: Path, dtype: str, quantization: str, token_ids: list[int]) -> tuple[list[Tensor], Tensor]:
+    module = loaded(model, dtype, quantization, plain=False)
+    shape = servable.examine(module)
+    use_fast_paths(module)
+    cpu, num_blocks = torch.device("cpu"), num_blocks_for(len(token_ids), BLOCK_SIZE)
+    _, backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
+    outputs, _ = watched(module)
+    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, shape.dtype)
+    cache = KVCache(kv_shape, num_blocks, cpu)
+    row = SampleRow(0, SamplingParams())
+    part = ScheduledSequence(0, 0, tuple(token_ids), tuple(range(num_blocks)), (row,))
+    logits = PagedModel(module, shape, backend).forward(flatten((part,), BLOCK_SIZE, cpu), cache)[0].float()
+    cache.close()
+    return outputs, logits
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).pow(2).mean().sqrt() / wanted.std()).item()
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), PRECISIONS)
+def test_each_layer_computes_what_the_plain_one_does(
+    model: Path, text: list[int], dtype: str, quantization: str
+) -> None:
+    bounds, token_ids = PRECISIONS[dtype, quantization], text[:NUM_TOKENS]
+    wanted, wanted_logits = plain_pass(model, dtype, quantization, token_ids)
+    found, found_logits = fast_pass(model, dtype, quantization, token_ids)
+    assert len(found) == len(wanted) == 30
+    distances = [distance(one, other) for one, other in zip(found, wanted, strict=True)]
+    of_logits = distance(found_logits, wanted_logits)
+    print(f"{dtype} {quantization}: layers up to {max(distances):.2e}, logits {of_logits:.2e}")
+    assert max(distances) < bounds.layer
+    assert of_logits < bounds.logits
+
+
+def reference_of(model: Path, dtype: str, quantization: str) -> GreedyReference:
+    reference = GreedyReference(model, PRECISIONS[dtype, quantization].gap)
+    reference.model = loaded(model, dtype, quantization, plain=True)
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [each if each[1] == "gguf" else pytest.param(*each, marks=pytest.mark.long) for each in PRECISIONS],
+)
+def test_generations_are_those_of_the_plain_path(model: Path, text: list[int], dtype: str, quantization: str) -> None:
+    reference = reference_of(model, dtype, quantization)
+    with drive(model, dtype=dtype, quantization=quantization, max_num_batched_tokens=48) as driver:
+        for prompt, found in zip(prompts(text), driver.generate(prompts(text), MAX_TOKENS), strict=True):
+            reference.check_at_once(prompt, found)
+    print(f"{dtype} {quantization}: {reference.num_compared} equal, {reference.num_near_ties} nearly")
+    assert reference.num_near_ties * 6 <= reference.num_compared
+
+
+@pytest.fixture(scope="module", params=[("bfloat16", "none"), ("bfloat16", "gguf")], ids=lambda each: "+".join(each))
+def precision(request: Any) -> Iterator[tuple[str, str]]:
+    yield request.param
+
+
+@pytest.mark.long
+async def test_split_equals_unsplit(model: Path, text: list[int], precision: tuple[str, str]) -> None:
+    dtype, quantization = precision
+    reference = reference_of(model, dtype, quantization)
+    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "kv_blocks": 200, "silence_s": 60.0}
+    for roles in ([PREFILL, DECODE], [MIXED]):
+        async with running_cluster(model, roles, **options, router={"silence_s": 60.0}) as cluster:
+            answers = await asyncio.gather(*(cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts(text)))
+        for prompt, answer in zip(prompts(text), answers, strict=True):
+            reference.check_at_once(prompt, answer.token_ids)
+    assert reference.num_near_ties * 6 <= reference.num_compared
