@@ -9,7 +9,6 @@ precision has its own bounds: three times the largest difference that was observ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,8 +168,8 @@ def test_generations_are_those_of_the_plain_path(model: Path, text: list[int], d
 
 
 @pytest.fixture(scope="module", params=[("bfloat16", "none"), ("bfloat16", "gguf")], ids=lambda each: "+".join(each))
-def precision(request: Any) -> Iterator[tuple[str, str]]:
-    yield request.param
+def precision(request: Any) -> Any:
+    return request.param
 
 
 @pytest.mark.long
