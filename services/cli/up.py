@@ -39,6 +39,8 @@ from services.core.config import (
     A_DEVICE,
     A_DURATION_OR_ZERO,
     DTYPE_HELP,
+    DTYPES,
+    KV_DTYPE_HELP,
     QUANTIZATION,
     QUANTIZATION_HELP,
     duration_or_zero,
@@ -97,7 +99,8 @@ class UpConfig:
         check=is_device,
         must=A_DEVICE,
     )
-    dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", DTYPE_HELP, choices=DTYPES)
+    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=DTYPES)
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     threads: int | None = option(
         None,
@@ -198,7 +201,8 @@ def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int
 
 
 def _worker_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = ["--dtype", config.dtype, "--quantization", config.quantization, "--transport", config.transport]
+    flags = ["--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--quantization", config.quantization]
+    flags += ["--transport", config.transport]
     if config.kv_blocks is not None:
         flags += ["--kv-blocks", str(config.kv_blocks)]
     return tuple(flags)

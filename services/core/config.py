@@ -27,10 +27,12 @@ _INT_RANGE = (-(1 << 31), (1 << 31) - 1)
 """Smallest and largest whole number that a flag accepts: they go into 32-bit fields of messages and gRPC options."""
 DEFAULT_CONTROL_PORT = 50052
 LOG_INTERVAL_HELP = "seconds between lines about what this process does, while it does anything; 0 writes none"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_HELP = (
-    "type of weights and KV cache, the same on all workers; auto: as the model was saved, or on a CPU float32 where a "
-    "timing shows that to be faster"
+    "type of weights, activations and KV cache, the same on all workers; auto: as the model was saved, or on a CPU "
+    "float32 where a timing shows that to be faster"
 )
+KV_DTYPE_HELP = "type of the KV cache, the same on all workers; auto: that of --dtype; 16 bits beside float32 halve it"
 
 QUANTIZATION = ("auto", "none", "int8", "int4", "gguf")
 QUANTIZATION_HELP = (

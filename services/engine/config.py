@@ -18,10 +18,12 @@ class EngineConfig:
     model_id: str
     device: str = "cpu"
     dtype: str = "auto"
-    """Type of weights and KV cache: "auto" (as saved), "float32", "bfloat16" or "float16"."""
+    """Type of weights and activations: "auto" (as saved), "float32", "bfloat16" or "float16"."""
+    kv_dtype: str = "auto"
+    """Type of the KV cache: "auto" (that of activations), or one of the others."""
     quantization: str = "none"
-    """Bits in which weights are kept: "auto" (those of a GGUF file as they are there, others as saved), "none", "int8"
-    or "int4". See `cpu.quantisation`."""
+    """Bits in which weights are kept: "none" (as saved), "int8", "int4", or "gguf" (those of a GGUF file as they are
+    there). See `cpu.quantisation`."""
     block_size: int = 16
     """Tokens of a block."""
     num_blocks: int | None = None

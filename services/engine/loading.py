@@ -57,12 +57,13 @@ def load(config: EngineConfig) -> Loaded:
     weight_bytes = num_weight_bytes(module)
     expected = verification.plain_logits(module, shape.vocab_size)
     fast_paths = use_fast_paths(module, baton_home() / "kernels")
+    kv_dtype = shape.dtype if config.kv_dtype == "auto" else weights.DTYPES[config.kv_dtype]
     attention, backend = choice.select(
-        device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
+        device, kv_dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
     )
     model = PagedModel(module, shape, backend)
-    verification.verify(model, config.block_size, expected, rounds_inputs=bool(scheme))
-    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, shape.dtype)
+    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, kv_dtype)
+    verification.verify(model, kv_shape, expected, rounds_inputs=bool(scheme))
     num_blocks = _num_blocks(config, device, kv_shape, weight_bytes)
     max_model_len = _max_model_len(config, shape, num_blocks)
     cache = KVCache(kv_shape, num_blocks, device)
@@ -71,7 +72,7 @@ def load(config: EngineConfig) -> Loaded:
         weights_digest=fingerprint.quantised_digest(weights_digest, scheme),
         config_digest=fingerprint.config_digest(module.config, shape.eos_token_ids),
         numerics=fingerprint.numerics(module, scheme),
-        dtype=weights.DTYPE_NAMES[shape.dtype],
+        dtype=weights.DTYPE_NAMES[kv_dtype],
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,

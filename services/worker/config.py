@@ -12,6 +12,8 @@ from services.core.config import (
     A_DURATION_OR_ZERO,
     A_LOG_INTERVAL,
     DTYPE_HELP,
+    DTYPES,
+    KV_DTYPE_HELP,
     LOG_INTERVAL_HELP,
     QUANTIZATION,
     QUANTIZATION_HELP,
@@ -32,7 +34,8 @@ class WorkerConfig:
     model: str = option("smollm2-135m-instruct", "model: default model's name, local directory, GGUF file or hub id")
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
     device: str = option("cpu", "cpu, cuda, or one GPU such as cuda:0", check=is_device, must=A_DEVICE)
-    dtype: str = option("auto", DTYPE_HELP, choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", DTYPE_HELP, choices=DTYPES)
+    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=DTYPES)
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     dtype_reason: str = ""
     """Why `dtype` has its value, if "auto" was asked for. It is not a flag."""

@@ -114,6 +114,7 @@ def engine_config(config: WorkerConfig, roles: Collection[types_pb2.WorkerRole])
         model_id=config.served_model_name or config.model.rstrip("/").rpartition("/")[2],
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         quantization=config.quantization,
         block_size=config.block_size,
         num_blocks=config.kv_blocks or None,

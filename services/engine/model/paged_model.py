@@ -107,6 +107,9 @@ class PagedForward:
     ) -> Tensor:
         layer = self._layer
         self._layer += 1
+        dtype, kv_dtype = query.dtype, self._cache.shape.dtype
+        if dtype != kv_dtype:  # attention computes in the type of the KV cache
+            query, key, value = query.to(kv_dtype), key.to(kv_dtype), value.to(kv_dtype)
         self._cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
         scale = kwargs.get("scaling")
         scoring = Scoring(
@@ -115,7 +118,7 @@ class PagedForward:
             softcap=kwargs.get("softcap"),
         )
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        return self._attention(query[0].transpose(0, 1), keys, values, self._inputs.layout, scoring)[None]
+        return self._attention(query[0].transpose(0, 1), keys, values, self._inputs.layout, scoring)[None].to(dtype)
 
 
 class PagedModel:

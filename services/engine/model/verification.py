@@ -58,17 +58,16 @@ def plain_logits(model: PreTrainedModel, vocab_size: int) -> PlainLogits:
     return PlainLogits(long, short, _eager_logits(model, long), _eager_logits(model, short))
 
 
-def verify(model: PagedModel, block_size: int, plain: PlainLogits, *, rounds_inputs: bool = False) -> float:
-    """Runs both sequences over a small pool and compares the logits with `plain`.
+def verify(model: PagedModel, kv_shape: KVShape, plain: PlainLogits, *, rounds_inputs: bool = False) -> float:
+    """Runs both sequences over a small pool of such blocks and compares the logits with `plain`.
 
     rounds_inputs: whether linear layers round their inputs to 8 bits, which makes small differences larger. Returns the
     root mean square of the difference, relative to the spread of the logits. Raises UnsupportedModel if it is beyond
     the tolerance.
     """
     expected = {0: plain.of_long, 1: plain.of_short}
+    block_size = kv_shape.block_size
     num_blocks = num_blocks_for(len(plain.long), block_size) + num_blocks_for(len(plain.short), block_size)
-    shape = model.shape
-    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, shape.dtype)
     cache = KVCache(kv_shape, num_blocks, model.module.device)
     found, wanted = [], []
     try:
@@ -79,7 +78,7 @@ def verify(model: PagedModel, block_size: int, plain: PlainLogits, *, rounds_inp
         cache.close()
     difference = _difference(torch.cat(found), torch.stack(wanted))
     logger.info("paged logits differ from eager ones by %.1e of their spread", difference)
-    tolerance = max(_TOLERANCE[shape.dtype], _OF_ROUNDED_INPUTS if rounds_inputs else 0)
+    tolerance = max(_TOLERANCE[model.shape.dtype], _TOLERANCE[kv_shape.dtype], _OF_ROUNDED_INPUTS * rounds_inputs)
     if not difference <= tolerance:  # written so that NaN fails too
         kind = model.module.config.model_type
         raise UnsupportedModel(f"{kind}: paged logits differ from transformers' by {difference:.2g} of their spread")

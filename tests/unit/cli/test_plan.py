@@ -194,7 +194,13 @@ def test_plan_of_a_cluster() -> None:
     ]
     assert plan.router_metrics_port == 7000
     flags = dict(zip(plan.worker_flags[::2], plan.worker_flags[1::2], strict=True))
-    assert flags == {"--dtype": "bfloat16", "--quantization": "auto", "--transport": "grpc", "--kv-blocks": "64"}
+    assert flags == {
+        "--dtype": "bfloat16",
+        "--kv-dtype": "auto",
+        "--quantization": "auto",
+        "--transport": "grpc",
+        "--kv-blocks": "64",
+    }
     assert {worker.device for worker in plan.workers} == {"cpu"}
 
 

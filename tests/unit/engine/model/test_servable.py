@@ -18,6 +18,7 @@ from services.engine.attention import paged
 from services.engine.config import EngineConfig
 from services.engine.loading import load
 from services.engine.model import servable, verification, weights
+from services.engine.model.kv_cache import KVShape
 from services.engine.model.paged_model import PagedModel, register_attention
 from tests.support.models import SLIDING_WINDOW, tiny_model
 
@@ -92,8 +93,9 @@ def test_the_numbers_say_it(tmp_path: Path) -> None:
         return paged.reference(query, keys, values, layout, dataclasses.replace(scoring, sliding_window=None))
 
     plain = verification.plain_logits(module, shape.vocab_size)
-    assert verification.verify(PagedModel(module, shape, paged.reference), 16, plain) < 1e-4
-    reason = refusal(lambda: verification.verify(PagedModel(module, shape, without_window), 16, plain))
+    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, shape.dtype)
+    assert verification.verify(PagedModel(module, shape, paged.reference), kv_shape, plain) < 1e-4
+    reason = refusal(lambda: verification.verify(PagedModel(module, shape, without_window), kv_shape, plain))
     assert "differ" in reason
     assert module.config.sliding_window == SLIDING_WINDOW
     assert module.config._attn_implementation == register_attention()

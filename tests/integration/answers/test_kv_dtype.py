@@ -1,0 +1,58 @@
+"""Tests `--kv-dtype`: keys and values in another type than the activations, in an engine and across a handoff."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import running_cluster
+from tests.support.engine_driver import drive
+from tests.support.equality import GreedyReference
+from tests.support.examples import combinations
+from tests.support.models import FAMILIES, VOCAB_SIZE, tiny_model
+from tests.support.workers import DECODE, PREFILL
+
+MAX_TOKENS = 16
+GAP_BOUND = {"bfloat16": 0.1, "float16": 0.02}
+"""Logits, of models whose logits spread by about 1: what rounding keys, values and queries to these types may move."""
+
+
+def prompts() -> list[list[int]]:
+    return [random.Random(f"kv {length}").choices(range(3, VOCAB_SIZE), k=length) for length in (1, 16, 17, 65)]
+
+
+@pytest.mark.parametrize(("family", "kv_dtype"), combinations(FAMILIES, list(GAP_BOUND)))
+def test_the_same_is_said_with_half_the_memory(family: str, kv_dtype: str, tmp_path: Path) -> None:
+    model = tiny_model(family, tmp_path)
+    reference = GreedyReference(model, GAP_BOUND[kv_dtype])
+    with drive(model, kv_dtype=kv_dtype) as driver:
+        assert driver.engine.info.dtype == kv_dtype
+        assert "float32 activations" in driver.engine.info.numerics
+        halved = driver.engine.cache.block_bytes
+        for prompt, found in zip(prompts(), driver.generate(prompts(), MAX_TOKENS), strict=True):
+            reference.check_at_once(prompt, found)
+    with drive(model) as driver:
+        assert driver.engine.cache.block_bytes == 2 * halved
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_a_handoff(transport: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", tmp_path)
+    reference = GreedyReference(model, GAP_BOUND["bfloat16"])
+    async with running_cluster(model, [PREFILL, DECODE], kv_dtype="bfloat16", transport=transport) as cluster:
+        answers = await asyncio.gather(*(cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts()))
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        assert answer.completion is not None
+        assert (answer.completion.workers.prefill, answer.completion.workers.decode) == ("w0", "w1")
+        reference.check_at_once(prompt, answer.token_ids)
+
+
+async def test_workers_of_different_types_do_not_pair(tmp_path: Path) -> None:
+    each = [{"kv_dtype": kv_dtype} for kv_dtype in ("auto", "bfloat16", "float16")]
+    async with running_cluster(tiny_model("llama", tmp_path), [PREFILL, DECODE, DECODE], each=each) as cluster:
+        status = await cluster.status()
+        assert not status.pairs
+        assert len({worker.worker.fingerprint.kv for worker in status.workers}) == 3
