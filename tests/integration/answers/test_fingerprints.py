@@ -20,8 +20,11 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from services.cli.client import plain
 from services.cli.status import text
+from services.engine.schedule.sequence import StepPlan
 from services.rpc.telemetry import Tracer
+from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, greedy_request, receive, running_cluster
+from tests.support.held_runner import HeldRunner
 from tests.support.models import tiny_model
 from tests.support.workers import DECODE, PREFILL, Roles, running_worker, until, worker_config
 
@@ -92,13 +95,14 @@ class Farm:
         self._cluster = cluster
         self._running: dict[str, Any] = {}
 
-    async def add(self, worker_id: str, role: Roles, model: Path) -> None:
+    async def add(self, worker_id: str, role: Roles, model: Path) -> WorkerHost:
         router = (self._cluster.router.control_address,)
         config = worker_config(model, router=router, worker_id=worker_id)
         worker = running_worker(config, role, Tracer(TracerProvider(shutdown_on_exit=False)))
-        await worker.__aenter__()
+        host = await worker.__aenter__()
         self._running[worker_id] = worker
         await until(lambda: self._cluster.num_ready == len(self._running), f"{worker_id} is ready", 20.0)
+        return host
 
     async def take_away(self, *worker_ids: str) -> None:
         """Ends the workers as a deployment does that does not ask: they finish nothing."""
@@ -121,6 +125,11 @@ async def farm(model: Path) -> AsyncIterator[tuple[Cluster, Farm]]:
             await workers.close()
 
 
+def is_long(plan: StepPlan) -> bool:
+    """Returns whether a sequence has some output: until others have joined, it must not come to its end."""
+    return any(part.start > len(PROMPT) + 20 for part in plan.sequences)
+
+
 async def once_begun(stream: AsyncIterator[Any], act: Callable[[], Awaitable[None]]) -> AsyncIterator[Any]:
     """The stream; `act` happens when a few tokens have come."""
     num_tokens, begun = 0, False
@@ -141,11 +150,12 @@ async def test_a_replay_never_goes_to_other_weights_of_the_same_name(plain_rope:
 
     async with farm(plain_rope) as (cluster, workers):
         await workers.add("p-old", PREFILL, plain_rope)
-        await workers.add("d-old", DECODE, plain_rope)
+        held = HeldRunner(await workers.add("d-old", DECODE, plain_rope), is_long)
         await workers.add("p-new", PREFILL, yarn)
 
         async def roll_over() -> None:
             await workers.add("d-new", DECODE, yarn)
+            held.release()
             await workers.take_away("p-old", "d-old")
 
         stream = cluster.inference.GenerateStream(greedy_request(PROMPT, 900))
@@ -165,16 +175,17 @@ async def test_a_replay_never_goes_to_other_weights_of_the_same_name(plain_rope:
 
 async def test_a_replay_goes_to_a_worker_of_the_fingerprint_that_began_the_stream(plain_rope: Path, yarn: Path) -> None:
     async with farm(plain_rope) as (cluster, workers):
-        await workers.add("d-old", DECODE, plain_rope)
+        held = HeldRunner(await workers.add("d-old", DECODE, plain_rope), is_long)
 
         async def roll_over() -> None:
             await workers.add("d-new", DECODE, yarn)
             await workers.add("d-twin", DECODE, plain_rope)
+            held.release()
             await workers.take_away("d-old")
 
-        stream = cluster.inference.GenerateStream(greedy_request(PROMPT, 300))
+        stream = cluster.inference.GenerateStream(greedy_request(PROMPT, 900))
         answer = await receive(once_begun(stream, roll_over))
         assert answer.completion is not None
         assert answer.completion.workers.decode == "d-twin"
         assert answer.completion.workers.retries == 1
-    assert answer.token_ids == await alone(plain_rope, 300)
+    assert answer.token_ids == await alone(plain_rope, 900)
