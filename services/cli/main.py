@@ -32,6 +32,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drain": ("services.cli.drain", "take a worker out of service without losing a request"),
     "health": ("services.cli.health", "ask one process whether it serves (for container checks)"),
     "trace": ("services.cli.trace", "show where a request spent its time"),
+    "simulate": ("services.cli.simulate", "run a trace through a cluster in virtual time"),
+    "calibrate": ("services.cli.calibrate", "write what a running cluster's steps cost, for simulate"),
     "models": ("services.cli.models", "list the models on this machine, or fetch one"),
 }
 

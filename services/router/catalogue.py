@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 from services.core.clock import Clock
 from services.core.errors import BatonError, Draining, NoWorker, Overloaded, UnknownModel, UnknownWorker, unforeseen
-from services.router.conductor import TICK_S, Conductor
+from services.router.conductor import Conductor
+from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import WorkerInfo
 from services.router.front.validation import ModelFacts
 from services.router.telemetry.request_metrics import ModelMetrics

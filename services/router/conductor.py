@@ -54,7 +54,6 @@ from services.rpc.telemetry import UNTRACED
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.1
 _MAX_UNREACHED = 1024
 _CLIENT_ERRORS = (InvalidRequest, Cancelled, DeadlineExceeded)
 

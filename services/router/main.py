@@ -16,10 +16,11 @@ from services.core.errors import ConfigError
 from services.core.ids import new_incarnation, new_request_id
 from services.core.lifecycle import Lifecycle
 from services.router.catalogue import Catalogue, ServedModel
-from services.router.conductor import TICK_S, Conductor
+from services.router.conductor import Conductor
 from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import WorkerInfo
 from services.router.front.byte_budget import ByteBudget
 from services.router.front.grpc import servicer

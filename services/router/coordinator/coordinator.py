@@ -30,6 +30,8 @@ from services.router.coordinator.request import Phase, Request
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
 
+TICK_S = 0.1
+"""How often `tick` is to be called, in seconds."""
 CLIENTS_CLOCK_S = 0.1
 """A cancel that comes at most this long before the deadline counts as a passed deadline: the client's clock started
 before the request reached this process."""

@@ -1,8 +1,9 @@
-"""Traces: both formats, scaling, and prompts made of them."""
+"""Tests traces: both formats, bad lines, scaling, and prompts made of them."""
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import pytest
 
 from benchmarks.answers import Answer, Objective
 from benchmarks.replay import Level, ReplaySettings
-from benchmarks.trace import TracedRequest, read_trace, scaled, synthetic_trace
+from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:50.9951690,396,109
 2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
 2023-11-16 18:16:46.6805900,879,55
 """
 
@@ -42,6 +43,33 @@ def test_mooncake_is_read_with_its_blocks(tmp_path: Path) -> None:
     assert ours[:512] == theirs[:512]
     assert ours[512:700] != theirs[512:]
     assert ours[:512] != first.prompt("another seed")[:512]
+
+
+HEAD, GOOD = AZURE.splitlines()[:2]
+ROW = '{"timestamp": 1, "input_length": 5, "output_length": 6}'
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "reason"),
+    [
+        ("a.csv", [HEAD, GOOD, "2023-11-16 18:15:40.0000000,1,1"], ":3: it arrives before the one above it"),
+        ("a.csv", [HEAD, GOOD, GOOD.replace("374", "-374")], ":3: the prompt has -374 tokens"),
+        ("a.csv", [HEAD, GOOD.replace("44", "1" + "0" * 30)], ":2: the output has"),
+        ("a.csv", [HEAD, GOOD, "2023-11-16 18:15:5"], ":3: "),
+        ("a.csv", [HEAD, GOOD, "2023-11-16 18:16:50.9951690,396"], ":3: "),
+        ("b.jsonl", [ROW, ROW[:20]], ":2: "),
+        ("b.jsonl", [ROW, "[]"], ":2: is no object"),
+        ("b.jsonl", [ROW, '{"timestamp": 2, "input_length": 5}'], ":2: 'output_length' is missing"),
+        ("b.jsonl", [ROW, ROW.replace("1,", "NaN,", 1)], ":2: it arrives at nan"),
+        ("b.jsonl", [ROW, ROW.replace("1,", '"x",', 1)], ":2: makes no sense"),
+        ("b.jsonl", [ROW, ROW.replace("1,", "0,", 1)], ":2: it arrives before the one above it"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, name: str, lines: list[str], reason: str) -> None:
+    path = tmp_path / name
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}{reason}")):
+        read_trace(path)
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.csv", "when,what\n1,2\n"), ("b.csv", ""), ("c.jsonl", "")])

@@ -1,5 +1,5 @@
 """Reads traces of real workloads: when each request arrived and how long it was. They are read, scaled, made up; never
-sent. Pure but for reading the file.
+sent.
 
 Two formats are read. Azure's (the traces of Splitwise, arXiv 2311.18677) is CSV with the columns
 `TIMESTAMP,ContextTokens,GeneratedTokens`. Mooncake's is JSON lines with `timestamp` (milliseconds), `input_length`,
@@ -14,11 +14,13 @@ import datetime
 import json
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _MOONCAKE_BLOCK = 512
+_MOST_TOKENS = 100_000_000
 _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 100, 40_000
 
 
@@ -42,14 +44,33 @@ class TracedRequest:
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """Returns the requests in the order of their arrival. Raises ValueError for a file of another format."""
+    """Returns the requests in the order of their arrival. Raises ValueError, which names the line, for a file of
+    another format, for a request that cannot be, and for one that arrives before the one above it."""
+    requests: list[TracedRequest] = []
     with open(path, newline="") as file:
-        rows = [_mooncake(json.loads(line)) for line in file] if path.suffix == ".jsonl" else _azure(path, file)
-    if not rows:
+        rows = _json_lines(path, file) if path.suffix == ".jsonl" else _azure(path, file)
+        for number, row in rows:
+            try:
+                request = _mooncake(row) if path.suffix == ".jsonl" else _azure_request(row)
+                _check(request, requests[-1] if requests else None)
+            except (ValueError, KeyError, TypeError, AssertionError) as error:
+                reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or "makes no sense"
+                raise ValueError(f"{path}:{number}: {reason}") from error
+            requests.append(request)
+    if not requests:
         raise ValueError(f"{path} has no requests")
-    rows.sort(key=lambda request: request.at_s)
-    first_s = rows[0].at_s
-    return [dataclasses.replace(request, at_s=request.at_s - first_s) for request in rows]
+    first_s = requests[0].at_s
+    return [dataclasses.replace(request, at_s=request.at_s - first_s) for request in requests]
+
+
+def _check(request: TracedRequest, before: TracedRequest | None) -> None:
+    for name, value in (("prompt", request.prompt_tokens), ("output", request.output_tokens)):
+        if not 0 <= value <= _MOST_TOKENS:
+            raise ValueError(f"the {name} has {value} tokens")
+    if not 0 <= request.at_s < math.inf:
+        raise ValueError(f"it arrives at {request.at_s}")
+    if before is not None and request.at_s < before.at_s:
+        raise ValueError("it arrives before the one above it")
 
 
 def scaled(
@@ -79,8 +100,8 @@ def scaled(
 
 
 def synthetic_trace(num_requests: int, seed: int = 0) -> list[TracedRequest]:
-    """Returns a made-up workload for machines without a trace: one request a second at random (Poisson), lengths with
-    the medians of Splitwise's conversations (1020 tokens in, 129 out) and its spread (p99 of prompts 4142)."""
+    """Returns a made-up workload for lack of a trace: one request a second at random (Poisson), lengths with the
+    medians of Splitwise's conversations (1020 tokens in, 129 out) and its spread (p99 of prompts 4142)."""
     chance = random.Random(seed)
     at_s, requests = 0.0, []
     for _ in range(num_requests):
@@ -91,14 +112,27 @@ def synthetic_trace(num_requests: int, seed: int = 0) -> list[TracedRequest]:
     return requests
 
 
-def _azure(path: Path, lines: Iterable[str]) -> list[TracedRequest]:
+def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: is no object")
+        yield number, row
+
+
+def _azure(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     reader = csv.DictReader(lines)
     if not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(reader.fieldnames or ()):
         raise ValueError(f"{path} is no trace: its first line is none of Azure's, and its name does not end in .jsonl")
-    return [
-        TracedRequest(_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        for row in reader
-    ]
+    for row in reader:
+        yield reader.line_num, row
+
+
+def _azure_request(row: dict[str, Any]) -> TracedRequest:
+    return TracedRequest(_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 
 def _seconds(timestamp: str) -> float:
@@ -109,7 +143,7 @@ def _seconds(timestamp: str) -> float:
     return moment.timestamp() + float(f"0.{fraction or 0}")
 
 
-def _mooncake(row: dict[str, object]) -> TracedRequest:
+def _mooncake(row: dict[str, Any]) -> TracedRequest:
     at_ms, block_ids = row["timestamp"], row.get("hash_ids", ())
     assert isinstance(at_ms, int | float)
     assert isinstance(block_ids, list | tuple)

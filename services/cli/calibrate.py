@@ -1,0 +1,64 @@
+"""Runs `baton calibrate`: writes what the workers of a running cluster have measured of themselves as a profile."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.v1 import control_pb2
+from services.cli.arguments import Parser, add_control
+from services.cli.client import control
+from services.cli.simulate import PROFILE
+from services.core.errors import NoWorker
+from services.core.home import baton_home
+from services.sim.profile import WorkerProfile, write_profile
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    parser = Parser(prog=prog, description="Writes the profile of a running cluster's workers, for `baton simulate`.")
+    add_control(parser)
+    parser.add_argument(
+        "--out", default=str(baton_home() / PROFILE), metavar="FILE", help="(default: profile.json in BATON_HOME)"
+    )
+    parser.add_argument("--cost-per-hour", type=float, default=1.0, help="of one worker, in any unit (default: 1)")
+    arguments = parser.parse_args(argv)
+    with control(arguments.target, arguments.cluster_token_file) as call:
+        status = call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout)
+    profile = profile_of(status.workers, arguments.cost_per_hour)
+    out = Path(arguments.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_profile(out, profile)
+    print(
+        f"{out}: {profile.ms_per_prefill_token:.3g} ms a prompt token, {profile.ms_per_decode_step:.3g} ms a decode "
+        f"step and {profile.ms_per_decode_sequence:.3g} ms for each further sequence, by {len(status.workers)} workers"
+    )
+    return 0
+
+
+def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
+    """Returns the medians of the workers' own figures. Raises NoWorker if none has measured anything."""
+    measured = [each for each in workers if each.load.ms_per_prefill_token and each.load.ms_per_decode_step]
+    if not measured:
+        raise NoWorker("no worker has measured what its steps cost", retry_after_s=1.0)
+
+    def median(name: str) -> float:
+        return float(statistics.median(getattr(each.load, name) for each in measured))
+
+    worker, layout = measured[0].worker, measured[0].worker.layout
+    element_bytes = _ELEMENT_BYTES[layout.dtype]
+    return WorkerProfile(
+        f"{layout.model_id} on {worker.device}",
+        ms_per_prefill_token=median("ms_per_prefill_token"),
+        ms_per_decode_step=median("ms_per_decode_step"),
+        ms_per_decode_sequence=median("ms_per_decode_sequence"),
+        num_blocks=worker.num_blocks,
+        block_size=layout.block_size,
+        max_model_len=worker.max_model_len,
+        max_num_seqs=worker.max_num_seqs,
+        kv_bytes_per_token=2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * element_bytes,
+        cost_per_hour=cost_per_hour,
+    )

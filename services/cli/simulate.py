@@ -1,0 +1,121 @@
+"""Runs `baton simulate`: a trace through a cluster in virtual time, with the router's own coordinator and policy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from services.cli.arguments import Parser
+from services.core.config import A_DURATION, duration
+from services.core.errors import ConfigError
+from services.core.home import baton_home
+from services.sim.cluster import SimPlan, simulate
+from services.sim.profile import WorkerProfile, read_profile
+from services.sim.report import Objective, summary, text
+from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
+
+PROFILE = "profile.json"
+"""The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""
+_MOST_WORKERS = 1024
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    parser = Parser(prog=prog, description="Answers how fast a cluster would serve a trace, in virtual time.")
+    parser.add_argument("--trace", default="", metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
+    parser.add_argument(
+        "--requests", type=int, default=2000, metavar="N", help="without a trace: made-up requests (default: 2000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up requests (default: 0)")
+    for role in ("prefill", "decode", "mixed"):
+        parser.add_argument(f"--{role}", type=int, default=0, metavar="N", help=f"{role} workers")
+    parser.add_argument(
+        "--profile",
+        default=str(baton_home() / PROFILE),
+        metavar="FILE",
+        help="what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
+        "(default: profile.json in BATON_HOME)",
+    )
+    parser.add_argument("--decode-profile", default="", metavar="FILE", help="of decode workers, if it is another")
+    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times the arrivals a second")
+    parser.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times prompt and output lengths")
+    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all of it)")
+    parser.add_argument("--most-tokens", type=int, default=32768, metavar="N", help="most tokens of a request")
+    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
+    parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
+    parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
+    arguments = parser.parse_args(argv)
+    plan, trace = _plan(arguments), _trace(arguments)
+    outcome = simulate(plan, trace, _progress(len(trace)))
+    objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
+    figures = summary(plan, outcome, objective)
+    if arguments.json == "-":
+        print(json.dumps(figures))
+        return 0
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
+    print(text(figures))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> SimPlan:
+    counts = [arguments.prefill, arguments.decode, arguments.mixed]
+    if not any(counts):
+        counts = [1, 1, 0]
+    for role, count in zip(("prefill", "decode", "mixed"), counts, strict=True):
+        if not 0 <= count <= _MOST_WORKERS:
+            raise ConfigError(f"--{role}: {count} is not from 0 to {_MOST_WORKERS}")
+    prefill, decode, mixed = counts
+    if not (decode or mixed):
+        raise ConfigError("--decode: somebody must decode; give --decode or --mixed")
+    of_decode = _profile(arguments.decode_profile, "--decode-profile") if arguments.decode_profile else None
+    return SimPlan(prefill, decode, mixed, profile=_profile(arguments.profile, "--profile"), decode_profile=of_decode)
+
+
+def _profile(named: str, flag: str) -> WorkerProfile:
+    path, _, name = named.partition("#")
+    if not Path(path).is_file():
+        raise ConfigError(f"{flag}: no file {path}; `baton calibrate` writes one from a running cluster")
+    return read_profile(Path(path), name)
+
+
+def _trace(arguments: argparse.Namespace) -> list[TracedRequest]:
+    for flag in ("rate_scale", "length_scale"):
+        if not 0 < getattr(arguments, flag) <= 1e6:
+            raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")
+    if arguments.seconds and not duration(arguments.seconds):
+        raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
+    if not 1 <= arguments.requests <= 10_000_000:
+        raise ConfigError("--requests: must be from 1 to 10000000")
+    if not 2 <= arguments.most_tokens <= 100_000_000:
+        raise ConfigError("--most-tokens: must be from 2 to 100000000")
+    try:
+        whole = (
+            read_trace(Path(arguments.trace))
+            if arguments.trace
+            else synthetic_trace(arguments.requests, arguments.seed)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--trace: {error}") from error
+    return scaled(
+        whole,
+        length=arguments.length_scale,
+        rate=arguments.rate_scale,
+        seconds=arguments.seconds or float("inf"),
+        most_tokens=arguments.most_tokens,
+    )
+
+
+def _progress(total: int) -> Callable[[int], None]:
+    """Returns what shows on a terminal how much is done."""
+    if not sys.stderr.isatty():
+        return lambda done: None
+
+    def show(done: int) -> None:
+        if done % max(1, total // 100) == 0 or done == total:
+            end = "\n" if done == total else ""
+            print(f"\r{done} of {total} requests", end=end, file=sys.stderr, flush=True)
+
+    return show

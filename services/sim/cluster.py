@@ -1,0 +1,248 @@
+"""Runs a trace through a simulated cluster: the production coordinator, unchanged, over workers that are cost models.
+
+Owns: arrivals, messages between router and workers, the router's turns and ticks. Never: a decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from services.core.errors import BatonError
+from services.router.coordinator import Coordinator
+from services.router.coordinator.actions import (
+    Action,
+    CancelLeg,
+    Defect,
+    EmitFailed,
+    EmitFinished,
+    EmitTokens,
+    SendLeg,
+)
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.coordinator import TICK_S
+from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
+from services.router.policy import Fingerprint, Load, Role
+from services.sim.profile import WorkerProfile
+from services.sim.trace import TracedRequest
+from services.sim.worker import SimWorker
+from services.sim.world import World
+
+MESSAGE_S = 0.0005
+"""How long a message between router and worker takes."""
+
+
+@dataclass(frozen=True)
+class SimPlan:
+    """Says which workers a cluster has, and what each kind costs and does."""
+
+    prefill: int = 1
+    decode: int = 1
+    mixed: int = 0
+    profile: WorkerProfile = field(kw_only=True)
+    decode_profile: WorkerProfile | None = None
+    """The profile of decode workers; None if it is the same."""
+    router: CoordinatorConfig = field(default_factory=lambda: CoordinatorConfig(model_context_tokens=1 << 20))
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    @property
+    def cost_per_hour(self) -> float:
+        of_decode = self.decode_profile or self.profile
+        return (self.prefill + self.mixed) * self.profile.cost_per_hour + self.decode * of_decode.cost_per_hour
+
+
+@dataclass(slots=True)
+class Served:
+    """Keeps what became of one request. Times are in seconds after its arrival."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    total_s: float | None = None
+    """None if it failed."""
+    num_retries: int = 0
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Returns the time per output token after the first; None if there is at most one, or it failed."""
+        if self.total_s is None or self.ttft_s is None or self.output_tokens < 2:
+            return None
+        return (self.total_s - self.ttft_s) / (self.output_tokens - 1)
+
+
+@dataclass(slots=True)
+class Outcome:
+    requests: list[Served]
+    seconds: float
+    """From the first arrival to the last end, in virtual time."""
+    gaps_s: dict[float, int]
+    """How often each gap between two tokens of a stream occurred, rounded to three digits."""
+    busy: dict[str, float]
+    """The share of the time in which each worker computed."""
+    bytes_moved: int
+    num_preemptions: int
+
+
+def simulate(
+    plan: SimPlan, trace: Sequence[TracedRequest], progress: Callable[[int], None] = lambda done: None
+) -> Outcome:
+    """Returns what becomes of the trace's requests. `progress` is called with the number of requests that have ended.
+
+    The same plan and trace give the same outcome. Every request ends once, and no block is left in use.
+    """
+    return _Simulation(plan, trace, progress).run()
+
+
+class _Simulation:
+    def __init__(self, plan: SimPlan, trace: Sequence[TracedRequest], progress: Callable[[int], None]) -> None:
+        self._world = World()
+        self._coordinator = Coordinator(plan.router)
+        self._trace = trace
+        self._progress = progress
+        self._served: list[Served] = []
+        self._live: dict[str, Served] = {}
+        self._num_ended = 0
+        self._gaps: dict[float, int] = {}
+        self._ticking = False
+        self._workers: dict[str, SimWorker] = {}
+        kinds = (
+            ("prefill", plan.prefill, Role.PREFILL, plan.profile),
+            ("decode", plan.decode, Role.DECODE, plan.decode_profile or plan.profile),
+            ("mixed", plan.mixed, Role.MIXED, plan.profile),
+        )
+        for name, count, roles, profile in kinds:
+            for number in range(count):
+                self._join(f"{name}-{number}", roles, profile)
+
+    def _join(self, worker_id: str, roles: Role, profile: WorkerProfile) -> None:
+        info = WorkerInfo(
+            worker_id,
+            roles,
+            1,
+            Fingerprint("simulated"),
+            profile.block_size,
+            profile.num_blocks,
+            profile.max_model_len,
+            profile.max_num_seqs,
+            host_id=worker_id,
+        )
+        worker = self._workers[worker_id] = SimWorker(self._world, info, profile, self._tell, self._note_gap)
+        self._coordinator.worker_joined(info, self._world.now)
+        self._coordinator.session_opened(worker_id, 1, self._world.now)
+        self._coordinator.worker_events(worker_id, 1, (), worker.load(), self._world.now)
+
+    def run(self) -> Outcome:
+        self._turn()
+        self._arrive(0)
+        while self._world.step():
+            pass
+        assert not self._live, f"{len(self._live)} requests did not end"
+        self._coordinator.check_idle()
+        for worker in self._workers.values():
+            worker.check_idle()
+        seconds = max((served.at_s + (served.total_s or 0.0) for served in self._served), default=0.0)
+        return Outcome(
+            self._served,
+            seconds,
+            self._gaps,
+            {name: worker.busy_s / seconds if seconds else 0.0 for name, worker in self._workers.items()},
+            sum(worker.bytes_fetched for worker in self._workers.values()),
+            sum(worker.num_preemptions for worker in self._workers.values()),
+        )
+
+    def _arrive(self, number: int) -> None:
+        if number == len(self._trace):
+            return
+        traced = self._trace[number]
+
+        def arrive() -> None:
+            self._submit(number, traced)
+            self._arrive(number + 1)
+
+        self._world.at(traced.at_s, arrive)
+
+    def _submit(self, number: int, traced: TracedRequest) -> None:
+        served = Served(traced.at_s, traced.prompt_tokens, traced.output_tokens)
+        self._served.append(served)
+        spec = RequestSpec(str(number), _tokens(traced.prompt_tokens), traced.output_tokens)
+        try:
+            self._coordinator.submit(spec, self._world.now)
+        except BatonError as error:
+            self._end(served, error)
+            return
+        self._live[spec.request_id] = served
+        if not self._ticking:
+            self._ticking = True
+            self._world.after(TICK_S, self._tick)
+        self._turn()
+
+    def _tick(self) -> None:
+        self._coordinator.tick(self._world.now)
+        self._turn()
+        self._ticking = bool(self._live)
+        if self._ticking:
+            self._world.after(TICK_S, self._tick)
+
+    def _tell(self, worker: SimWorker, events: Sequence[LegEvent], load: Load) -> None:
+        def deliver() -> None:
+            self._coordinator.worker_events(worker.info.worker_id, 1, events, load, self._world.now)
+            self._turn()
+
+        self._world.after(MESSAGE_S, deliver)
+
+    def _turn(self) -> None:
+        """Does what a turn of the router's event loop does after its inputs."""
+        coordinator = self._coordinator
+        while True:
+            for action in coordinator.take_actions():
+                self._do(action)
+            if not coordinator.placement_is_due:
+                return
+            coordinator.place(self._world.now)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case SendLeg():
+                worker = self._workers[action.worker_id]
+                self._world.after(MESSAGE_S, lambda: worker.receive(action))
+            case CancelLeg():
+                worker, leg = self._workers[action.worker.worker_id], action.leg
+                self._world.after(MESSAGE_S, lambda: worker.cancel(leg))
+            case EmitTokens():
+                served = self._live[action.request_id]
+                if served.ttft_s is None:
+                    served.ttft_s = self._world.now - served.at_s
+            case EmitFinished():
+                served = self._live.pop(action.request_id)
+                served.total_s = self._world.now - served.at_s
+                served.queue_s, served.num_retries = action.summary.queue_s, action.summary.num_retries
+                assert action.summary.num_output_tokens == served.output_tokens
+                self._end(served, None)
+            case EmitFailed():
+                self._end(self._live.pop(action.request_id), action.error)
+            case Defect():
+                raise action.error
+            case _:
+                pass
+
+    def _end(self, served: Served, error: BatonError | None) -> None:
+        served.error = "" if error is None else error.reason
+        self._num_ended += 1
+        self._progress(self._num_ended)
+
+    def _note_gap(self, seconds: float, count: int) -> None:
+        key = float(f"{seconds:.3g}")
+        self._gaps[key] = self._gaps.get(key, 0) + count
+
+
+@cache
+def _tokens(count: int) -> tuple[int, ...]:
+    """Returns a prompt of so many tokens; those of one length are one object."""
+    return (1,) * count

@@ -1,0 +1,94 @@
+"""Summarises what became of a simulated trace: as figures, and as text for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.sim.cluster import Outcome, Served, SimPlan
+
+PERCENTS = (50, 95, 99)
+_NAMES = tuple(f"p{percent}" for percent in PERCENTS)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Says what a good answer is, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def met_by(self, served: Served) -> bool:
+        if served.ttft_s is None or served.total_s is None or served.ttft_s > self.ttft_s:
+            return False
+        return served.tpot_s is None or served.tpot_s <= self.tpot_s
+
+
+def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, Any]:
+    """Returns the figures as plain data. Times are in milliseconds."""
+    ended = [served for served in outcome.requests if served.total_s is not None]
+    good = sum(map(objective.met_by, outcome.requests))
+    output_tokens = sum(served.output_tokens for served in ended)
+    seconds = outcome.seconds or 1.0
+    return {
+        "workers": {"prefill": plan.prefill, "decode": plan.decode, "mixed": plan.mixed},
+        "profile": plan.profile.name,
+        "num_requests": len(outcome.requests),
+        "num_failed": dict(Counter(served.error for served in outcome.requests if served.error)),
+        "seconds": outcome.seconds,
+        "requests_per_s": len(ended) / seconds,
+        "output_tokens_per_s": output_tokens / seconds,
+        "ttft_ms": _percentiles([served.ttft_s for served in ended if served.ttft_s is not None]),
+        "tpot_ms": _percentiles([tpot_s for served in ended if (tpot_s := served.tpot_s) is not None]),
+        "itl_ms": _weighted(outcome.gaps_s),
+        "queue_ms": _percentiles([served.queue_s for served in ended]),
+        "objective_ms": {"ttft": objective.ttft_s * 1e3, "tpot": objective.tpot_s * 1e3},
+        "goodput_per_s": good / seconds,
+        "attainment": good / len(outcome.requests) if outcome.requests else 0.0,
+        "busy": outcome.busy,
+        "bytes_moved": outcome.bytes_moved,
+        "num_preemptions": outcome.num_preemptions,
+        "num_retries": sum(served.num_retries for served in outcome.requests),
+        "cost": plan.cost_per_hour * seconds / 3600,
+    }
+
+
+def text(figures: Mapping[str, Any]) -> str:
+    """Returns the figures as lines for people."""
+    workers = ", ".join(f"{count} {role}" for role, count in figures["workers"].items() if count)
+    failed = ", ".join(f"{count} {reason}" for reason, count in figures["num_failed"].items()) or "none"
+    lines = [
+        f"{workers} ({figures['profile']}): {figures['num_requests']} requests in {figures['seconds']:.0f} s, "
+        f"{figures['requests_per_s']:.2f} requests/s, {figures['output_tokens_per_s']:.0f} output tokens/s",
+        f"{'ms':<6}" + "".join(f"{name:>10}" for name in _NAMES),
+    ]
+    for name in ("ttft", "tpot", "itl", "queue"):
+        values = figures[f"{name}_ms"]
+        lines.append(f"{name.upper():<6}" + "".join(f"{values[percent]:>10.1f}" for percent in _NAMES))
+    objective = figures["objective_ms"]
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in figures["busy"].items())
+    lines += [
+        f"good  {figures['attainment']:.1%} (TTFT <= {objective['ttft']:.0f} ms, TPOT <= {objective['tpot']:.0f} ms), "
+        f"{figures['goodput_per_s']:.2f} requests/s",
+        f"busy  {busy}",
+        f"KV moved {figures['bytes_moved'] / 1e9:.2f} GB, {figures['num_preemptions']} preemptions, "
+        f"{figures['num_retries']} retries, failed: {failed}, cost {figures['cost']:.4g}",
+    ]
+    return "\n".join(lines)
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    return _weighted(Counter(seconds))
+
+
+def _weighted(counts: Mapping[float, int]) -> dict[str, float]:
+    """Returns percentiles in milliseconds, by nearest rank; zeros if there is nothing."""
+    total, found, seen = sum(counts.values()), dict.fromkeys(_NAMES, 0.0), 0
+    left = list(PERCENTS)
+    for value, count in sorted(counts.items()):
+        seen += count
+        while left and seen * 100 >= left[0] * total:
+            found[f"p{left.pop(0)}"] = value * 1e3
+    return found

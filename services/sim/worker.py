@@ -1,0 +1,412 @@
+"""Simulates a worker as a cost model: blocks, batches and steps are counted, and nothing is computed.
+
+Owns: a worker's queue, batch, leases and imports, in the rules of `docs/architecture.md`: prompts reserve all their
+blocks, decodes go first in a step and grow block by block, the youngest is preempted when there is no room, a handoff
+is admitted or refused at once, its blocks cross while the prompt is still computed. Never: where a request goes, which
+the router's coordinator decides. Not modelled: prefix caches, staging, failures.
+
+Steps that only decode are taken together until a sequence ends, a block is missing or somebody else joins, which gives
+the same times as one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.core.errors import LeaseInvalid
+from services.router.coordinator.actions import SendLeg
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    DecodeRefused,
+    FinishReason,
+    ImportFailed,
+    ImportReady,
+    LeaseEnd,
+    LeaseEnded,
+    LegEvent,
+    PrefillStarted,
+    SequenceEnd,
+    Tokens,
+    WorkerInfo,
+)
+from services.router.policy import Load, Role
+from services.sim.profile import WorkerProfile
+from services.sim.world import World
+
+_TOKEN = 1
+_LONGEST_RUN_S = 5.0
+"""Steps taken together last at most this long: the router must hear of a leg now and then."""
+
+Tell = Callable[["SimWorker", Sequence[LegEvent], Load], None]
+NoteGap = Callable[[float, int], None]
+
+
+@dataclass(eq=False, slots=True)
+class SimLeg:
+    """Keeps one leg at a worker."""
+
+    leg: int
+    num_tokens: int
+    """Prompt and replayed output: what is computed before the leg's first token."""
+    position: int
+    """The output position of the leg's first token."""
+    most_output: int
+    only_prefill: bool
+    num_computed: int = 0
+    num_output: int = 0
+    num_reported: int = 0
+    reported_s: float = 0.0
+    num_blocks: int = 0
+    decoding: bool = False
+    preempted: bool = False
+    cancelled: bool = False
+    sealed_s: float | None = None
+    on_sealed: Callable[[], None] | None = None
+    """What a destination does that fetches the lease."""
+    ended: bool = False
+    """Whether the lease is over."""
+
+    @property
+    def context(self) -> int:
+        return self.num_tokens + self.num_output
+
+    @property
+    def to_compute(self) -> int:
+        """Returns the tokens whose KV is missing: a preempted sequence computes its output again too."""
+        return (self.context if self.preempted else self.num_tokens) - self.num_computed
+
+
+@dataclass(slots=True)
+class _Run:
+    """Describes the steps that are under way."""
+
+    started_s: float
+    num_steps: int
+    decodes: list[SimLeg]
+    parts: list[tuple[SimLeg, int]]
+    context_tokens: int
+
+
+class SimWorker:
+    def __init__(self, world: World, info: WorkerInfo, profile: WorkerProfile, tell: Tell, note_gap: NoteGap) -> None:
+        """`tell` takes what the worker reports; `note_gap(seconds, count)` notes gaps between tokens of a stream."""
+        self.info = info
+        self.profile = profile
+        self.busy_s = 0.0
+        self.bytes_fetched = 0
+        self.num_preemptions = 0
+        self._world = world
+        self._tell = tell
+        self._note_gap = note_gap
+        self._free = profile.num_blocks
+        self._waiting: deque[SimLeg] = deque()
+        self._batch: list[SimLeg] = []
+        self._leases: dict[int, SimLeg] = {}
+        self._imports: dict[int, SimLeg] = {}
+        self._run: _Run | None = None
+        self._run_number = 0
+        self._num_loads = 0
+
+    # What the router says
+
+    def receive(self, command: SendLeg) -> None:
+        work = SimLeg(
+            command.leg,
+            len(command.token_ids),
+            command.output_base,
+            command.max_tokens - command.output_base,
+            only_prefill=command.phase is Role.PREFILL,
+            reported_s=self._world.now,
+        )
+        if command.handoff is not None:
+            self._import(work, *_source(command.handoff.source))
+            return
+        self._waiting.append(work)
+        self._say([])
+        self._cut_short()
+        self._begin()
+
+    def cancel(self, leg: int) -> None:
+        for work in [work for work in self._waiting if work.leg == leg]:
+            self._waiting.remove(work)
+            self._free += work.num_blocks
+        for work in self._batch:
+            if work.leg == leg:
+                work.cancelled = True  # its blocks are free once no step can write them
+        if (lease := self._leases.get(leg)) is not None:
+            self._end_lease(lease)
+        if (import_ := self._imports.pop(leg, None)) is not None:
+            import_.cancelled = True
+            self._free += import_.num_blocks
+        self._say([])
+        self._cut_short()
+        self._begin()
+
+    def load(self) -> Load:
+        """Returns a snapshot."""
+        self._num_loads += 1
+        importing = sum(work.num_blocks for work in self._imports.values())
+        leased = sum(work.num_blocks for work in self._leases.values())
+        queued = sum(work.to_compute for work in (*self._waiting, *self._batch) if not work.decoding)
+        profile = self.profile
+        return Load(
+            sequence_number=self._num_loads,
+            blocks_importing=importing,
+            blocks_leased=leased,
+            blocks_active=profile.num_blocks - self._free - importing - leased,
+            blocks_free=self._free,
+            num_running=len(self._batch),
+            num_waiting=len(self._waiting),
+            queued_prefill_tokens=queued,
+            num_importing=len(self._imports),
+            num_leases=len(self._leases),
+            ms_per_prefill_token=profile.ms_per_prefill_token,
+            ms_per_decode_step=profile.ms_per_decode_step,
+            ms_per_decode_sequence=profile.ms_per_decode_sequence,
+        )
+
+    def check_idle(self) -> None:
+        """Raises AssertionError if anything is left."""
+        left = [*self._waiting, *self._batch, *self._leases.values(), *self._imports.values()]
+        assert not left, f"{self.info.worker_id}: {len(left)} legs are left"
+        assert self._free == self.profile.num_blocks, f"{self.info.worker_id}: {self._free} blocks are free"
+
+    # Steps
+
+    def _begin(self) -> None:
+        """Begins the next steps, unless some are under way."""
+        if self._run is not None:
+            return
+        self._admit()
+        budget = self.profile.max_num_batched_tokens
+        decodes = [work for work in self._batch if work.decoding]
+        parts: list[tuple[SimLeg, int]] = []
+        num_steps = 1
+        if decodes and (num_steps := self._grow(decodes)) == 0:
+            self._begin()  # one was preempted
+            return
+        left = budget - len(decodes)
+        for work in self._batch:
+            if not work.decoding and left > 0:
+                parts.append((work, min(left, work.to_compute)))
+                left -= parts[-1][1]
+        if not decodes and not parts:
+            return
+        context_tokens = sum(work.context for work in decodes)
+        run = _Run(self._world.now, 1 if parts else num_steps, decodes, parts, context_tokens)
+        self._schedule(run)
+
+    def _schedule(self, run: _Run) -> None:
+        self._run = run
+        self._run_number += 1
+        number = self._run_number
+        self._world.at(run.started_s + self._seconds(run, run.num_steps), lambda: self._end(number))
+
+    def _seconds(self, run: _Run, num_steps: int) -> float:
+        if run.parts:
+            prompt_tokens = sum(count for _, count in run.parts)
+            return self.profile.step_s(prompt_tokens, len(run.decodes), run.context_tokens)
+        return self.profile.decode_s(num_steps, len(run.decodes), run.context_tokens)
+
+    def _cut_short(self) -> None:
+        """Lets steps that were taken together end with the one that is under way now, so that others may join."""
+        run = self._run
+        if run is None or run.num_steps == 1:
+            return
+        elapsed_s, low, high = self._world.now - run.started_s, 1, run.num_steps
+        while low < high:
+            middle = (low + high) // 2
+            if self._seconds(run, middle) >= elapsed_s:
+                high = middle
+            else:
+                low = middle + 1
+        if low < run.num_steps:
+            run.num_steps = low
+            self._schedule(run)
+
+    def _grow(self, decodes: list[SimLeg]) -> int:
+        """Gives decodes the blocks for the next steps. Returns how many steps those are; 0 if one was preempted."""
+        num_steps = min(work.most_output - work.num_output for work in decodes)
+        step_s = self.profile.step_s(0, len(decodes), sum(work.context for work in decodes))
+        num_steps = max(1, min(num_steps, int(_LONGEST_RUN_S / step_s) if step_s else num_steps))
+        while num_steps > 1 and self._missing(decodes, num_steps) > self._free:
+            num_steps //= 2
+        if self._missing(decodes, num_steps) > self._free:
+            self._preempt(decodes[-1])
+            return 0
+        for work in decodes:
+            more = self._blocks(work.context + num_steps) - work.num_blocks
+            if more > 0:
+                work.num_blocks += more
+                self._free -= more
+        return num_steps
+
+    def _missing(self, decodes: list[SimLeg], num_steps: int) -> int:
+        return sum(max(0, self._blocks(work.context + num_steps) - work.num_blocks) for work in decodes)
+
+    def _preempt(self, work: SimLeg) -> None:
+        self.num_preemptions += 1
+        self._batch.remove(work)
+        self._free += work.num_blocks
+        work.num_blocks, work.num_computed, work.decoding, work.preempted = 0, 0, False, True
+        self._waiting.appendleft(work)
+
+    def _admit(self) -> None:
+        events: list[LegEvent] = []
+        while self._waiting and len(self._batch) < self.profile.max_num_seqs:
+            work = self._waiting[0]
+            needed = self._blocks(work.to_compute + (0 if work.only_prefill else 1))
+            if needed > self._free:
+                break
+            self._waiting.popleft()
+            self._free -= needed
+            work.num_blocks = needed
+            self._batch.append(work)
+            if work.only_prefill:
+                self._leases[work.leg] = work
+                source: Any = (self, work)
+                events.append(PrefillStarted(work.leg, work.leg.to_bytes(16, "big"), source))
+            elif not work.preempted:
+                events.append(DecodeAdmitted(work.leg))
+        if events:
+            self._say(events)
+
+    def _end(self, number: int) -> None:
+        run = self._run
+        if run is None or number != self._run_number:
+            return  # it was cut short
+        now, events = self._world.now, list[LegEvent]()
+        self._run = None
+        self.busy_s += now - run.started_s
+        if run.decodes:
+            self._note_gap((now - run.started_s) / run.num_steps, run.num_steps * len(run.decodes))
+        for work in run.decodes:
+            work.num_output += run.num_steps
+            self._output(work, events)
+        for work, count in run.parts:
+            work.num_computed += count
+            if work.to_compute == 0:
+                self._prompt_done(work, events)
+        for work in [work for work in self._batch if work.cancelled]:
+            self._batch.remove(work)
+            if work.leg not in self._leases:
+                self._free += work.num_blocks
+        self._say(events)
+        self._begin()
+
+    def _prompt_done(self, work: SimLeg, events: list[LegEvent]) -> None:
+        if work.preempted:
+            work.preempted, work.decoding = False, True
+            return
+        work.num_output = 1
+        if not work.only_prefill:
+            work.decoding = True
+            self._output(work, events, at_once=True)
+            return
+        self._batch.remove(work)
+        over = work.most_output == 1
+        work.sealed_s = self._world.now
+        events.append(Tokens(work.leg, work.position, (_TOKEN,), finish=_LENGTH if over else None))
+        if over:
+            self._end_lease(work)
+        elif work.on_sealed is not None:
+            work.on_sealed()
+
+    def _output(self, work: SimLeg, events: list[LegEvent], *, at_once: bool = False) -> None:
+        """Reports output that is complete, or has not been reported for some time, and ends the sequence with it."""
+        if work.cancelled:
+            return
+        over = work.num_output >= work.most_output
+        if not (over or at_once or self._world.now - work.reported_s >= _LONGEST_RUN_S):
+            return
+        token_ids = (_TOKEN,) * (work.num_output - work.num_reported)
+        events.append(Tokens(work.leg, work.position + work.num_reported, token_ids, finish=_LENGTH if over else None))
+        work.num_reported, work.reported_s = work.num_output, self._world.now
+        if over:
+            self._batch.remove(work)
+            self._free += work.num_blocks
+
+    # Handoffs
+
+    def _import(self, work: SimLeg, source: SimWorker, lease: SimLeg) -> None:
+        if lease.ended:
+            self._say([ImportFailed(work.leg, lease_alive=False, error=LeaseInvalid("it is over"))])
+            return
+        in_place = source is self
+        needed = 0 if in_place else self._blocks(work.num_tokens + 1)
+        idle = not (self._batch or self._leases or self._imports)
+        crowded = len(self._batch) + len(self._imports) >= self.profile.max_num_seqs
+        if not in_place and (needed > self._free or (crowded and not idle)):
+            self._say([DecodeRefused(work.leg)])
+            return
+        self._free -= needed
+        work.num_blocks = needed
+        self._imports[work.leg] = work
+        self._say([DecodeAdmitted(work.leg)])
+        began_s, profile = self._world.now, source.profile
+        num_bytes = 0 if in_place else work.num_tokens * profile.kv_bytes_per_token
+
+        def sealed() -> None:
+            assert lease.sealed_s is not None
+            last = min(num_bytes, profile.max_num_batched_tokens * profile.kv_bytes_per_token)
+            latency_s = 0.0 if in_place else profile.transfer_latency_ms / 1e3
+            ready_s = max(
+                began_s + num_bytes / profile.transfer_bytes_per_s, lease.sealed_s + last / profile.transfer_bytes_per_s
+            )
+            self._world.at(ready_s + latency_s, lambda: self._ready(work, source, lease, num_bytes))
+
+        if lease.sealed_s is not None:
+            sealed()
+        else:
+            lease.on_sealed = sealed
+
+    def _ready(self, work: SimLeg, source: SimWorker, lease: SimLeg, num_bytes: int) -> None:
+        if work.cancelled:
+            return
+        if lease.ended:
+            del self._imports[work.leg]
+            self._free += work.num_blocks
+            self._say([ImportFailed(work.leg, lease_alive=False, error=LeaseInvalid("it is over"))])
+            return
+        del self._imports[work.leg]
+        self.bytes_fetched += num_bytes
+        if source is self:
+            work.num_blocks, lease.num_blocks = lease.num_blocks, 0
+        source.release(lease)
+        work.num_computed, work.num_output, work.decoding = work.num_tokens, 1, True
+        self._batch.append(work)
+        events: list[LegEvent] = [ImportReady(work.leg)]
+        self._output(work, events, at_once=True)
+        self._say(events)
+        self._cut_short()
+        self._begin()
+
+    def release(self, lease: SimLeg) -> None:
+        """Ends a lease whose blocks were taken over."""
+        self._end_lease(lease)
+        self._say([LeaseEnded(lease.leg, b"", LeaseEnd.RELEASED)])
+        self._begin()
+
+    def _end_lease(self, lease: SimLeg) -> None:
+        del self._leases[lease.leg]
+        lease.ended = True
+        if lease not in self._batch:
+            self._free += lease.num_blocks
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.profile.block_size)
+
+    def _say(self, events: Sequence[LegEvent]) -> None:
+        self._tell(self, events, self.load())
+
+
+_LENGTH = SequenceEnd(FinishReason.LENGTH)
+
+
+def _source(source: Any) -> tuple[SimWorker, SimLeg]:
+    """Returns what a `PrefillStarted` of a simulated worker has in place of an address."""
+    worker, lease = source
+    return worker, lease

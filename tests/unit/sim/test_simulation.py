@@ -1,0 +1,148 @@
+"""Tests the cluster in virtual time: the same each time, nothing lost, and what the cost model says by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from services.core.errors import ConfigError
+from services.sim import worker
+from services.sim.cluster import MESSAGE_S, Outcome, SimPlan, simulate
+from services.sim.profile import WorkerProfile, read_profile, write_profile
+from services.sim.report import Objective, summary, text
+from services.sim.trace import TracedRequest, synthetic_trace
+
+PROFILE = WorkerProfile(
+    "test",
+    ms_per_prefill_token=0.1,
+    ms_per_decode_step=10.0,
+    ms_per_decode_sequence=1.0,
+    ms_per_context_token=0.001,
+    kv_bytes_per_token=1000,
+    transfer_bytes_per_s=1e8,
+)
+SPLIT, MIXED = SimPlan(2, 2, 0, profile=PROFILE), SimPlan(0, 0, 4, profile=PROFILE)
+SMALL = dataclasses.replace(PROFILE, num_blocks=160)
+TIGHT = {
+    "split": SimPlan(1, 2, 0, profile=SMALL),
+    "mixed": SimPlan(0, 0, 3, profile=SMALL),
+    "all kinds": SimPlan(1, 1, 1, profile=SMALL),
+    "whole on decode workers": SimPlan(0, 2, 0, profile=SMALL),
+}
+
+
+def short(count: int, seed: int = 0) -> list[TracedRequest]:
+    """Returns requests of which a small pool holds a few, ten a second."""
+    trace = synthetic_trace(count, seed)
+    return [TracedRequest(each.at_s / 10, min(each.prompt_tokens, 900), min(each.output_tokens, 300)) for each in trace]
+
+
+def test_one_request_alone_takes_what_its_parts_cost() -> None:
+    outcome = simulate(SimPlan(1, 1, 0, profile=PROFILE), [TracedRequest(0.0, 1000, 11)])
+    (served,) = outcome.requests
+    assert served.ttft_s == pytest.approx(0.1 + 2 * MESSAGE_S), "the prompt, the command and the token"
+    assert served.total_s is not None
+    assert served.ttft_s is not None
+    # The blocks of the last chunk cross after the seal; then ten steps over a context that grows.
+    last_chunk_s = 512 * 1000 / 1e8 + 0.001
+    steps_s = 10 * 0.010 + sum(range(1001, 1011)) * 1e-6
+    assert served.total_s - served.ttft_s == pytest.approx(last_chunk_s + steps_s, abs=2 * MESSAGE_S)
+    assert outcome.bytes_moved == 1000 * 1000
+    assert sum(outcome.gaps_s.values()) == 10
+
+
+@pytest.mark.parametrize("plan", [SPLIT, MIXED], ids=["split", "mixed"])
+def test_the_same_trace_has_the_same_outcome(plan: SimPlan) -> None:
+    first, second = (simulate(plan, synthetic_trace(300)) for _ in range(2))
+    assert first == second
+    assert simulate(plan, synthetic_trace(300, seed=1)) != first
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_every_request_ends_once_and_no_block_is_left(name: str) -> None:
+    """The pools hold a few sequences, so that there are refusals, parking and preemptions; `simulate` itself checks
+    that the router and each worker have nothing left."""
+    ended: list[int] = []
+    outcome = simulate(TIGHT[name], short(400), ended.append)
+    assert ended == list(range(1, 401))
+    assert all((served.total_s is None) == bool(served.error) for served in outcome.requests)
+    assert sum(served.total_s is not None for served in outcome.requests) > 50
+    assert outcome.num_preemptions > 0 or name == "split"
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_steps_taken_together_take_as_long_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = simulate(TIGHT[name], short(60))
+    monkeypatch.setattr(worker, "_LONGEST_RUN_S", 1e-9)
+    alone = simulate(TIGHT[name], short(60))
+    assert mean_total_s(together) == pytest.approx(mean_total_s(alone), rel=0.05), "snapshots come at other times"
+
+
+def mean_total_s(outcome: Outcome) -> float:
+    totals = [served.total_s for served in outcome.requests if served.total_s is not None]
+    assert len(totals) == len(outcome.requests)
+    return sum(totals) / len(totals)
+
+
+def test_more_workers_serve_more() -> None:
+    trace = [dataclasses.replace(each, at_s=each.at_s / 20) for each in synthetic_trace(400)]
+    objective = Objective(1.0, 0.05)
+    attained = [
+        summary(plan, simulate(plan, trace), objective)["attainment"]
+        for plan in (SimPlan(number, number, 0, profile=PROFILE) for number in (1, 2, 4))
+    ]
+    assert attained == sorted(attained)
+    assert attained[0] < attained[-1]
+
+
+def test_split_workers_keep_gaps_short_where_mixed_ones_do_not() -> None:
+    """This is what splitting is for, with the same workers in both."""
+    trace = [dataclasses.replace(each, at_s=each.at_s / 4) for each in synthetic_trace(400)]
+    profile, objective = dataclasses.replace(PROFILE, ms_per_decode_sequence=0.1), Objective(2.0, 0.1)
+    plans = (SimPlan(2, 2, 0, profile=profile), SimPlan(0, 0, 4, profile=profile))
+    split, mixed = (summary(plan, simulate(plan, trace), objective) for plan in plans)
+    assert split["itl_ms"]["p99"] < 0.6 * mixed["itl_ms"]["p99"]
+
+
+def test_the_report_says_what_there_is() -> None:
+    outcome = simulate(SPLIT, synthetic_trace(50))
+    lines = text(summary(SPLIT, outcome, Objective(2.0, 0.1)))
+    assert "2 prefill, 2 decode (test): 50 requests" in lines
+    assert "failed: none" in lines
+
+
+def test_profiles_are_kept_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(path, PROFILE)
+    assert read_profile(path) == PROFILE
+    for content, reason in (
+        ("{", "Expecting"),
+        ("[]", "is no profile"),
+        ('{"name": "x"}', "missing"),
+        ('{"name": "x", "speed": 1}', "speed is not known"),
+        (path.read_text().replace("10.0", "-1"), "ms_per_decode_step is -1"),
+        (path.read_text().replace("10.0", "NaN"), "ms_per_decode_step is nan"),
+        (path.read_text().replace("4096", "0.5"), "num_blocks is 0.5"),
+    ):
+        bad = tmp_path / "bad.json"
+        bad.write_text(content)
+        with pytest.raises(ConfigError, match=reason):
+            read_profile(bad)
+
+
+def test_a_table_of_measurements_is_fitted(tmp_path: Path) -> None:
+    rows = ["model,hardware,prompt_size,batch_size,prompt_time,token_time"]
+    rows += [
+        f"m,h,{size},{batch},{5 + 0.2 * size * batch},{30 + 2 * (batch - 1)}" for size in (128, 512) for batch in (1, 4)
+    ]
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(rows) + "\n")
+    profile = read_profile(path, "m:h")
+    assert profile.ms_per_prefill_step == pytest.approx(5)
+    assert profile.ms_per_prefill_token == pytest.approx(0.2)
+    assert profile.ms_per_decode_step == pytest.approx(30)
+    assert profile.ms_per_decode_sequence == pytest.approx(2)
+    with pytest.raises(ConfigError, match="has m:h; name one"):
+        read_profile(path, "m:other")
