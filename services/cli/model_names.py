@@ -81,7 +81,10 @@ def _hub_model(name: str) -> ResolvedModel:
         path = pathlib.Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UnknownModel(f"{name!r} is not on this machine, and the hub did not give it: {reason}") from error
+        raise UnknownModel(
+            f"{name!r} is not on this machine, and the hub did not give it: {reason}; `baton models list` shows what "
+            f"is here, and {DEFAULT_MODEL} is fetched by its name"
+        ) from error
     if not is_complete(path):
         raise UnknownModel(f"{name!r} has no config.json with safetensors weights on the hub")
     return ResolvedModel(name, path)

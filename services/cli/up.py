@@ -50,6 +50,7 @@ from services.core.config import (
 from services.core.config import device as is_device
 from services.core.config import port as is_port
 from services.core.errors import ConfigError
+from services.core.printable import printable
 
 _EXIT_INTERRUPTED = 130
 
@@ -125,6 +126,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     roles = plan_workers(config.prefill, config.decode, config.mixed)
     _require_free(config, *_plan_ports(config, roles))  # a wrong flag is reported before a long download
     cluster_token(config.cluster_token_file)  # and so is a token file that must not be used
+    _require_writable(config.trace_file)
     demand_torch("a worker")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     model = resolve_model(config.model)
@@ -194,10 +196,20 @@ def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int
             with socket.socket(family, kind) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind(address)
+        except socket.gaierror as error:
+            raise ConfigError(f"--host: {printable(host)} does not resolve here: {error.strerror}") from error
         except OSError as error:
             raise ConfigError(
                 f"{flag}: cannot listen on {join(host, port)}: {error.strerror}; 0 picks a free one"
             ) from error
+
+
+def _require_writable(trace_file: str) -> None:
+    if trace_file:
+        try:
+            open(trace_file, "ab").close()
+        except OSError as error:
+            raise ConfigError(f"--trace-file: {printable(trace_file)}: {error.strerror}") from error
 
 
 def _worker_flags(config: UpConfig) -> tuple[str, ...]:

@@ -185,7 +185,8 @@ def replays_with_other_weights() -> Bug:
     def unbound(self: Request, num_tokens: int) -> Job:
         return dataclasses.replace(job(self, num_tokens), fingerprint=None)
 
-    return both(replaced(Request, "job", unbound), replaced(Book, "_bind", lambda self, request, worker: None))
+    ignored = replaced(Book, "_fix_fingerprint", lambda self, request, worker: None)
+    return both(replaced(Request, "job", unbound), ignored)
 
 
 def waits_for_ever_for_a_silent_leg() -> Bug:

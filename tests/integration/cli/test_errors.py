@@ -44,6 +44,8 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         (["up", "--port", "70000"], 2, "--port: 70000 must be in [0, 65535]"),
         (["up", "--metrics-port", "65535"], 2, "--metrics-port: "),
         (["up", "--port", "0", "--model", "/no/such/model"], 2, "--model: '/no/such/model'"),
+        (["up", "--host", "host.invalid"], 2, "--host: host.invalid does not resolve here"),
+        (["up", "--port", "0", "--trace-file", "/no/folder/t"], 2, "--trace-file: /no/folder/t: No such file"),
         (["up", "--transport", "pigeon"], 2, "--transport: 'pigeon' is not one of auto, shm, grpc"),
         (["up", "--device", "tpu"], 2, "--device: 'tpu' must be cpu, cuda, or one GPU such as cuda:0"),
         (["decode", "--device", "cuda:x"], 2, "--device: 'cuda:x' must be cpu, cuda, or one GPU such as cuda:0"),
