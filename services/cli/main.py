@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "models": ("services.cli.models", "list the models on this machine, or fetch one"),
 }
 
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC)
+_UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC)
 """What a folder that cannot be written, or is none, answers."""
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

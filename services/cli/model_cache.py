@@ -44,12 +44,13 @@ def models_dir(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
 
 
 def read_entry(path: pathlib.Path) -> ResolvedModel | None:
-    """Returns the finished cache entry at `path`, or None."""
+    """Returns the finished cache entry at `path`; None if there is none, or if it is damaged: it is then made again."""
     try:
         entry = json.loads((path / ENTRY_FILE).read_text())
-    except FileNotFoundError:
+        whole = all((path / name).stat().st_size == size for name, size in entry.get("files", {}).items())
+        return ResolvedModel(str(entry["model_id"]), path) if whole else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return ResolvedModel(entry["model_id"], path)
 
 
 def list_models(root: pathlib.Path) -> list[ResolvedModel]:
@@ -75,7 +76,8 @@ def new_entry(target: pathlib.Path, model_id: str, source: str) -> Iterator[path
         workspace.mkdir()
         try:
             yield workspace
-            entry = {"model_id": model_id, "source": source}
+            files = {file.name: file.stat().st_size for file in (workspace / "model").iterdir()}
+            entry = {"model_id": model_id, "source": source, "files": files}
             (workspace / "model" / ENTRY_FILE).write_text(json.dumps(entry) + "\n")
             shutil.rmtree(target, ignore_errors=True)  # without an entry file it is no entry
             (workspace / "model").rename(target)

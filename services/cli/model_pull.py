@@ -134,6 +134,8 @@ def _size_of(directory: pathlib.Path) -> int:
 def _last_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
+    if errors and errors[-1] == "ERROR: Exception:":  # pip's own failure: the reason is the traceback's last line
+        errors = [line for line in lines if "Error" in line]
     return (errors or lines or ["pip said nothing"])[-1]
 
 

