@@ -139,18 +139,14 @@ def test_environment_variables_are_named_in_errors() -> None:
 
 
 def test_unforeseen_error_is_one_line_too() -> None:
-    """The command's module has no `main`, which nobody foresaw."""
-    code = "import sys; from services.cli import main as m; m.COMMANDS['models'] = ('json', ''); sys.exit(m.main(['models']))"
+    """The error of a command whose module has no `main` is told like any other."""
+    code = (
+        "from services.cli import main as m; m.COMMANDS['models'] = ('json', ''); raise SystemExit(m.main(['models']))"
+    )
 
-    def run(**environ: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=os.environ | environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True, check=False)
 
     process = run()
     assert process.returncode == 1
