@@ -68,6 +68,8 @@ PROMPTS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--start-s", type=float, default=START_S, help="time the cluster may take to be ready, seconds")
+    # What tells it to stop must end the cluster too: `run` does that on its way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(parser.parse_args().start_s)
     except DemoFailed as error:

@@ -1,5 +1,5 @@
-"""Runs `python -m services.cli.convert GGUF OUT`: one conversion in its own process, whose end frees
-torch's memory.
+"""Runs `python -m services.cli.convert GGUF OUT LIFELINE`: one conversion in its own process, whose end frees torch's
+memory. It ends with the process that has the other end of the pipe LIFELINE.
 
 Owns: nothing. It prints the reason of a failure as one line on stdout, for the parent; progress goes to stderr.
 """
@@ -11,11 +11,13 @@ import pathlib
 import sys
 
 from services.core.errors import BatonError
+from services.core.lifecycle import Lifecycle
 from services.engine.cpu.openmp import expect_shared_cores
 
 
 def main() -> int:
     gguf, out = map(pathlib.Path, sys.argv[1:3])
+    Lifecycle(lifeline_fd=int(sys.argv[3]), orphan_grace_s=0.0).watch_lifeline()
     try:
         expect_shared_cores()
         from services.engine.model.gguf_conversion import convert_gguf  # loads torch

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
+from services.cli.child import Lifeline
 from services.cli.worker_packages import demand_torch
 from services.core.errors import UnknownModel
 from services.core.home import baton_home
@@ -89,8 +90,19 @@ def convert_gguf(gguf: pathlib.Path, out: pathlib.Path) -> None:
     """Converts in a child process, which shows its progress on stderr, and keeps the quantised weights beside those in
     16 bits. Raises UnknownModel with the reason."""
     demand_torch("converting a GGUF file")
-    command = [sys.executable, "-m", "services.cli.convert", str(gguf), str(out)]
-    process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    lifeline = Lifeline()
+    command = [sys.executable, "-m", "services.cli.convert", str(gguf), str(out), str(lifeline.read_fd)]
+    try:
+        process = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=(lifeline.read_fd,),
+            check=False,
+        )
+    finally:
+        lifeline.close()
     if process.returncode != 0:
         reason = process.stdout.strip() or f"exit status {process.returncode}"
         raise UnknownModel(f"conversion of {gguf.name} failed: {reason}")

@@ -1,13 +1,19 @@
-"""Tests what `make demo` says when its cluster does not become ready."""
+"""Tests what `make demo` says when its cluster does not become ready, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
 import pathlib
+import signal
+import subprocess
 import sys
 
+import psutil
 import pytest
 
 from scripts import demo
+from tests.support import ROOT
+
+_LONG_S = 60.0
 
 
 def _wait(program: str, start_s: float, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -30,3 +36,20 @@ def test_a_cluster_that_ends_is_told_from_one_that_is_slow(
         _wait("import sys; print('no such port', file=sys.stderr); sys.exit(3)", 60.0, tmp_path, monkeypatch)
     with pytest.raises(demo.DemoFailed, match=r"was not ready within 0\.2 s\. .* DEMO_ARGS='--start-s 0\.6'"):
         _wait("import time; time.sleep(60)", 0.2, tmp_path, monkeypatch)
+
+
+def test_a_demo_that_is_told_to_stop_takes_its_cluster_along(tmp_path: pathlib.Path) -> None:
+    """A time limit, as CI has it, sends SIGTERM."""
+    program = f"import os, time; print('pid', os.getpid(), flush=True); time.sleep({_LONG_S})"
+    code = (
+        "import pathlib, sys; from scripts import demo; "
+        f"demo.BATON = (sys.executable, '-S', '-c', {program!r}); "
+        f"demo.LOG_FILE = demo.TRACE_FILE = pathlib.Path({str(tmp_path / 'file')!r}); sys.exit(demo.main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = next(int(words[1]) for words in map(str.split, process.stdout) if words[:1] == ["pid"])
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(child)

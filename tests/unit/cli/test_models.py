@@ -8,6 +8,7 @@ import hashlib
 import json
 import multiprocessing
 import multiprocessing.synchronize
+import os
 import pathlib
 import subprocess
 import sys
@@ -261,3 +262,20 @@ def test_hub_snapshot_must_hold_every_shard(tmp_path: pathlib.Path) -> None:
     assert not model_names.is_complete(tmp_path)
     (tmp_path / "2.safetensors").touch()
     assert model_names.is_complete(tmp_path)
+
+
+def test_a_conversion_does_not_outlive_whoever_asked(tmp_path: pathlib.Path) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(write_fd)
+    command = [
+        sys.executable,
+        "-m",
+        "services.cli.convert",
+        str(tmp_path / "none.gguf"),
+        str(tmp_path / "out"),
+        str(read_fd),
+    ]
+    child = subprocess.run(command, pass_fds=(read_fd,), capture_output=True, timeout=60)
+    os.close(read_fd)
+    assert child.returncode == 1
+    assert child.stdout == b"", "it ended before it could complain of the file"
