@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "health": ("services.cli.health", "ask one process whether it serves (for container checks)"),
     "trace": ("services.cli.trace", "show where a request spent its time"),
     "simulate": ("services.cli.simulate", "run a trace through a cluster in virtual time"),
+    "plan": ("services.cli.plan_cluster", "find the cheapest cluster that serves a trace within an objective"),
     "calibrate": ("services.cli.calibrate", "write what a running cluster's steps cost, for simulate"),
     "models": ("services.cli.models", "list the models on this machine, or fetch one"),
 }

@@ -24,30 +24,14 @@ _MOST_WORKERS = 1024
 
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Answers how fast a cluster would serve a trace, in virtual time.")
-    parser.add_argument("--trace", default="", metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
-    parser.add_argument(
-        "--requests", type=int, default=2000, metavar="N", help="without a trace: made-up requests (default: 2000)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up requests (default: 0)")
+    add_workload(parser)
     for role in ("prefill", "decode", "mixed"):
         parser.add_argument(f"--{role}", type=int, default=0, metavar="N", help=f"{role} workers")
-    parser.add_argument(
-        "--profile",
-        default=str(baton_home() / PROFILE),
-        metavar="FILE",
-        help="what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
-        "(default: profile.json in BATON_HOME)",
-    )
-    parser.add_argument("--decode-profile", default="", metavar="FILE", help="of decode workers, if it is another")
-    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times the arrivals a second")
-    parser.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times prompt and output lengths")
-    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all of it)")
-    parser.add_argument("--most-tokens", type=int, default=32768, metavar="N", help="most tokens of a request")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
     arguments = parser.parse_args(argv)
-    plan, trace = _plan(arguments), _trace(arguments)
+    plan, trace = _plan(arguments), read_workload(arguments)
     outcome = simulate(plan, trace, _progress(len(trace)))
     objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
     figures = summary(plan, outcome, objective)
@@ -60,6 +44,27 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what is served, and by what kind of workers."""
+    parser.add_argument("--trace", default="", metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
+    parser.add_argument(
+        "--requests", type=int, default=2000, metavar="N", help="without a trace: made-up requests (default: 2000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up requests (default: 0)")
+    parser.add_argument(
+        "--profile",
+        default=str(baton_home() / PROFILE),
+        metavar="FILE",
+        help="what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
+        "(default: profile.json in BATON_HOME)",
+    )
+    parser.add_argument("--decode-profile", default="", metavar="FILE", help="of decode workers, if it is another")
+    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times the arrivals a second")
+    parser.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times prompt and output lengths")
+    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all of it)")
+    parser.add_argument("--most-tokens", type=int, default=32768, metavar="N", help="most tokens of a request")
+
+
 def _plan(arguments: argparse.Namespace) -> SimPlan:
     counts = [arguments.prefill, arguments.decode, arguments.mixed]
     if not any(counts):
@@ -70,18 +75,22 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
     prefill, decode, mixed = counts
     if not (decode or mixed):
         raise ConfigError("--decode: somebody must decode; give --decode or --mixed")
-    of_decode = _profile(arguments.decode_profile, "--decode-profile") if arguments.decode_profile else None
-    return SimPlan(prefill, decode, mixed, profile=_profile(arguments.profile, "--profile"), decode_profile=of_decode)
+    of_decode = read_profile_flag(arguments.decode_profile, "--decode-profile") if arguments.decode_profile else None
+    return SimPlan(
+        prefill, decode, mixed, profile=read_profile_flag(arguments.profile, "--profile"), decode_profile=of_decode
+    )
 
 
-def _profile(named: str, flag: str) -> WorkerProfile:
+def read_profile_flag(named: str, flag: str) -> WorkerProfile:
+    """Returns the profile that FILE or FILE.csv#MODEL:HARDWARE names. Raises ConfigError, which names the flag."""
     path, _, name = named.partition("#")
     if not Path(path).is_file():
         raise ConfigError(f"{flag}: no file {path}; `baton calibrate` writes one from a running cluster")
     return read_profile(Path(path), name)
 
 
-def _trace(arguments: argparse.Namespace) -> list[TracedRequest]:
+def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
+    """Returns the requests that the flags of `add_workload` name. Raises ConfigError, which names the flag."""
     for flag in ("rate_scale", "length_scale"):
         if not 0 < getattr(arguments, flag) <= 1e6:
             raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")

@@ -1,0 +1,86 @@
+"""Tests `baton plan`: the cheapest cluster that meets an objective, by trying them all, and what it says of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import plan_cluster
+from services.core.errors import ConfigError
+from services.sim.cluster import SimPlan, simulate
+from services.sim.profile import WorkerProfile, write_profile
+from services.sim.report import Objective, summary
+from services.sim.search import Goal, search
+from services.sim.trace import synthetic_trace
+
+PROFILE = WorkerProfile("cpu", 0.2, 10.0, 0.2)
+TRACE = [dataclasses.replace(each, at_s=each.at_s / 6) for each in synthetic_trace(200)]
+GOAL = Goal({"ttft_p95": 800.0, "itl_p99": 40.0})
+
+
+def meets(plan: SimPlan) -> bool:
+    return GOAL.margin(summary(plan, simulate(plan, TRACE), Objective(1.0, 1.0))) >= 0
+
+
+def test_the_cheapest_is_found_as_by_trying_them_all() -> None:
+    most = 5
+    found = search(TRACE, PROFILE, None, GOAL, most)
+    all_plans = [SimPlan(p, d, 0, profile=PROFILE) for p in range(1, most) for d in range(1, most - p + 1)]
+    all_plans += [SimPlan(0, 0, m, profile=PROFILE) for m in range(1, most + 1)]
+    good = [plan for plan in all_plans if meets(plan)]
+    assert found.best is not None
+    assert found.best.plan.cost_per_hour == min(plan.cost_per_hour for plan in good)
+    assert meets(found.best.plan)
+    assert found.runner_up is not None
+    assert found.runner_up.plan != found.best.plan
+    assert meets(found.runner_up.plan)
+    assert found.num_simulated <= len(all_plans) + 1
+
+
+def test_the_unsplit_alternative_costs_no_more() -> None:
+    found = search(TRACE, PROFILE, None, GOAL, 6)
+    assert found.best is not None
+    assert found.unsplit is not None, "a split cluster is the cheapest here"
+    assert found.unsplit.plan.cost_per_hour <= found.best.plan.cost_per_hour
+    assert (found.unsplit.plan.prefill, found.unsplit.plan.decode) == (0, 0)
+    assert found.unsplit.margin < 0, "a prompt's chunk takes longer than a gap between tokens may"
+
+
+def run(tmp_path: Path, *arguments: str) -> int:
+    path = tmp_path / "profile.json"
+    write_profile(path, PROFILE)
+    return plan_cluster.main(
+        ["--profile", str(path), "--requests", "150", "--rate-scale", "6", *arguments], "baton plan"
+    )
+
+
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slo = ["--slo", "ttft_p95=800ms,itl_p99=0.04s"]
+    assert run(tmp_path, *slo) == 0
+    printed = capsys.readouterr().out
+    assert "cheapest   " in printed
+    assert "runner-up  " in printed
+    assert run(tmp_path, *slo, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["best"]["margin"] >= 0
+    assert run(tmp_path, "--slo", "ttft_p50=0.001ms") == 1
+    assert "no cluster of at most 8 workers meets ttft_p50 <= 0.001 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--slo", "ttft=5ms"], "--slo: 'ttft=5ms' is not like ttft_p95=500ms"),
+        (["--slo", "ttft_p42=5ms"], "--slo: 'ttft_p42=5ms'"),
+        (["--slo", "ttft_p95=0ms"], "must be above 0"),
+        (["--slo", "ttft_p95=5ms", "--cost", "mixed=1"], "--cost: 'mixed=1'"),
+        (["--slo", "ttft_p95=5ms", "--max-workers", "0"], "--max-workers: 0 is not from 1 to 64"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, arguments: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        run(tmp_path, *arguments)
