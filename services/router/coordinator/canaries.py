@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from services.core.errors import BatonError, DeadlineExceeded, Draining
+from services.core.errors import BatonError, DeadlineExceeded, Draining, ProtocolViolation
 from services.router.coordinator.actions import HandoffRef, SendLeg
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
@@ -205,6 +205,9 @@ class Canaries:
     def _prefill_event(self, canary: Canary, worker: Worker, event: LegEvent, now: float) -> None:
         match event:
             case PrefillStarted():
+                if canary.begun or canary.decode_leg:
+                    self._failed(canary, worker, ProtocolViolation("a second lease"), now)
+                    return
                 canary.begun = True
                 if canary.target is not None:
                     self._send_decode(canary, HandoffRef(event.lease_id, event.source))

@@ -218,7 +218,8 @@ class Coordinator:
         self, worker: Worker | None, leg: int, request: Request | None, where: str, error: Exception, now: float
     ) -> None:
         if worker is not None:
-            self._canaries.give_up(worker, leg)
+            with self._book.isolated(where, None, now):
+                self._canaries.give_up(worker, leg)
         self._book.spoil(where, request, error, now)
 
     def drain(self, worker_id: str, now: float) -> None:

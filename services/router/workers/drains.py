@@ -77,7 +77,9 @@ class Drains:
 
     def link_opened(self, link: WorkerLink) -> None:
         """Asks a draining worker to leave again, if it is back from a broken session that may have lost the request."""
-        if any(worker.info is link.info and worker.draining for worker in self._coordinator.workers()):
+        process = (link.info.worker_id, link.info.incarnation)
+        known = self._coordinator.workers()
+        if any((each.info.worker_id, each.info.incarnation) == process and each.draining for each in known):
             link.send_leave(_REPEATED_LEAVE_S)
 
     def link_lost(self, link: WorkerLink, reason: str) -> None:

@@ -299,3 +299,15 @@ def test_a_transfer_that_hangs(bench: Deep, who_notices: str) -> None:
     assert pair is not None
     assert (pair.health.num_failures, pair.health.reason) == (1, "no transfer within 10 s")
     assert bench.coordinator.worker("e").health.num_failures == 0
+
+
+def test_a_worker_that_opens_a_second_lease_for_a_canary_has_failed() -> None:
+    """Each lease would make one more decode leg, of which nobody would hear the end."""
+    bench = Deep()
+    bench.add("p", Role.PREFILL)
+    bench.add("d", Role.DECODE)
+    prefill = bench.canary(Role.PREFILL)
+    bench.say("p", *[started(prefill)] * 1000)
+    assert len(bench.take_legs(Role.DECODE)) == 1
+    assert not bench.coordinator._canaries._legs
+    assert bench.coordinator.worker("p").health.reason == "canary: PROTOCOL_VIOLATION: a second lease"

@@ -376,3 +376,27 @@ def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
         return
     bench.run()
     assert {answer.reason for answer in bench.answers.values()} == {"length"}
+
+
+def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.router.coordinator import handoff
+
+    bench.watch()
+    for request_id in ALL:
+        bench.submit(request_id)
+    bad_leg, real = bench.leg("prefill", POISONED), handoff.leg_event
+
+    def raises(*arguments: Any) -> None:
+        if arguments[2].leg == bad_leg:
+            raise Poison("event")
+        real(*arguments)
+
+    def fails(*_: Any) -> None:
+        raise Poison("canary")
+
+    monkeypatch.setattr(handoff, "leg_event", raises)
+    monkeypatch.setattr(bench.coordinator._canaries, "give_up", fails)
+    bench.run()
+    bench.assert_only_the_poisoned_suffers()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
 from services.router.policy import Role
 from services.router.policy.health import HealthConfig
+from services.router.workers.drains import Drains
 from tests.support.router_bench import Bench, started, tokens
 
 
@@ -67,3 +70,18 @@ def test_pairs_follow_the_roles() -> None:
     assert pairs() == {("b", "a")}
     bench.submit()
     assert bench.take_leg(Role.PREFILL).worker_id == "b"
+
+
+def test_a_draining_worker_that_changes_its_roles_is_asked_to_leave_again() -> None:
+    """Its description is another record then; it is known by its name and its incarnation."""
+    bench = Bench()
+    bench.join("w", Role.PREFILL)
+    asked: list[float] = []
+    link: Any = SimpleNamespace(info=bench.infos["w"], send_leave=asked.append)
+    drains = Drains(bench.coordinator, bench.clock, lambda: None)
+    drains.link_opened(link)
+    assert not asked
+    bench.coordinator.drain("w", bench.now)
+    change(bench, "w", Role.MIXED)
+    drains.link_opened(link)
+    assert len(asked) == 1
