@@ -246,22 +246,22 @@ class WorkerTable:
         if worker.info.roles is info.roles:
             return
         worker.info = replace(worker.info, roles=info.roles, description=info.description)
-        if not info.roles.can_decode:
-            worker.sources = Pairs()
-        for other in self._workers.values():
-            if not info.roles.can_prefill and other.sources.forget(info.worker_id):
-                self._changed(other.info.worker_id)
         if worker.has_session:
-            self._meet_others(worker, now)
+            self._pair_up(worker, now)
         self._changed(worker.info.worker_id)
 
     def open(self, worker: Worker, now: float) -> None:
         worker.proven = True
-        self._meet_others(worker, now)
+        self._pair_up(worker, now)
         self._set_state(worker, WorkerState.DRAINING if worker.draining else WorkerState.READY, now)
 
-    def _meet_others(self, worker: Worker, now: float) -> None:
+    def _pair_up(self, worker: Worker, now: float) -> None:
+        """Makes the pairs that follow from the worker's roles, and drops those of roles that it had before."""
+        if not worker.info.roles.can_decode:
+            worker.sources = Pairs()
         for other in self._workers.values():
+            if not worker.info.roles.can_prefill and other.sources.forget(worker.info.worker_id):
+                self._changed(other.info.worker_id)
             if other.has_session:
                 worker.sources.meet(other.info, worker.info, self._pair_health, now)
                 other.sources.meet(worker.info, other.info, self._pair_health, now)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
 from services.router.policy import Role
 from services.router.policy.health import HealthConfig
@@ -85,3 +87,18 @@ def test_a_draining_worker_that_changes_its_roles_is_asked_to_leave_again() -> N
     change(bench, "w", Role.MIXED)
     drains.link_opened(link)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(Role.MIXED, Role.DECODE), (Role.MIXED, Role.PREFILL)])
+def test_a_worker_that_is_back_with_other_roles_has_the_pairs_of_these_alone(before: Role, after: Role) -> None:
+    """The same process was lost meanwhile. A pair of a role that it has no more would be probed and blamed for ever."""
+    bench = Bench()
+    for worker_id, roles in (("w", before), ("p", Role.PREFILL), ("d", Role.DECODE)):
+        bench.join(worker_id, roles)
+    bench.lose("w", crashed=False)
+    bench.infos["w"] = replace(bench.infos["w"], roles=after)
+    assert bench.coordinator.worker_joined(bench.infos["w"], bench.now)
+    bench.coordinator.session_opened("w", 1, bench.now)
+    workers = bench.coordinator.workers()
+    pairs = {(pair.source.worker_id, each.info.worker_id) for each in workers for pair in each.sources.all()}
+    assert pairs == {("p", "d"), ("p", "w") if after is Role.DECODE else ("w", "d")}
