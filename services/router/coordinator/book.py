@@ -140,6 +140,7 @@ class Book:
             tokens_to_prefill = len(token_ids)
         else:
             assert source.lease is not None
+            source.lease.was_offered = True
             token_ids, output_base = source.token_ids, source.output_base
             handoff = HandoffRef(source.lease.lease_id, source.lease.source)
             age_s = now - request.waiting_since_s

@@ -151,6 +151,10 @@ def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tok
 
 
 def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseEnded, now: float) -> None:
+    if event.reason is LeaseEnd.RELEASED and (leg.lease is None or not leg.lease.was_offered):
+        # Uncounted, the worker could end its leases again and again, and the request would be computed for ever.
+        prefill_failed(book, request, leg, ProtocolViolation("a lease is released that nobody had"), now, cancel=True)
+        return
     if event.reason is not LeaseEnd.RELEASED:
         decode = request.decode
         if leg.lease is not None and leg.lease.num_failed_imports:
@@ -197,6 +201,9 @@ def _import_failed(
     book: Book, request: Request, leg: PlacedDecode, worker: Worker, event: ImportFailed, now: float
 ) -> None:
     source = request.prefill
+    if not leg.has_handoff or (source is None and leg.orphaned_s is None):
+        decode_failed(book, request, leg, ProtocolViolation("an import fails that is not under way"), now, cancel=True)
+        return
     if source is not None and isinstance(event.error, Draining):
         leaves(book, source.worker, now)
     if not isinstance(event.error, (Draining, Cancelled, *FATAL)):

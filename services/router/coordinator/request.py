@@ -55,6 +55,8 @@ class HeldLease:
     source: types_pb2.KVSource
     opened_s: float
     num_failed_imports: int = 0
+    was_offered: bool = False
+    """Whether a decode leg was ever sent for it."""
 
 
 @dataclass(slots=True)

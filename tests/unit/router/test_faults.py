@@ -12,8 +12,10 @@ from services.core.errors import (
     LeaseInvalid,
     Overloaded,
     StepFailed,
+    TransferFailed,
+    WorkerFailed,
 )
-from services.router.coordinator.actions import CancelLeg
+from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -22,6 +24,7 @@ from services.router.coordinator.events import (
     ImportReady,
     LeaseEnd,
     LeaseEnded,
+    LegEvent,
     LegFailed,
     Tokens,
 )
@@ -327,3 +330,34 @@ def test_a_lost_mixed_worker_counts_once_for_both_its_legs() -> None:
     assert not bench.failed
     bench.wait(1.0)
     assert bench.take_leg(Role.PREFILL).worker_id != decode.worker_id
+
+
+def lies_of(leg: SendLeg, lie: str) -> list[LegEvent]:
+    """Returns what a worker says of a leg that ends in a way that cannot be."""
+    failed = ImportFailed(leg.leg, lease_alive=False, error=TransferFailed("x"))
+    released = LeaseEnded(leg.leg, b"", LeaseEnd.RELEASED)
+    if leg.phase is Role.DECODE:
+        ready = [DecodeAdmitted(leg.leg), ImportReady(leg.leg)] if leg.handoff is not None else []
+        return [*ready, failed]
+    if lie == "it was never offered":
+        return [started(leg), released]
+    return [released] if lie == "there is no lease" else [started(leg), tokens(leg, 7)]
+
+
+@pytest.mark.parametrize("lie", ["there is no lease", "it was never offered", "the import is over", "no handoff"])
+def test_a_worker_cannot_have_a_request_computed_for_ever(lie: str) -> None:
+    """An end that cannot be counts as a failure. Otherwise the request would be placed again as often as it is told."""
+    bench = Bench()
+    if lie != "no handoff":
+        bench.join("p", Role.PREFILL)
+    bench.join("d", Role.DECODE)
+    bench.submit()
+    for _ in range(100):
+        if "r" in bench.failed:
+            break
+        for leg in bench.take_all(SendLeg):
+            bench.say(leg.worker_id, *lies_of(leg, lie))
+        bench.wait(0.5)
+        for worker_id in bench.infos:
+            bench.load(worker_id)
+    assert isinstance(bench.failed.get("r"), WorkerFailed), "it is tried for ever"
