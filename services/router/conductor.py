@@ -133,6 +133,7 @@ class Conductor:
     def register(self, info: WorkerInfo) -> None:
         """Takes a worker's registration, and dials the worker unless this process of it is known already."""
         if not self.coordinator.worker_joined(info, self._clock.now()):
+            self.act()  # its roles may be new
             return
         # Its process has ended, or the coordinator has forgotten it to make room.
         for worker_id in (info.worker_id, *(self.links.keys() - self.coordinator.worker_ids())):

@@ -67,6 +67,10 @@ class Canary:
     answer: list[Said] = field(default_factory=list)
     """What was received, from output position 0 on."""
 
+    def asked_for(self, tokens: Tokens) -> bool:
+        """Returns whether they are within the answer that was asked for, which is all that is kept of any."""
+        return 0 <= tokens.position <= self.num_asked - len(tokens.token_ids)
+
     def hear(self, tokens: Tokens) -> None:
         """Adds tokens to the answer, except those received before: both workers of a handoff report token 0."""
         if tokens.position <= len(self.answer):
@@ -211,11 +215,13 @@ class Canaries:
                 canary.begun = True
                 if canary.target is not None:
                     self._send_decode(canary, HandoffRef(event.lease_id, event.source))
-            case Tokens():
+            case Tokens() if canary.asked_for(event):
                 canary.sealed = True
                 canary.hear(event)
                 if canary.target is None:
                     self._passed(canary, now)
+            case Tokens():
+                self._failed(canary, worker, ProtocolViolation("tokens beyond those asked for"), now)
             case LegFailed():
                 self._failed(canary, worker, event.error, now)
 
@@ -231,10 +237,12 @@ class Canaries:
                 self._import_failed(canary, event.error, now)
             case LegFailed():
                 self._failed(canary, worker, event.error, now)
-            case Tokens():
+            case Tokens() if canary.asked_for(event):
                 canary.hear(event)
                 if event.finish is not None:
                     self._passed(canary, now, event.finish.timings)
+            case Tokens():
+                self._failed(canary, worker, ProtocolViolation("tokens beyond those asked for"), now)
 
     def worker_gone(self, worker_id: str) -> None:
         """Ends the canaries of a worker that is gone. They say nothing of its health; the loss counts by itself."""

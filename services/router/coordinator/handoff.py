@@ -136,7 +136,9 @@ def _prefill_started(book: Book, request: Request, leg: PlacedPrefill, event: Pr
 
 
 def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tokens, now: float) -> None:
-    if leg.lease is None or leg.sealed_s is not None or not _fits(request, event, book.config.vocab_size):
+    is_token_0 = len(event.token_ids) == 1 and event.position == leg.output_base
+    too_early_or_late = leg.lease is None or leg.sealed_s is not None
+    if too_early_or_late or not is_token_0 or not _fits(request, event, book.config.vocab_size):
         prefill_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
     if _receive(book, request, event, now):

@@ -311,3 +311,15 @@ def test_a_worker_that_opens_a_second_lease_for_a_canary_has_failed() -> None:
     assert len(bench.take_legs(Role.DECODE)) == 1
     assert not bench.coordinator._canaries._legs
     assert bench.coordinator.worker("p").health.reason == "canary: PROTOCOL_VIOLATION: a second lease"
+
+
+@pytest.mark.parametrize("phase", [Role.PREFILL, Role.DECODE])
+def test_an_answer_beyond_what_was_asked_is_not_kept(phase: Role) -> None:
+    bench = Deep()
+    bench.join("w", phase)
+    command = bench.canary(phase)
+    if phase is Role.PREFILL:
+        bench.say("w", started(command))
+    bench.say("w", tokens(command, *range(1, 8001)))
+    assert not bench.coordinator._canaries._legs
+    assert bench.coordinator.worker("w").health.reason == "canary: PROTOCOL_VIOLATION: tokens beyond those asked for"

@@ -333,12 +333,11 @@ def test_a_lost_mixed_worker_counts_once_for_both_its_legs() -> None:
 
 
 def lies_of(leg: SendLeg, lie: str) -> list[LegEvent]:
-    """Returns what a worker says of a leg that ends in a way that cannot be."""
+    """Returns what a worker says that ends a leg as it cannot end."""
     failed = ImportFailed(leg.leg, lease_alive=False, error=TransferFailed("x"))
     released = LeaseEnded(leg.leg, b"", LeaseEnd.RELEASED)
     if leg.phase is Role.DECODE:
-        ready = [DecodeAdmitted(leg.leg), ImportReady(leg.leg)] if leg.handoff is not None else []
-        return [*ready, failed]
+        return [failed] if leg.handoff is None else [DecodeAdmitted(leg.leg), ImportReady(leg.leg), failed]
     if lie == "it was never offered":
         return [started(leg), released]
     return [released] if lie == "there is no lease" else [started(leg), tokens(leg, 7)]
@@ -346,7 +345,7 @@ def lies_of(leg: SendLeg, lie: str) -> list[LegEvent]:
 
 @pytest.mark.parametrize("lie", ["there is no lease", "it was never offered", "the import is over", "no handoff"])
 def test_a_worker_cannot_have_a_request_computed_for_ever(lie: str) -> None:
-    """An end that cannot be counts as a failure. Otherwise the request would be placed again as often as it is told."""
+    """An end that cannot be is a failure. If it were none, the request would be placed again as often as it is told."""
     bench = Bench()
     if lie != "no handoff":
         bench.join("p", Role.PREFILL)
@@ -361,3 +360,12 @@ def test_a_worker_cannot_have_a_request_computed_for_ever(lie: str) -> None:
         for worker_id in bench.infos:
             bench.load(worker_id)
     assert isinstance(bench.failed.get("r"), WorkerFailed), "it is tried for ever"
+
+
+@pytest.mark.parametrize("said", [(7, 8), ()])
+def test_a_prefill_samples_one_token(bench: Bench, said: tuple[int, ...]) -> None:
+    """More than that would reach the client, and the decode worker would be blamed for repeating one of them."""
+    prefill, _ = bench.handed_over()
+    bench.say(prefill.worker_id, tokens(prefill, *said))
+    assert bench.coordinator.worker(prefill.worker_id).health.reason == "PROTOCOL_VIOLATION: token out of place"
+    assert bench.output["r"] == []
