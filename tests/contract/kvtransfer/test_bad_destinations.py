@@ -1,4 +1,4 @@
-"""Tests bad peers on either side of a transfer: typed errors, bounded time, nothing left, others unharmed."""
+"""Tests bad destinations of a transfer: typed errors, bounded time, nothing left, others unharmed."""
 
 from __future__ import annotations
 

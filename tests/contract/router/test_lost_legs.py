@@ -44,7 +44,7 @@ async def test_a_whole_sequence_that_is_lost_is_placed_again(cluster: Cluster) -
 
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode",), ("mixed",)])
 async def test_a_leg_that_is_never_begun_is_placed_again(cluster: Cluster, roles: tuple[str, ...]) -> None:
-    """The worker has nothing else to do. A decode worker that answers no handoff is in `test_router.py`."""
+    """The worker has nothing else to do."""
     impatient(cluster, answer_timeout_s=0.3)
     workers = [await cluster.add(role) for role in roles]
     workers[0].num_to_sit_on = 1
