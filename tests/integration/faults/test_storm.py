@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.core.hashing import num_blocks_for
 from tests.support.equality import GreedyReference
+from tests.support.models import tiny_model
 from tests.support.patience import Patience
 from tests.support.real_cluster import RealCluster, RouterClient, Status, holds_nothing, real_cluster
 from tests.support.streams import Job, mixed_jobs
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Everybody decodes at once, so nothing but the storm ever waits, is prefilled or is handed over.
 FLAGS = (
-    *("--dtype", "float32", "--threads", "1", "--kv-blocks", "8192", "--max-num-seqs", "512"),
+    *("--dtype", "float32", "--threads", "1", "--kv-blocks", "32768", "--max-num-seqs", "512"),
     *("--max-num-batched-tokens", "1024", "--metrics-port", "0"),
 )
 # The router's own requests would be steps and tokens too.
@@ -35,7 +36,8 @@ ROUTER = ("--no-worker-timeout-s", "240", "--queue-timeout-s", "600", "--silence
 STORM = 250
 PATIENT = 250
 """Beside the storm, with outputs so long that none of them has ended when all is judged."""
-LONGEST = 900
+LONGEST = 4000
+"""Of a stream's tokens: the first streams have 550 before all have begun, and 900 by the end of the storm."""
 ALL_DECODE_WITHIN_S = 120.0
 OVER_WITHIN_S = 5.0
 STEPS = 12
@@ -45,6 +47,18 @@ AS_MANY = 0.98
 """Of the tokens of a step before the storm; a reading may fall between a step and its tokens."""
 AHEAD = 16
 """Tokens of a stream that its client may not have yet."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the package's model with room for longer streams."""
+    longer = {"num_hidden_layers": 12, "max_position_embeddings": 4096}
+    return tiny_model("llama", tmp_path_factory.mktemp("models"), **longer)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> GreedyReference:
+    return GreedyReference(model)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
