@@ -104,6 +104,10 @@ class Coordinator:
         """Returns how long a request may wait for room, in seconds."""
         return self._config.queue_timeout_s
 
+    def block_sizes_to_hash(self) -> frozenset[int]:
+        """Returns the sizes of blocks for which policy looks at prompts' hashes: none, unless it says that it does."""
+        return self._book.workers.block_sizes() if self._config.policy.hash_prompts else frozenset()
+
     def stop_admission(self, why: BatonError | None = None) -> None:
         """Refuses all requests from now on with the error `why`; by default it says that the router is stopping."""
         self._stopping = why or Draining("the router is stopping", retry_after_s=self._config.retry_after_s)

@@ -6,10 +6,12 @@ Messages of `baton.v1` are passed through: pure code never reads them.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
+from services.core.hashing import BlockHash
 from services.router.policy import Fingerprint, Role
 
 if TYPE_CHECKING:
@@ -133,6 +135,8 @@ class RequestSpec:
     deadline_s: float | None = None
     """The deadline on the coordinator's clock; None for none."""
     cache_salt: str = ""
+    block_hashes: Mapping[int, tuple[BlockHash, ...]] = field(default_factory=dict, hash=False)
+    """The hashes of the prompt's full blocks, by block size, for those that `Coordinator.block_sizes_to_hash` names."""
     conversation: str = ""
     """The conversation it belongs to, as the client names it; empty for none."""
     tenant: str = ""

@@ -229,7 +229,7 @@ class Request:
             conversation=self.spec.conversation,
             tenant=self.spec.tenant,
             model=self.spec.model,
-            prompt=self.spec,
+            block_hashes=self.spec.block_hashes,
         )
 
     def next_job(self) -> Job:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from services.core.awake import AwakeTime
 from services.core.errors import Overloaded, UnknownWorker
 from services.router.coordinator.events import WorkerInfo
-from services.router.policy import Cluster, Load, WorkerView
+from services.router.policy import Cluster, Load, PlacedPrompts, WorkerView
 from services.router.policy.health import Health, HealthConfig, HealthRecord
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class Worker:
     legs: dict[int, str] = field(default_factory=dict)
     """The requests' ids by the numbers of their current legs there."""
     predictions: dict[int, Prediction] = field(default_factory=dict)
+    placed: PlacedPrompts | None = None
+    """What it was given lately; None if prompts are not hashed."""
     draining: bool = False
     proven: bool = False
     """Whether it has had a session, so that its description is more than an unchecked statement."""
@@ -183,15 +185,23 @@ class Worker:
             ramp=self.health.ramp,
             barred=self.sources.barred(),
             untried=self.sources.untried(),
+            placed=self.placed,
         )
 
 
 class WorkerTable:
     def __init__(
-        self, health: HealthConfig, on_health: Callable[[str, str, HealthRecord], None] = lambda *_: None
+        self,
+        health: HealthConfig,
+        on_health: Callable[[str, str, HealthRecord], None] = lambda *_: None,
+        *,
+        remember_prompts: bool = False,
     ) -> None:
-        """`on_health(worker id, source id or "", record)` is called at every change of a health record's state."""
+        """`remember_prompts` says that policy looks at what was placed on each worker.
+
+        `on_health(worker id, source id or "", record)` is called at every change of a health record's state."""
         self._health = health
+        self._remember_prompts = remember_prompts
         self._pair_health = replace(health, recheck_s=0.0, starts_slowly=False)
         """A pair has no share of the load that could grow, and its requests show whether it works."""
         self._on_health = on_health
@@ -228,6 +238,8 @@ class WorkerTable:
         """Adds a new incarnation, or a lost one with a new description. The caller has lost the old one before."""
         known = self._workers.get(info.worker_id)
         worker = Worker(info, WorkerState.JOINING, now, HealthRecord(self._health, now), reason="no session yet")
+        if self._remember_prompts:
+            worker.placed = PlacedPrompts(info.num_blocks)
         if known is not None:
             assert not known.legs, "lose a worker before it joins again"
             same = known.info.incarnation == info.incarnation
@@ -417,6 +429,9 @@ class WorkerTable:
             if worker.state is WorkerState.READY:
                 groups.setdefault(worker.info.fingerprint.kv, []).append(worker_id)
         return tuple((kv, tuple(worker_ids)) for kv, worker_ids in sorted(groups.items()))
+
+    def block_sizes(self) -> frozenset[int]:
+        return frozenset(worker.info.block_size for worker in self._workers.values())
 
     def views(self) -> list[WorkerView]:
         return list(self.cluster.views.values())

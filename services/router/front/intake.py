@@ -11,12 +11,13 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
 from services.core.config import DAY_S
 from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
+from services.core.hashing import BlockHash, block_hashes
 from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
 from services.router.catalogue import ServedModel
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 # Tokenising a prompt of at most this many characters costs less than sending it to another thread.
 _INLINE_CHARS = 512
-
+_INLINE_TOKENS = 1024
 
 # Bounds for a prompt that is written to the log.
 MAX_LOGGED_CHARS = 2048
@@ -106,6 +107,7 @@ class Intake:
         token_ids = await self._tokenise(model, incoming.request, deadline_s)
         if not token_ids:
             raise InvalidRequest("prompt", "has no tokens")
+        hashes = await _hashed(model, incoming.request, token_ids)
         incoming.tokenised(len(token_ids))
         request = incoming.request
         ended_s = self._clock.now()
@@ -124,6 +126,7 @@ class Intake:
             priority=request.priority,
             deadline_s=deadline_s,
             cache_salt=request.cache_salt,
+            block_hashes=hashes,
             conversation=request.session,
             tenant=call.caller.tenant,
             model=model.model_id,
@@ -216,6 +219,23 @@ class Intake:
             if trace is not None:
                 trace.failed(error, self._clock.now())
             raise
+
+
+async def _hashed(
+    model: ServedModel, request: inference_pb2.GenerateRequest, token_ids: list[int]
+) -> Mapping[int, tuple[BlockHash, ...]]:
+    """Returns the hashes of the prompt's full blocks for each size of blocks that policy looks at.
+
+    Those of a long prompt are made on a thread: 32,000 tokens take some milliseconds.
+    """
+    sizes = model.conductor.coordinator.block_sizes_to_hash()
+    if not sizes:
+        return {}
+
+    def work() -> dict[int, tuple[BlockHash, ...]]:
+        return {size: tuple(block_hashes(token_ids, size, request.cache_salt)) for size in sizes}
+
+    return work() if len(token_ids) <= _INLINE_TOKENS else await asyncio.to_thread(work)
 
 
 def _given_ids(model: ServedModel, request: inference_pb2.GenerateRequest) -> list[int]:

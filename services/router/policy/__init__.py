@@ -6,6 +6,7 @@ requests, clocks, I/O.
 
 from services.router.policy.cluster import Cluster, WorkerSubset, can_decode, can_prefill, can_take_over
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
+from services.router.policy.placed import PlacedPrompts
 from services.router.policy.placement import (
     nearest_start,
     nearest_to_room,
@@ -25,6 +26,7 @@ __all__ = [
     "HandoffsInFlight",
     "Job",
     "Load",
+    "PlacedPrompts",
     "PolicyConfig",
     "Role",
     "Source",

@@ -214,7 +214,7 @@ class Fit:
         """The workers that could run the whole of it."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
-        self._job = replace(job, prompt=None)  # what is kept must not keep a prompt in memory
+        self._job = replace(job, block_hashes={})  # what is kept must not keep them in memory
         self._takers: dict[tuple[str, str], tuple[str, ...]] = {}
         self._starts: tuple[Start, ...] | None = None
         sources = (Source(view.worker_id, view.host_id, view.fingerprint) for view in views if can_prefill(job, view))

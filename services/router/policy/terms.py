@@ -50,8 +50,24 @@ def trusted(worker: WorkerView, job: Job, source: Source | None, now: float) -> 
     return 1.0 if worker.ramp is None else worker.ramp.at(now)
 
 
+def prefix_placed(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Returns the share of the job's tokens that stand in full blocks of prompts which the worker was given lately."""
+    if worker.placed is None:
+        return 0.0
+    num_blocks = worker.placed.num_blocks(job.block_hashes.get(worker.block_size, ()))
+    return num_blocks * worker.block_size / job.num_tokens
+
+
+def same_conversation(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Returns 1 where the job's conversation was placed lately, else 0."""
+    return 1.0 if worker.placed is not None and worker.placed.has_conversation(job.conversation) else 0.0
+
+
 @dataclass(frozen=True)
 class PolicyConfig:
+    hash_prompts: bool = False
+    """Whether prompts are hashed, and placed prompts remembered, for terms that look at them. No term does by
+    default."""
     max_queued_tokens: int = 8192
     """The most tokens that may wait at a prefill worker before it is given no further prompt: what waits in the router
     instead keeps its priority and its choice of worker.

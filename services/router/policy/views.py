@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from services.core.hashing import BlockHash, block_hashes, num_blocks_for
+from services.core.hashing import BlockHash, num_blocks_for
 from services.router.policy.health import Ramp
+from services.router.policy.placed import PlacedPrompts
 
 _MOST_BLOCK_SIZES = 8
 """The most block sizes for which sums are kept: a cluster has one, or a few."""
@@ -127,6 +127,8 @@ class WorkerView:
     """Workers whose leases it cannot fetch."""
     untried: frozenset[str] = frozenset()
     """Workers whose leases it may be unable to fetch: a last resort until a transfer has succeeded."""
+    placed: PlacedPrompts | None = None
+    """The prompts and conversations that it was given lately; None if prompts are not hashed."""
 
     context_tokens: int = field(init=False)
     """Tokens of the longest sequence that this worker can ever hold, prompt and output together."""
@@ -157,16 +159,6 @@ class WorkerView:
         return num_blocks_for(num_tokens, self.block_size)
 
 
-class PromptTokens(Protocol):
-    """Gives the tokens of a prompt, and the salt that keeps its blocks apart from others'."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def cache_salt(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """Describes a leg that is to be placed. Lengths are in tokens."""
@@ -188,13 +180,9 @@ class Job:
     """The tenant that sent the request; empty for none."""
     model: str = ""
     """The model that is to compute it. No worker of another model may."""
-    prompt: PromptTokens | None = None
-    """The prompt, for a policy that weighs which worker has a part of it cached. Replayed output is not in it."""
-
-    def block_hashes(self, block_size: int) -> list[BlockHash]:
-        """Returns the hashes of the prompt's full blocks, as the workers' prefix caches know them."""
-        prompt = self.prompt
-        return [] if prompt is None else block_hashes(prompt.token_ids, block_size, prompt.cache_salt)
+    block_hashes: Mapping[int, tuple[BlockHash, ...]] = field(default_factory=dict, hash=False)
+    """The hashes of the prompt's full blocks, by block size, as workers' prefix caches know them. Replayed output is
+    not in them. Empty if prompts are not hashed (`PolicyConfig.hash_prompts`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,10 +16,14 @@ import pytest
 from google.rpc import error_details_pb2
 
 from baton.v1 import inference_pb2, types_pb2
+from services.core.hashing import block_hashes
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.policy import Job, PolicyConfig, WorkerView
+from services.router.policy.terms import prefix_placed
 from services.router.text.tokenisation import ModelText
 from services.rpc.status import status_of_call
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, request
-from tests.support.text_model import CONTEXT_TOKENS
+from tests.support.text_model import CONTEXT_TOKENS, byte_tokenizer
 
 LONG = "the baton " * 100
 """Too long to be tokenised on the event loop."""
@@ -221,5 +226,46 @@ async def test_calls_at_once_are_bounded(model: str, gate: Gate) -> None:
     gate.open.set()
     await asyncio.gather(*calls)
     assert (await cluster.inference.Generate(request())).output.text == TEXT
+    await cluster.assert_idle()
+    await cluster.stop()
+
+
+@pytest.mark.parametrize("kind", ["short text", "long text", "ids"])
+async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_blocks(
+    model: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Proves that the hashes which reach policy are those of the prompt, and that a long one's are made on a thread."""
+    hashed: list[tuple[int, bool]] = []
+    jobs: list[Job] = []
+
+    def hashing(token_ids: list[int], block_size: int, cache_salt: str = "") -> list[bytes]:
+        hashed.append((len(token_ids), threading.current_thread() is threading.main_thread()))
+        return block_hashes(token_ids, block_size, cache_salt)
+
+    def look(worker: WorkerView, job: Job, *_: object) -> float:
+        jobs.append(job)
+        return prefix_placed(worker, job, None, 0.0)
+
+    terms = ((1.0, look),)
+    policy = PolicyConfig(hash_prompts=True, prefill_terms=terms, decode_terms=terms)
+    monkeypatch.setattr("services.router.front.intake.block_hashes", hashing)
+    monkeypatch.setattr("services.router.front.intake._INLINE_TOKENS", 64)
+    monkeypatch.setattr("services.router.main.CoordinatorConfig", partial(CoordinatorConfig, policy=policy))
+    cluster = Cluster(replace(CONFIG, model=model))
+    await cluster.start()
+    for role in ("prefill", "decode"):
+        await cluster.add(role)
+    asked = inference_pb2.GenerateRequest(cache_salt="s")
+    if kind == "ids":
+        asked.token_ids.ids.extend([3 + number % 50 for number in range(200)])
+    else:
+        asked.text = LONG if kind == "long text" else "the baton is passed"
+    await cluster.inference.Generate(asked)
+    ids = list(asked.token_ids.ids) or byte_tokenizer().encode(asked.text).ids
+    sizes = {worker.block_size for worker in cluster.router.coordinator._book.workers.views()}
+    assert hashed == [(len(ids), len(ids) <= 64)] * len(sizes)
+    assert jobs
+    for job in jobs:
+        assert job.block_hashes == {size: tuple(block_hashes(ids, size, "s")) for size in sizes}
     await cluster.assert_idle()
     await cluster.stop()

@@ -14,8 +14,6 @@ from services.core.errors import (
     NoWorker,
     Overloaded,
 )
-from services.engine.schedule.prefix import hash_prompt
-from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams
 from services.router.coordinator.actions import CancelLeg, EmitStarted, Stage, StageEnded
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -253,23 +251,3 @@ def test_a_short_absence_does_not_end_a_long_wait(bench: Bench) -> None:
     bench.lose("d")
     bench.wait(20.0)
     assert not bench.failed
-
-
-def test_a_job_knows_its_prompts_blocks_as_a_workers_cache_does() -> None:
-    bench = Bench()
-    bench.submit(num_tokens=37, cache_salt="s", conversation="c", tenant="t")
-    (request,) = bench.coordinator._book.requests.values()
-    job = request.next_job()
-    sequence = Sequence(
-        seq_id=1,
-        token_ids=list(range(37)),
-        num_prompt_tokens=37,
-        sampling=SamplingParams(),
-        stopping=StoppingParams(max_tokens=8),
-        arrival_s=0.0,
-        cache_salt="s",
-    )
-    hash_prompt(sequence, 16)
-    assert len(sequence.hashes) == 2
-    assert job.block_hashes(16) == sequence.hashes
-    assert (job.conversation, job.tenant) == ("c", "t")

@@ -11,7 +11,17 @@ import pytest
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
 from services.router.coordinator.waiting import Alarms
 from services.router.coordinator.workers import REPORT_LAG_S
-from services.router.policy import Cluster, Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
+from services.router.policy import (
+    Cluster,
+    Fingerprint,
+    HandoffsInFlight,
+    Job,
+    Load,
+    PlacedPrompts,
+    Role,
+    Source,
+    WorkerView,
+)
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over
 from tests.support import worker_views
 from tests.support.router_bench import Bench, is_leg, started
@@ -122,6 +132,7 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "predicted_tokens": 1,
         "predicted_sequences": 1,
         "ramp": 0.5,
+        "placed": PlacedPrompts(64),
     }
     cluster = Cluster([prefill, decode])
     for part in (cluster.whole, cluster.without(frozenset({"x"}))):
