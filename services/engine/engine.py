@@ -249,7 +249,7 @@ class Engine:
         events."""
         started_s = self._clock.now()
         self._take_arrivals()
-        self._draft()
+        self._draft(started_s)
         with self._lock:
             plan = self._scheduler.schedule(started_s)
             events = self._scheduler.take_events()
@@ -257,8 +257,8 @@ class Engine:
             # They are reported before the step runs, so that the router can place the decode leg during the first
             # chunk.
             on_step(StepReport(tuple(events), 0, 0, 0, started_s, started_s))
+        self._step_started_s = started_s if plan.sequences else None
         if plan.sequences:
-            self._step_started_s = started_s
             self.tally.scheduled(self._clock.now() - started_s)
         return plan, bool(events)
 
@@ -273,7 +273,7 @@ class Engine:
                 if self._arrivals.pop(sequence.seq_id, None) is not None:  # not aborted meanwhile
                     self._scheduler.add(sequence)
 
-    def _draft(self) -> None:
+    def _draft(self, started_s: float) -> None:
         """Proposes drafts for the sequences that decode. Only this thread changes their tokens, so reading them needs
         no lock."""
         if self._drafter is None:
@@ -282,6 +282,7 @@ class Engine:
             decoding = self._scheduler.decoding
         if not decoding:
             return
+        self._step_started_s = started_s  # so that a drafter that hangs is seen as a step that does
         try:
             proposed = self._drafter.propose([sequence.token_ids for sequence in decoding])
             drafts = [tuple(takewhile(self._is_token, token_ids)) for token_ids in proposed]

@@ -1,4 +1,4 @@
-"""Whoever has a source's socket cannot kill, wedge or leak into a destination, and no byte of theirs is used."""
+"""Tests that whoever has a source's socket can neither kill nor wedge a destination, nor leave anything there."""
 
 from __future__ import annotations
 

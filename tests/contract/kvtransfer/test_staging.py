@@ -32,7 +32,7 @@ def gate_reads(source: Source) -> Gate:
 
 
 async def seal_was_read() -> None:
-    """Returns whether every destination here has read the seal."""
+    """Waits until every destination here has read the seal."""
     await until(lambda: not any(task.get_name() == "kv-fetch-reader" for task in asyncio.all_tasks()))
 
 

@@ -105,7 +105,7 @@ async def test_noise_changes_nothing(cluster: Cluster, what: str) -> None:
 
 
 async def test_a_prefill_worker_that_talks_nonsense(cluster: Cluster) -> None:
-    """The worker sends a second lease, or a token before any lease, and is blamed for it."""
+    """The worker sends a second lease, or a token before any lease, and that leg is cancelled."""
     rogue = await cluster.add("prefill")
     await cluster.add("decode")
     rogue.prefill_gate.clear()

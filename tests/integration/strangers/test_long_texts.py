@@ -78,8 +78,9 @@ class Gaps:
 
 
 def attack(door: str, port: int, num_long: int = NUM_LONG) -> int:
-    """Sends thirty long texts and a very long one at once; how many were refused as too long. Run in a process of its
-    own: what sending costs must not be seen in the stream, which is read in this one."""
+    """Sends `num_long` long texts and a very long one at once, and returns how many were refused as too long.
+
+    It is run in a process of its own: what sending costs must not be seen in the stream, which is read in this one."""
     return asyncio.run((_over_grpc if door == "grpc" else _over_http)(port, [LONG] * num_long + [LONGEST]))
 
 
@@ -126,13 +127,13 @@ class Round:
 
 
 def own_growth_s(rounds: list[Round]) -> float:
-    """Fails the test if it is above the limit: of the router's own part, the median of all rounds."""
+    """Returns the growth of the router's own part: the median of all rounds."""
     return statistics.median(each.own_s - each.quiet_own_s for each in rounds)
 
 
 def gap_growth_s(rounds: list[Round]) -> float:
-    """Fails the test if it is above the limit: of the client's gap, the median of all rounds, beyond what the gaps
-    differ by from round to round while the router has nothing to do with them."""
+    """Returns the growth of the client's gap: the median of all rounds, less what gaps differ by from round to round
+    while the router has nothing to do with them."""
     others = [each.other_gap_s for each in rounds]
     return statistics.median(each.gap_s for each in rounds) - statistics.median(others) - (max(others) - min(others))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,31 @@ def test_admission_is_reported_before_the_step(runner: ScriptedRunner, make_driv
         assert driver.engine.stats().last_batch_size == 0
         runner.go.release()
         driver.wait(seq_id)
+
+
+class HangingDrafter:
+    """Is a drafter whose first proposal waits to be let go."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def propose(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+        self.began.set()
+        assert self.go.wait(10)
+        return [[] for _ in sequences]
+
+
+def test_a_drafter_that_hangs_is_seen_by_the_clock_of_steps(make_driver: MakeDriver) -> None:
+    drafter = HangingDrafter()
+    with make_driver(drafter=drafter) as driver:
+        seq_id = driver.submit([1], 3)
+        assert drafter.began.wait(10)
+        earlier = driver.engine.stats().current_step_ms
+        time.sleep(0.02)
+        assert driver.engine.stats().current_step_ms >= earlier + 20 > 20
+        drafter.go.set()
+        driver.wait(seq_id)
+        assert driver.engine.stats().current_step_ms == 0
 
 
 def test_abort_in_a_step_waits_for_its_end(runner: ScriptedRunner, make_driver: MakeDriver) -> None:

@@ -1,4 +1,4 @@
-"""Provides a small cluster that is fuzzed, and checks what must hold of it after every example."""
+"""Provides a small cluster that is fuzzed, and checks what must hold of it after every test."""
 
 from __future__ import annotations
 
