@@ -40,12 +40,12 @@ from services.core.config import (
     A_DURATION_OR_ZERO,
     DTYPE_HELP,
     DTYPES,
+    FEWEST_BLOCKS,
     KV_DTYPE_HELP,
     QUANTIZATION,
     QUANTIZATION_HELP,
     duration_or_zero,
     option,
-    positive,
 )
 from services.core.config import device as is_device
 from services.core.config import port as is_port
@@ -110,7 +110,10 @@ class UpConfig:
         must="must be in [1, 1024]",
     )
     kv_blocks: int | None = option(
-        None, "blocks in each pool (default: what memory allows, divided)", check=positive, must="must be positive"
+        None,
+        "blocks in each pool (default: what memory allows, divided)",
+        check=lambda blocks: blocks >= FEWEST_BLOCKS,
+        must=f"must be at least {FEWEST_BLOCKS}",
     )
     transport: str = option("auto", "how KV is moved", choices=("auto", "shm", "grpc"))
     trace_file: str = option("", "append all spans to this file as OTLP JSON lines")

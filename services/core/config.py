@@ -61,6 +61,10 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+FEWEST_BLOCKS = 2
+"""Of a pool: a decode worker takes a handoff only where one block is left for what follows the prompt."""
+
+
 def positive(value: float) -> bool:
     """Returns whether the value is greater than 0."""
     return value > 0

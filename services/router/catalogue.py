@@ -39,6 +39,7 @@ FAILURE_PAUSE_S = 5.0
 _PATIENCE_S = 1.0
 """How long a worker that registers waits for the text of its model, in seconds: less than it waits for an answer."""
 _MOST_FAILURES = 1024
+_MOST_NAMED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class Catalogue:
         for model in self.all():
             if worker_id in model.conductor.coordinator.worker_ids():
                 return model
-        raise UnknownWorker(f"no worker {worker_id!r}")
+        raise UnknownWorker(f"no worker {worker_id!r}; {self._workers()}")
 
     @property
     def ready(self) -> bool:
@@ -202,6 +203,15 @@ class Catalogue:
         if len(self._failures) >= _MOST_FAILURES:
             self._failures.clear()
         self._failures[key] = _Failure(error, self._clock.now() + FAILURE_PAUSE_S)
+
+    def _workers(self) -> str:
+        known = sorted(name for model in self.all() for name in model.conductor.coordinator.worker_ids())
+        more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+        return (
+            f"there {'is' if len(known) == 1 else 'are'} {', '.join(known[:_MOST_NAMED])}{more}"
+            if known
+            else "there is none"
+        )
 
     def _served(self) -> str:
         names = ", ".join(repr(model_id) for model_id in self._models)

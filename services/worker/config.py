@@ -13,6 +13,7 @@ from services.core.config import (
     A_LOG_INTERVAL,
     DTYPE_HELP,
     DTYPES,
+    FEWEST_BLOCKS,
     KV_DTYPE_HELP,
     LOG_INTERVAL_HELP,
     QUANTIZATION,
@@ -45,7 +46,12 @@ class WorkerConfig:
         check=lambda v: 0 <= v <= 1,
         must="must be in [0, 1]",
     )
-    kv_blocks: int = option(0, "blocks in the pool; 0 sizes it by --memory-utilization", check=lambda v: v >= 0)
+    kv_blocks: int = option(
+        0,
+        "blocks in the pool; 0 sizes it by --memory-utilization",
+        check=lambda v: v == 0 or v >= FEWEST_BLOCKS,
+        must=f"must be 0, or at least {FEWEST_BLOCKS}",
+    )
     block_size: int = option(16, "tokens in a block", check=lambda v: 1 <= v <= 1024, must="must be in [1, 1024]")
     max_num_seqs: int = option(64, "most sequences in one step", check=positive, must="must be positive")
     max_model_len: int = option(0, "most tokens of prompt and output; 0 takes the model's", check=lambda v: v >= 0)

@@ -93,7 +93,10 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
     if context_tokens is None:
         raise ConfigError(f"{folder / CONFIG} does not say how long a sequence may be")
     template = _template(folder)
-    tokenizer = Tokenizer.from_file(str(path))  # last, since a large one takes a second
+    try:
+        tokenizer = Tokenizer.from_file(str(path))  # last, since a large one takes a second
+    except Exception as error:  # the library raises nothing more special
+        raise ConfigError(f"{path} is no tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocab_size = config.get("vocab_size") or tokenizer.get_vocab_size()

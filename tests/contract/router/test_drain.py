@@ -64,6 +64,8 @@ async def test_who_is_not_there_cannot_leave(cluster: Cluster, name: str) -> Non
         await drain(cluster, name, 0)
     expected = grpc.StatusCode.NOT_FOUND if name == "nobody" else grpc.StatusCode.UNAVAILABLE
     assert code_of(refused.value) is expected
+    if name == "nobody":
+        assert refused.value.details() == "no worker 'nobody'; there is gone"
 
 
 async def test_one_that_is_lost_meanwhile_did_not_leave(cluster: Cluster, pair: Any) -> None:

@@ -52,6 +52,8 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         (["prefill", "--shm-dir", "/no/folder"], 2, "--shm-dir: /no/folder is no folder that this process may write"),
         (["up", "--unknown"], 2, "unrecognized arguments: --unknown"),
         (["prefill", "--block-size", "0"], 2, "--block-size: 0 must be in [1, 1024]"),
+        (["decode", "--kv-blocks", "1"], 2, "--kv-blocks: 1 must be 0, or at least 2"),
+        (["up", "--kv-blocks", "1"], 2, "--kv-blocks: 1 must be at least 2"),
         (["prefill", "--router", "router"], 2, "--router: 'router' is not HOST:PORT of a router's control port"),
         (["decode", "--router", "127.0.0.1:1", "--router", "router:0"], 2, "--router: 'router:0' is not HOST:PORT"),
         (["mixed", "--router", "router:70000"], 2, "--router: 'router:70000' is not HOST:PORT"),

@@ -90,6 +90,14 @@ def test_a_directory_that_is_no_model(tmp_path: pathlib.Path, missing: str) -> N
         load_model_text(tmp_path)
 
 
+def test_a_damaged_tokenizer_is_named(tmp_path: pathlib.Path) -> None:
+    path = write_model(tmp_path) / "tokenizer.json"
+    for text in ("", "{", "{}", '{"model": {"type": "none"}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"{path} is no tokenizer: "):
+            load_model_text(tmp_path)
+
+
 def test_a_configuration_without_context(tmp_path: pathlib.Path) -> None:
     (write_model(tmp_path) / "config.json").write_text('{"vocab_size": 9}')
     with pytest.raises(ConfigError, match="how long"):
