@@ -46,7 +46,7 @@ $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt 
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_INDEX) \
 		--constraint requirements/constraints.txt --editable ./client --editable '.[dev]'
-	$(BIN)/python -m services.engine.native.build || true
+	$(BIN)/python -m services.engine.native.build --fetch-compiler || true
 	touch $@
 
 model: $(INSTALLED)

@@ -6,10 +6,10 @@
  * each of them. A chunk is divided into tiles of queries: each stretch of keys is widened once for a tile, and the
  * products of the two are those of small matrices, whose sums stay in registers.
  *
- * It is plain C without headers of torch, so one library serves any version of torch. OpenMP's runtime is not linked
- * either: its symbols are found in the one that torch has loaded, so that both share one pool of threads.
+ * It is plain C without headers of torch, so one library serves any version of torch.
  */
 #include "elements.h"
+#include "threads.h"
 
 #define MAX_HEADS 128
 #define MAX_HEAD_DIM 256
@@ -384,15 +384,23 @@ static void attend_item(const Attention *a, long sequence, long item) {
     attend_tile(a, sequence, item % a->kv_heads, first, queries - first < each ? queries - first : each);
 }
 
-void NAME(attention)(const Attention *a) {
-    long taken = 0;
-#pragma omp parallel num_threads(a->threads)
-    {
-        long sequence = 0, before = 0;
-        while (sequence < a->sequences) {
-            long item = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-            while (sequence < a->sequences && item >= before + items_of(a, sequence)) before += items_of(a, sequence++);
-            if (sequence < a->sequences) attend_item(a, sequence, item - before);
-        }
+typedef struct {
+    const Attention *attention;
+    long taken;
+} Items;
+
+static void attend_items(void *data) { /* takes one item after the other, until none is left */
+    Items *items = data;
+    const Attention *a = items->attention;
+    long sequence = 0, before = 0;
+    while (sequence < a->sequences) {
+        long item = __atomic_fetch_add(&items->taken, 1, __ATOMIC_RELAXED);
+        while (sequence < a->sequences && item >= before + items_of(a, sequence)) before += items_of(a, sequence++);
+        if (sequence < a->sequences) attend_item(a, sequence, item - before);
     }
+}
+
+void NAME(attention)(const Attention *a) {
+    Items items = {a, 0};
+    run_on_threads(attend_items, &items, a->threads);
 }

@@ -1,9 +1,10 @@
 /* Computes norms, gates, rotary positions and sums of a layer, each in one pass where torch takes several operators.
  *
  * Results are rounded to the tensor's type wherever transformers rounds them, so they differ from its results by no
- * more than another order of sums makes. For how threads are shared with torch, see attention.c.
+ * more than another order of sums makes.
  */
 #include "elements.h"
+#include "threads.h"
 
 /* Elements from which on threads share the work: for fewer, waking them takes longer. */
 #define MANY 65536
@@ -21,28 +22,41 @@ static void normalise(const element *x, const element *weight, element *y, long 
     }
 }
 
-/* Computes the root mean square norm (arXiv 1910.07467). offset 0: Llama's; 1: Gemma's, whose weights are about 0. */
-void NAME(rms_norm)(
-    const element *x, const element *weight, element *y, long rows, long dim, float epsilon, float offset,
-    int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > MANY)
-    for (long row = 0; row < rows; row++) normalise(x + row * dim, weight, y + row * dim, dim, epsilon, offset);
-}
+typedef struct {
+    element *x;
+    const element *more, *weight; /* more: what is added to x before, or NULL */
+    element *y;
+    long dim;
+    float epsilon, offset;
+} Norm;
 
 static void add(element *x, const element *more, long count) {
     for (long i = 0; i < count; i += LANES)
         narrow_some(widen_some(x + i, count - i) + widen_some(more + i, count - i), x + i, count - i);
 }
 
+static void normalise_rows(const void *job, long from, long to) {
+    const Norm *n = job;
+    for (long at = from * n->dim; at < to * n->dim; at += n->dim) {
+        if (n->more) add(n->x + at, n->more + at, n->dim);
+        normalise(n->x + at, n->weight, n->y + at, n->dim, n->epsilon, n->offset);
+    }
+}
+
+/* Computes the root mean square norm (arXiv 1910.07467). offset 0: Llama's; 1: Gemma's, whose weights are about 0. */
+void NAME(rms_norm)(
+    const element *x, const element *weight, element *y, long rows, long dim, float epsilon, float offset,
+    int threads) {
+    Norm norm = {(element *)x, 0, weight, y, dim, epsilon, offset};
+    share_evenly(normalise_rows, &norm, rows, threads, rows * dim > MANY);
+}
+
 /* Computes x += more, then y = norm(x). */
 void NAME(add_rms_norm)(
     element *x, const element *more, const element *weight, element *y, long rows, long dim, float epsilon,
     float offset, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > MANY)
-    for (long row = 0; row < rows; row++) {
-        add(x + row * dim, more + row * dim, dim);
-        normalise(x + row * dim, weight, y + row * dim, dim, epsilon, offset);
-    }
+    Norm norm = {x, more, weight, y, dim, epsilon, offset};
+    share_evenly(normalise_rows, &norm, rows, threads, rows * dim > MANY);
 }
 
 static void gate(const element *gates, const element *x, element *y, long count) {
@@ -53,11 +67,23 @@ static void gate(const element *gates, const element *x, element *y, long count)
     }
 }
 
+typedef struct {
+    const element *gates, *x;
+    element *y;
+    long dim, stride;
+} Gate;
+
+static void gate_rows(const void *job, long from, long to) {
+    const Gate *g = job;
+    for (long row = from; row < to; row++)
+        gate(g->gates + row * g->stride, g->x + row * g->stride, g->y + row * g->dim, g->dim);
+}
+
 /* Computes y = silu(gates) * x, `rows` times `dim` elements; rows of gates and x lie `stride` elements apart. */
 void NAME(silu_gate)(
     const element *gates, const element *x, element *y, long rows, long dim, long stride, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > MANY)
-    for (long row = 0; row < rows; row++) gate(gates + row * stride, x + row * stride, y + row * dim, dim);
+    Gate job = {gates, x, y, dim, stride};
+    share_evenly(gate_rows, &job, rows, threads, rows * dim > MANY);
 }
 
 static void rotate(element *x, const element *cosines, const element *sines, long heads, long dim) {
@@ -73,11 +99,23 @@ static void rotate(element *x, const element *cosines, const element *sines, lon
         }
 }
 
+typedef struct {
+    element *x;
+    const element *cosines, *sines;
+    long heads, dim, stride;
+} Rotation;
+
+static void rotate_rows(const void *job, long from, long to) {
+    const Rotation *r = job;
+    for (long row = from; row < to; row++)
+        rotate(r->x + row * r->stride, r->cosines + row * r->dim, r->sines + row * r->dim, r->heads, r->dim);
+}
+
 /* Applies rotary positions (arXiv 2104.09864) in place to `heads` heads, side by side in rows `stride` elements apart.
  * cosines, sines: [rows, dim]. */
 void NAME(rotate)(
     element *x, const element *cosines, const element *sines, long rows, long heads, long dim, long stride,
     int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads * dim > MANY)
-    for (long row = 0; row < rows; row++) rotate(x + row * stride, cosines + row * dim, sines + row * dim, heads, dim);
+    Rotation job = {x, cosines, sines, heads, dim, stride};
+    share_evenly(rotate_rows, &job, rows, threads, rows * heads * dim > MANY);
 }

@@ -21,7 +21,8 @@ from services.core.errors import ConfigError
 VARIABLE = "BATON_CPU_ISA"
 WITHOUT_KERNELS = (
     "everything works, but steps on the CPU are slower, most of all in bfloat16, and --quantization gains nothing; "
-    "to have them, install gcc, run python -m services.engine.native.build, and start the workers again"
+    "to have them, run python -m services.engine.native.build --fetch-compiler, or install gcc and run it without, and "
+    "start the workers again"
 )
 """What it means that no kernels were built or can be loaded, for whoever meets it."""
 

@@ -9,6 +9,7 @@
  * time, and its results are those of float weights. For threads see attention.c.
  */
 #include "elements.h"
+#include "threads.h"
 #include <stdlib.h>
 
 #define PANEL 32
@@ -214,27 +215,45 @@ static void block(const Linear *p, const float *x, long row, long panel) {
     }
 }
 
+typedef struct {
+    const Linear *linear;
+    const float *x;
+    float *copy;
+    long panels;
+} Job;
+
+#if !defined(FLOAT32)
+static void widen_rows(const void *data, long from, long to) {
+    const Job *job = data;
+    long in = job->linear->in;
+    for (long row = from; row < to; row++)
+        for (long i = 0; i < in; i += LANES) {
+            floats values = widen_some((const element *)job->linear->x + row * in + i, in - i);
+            long left = in - i < LANES ? in - i : LANES;
+            memcpy(job->copy + row * in + i, &values, (size_t)left * sizeof(float));
+        }
+}
+#endif
+
+static void multiply_blocks(const void *data, long from, long to) {
+    const Job *job = data;
+    for (long each = from; each < to; each++)
+        block(job->linear, job->x, each / job->panels * BLOCK_ROWS, each % job->panels);
+}
+
 /* Returns 0, or 1 if there is no memory for x in float. */
 int NAME(linear)(const Linear *p) {
-    const float *x = p->x;
-    float *copy = 0;
+    long panels = (p->out + PANEL - 1) / PANEL, blocks = (p->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    Job job = {p, p->x, 0, panels};
 #if !defined(FLOAT32)
     if (!p->in_float && !MULTIPLIES_PAIRS) {
-        x = copy = malloc((size_t)(p->rows * p->in) * sizeof *copy);
-        if (!copy) return 1;
-#pragma omp parallel for num_threads(p->threads) schedule(static) if (p->rows * p->in > 65536)
-        for (long row = 0; row < p->rows; row++)
-            for (long i = 0; i < p->in; i += LANES) {
-                floats values = widen_some((const element *)p->x + row * p->in + i, p->in - i);
-                long left = p->in - i < LANES ? p->in - i : LANES;
-                memcpy(copy + row * p->in + i, &values, (size_t)left * sizeof *copy);
-            }
+        job.x = job.copy = malloc((size_t)(p->rows * p->in) * sizeof(float));
+        if (!job.copy) return 1;
+        share_evenly(widen_rows, &job, p->rows, p->threads, p->rows * p->in > 65536);
     }
 #endif
-    long panels = (p->out + PANEL - 1) / PANEL, blocks = (p->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     /* Blocks of one set of rows follow each other, so that their x stays in the cache. */
-#pragma omp parallel for num_threads(p->threads) schedule(dynamic, panels / (8 * p->threads) + 1) if (panels > 1)
-    for (long each = 0; each < blocks * panels; each++) block(p, x, each / panels * BLOCK_ROWS, each % panels);
-    free(copy);
+    share(multiply_blocks, &job, blocks * panels, panels / (8 * p->threads) + 1, panels > 1 ? p->threads : 1);
+    free(job.copy);
     return 0;
 }

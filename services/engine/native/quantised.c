@@ -11,8 +11,9 @@
  *   minimums [16], as scales, if there are any. A weight is scale * value + minimum.
  * Inputs and columns beyond the last are zeros. `services/engine/cpu/quantised_linear.py` writes this form.
  *
- * It is compiled once for each instruction set, like kernels.c, and uses OpenMP in the same way.
+ * It is compiled once for each instruction set.
  */
+#include "threads.h"
 #include "vectors.h"
 #include <stdlib.h>
 
@@ -260,19 +261,35 @@ static void multiply(const Product *p, const Group *x, long row, long end, long 
 
 #define CACHED (512 << 10) /* bytes of rounded inputs that stay in a core's second cache while all panels pass */
 
+typedef struct {
+    const Product *product;
+    Group *x;
+    long groups, row, end;
+} Job;
+
+static void round_rows(const void *data, long from, long to) {
+    const Job *job = data;
+    for (long row = from; row < to; row++) round_row(job->product, row, job->x + row * job->groups);
+}
+
+static void multiply_panels(const void *data, long from, long to) {
+    const Job *job = data;
+    for (long panel = from; panel < to; panel++)
+        multiply(job->product, job->x + job->row * job->groups, job->row, job->end, panel);
+}
+
 /* Returns 0, or 1 if there is no memory for the rounded inputs. */
 int baton_quantised_product(const Product *p) {
     long groups = (p->in + GROUP - 1) / GROUP, panels = (p->out + COLUMNS - 1) / COLUMNS;
     Group *x = aligned_alloc(64, ((size_t)(p->rows * groups) * sizeof *x + 63) / 64 * 64);
     if (!x) return 1;
-#pragma omp parallel for num_threads(p->threads) schedule(static) if (p->rows * p->in > 32768)
-    for (long row = 0; row < p->rows; row++) round_row(p, row, x + row * groups);
+    Job job = {p, x, groups, 0, 0};
+    share_evenly(round_rows, &job, p->rows, p->threads, p->rows * p->in > 32768);
     long most = CACHED / (groups * (long)sizeof *x) / ROWS * ROWS, step = most < ROWS ? ROWS : most;
     long chunk = panels / (8 * p->threads) + 1;
-    for (long row = 0; row < p->rows; row += step) {
-        long end = row + step < p->rows ? row + step : p->rows;
-#pragma omp parallel for num_threads(p->threads) schedule(dynamic, chunk)
-        for (long panel = 0; panel < panels; panel++) multiply(p, x + row * groups, row, end, panel);
+    for (; job.row < p->rows; job.row += step) {
+        job.end = job.row + step < p->rows ? job.row + step : p->rows;
+        share(multiply_panels, &job, panels, chunk, p->threads);
     }
     free(x);
     return 0;

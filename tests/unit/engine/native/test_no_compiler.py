@@ -12,7 +12,7 @@ from torch import nn
 from services.engine.cpu.fast_paths import use_fast_paths
 from services.engine.native import bindings, build
 
-WORDS = ("slower", "bfloat16", "--quantization", "install gcc", "python -m services.engine.native.build")
+WORDS = ("slower", "bfloat16", "--quantization", "install gcc", "services.engine.native.build --fetch-compiler")
 """What is lost, and what to do."""
 
 
@@ -20,7 +20,7 @@ def test_the_build_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """It is no failure: an installation goes on."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build.main() == 0
+    assert build.main([]) == 0
     said = capsys.readouterr().out
     assert "no C compiler" in said
     assert all(word in said for word in WORDS), said
@@ -64,3 +64,50 @@ def test_nothing_is_said_of_a_model_on_another_device(
         assert sum(record.levelno == logging.WARNING for record in caplog.records) == 1
     finally:
         bindings.kernels.cache_clear()
+
+
+def test_a_compiler_is_fetched_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its folder is on the path while it compiles, and deleted afterwards; without a network it says what is lost."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    folders = []
+    for status in (0, 1):
+        commands: list[list[str]] = []
+
+        def run(command: list[str], status: int = status, commands: list = commands, **_: object) -> SimpleNamespace:
+            commands.append(command)
+            return SimpleNamespace(returncode=status)
+
+        monkeypatch.setattr(build.subprocess, "run", run)
+        with build._compiler(fetch=True) as compiler:
+            (pip,) = commands
+            assert pip[1:4] == ["-m", "pip", "install"]
+            folders.append(Path(pip[pip.index("--target") + 1]))
+            assert folders[-1].is_dir()
+            if status:
+                assert compiler is None
+            else:
+                assert compiler is not None
+                assert compiler.environment["PYTHONPATH"] == str(folders[-1])
+                assert "ziglang" in compiler.command
+                assert any(each.endswith(f"-linux-gnu.{build._OLDEST_GLIBC}") for each in compiler.command)
+        assert not folders[-1].exists()
+    said = capsys.readouterr().out
+    assert all(word in said for word in WORDS), said
+
+
+@pytest.mark.parametrize(("command", "flag"), [("gcc", "-march=x86-64-v3"), ("ziglang", "-march=x86_64_v3")])
+def test_zig_has_its_own_names_for_processors(monkeypatch: pytest.MonkeyPatch, command: str, flag: str) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(returncode=1, stderr="why")
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    error = build.Compiler((command, "cc")).run(["-march=x86-64-v3", "x86-64-v3.c"])
+    assert ran == [[command, "cc", flag, "x86-64-v3.c"]]
+    assert error == f"{command} cc {flag} x86-64-v3.c failed\nwhy"
