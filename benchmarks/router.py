@@ -54,6 +54,10 @@ def measure(repeats: int) -> list[Figure]:
                 f"submit and place: {what}", "p50 <= 0.3, p99 <= 1", few.submits, many.submits, repeats
             )
         figures += _compared(f"tick: {what}", "<= 2", few.ticks, many.ticks, repeats)
+    for num_queued in (_NUM_QUEUED, 1000):
+        cluster = _Cluster(50, 1000 + num_queued, num_queued)
+        samples = tuple(sample for _ in range(repeats) for sample in cluster.submits_with_deadline())
+        figures.append(Figure(f"submit with a deadline: {num_queued} queued before it", "ms", samples))
     return figures
 
 
@@ -125,6 +129,15 @@ class _Cluster:
             self._finish(self._live.popleft())
         return samples
 
+    def submits_with_deadline(self) -> list[float]:
+        """Times requests with a deadline that are queued behind the others; each leaves before the next."""
+        samples = []
+        for _ in range(_NUM_SAMPLES):
+            samples.append(self._timed(lambda: self._submit(_PROMPT, self._now + 3600.0)))  # type: ignore[arg-type, return-value]
+            self._coordinator.cancel(f"r{self._num_submitted}", self._now)
+            self._turn()
+        return samples
+
     def ticks(self) -> list[float]:
         return [self._timed(self._tick) for _ in range(_NUM_SAMPLES // 4)]
 
@@ -149,9 +162,9 @@ class _Cluster:
         self._coordinator.tick(self._now)
         self._turn()
 
-    def _submit(self, num_tokens: int) -> SendLeg | None:
+    def _submit(self, num_tokens: int, deadline_s: float | None = None) -> SendLeg | None:
         self._num_submitted += 1
-        spec = RequestSpec(f"r{self._num_submitted}", tuple(range(num_tokens)), _OUTPUT)
+        spec = RequestSpec(f"r{self._num_submitted}", tuple(range(num_tokens)), _OUTPUT, deadline_s=deadline_s)
         self._coordinator.submit(spec, self._now)
         return next(
             (action for action in self._turn() if isinstance(action, SendLeg) and action.phase is Role.PREFILL), None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.v1 import control_pb2
+from baton.v1 import control_pb2, types_pb2
 from services.cli.arguments import Parser, add_control
 from services.cli.client import control
 from services.cli.simulate import PROFILE
@@ -40,21 +40,27 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
-    """Returns the medians of the workers' own figures. Raises NoWorker if none has measured anything."""
+    """Returns the medians of the workers' own figures. Raises NoWorker if none has measured anything.
+
+    What a phase costs is asked of the workers that have it, if there are any: the others know only what they timed at
+    their start.
+    """
     measured = [each for each in workers if each.load.ms_per_prefill_token and each.load.ms_per_decode_step]
     if not measured:
         raise NoWorker("no worker has measured what its steps cost", retry_after_s=1.0)
 
-    def median(name: str) -> float:
-        return float(statistics.median(getattr(each.load, name) for each in measured))
+    def median(name: str, role: int) -> float:
+        of_role = [each for each in measured if role in each.worker.roles] or measured
+        return float(statistics.median(getattr(each.load, name) for each in of_role))
 
+    prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
     worker, layout = measured[0].worker, measured[0].worker.layout
     element_bytes = _ELEMENT_BYTES[layout.dtype]
     return WorkerProfile(
         f"{layout.model_id} on {worker.device}",
-        ms_per_prefill_token=median("ms_per_prefill_token"),
-        ms_per_decode_step=median("ms_per_decode_step"),
-        ms_per_decode_sequence=median("ms_per_decode_sequence"),
+        ms_per_prefill_token=median("ms_per_prefill_token", prefill),
+        ms_per_decode_step=median("ms_per_decode_step", decode),
+        ms_per_decode_sequence=median("ms_per_decode_sequence", decode),
         num_blocks=worker.num_blocks,
         block_size=layout.block_size,
         max_model_len=worker.max_model_len,

@@ -33,4 +33,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # a terminal's Ctrl-C reaches the parent too, which says what there is to say
+        sys.exit(130)

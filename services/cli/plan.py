@@ -112,10 +112,13 @@ def plan_workers(prefill: int | None, decode: int | None, mixed: int | None) -> 
     if prefill is None and decode is None and mixed is None:
         prefill = decode = 1
     counts = dict(zip(ROLES, (prefill or 0, decode or 0, mixed or 0), strict=True))
-    for role, act in (("decode", "finish"), ("prefill", "start")):
+    for role, why in (
+        ("decode", "no request can finish"),
+        ("prefill", "decode workers would read the prompts too, which is what --mixed is for"),
+    ):
         if counts[role] + counts["mixed"] == 0:
             raise ConfigError(
-                f"--{role}: without a {role} or a mixed worker no request can {act}; "
+                f"--{role}: without a {role} or a mixed worker {why}; "
                 f"add --{role} 1 (a number that is not given is 0 as soon as another one is)"
             )
     return [role for role in ROLES for _ in range(counts[role])]

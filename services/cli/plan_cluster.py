@@ -38,8 +38,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     of_decode = dataclasses.replace(of_decode, cost_per_hour=costs.get("decode", of_decode.cost_per_hour))
 
     def tell(line: str) -> None:
-        if sys.stderr.isatty():
-            print(line, file=sys.stderr)
+        print(line, file=sys.stderr, flush=True)
 
     found = search(read_workload(arguments), profile, of_decode, goal, arguments.max_workers, tell)
     print(json.dumps(_plain(found)) if arguments.json else _text(found, goal, arguments.max_workers))
@@ -76,7 +75,13 @@ def _costs(text: str) -> dict[str, float]:
 def _text(found: Found, goal: Goal, most_workers: int) -> str:
     asked = ", ".join(f"{name} <= {bound:g} ms" for name, bound in goal.bounds_ms.items())
     if found.best is None:
-        return f"no cluster of at most {most_workers} workers meets {asked} ({found.num_simulated} simulated)"
+        fewest = found.fewest
+        lines = [
+            f"no cluster of at most {most_workers} workers meets {asked} ({found.num_simulated} simulated)",
+            f"the work alone needs at least {fewest.prefill} prefill and {fewest.decode} decode workers, or "
+            f"{fewest.mixed} mixed ones (--max-workers, --rate-scale)",
+        ]
+        return "\n".join(lines + ([_line("nearest", found.nearest, goal)] if found.nearest is not None else []))
     lines = [f"{asked}; {found.num_simulated} clusters simulated", _line("cheapest", found.best, goal)]
     if found.runner_up is not None:
         lines.append(_line("runner-up", found.runner_up, goal))
@@ -113,5 +118,6 @@ def _plain(found: Found) -> dict[str, Any]:
         "best": plain(found.best),
         "runner_up": plain(found.runner_up),
         "unsplit": plain(found.unsplit),
+        "nearest": plain(found.nearest),
         "num_simulated": found.num_simulated,
     }

@@ -31,6 +31,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
     arguments = parser.parse_args(argv)
+    for flag in ("slo_ttft_ms", "slo_tpot_ms"):
+        if not 0 < getattr(arguments, flag) < float("inf"):
+            raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
     plan, trace = _plan(arguments), read_workload(arguments)
     outcome = simulate(plan, trace, _progress(len(trace)))
     objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
@@ -39,6 +42,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         print(json.dumps(figures))
         return 0
     if arguments.json:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
     print(text(figures))
     return 0
@@ -106,7 +110,9 @@ def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
             if arguments.trace
             else synthetic_trace(arguments.requests, arguments.seed)
         )
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"--trace: {arguments.trace} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError(f"--trace: {error}") from error
     return scaled(
         whole,

@@ -1,7 +1,7 @@
 """Computes block hashes.
 
-They are chained: a block's hash covers all tokens up to its end, so equal hashes mean equal KV. The router's prefix
-index and the engine's prefix cache must agree on them.
+They are chained: a block's hash covers all tokens up to its end, so equal hashes mean equal KV. What the router
+remembers of prompts and the engine's prefix cache must agree on them.
 """
 
 from __future__ import annotations

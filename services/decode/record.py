@@ -122,7 +122,8 @@ class DecodeRecord:
         num_bytes: int,
     ) -> None:
         self._ready_s = end_s
-        overlapped_ms, exposed_ms = (sealed_s - start_s) * 1000, (end_s - sealed_s) * 1000
+        # A short prompt may be sealed before its first copy begins; the exposed part begins at the seal all the same.
+        overlapped_ms, exposed_ms = max(0.0, sealed_s - start_s) * 1000, (end_s - sealed_s) * 1000
         timings = self._timings
         timings.transfer_ms = overlapped_ms + exposed_ms
         timings.transfer_overlapped_ms, timings.transfer_exposed_ms = overlapped_ms, exposed_ms

@@ -1,8 +1,9 @@
-"""Defines what a worker sees of its engine: the `WorkerEngine` protocol and the two records that pass through it.
+"""Defines what a worker sees of its engine: the `WorkerEngine` protocol and the records that only it has.
 
-Workers use nothing else of an engine, so another one can be written against this file, `config`, `schedule.sequence`
-and `step_tally` alone; `tests/support/scripted_engine.py` is the smallest one. A worker makes a `Sequence`, and from
-then on only passes it back: what becomes of it, events say.
+Workers use nothing else of an engine once `main` has made it, so another one can be written against this file,
+`config`, `schedule.sequence`, `step_tally` and the block pool's records in `services.kv` alone;
+`tests/support/scripted_engine.py` is the smallest one. A worker makes a `Sequence`, and from then on only passes it
+back: what becomes of it, events say.
 Owns: the contract. Never: how an engine schedules, computes or keeps its blocks.
 """
 

@@ -56,16 +56,6 @@ class FetchOutcome:
     ended_s: float
     """When the Release was answered."""
 
-    @property
-    def overlapped_ms(self) -> float:
-        """Returns how long the transfer ran beside the remaining prefill, in milliseconds."""
-        return 0.0 if self.first_copy_s is None else max(0.0, self.sealed_s - self.first_copy_s) * 1e3
-
-    @property
-    def exposed_ms(self) -> float:
-        """Returns the exposed transfer, from receiving SEALED to the valid Release, in milliseconds."""
-        return (self.ended_s - self.sealed_s) * 1e3
-
 
 def lease_may_live(error: BaseException) -> bool:
     """Returns whether another worker may still fetch the lease after a fetch that raised `error`."""

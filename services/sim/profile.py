@@ -8,6 +8,7 @@ once, so that only the longer of the two fixed parts counts.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -79,15 +80,25 @@ def read_profile(path: Path, name: str = "") -> WorkerProfile:
             with open(path, newline="") as file:
                 return _from_table(path, list(csv.DictReader(file)), name)
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no profile, which `baton calibrate` writes: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: is no profile")
+        raise ConfigError(f"{path} is no profile, which `baton calibrate` writes")
     return _of(path, content)
 
 
 def write_profile(path: Path, profile: WorkerProfile) -> None:
-    path.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
+    """Writes the profile. What stands at `path` is replaced once the new one is whole. Raises OSError with `path`."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _of(path: Path, content: Mapping[str, Any]) -> WorkerProfile:

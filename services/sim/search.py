@@ -57,6 +57,10 @@ class Found:
     unsplit: Candidate | None
     """Mixed workers alone, as many as cost no more than the best, whether they meet the goal or not."""
     num_simulated: int
+    nearest: Candidate | None
+    """Of those simulated, the one with the largest margin, if none meets the goal."""
+    fewest: SimPlan
+    """The fewest prefill, decode and mixed workers that could do the work at all, in a split and a mixed cluster."""
 
 
 def search(
@@ -72,19 +76,24 @@ def search(
     Those that could not finish the work in the trace's time, however well it was spread, are left out.
     """
     objective = Objective(math.inf, math.inf)
+    fewest = _fewest(trace, profile, decode_profile)
     good: list[Candidate] = []
+    nearest: Candidate | None = None
     num_simulated = 0
 
     def run(plan: SimPlan) -> Candidate:
         nonlocal num_simulated
         num_simulated += 1
+        progress(f"simulating {plan.prefill} prefill, {plan.decode} decode, {plan.mixed} mixed")
         figures = summary(plan, simulate(plan, trace), objective)
         candidate = Candidate(plan, figures, goal.margin(figures))
         progress(f"{candidate.name}: {'meets it' if candidate.margin >= 0 else 'does not'} ({candidate.margin:+.0%})")
         return candidate
 
-    for plan in _by_cost(trace, profile, decode_profile, most_workers):
+    for plan in _by_cost(fewest, most_workers):
         candidate = run(plan)
+        if nearest is None or candidate.margin > nearest.margin:
+            nearest = candidate
         if candidate.margin >= 0:
             good.append(candidate)
             if len(good) == 2:
@@ -94,13 +103,12 @@ def search(
         count = int(good[0].plan.cost_per_hour / profile.cost_per_hour) if profile.cost_per_hour else most_workers
         if 1 <= count <= most_workers:
             unsplit = run(dataclasses.replace(good[0].plan, prefill=0, decode=0, mixed=count))
-    return Found(good[0] if good else None, good[1] if len(good) > 1 else None, unsplit, num_simulated)
+    best, runner_up = (*good, None, None)[:2]
+    return Found(best, runner_up, unsplit, num_simulated, None if good else nearest, fewest)
 
 
-def _by_cost(
-    trace: Sequence[TracedRequest], profile: WorkerProfile, decode_profile: WorkerProfile | None, most_workers: int
-) -> Iterator[SimPlan]:
-    """Yields the clusters that could do the work at all: split ones and mixed ones, the cheapest first."""
+def _fewest(trace: Sequence[TracedRequest], profile: WorkerProfile, decode_profile: WorkerProfile | None) -> SimPlan:
+    """Returns how many workers of each role the work needs at least, however well it is spread."""
     of_decode = decode_profile or profile
     seconds = max(trace[-1].at_s, 1e-9) if trace else 1.0
     prefill_s = sum(request.prompt_tokens for request in trace) * profile.ms_per_prefill_token / 1e3
@@ -109,14 +117,19 @@ def _by_cost(
     token_ms = max(0.0, token_ms) + of_decode.ms_per_decode_sequence
     decode_s = sum(request.output_tokens for request in trace) * token_ms / 1e3
     # Work may end some time after the last arrival, so a little too few workers are tried as well.
-    fewest_prefill = max(1, math.floor(0.8 * prefill_s / seconds))
-    fewest_decode = max(1, math.floor(0.8 * decode_s / seconds))
+    prefill, decode, mixed = (
+        max(1, math.floor(0.8 * work_s / seconds)) for work_s in (prefill_s, decode_s, max(prefill_s, decode_s))
+    )
+    return SimPlan(prefill, decode, mixed, profile=profile, decode_profile=decode_profile)
+
+
+def _by_cost(fewest: SimPlan, most_workers: int) -> Iterator[SimPlan]:
+    """Yields the clusters that could do the work at all: split ones and mixed ones, the cheapest first."""
     plans = [
-        SimPlan(prefill, decode, 0, profile=profile, decode_profile=decode_profile)
-        for prefill in range(fewest_prefill, most_workers)
-        for decode in range(fewest_decode, most_workers - prefill + 1)
+        dataclasses.replace(fewest, prefill=prefill, decode=decode, mixed=0)
+        for prefill in range(fewest.prefill, most_workers)
+        for decode in range(fewest.decode, most_workers - prefill + 1)
     ]
-    fewest_mixed = max(1, math.floor(0.8 * max(prefill_s, decode_s) / seconds))
-    plans += [SimPlan(0, 0, mixed, profile=profile) for mixed in range(fewest_mixed, most_workers + 1)]
+    plans += [SimPlan(0, 0, mixed, profile=fewest.profile) for mixed in range(fewest.mixed, most_workers + 1)]
     # Of clusters that cost the same, the most even one is tried first.
     yield from sorted(plans, key=lambda plan: (plan.cost_per_hour, abs(plan.prefill - plan.decode), plan.mixed))

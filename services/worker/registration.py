@@ -138,6 +138,8 @@ class _Router:
             log.warning("router %s lost: %s %s", self.address, code, details)
         elif code == "UNAVAILABLE":
             log.warning("router %s cannot be reached: %s", self.address, details)
+        elif code == "UNIMPLEMENTED":
+            log.warning("%s is not a router's control port (--control-port, usually 50052): %s", self.address, details)
         else:
             log.warning("router %s refuses this worker: %s %s", self.address, code, details)
 

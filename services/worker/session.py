@@ -41,7 +41,7 @@ class Leg(Protocol):
 class Outbox:
     """Keeps events not yet sent.
 
-    A leg's tokens are merged into one event, so a slow router adds tokens to it, not messages.
+    A leg's tokens are merged into one event: what gathers for a slow router is tokens, not messages.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Keeps the live requests, their legs and phases. No other code opens or ends legs, or ends requests. Pure.
+"""Keeps the live requests, their legs and phases. No other code opens or ends requests' legs, or ends
+requests; canaries have legs of their own (`canaries.py`). Pure.
 
 Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, the counts of requests by phase
 and of handoffs in flight, the alarms of deadlines and of silent legs, and that a defect met on behalf of one request

@@ -260,7 +260,8 @@ class Coordinator:
             place_all(book, now)
 
     def tick(self, now: float) -> None:
-        """Ends what has waited too long, and marks placement as due.
+        """Does the timed work: ends what has waited too long, looks at health, runs canaries, forgets workers that are
+        gone, and marks placement as due.
 
         To be called ten times a second: of the time between two calls, what exceeds half a second counts as time in
         which the router was stopped and heard no worker (`core/awake.py`). A defect in one part does not keep the other

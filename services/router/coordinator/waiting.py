@@ -47,7 +47,7 @@ Key = TypeVar("Key", int, str)
 
 
 class Alarms(Generic[Key]):
-    """Keeps at which time each key is to be looked at; a key may have several alarms."""
+    """Keeps the times at which keys are due; a key may have several alarms."""
 
     def __init__(self, live: Container[Key]) -> None:
         """`live` holds the keys that still exist. Alarms of other keys are dropped before they outnumber the rest."""

@@ -88,6 +88,17 @@ async def becomes(host: WorkerHost, status: int) -> None:
     assert await health(host, "") == SERVING, "the process lives"
 
 
+async def test_a_port_that_is_no_control_port_is_named(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        other = await stack.enter_async_context(running_worker(worker_config(model), DECODE))
+        config = worker_config(model, router=(other.address,))
+        host = await stack.enter_async_context(running_worker(config, DECODE))
+        await until(
+            lambda: told(caplog, "is not a router's control port (--control-port, usually 50052)"), "it says so"
+        )
+        await becomes(host, NOT_SERVING)
+
+
 async def test_health_says_whether_a_router_has_it(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with contextlib.AsyncExitStack() as first:
         door = await first.enter_async_context(registry())

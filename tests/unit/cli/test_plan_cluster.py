@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,15 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["best"]["margin"] >= 0
     assert run(tmp_path, "--slo", "ttft_p50=0.001ms") == 1
-    assert "no cluster of at most 8 workers meets ttft_p50 <= 0.001 ms" in capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert "no cluster of at most 8 workers meets ttft_p50 <= 0.001 ms" in printed
+    assert "nearest    " in printed
+    assert "simulating 1 prefill, 1 decode, 0 mixed" in progress
+    assert run(tmp_path, *slo, "--rate-scale", "1000") == 1
+    printed = capsys.readouterr().out
+    assert "(0 simulated)" in printed
+    assert re.search(r"the work alone needs at least \d+ prefill and \d+ decode workers, or (\d+) mixed", printed)
+    assert "nearest" not in printed
 
 
 @pytest.mark.parametrize(

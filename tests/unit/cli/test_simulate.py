@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from baton.v1 import control_pb2, types_pb2
 from services.cli import calibrate, simulate
 from services.core.errors import ConfigError, NoWorker
-from services.sim.profile import WorkerProfile, write_profile
+from services.sim.profile import WorkerProfile, read_profile, write_profile
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
         (["--length-scale", "nan"], "--length-scale: must be above 0"),
         (["--seconds", "1e99"], "--seconds: 1e\\+99"),
         (["--requests", "0"], "--requests: must be from 1"),
-        (["--trace", "nowhere.csv"], "--trace: .*nowhere.csv"),
+        (["--trace", "nowhere.csv"], "--trace: nowhere.csv cannot be read: No such file"),
+        (["--slo-ttft-ms", "-5"], "--slo-ttft-ms: -5 must be above 0"),
+        (["--profile", "README.md"], "README.md is no profile, which `baton calibrate` writes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(profile: str, arguments: list[str], reason: str) -> None:
@@ -54,12 +58,45 @@ def test_what_makes_no_sense_is_refused(profile: str, arguments: list[str], reas
         simulate.main(["--profile", profile, *arguments], "baton simulate")
 
 
-def status(*loads: tuple[float, float, float]) -> list[Any]:
+def test_a_profile_is_replaced_only_by_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(path, WorkerProfile("first", 1.0, 1.0, 0.1))
+    write = Path.write_text
+
+    def full_disk(self: Path, text: str) -> int:
+        write(self, text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full_disk)
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            write_profile(path, WorkerProfile("second", 1.0, 1.0, 0.1))
+    assert read_profile(path).name == "first"
+    assert list(tmp_path.iterdir()) == [path]
+    write_profile(path, WorkerProfile("second", 1.0, 1.0, 0.1))
+    assert read_profile(path).name == "second"
+
+
+def test_a_phases_cost_is_that_of_the_workers_that_have_it() -> None:
+    prefill, decode, mixed = (
+        status((1.0, 8.0, 0.1), roles=[types_pb2.WORKER_ROLE_PREFILL]),
+        status((9.0, 20.0, 0.5), roles=[types_pb2.WORKER_ROLE_DECODE]),
+        status((3.0, 30.0, 0.7), roles=[types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE]),
+    )
+    found = calibrate.profile_of([*prefill, *decode], cost_per_hour=1.0)
+    assert (found.ms_per_prefill_token, found.ms_per_decode_step, found.ms_per_decode_sequence) == (1.0, 20.0, 0.5)
+    found = calibrate.profile_of([*prefill, *decode, *mixed], cost_per_hour=1.0)
+    assert (found.ms_per_prefill_token, found.ms_per_decode_step) == (2.0, 25.0)
+    found = calibrate.profile_of(decode, cost_per_hour=1.0)
+    assert found.ms_per_prefill_token == 9.0, "there is no other"
+
+
+def status(*loads: tuple[float, float, float], roles: Sequence[int] = ()) -> list[Any]:
     layout = types_pb2.KVLayout(
         model_id="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64
     )
     worker = control_pb2.WorkerDescription(
-        layout=layout, num_blocks=100, max_model_len=2048, max_num_seqs=8, device="cpu"
+        layout=layout, num_blocks=100, max_model_len=2048, max_num_seqs=8, device="cpu", roles=list(roles)
     )
     names = ("ms_per_prefill_token", "ms_per_decode_step", "ms_per_decode_sequence")
     return [
