@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.cli.arguments import Parser
-from services.cli.simulate import add_workload, read_profile_flag, read_workload
+from services.cli.simulate import add_workload, read_profiles, read_workload
 from services.core.errors import ConfigError
 from services.sim.report import PERCENTS
 from services.sim.search import METRICS, Candidate, Found, Goal, search
@@ -32,8 +32,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
     goal, costs = parse_goal(arguments.slo), _costs(arguments.cost)
-    profile = read_profile_flag(arguments.profile, "--profile")
-    of_decode = read_profile_flag(arguments.decode_profile, "--decode-profile") if arguments.decode_profile else profile
+    profile, of_decode = read_profiles(arguments)
+    of_decode = of_decode or profile
     profile = dataclasses.replace(profile, cost_per_hour=costs.get("prefill", profile.cost_per_hour))
     of_decode = dataclasses.replace(of_decode, cost_per_hour=costs.get("decode", of_decode.cost_per_hour))
 

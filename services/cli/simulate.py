@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from services.cli.arguments import Parser
 from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
-from services.sim.cluster import SimPlan, simulate
+from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
 from services.sim.report import Objective, summary, text
 from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
@@ -27,6 +29,19 @@ def main(argv: Sequence[str], prog: str) -> int:
     add_workload(parser)
     for role in ("prefill", "decode", "mixed"):
         parser.add_argument(f"--{role}", type=int, default=0, metavar="N", help=f"{role} workers")
+    parser.add_argument(
+        "--die", action="append", default=[], metavar="WORKER@S", help="a worker dies at that second: decode-0@30"
+    )
+    parser.add_argument(
+        "--cold-start-s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="until it is back (default: %(default)g; inf: never)",
+    )
+    parser.add_argument(
+        "--slow", action="append", default=[], metavar="WORKER=X", help="its steps take X times as long: decode-0=2"
+    )
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
@@ -63,6 +78,13 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "(default: profile.json in BATON_HOME)",
     )
     parser.add_argument("--decode-profile", default="", metavar="FILE", help="of decode workers, if it is another")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="changes a figure of the profiles: num_blocks=99",
+    )
     parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times the arrivals a second")
     parser.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times prompt and output lengths")
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all of it)")
@@ -79,14 +101,56 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
     prefill, decode, mixed = counts
     if not (decode or mixed):
         raise ConfigError("--decode: somebody must decode; give --decode or --mixed")
-    of_decode = read_profile_flag(arguments.decode_profile, "--decode-profile") if arguments.decode_profile else None
-    return SimPlan(
-        prefill, decode, mixed, profile=read_profile_flag(arguments.profile, "--profile"), decode_profile=of_decode
+    profile, of_decode = read_profiles(arguments)
+    plan = SimPlan(prefill, decode, mixed, profile=profile, decode_profile=of_decode)
+    if not arguments.cold_start_s >= 0:
+        raise ConfigError(f"--cold-start-s: {arguments.cold_start_s:g} must be at least 0")
+    deaths = [Death(*_of_worker("--die", text, "@", plan)) for text in arguments.die]
+    slowness = [_of_worker("--slow", text, "=", plan) for text in arguments.slow]
+    return dataclasses.replace(
+        plan, deaths=tuple(deaths), cold_start_s=arguments.cold_start_s, slowness=tuple(slowness)
     )
 
 
-def read_profile_flag(named: str, flag: str) -> WorkerProfile:
-    """Returns the profile that FILE or FILE.csv#MODEL:HARDWARE names. Raises ConfigError, which names the flag."""
+def _of_worker(flag: str, text: str, between: str, plan: SimPlan) -> tuple[str, float]:
+    """Returns the worker and the number of WORKER@S or WORKER=X. Raises ConfigError."""
+    worker_id, _, number = text.partition(between)
+    if worker_id not in plan.worker_ids:
+        raise ConfigError(f"{flag}: {text!r} names no worker; there are {', '.join(plan.worker_ids[:32])}")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e9:
+        raise ConfigError(f"{flag}: {text!r} is not like {worker_id}{between}2")
+    return worker_id, value
+
+
+def read_profiles(arguments: argparse.Namespace) -> tuple[WorkerProfile, WorkerProfile | None]:
+    """Returns the profile, and that of decode workers if it is another, as the flags of `add_workload` name and change
+    them. Raises ConfigError, which names the flag."""
+    profile = _changed(_read_profile(arguments.profile, "--profile"), arguments.set)
+    if not arguments.decode_profile:
+        return profile, None
+    return profile, _changed(_read_profile(arguments.decode_profile, "--decode-profile"), arguments.set)
+
+
+def _changed(profile: WorkerProfile, settings: Sequence[str]) -> WorkerProfile:
+    types = {field.name: field.type for field in dataclasses.fields(profile) if field.name != "name"}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in types:
+            raise ConfigError(f"--set: {setting!r} names no field; there are {', '.join(types)}")
+        try:
+            number = int(value) if types[name] == "int" else float(value)
+        except ValueError as error:
+            raise ConfigError(f"--set: {setting!r}: {error}") from error
+        profile = dataclasses.replace(profile, **{name: number})  # type: ignore[arg-type]
+    return profile
+
+
+def _read_profile(named: str, flag: str) -> WorkerProfile:
+    """Returns the profile that FILE or FILE.csv#MODEL:HARDWARE names."""
     path, _, name = named.partition("#")
     if not Path(path).is_file():
         raise ConfigError(f"{flag}: no file {path}; `baton calibrate` writes one from a running cluster")

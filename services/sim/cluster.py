@@ -5,9 +5,10 @@ Owns: arrivals, messages between router and workers, the router's turns and tick
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from services.core.errors import BatonError
 from services.router.coordinator import Coordinator
@@ -29,13 +30,22 @@ from services.sim.trace import TracedRequest
 from services.sim.worker import SimWorker
 from services.sim.world import World
 
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
 MESSAGE_S = 0.0005
 """How long a message between router and worker takes."""
 
 
 @dataclass(frozen=True)
+class Death:
+    """Says that a worker's process dies."""
+
+    worker_id: str
+    at_s: float
+
+
+@dataclass(frozen=True)
 class SimPlan:
-    """Says which workers a cluster has, and what each kind costs and does."""
+    """Says which workers a cluster has, what each kind costs and does, and what happens to them."""
 
     prefill: int = 1
     decode: int = 1
@@ -44,10 +54,16 @@ class SimPlan:
     decode_profile: WorkerProfile | None = None
     """The profile of decode workers; None if it is the same."""
     router: CoordinatorConfig = field(default_factory=lambda: CoordinatorConfig(model_context_tokens=1 << 20))
+    deaths: tuple[Death, ...] = ()
+    cold_start_s: float = 10.0
+    """How long after its death a worker is back, with nothing in its memory; infinite for never."""
+    slowness: tuple[tuple[str, float], ...] = ()
+    """Workers whose steps take so many times as long."""
 
     @property
-    def num_workers(self) -> int:
-        return self.prefill + self.decode + self.mixed
+    def worker_ids(self) -> list[str]:
+        kinds = (("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
+        return [f"{name}-{number}" for name, count in kinds for number in range(count)]
 
     @property
     def cost_per_hour(self) -> float:
@@ -112,20 +128,20 @@ class _Simulation:
         self._gaps: dict[float, int] = {}
         self._ticking = False
         self._workers: dict[str, SimWorker] = {}
-        kinds = (
-            ("prefill", plan.prefill, Role.PREFILL, plan.profile),
-            ("decode", plan.decode, Role.DECODE, plan.decode_profile or plan.profile),
-            ("mixed", plan.mixed, Role.MIXED, plan.profile),
-        )
-        for name, count, roles, profile in kinds:
-            for number in range(count):
-                self._join(f"{name}-{number}", roles, profile)
+        self._dead: list[SimWorker] = []
+        slowness = dict(plan.slowness)
+        for worker_id in plan.worker_ids:
+            roles = _ROLES[worker_id.partition("-")[0]]
+            profile = plan.decode_profile if roles is Role.DECODE and plan.decode_profile else plan.profile
+            self._join(worker_id, roles, profile.slowed(slowness.get(worker_id, 1.0)), incarnation=1)
+        for death in plan.deaths:
+            self._world.at(death.at_s, partial(self._die, death.worker_id, plan.cold_start_s))
 
-    def _join(self, worker_id: str, roles: Role, profile: WorkerProfile) -> None:
+    def _join(self, worker_id: str, roles: Role, profile: WorkerProfile, incarnation: int) -> None:
         info = WorkerInfo(
             worker_id,
             roles,
-            1,
+            incarnation,
             Fingerprint("simulated"),
             profile.block_size,
             profile.num_blocks,
@@ -135,8 +151,25 @@ class _Simulation:
         )
         worker = self._workers[worker_id] = SimWorker(self._world, info, profile, self._tell, self._note_gap)
         self._coordinator.worker_joined(info, self._world.now)
-        self._coordinator.session_opened(worker_id, 1, self._world.now)
-        self._coordinator.worker_events(worker_id, 1, (), worker.load(), self._world.now)
+        self._coordinator.session_opened(worker_id, incarnation, self._world.now)
+        self._coordinator.worker_events(worker_id, incarnation, (), worker.load(), self._world.now)
+
+    def _die(self, worker_id: str, cold_start_s: float) -> None:
+        worker = self._workers[worker_id]
+        if worker.dead:
+            return
+        info, now = worker.info, self._world.now
+        self._coordinator.worker_events(worker_id, info.incarnation, worker.die(), None, now)
+        self._coordinator.worker_lost(worker_id, info.incarnation, now, crashed=True)
+        self._turn()
+
+        def come_back() -> None:
+            self._dead.append(worker)
+            self._join(worker_id, info.roles, worker.profile, info.incarnation + 1)
+            self._turn()
+
+        if cold_start_s != math.inf:
+            self._world.after(cold_start_s, come_back)
 
     def run(self) -> Outcome:
         self._turn()
@@ -146,15 +179,20 @@ class _Simulation:
         assert not self._live, f"{len(self._live)} requests did not end"
         self._coordinator.check_idle()
         for worker in self._workers.values():
-            worker.check_idle()
+            if not worker.dead:
+                worker.check_idle()
+        every = [*self._dead, *self._workers.values()]
         seconds = max((served.at_s + (served.total_s or 0.0) for served in self._served), default=0.0)
         return Outcome(
             self._served,
             seconds,
             self._gaps,
-            {name: worker.busy_s / seconds if seconds else 0.0 for name, worker in self._workers.items()},
-            sum(worker.bytes_fetched for worker in self._workers.values()),
-            sum(worker.num_preemptions for worker in self._workers.values()),
+            {
+                name: sum(each.busy_s for each in every if each.info.worker_id == name) / seconds if seconds else 0.0
+                for name in self._workers
+            },
+            sum(worker.bytes_fetched for worker in every),
+            sum(worker.num_preemptions for worker in every),
         )
 
     def _arrive(self, number: int) -> None:
@@ -192,8 +230,10 @@ class _Simulation:
 
     def _tell(self, worker: SimWorker, events: Sequence[LegEvent], load: Load) -> None:
         def deliver() -> None:
-            self._coordinator.worker_events(worker.info.worker_id, 1, events, load, self._world.now)
-            self._turn()
+            if not worker.dead:
+                info = worker.info
+                self._coordinator.worker_events(info.worker_id, info.incarnation, events, load, self._world.now)
+                self._turn()
 
         self._world.after(MESSAGE_S, deliver)
 

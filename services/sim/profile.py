@@ -55,6 +55,13 @@ class WorkerProfile:
             if not least <= value <= 1e15 or (field.name in _POSITIVE and not value):
                 raise ConfigError(f"profile {self.name!r}: {field.name} is {value}, which is out of range")
 
+    def slowed(self, times: float) -> WorkerProfile:
+        """Returns the profile of a worker whose steps take so many times as long."""
+        if times == 1.0:
+            return self
+        names = [field.name for field in dataclasses.fields(self) if field.name.startswith("ms_per_")]
+        return dataclasses.replace(self, **{name: getattr(self, name) * times for name in names})
+
     def step_s(self, prompt_tokens: int, num_decodes: int, context_tokens: float) -> float:
         """Returns the seconds of a step; `context_tokens` is the sum over its decoding sequences."""
         prefill_ms = self.ms_per_prefill_step + prompt_tokens * self.ms_per_prefill_token if prompt_tokens else 0.0

@@ -3,7 +3,8 @@
 Owns: a worker's queue, batch, leases and imports, in the rules of `docs/architecture.md`: prompts reserve all their
 blocks, decodes go first in a step and grow block by block, the youngest is preempted when there is no room, a handoff
 is admitted or refused at once, its blocks cross while the prompt is still computed. Never: where a request goes, which
-the router's coordinator decides. Not modelled: prefix caches, staging, failures.
+the router's coordinator decides. Not modelled: prefix caches, staging, workers that stop and
+go on.
 
 Steps that only decode are taken together until a sequence ends, a block is missing or somebody else joins, which gives
 the same times as one by one.
@@ -66,6 +67,8 @@ class SimLeg:
     sealed_s: float | None = None
     on_sealed: Callable[[], None] | None = None
     """What a destination does that fetches the lease."""
+    on_lost: Callable[[], None] | None = None
+    """What it does if the source dies meanwhile."""
     ended: bool = False
     """Whether the lease is over."""
 
@@ -98,6 +101,7 @@ class SimWorker:
         self.busy_s = 0.0
         self.bytes_fetched = 0
         self.num_preemptions = 0
+        self.dead = False
         self._world = world
         self._tell = tell
         self._note_gap = note_gap
@@ -113,6 +117,8 @@ class SimWorker:
     # What the router says
 
     def receive(self, command: SendLeg) -> None:
+        if self.dead:
+            return
         work = SimLeg(
             command.leg,
             len(command.token_ids),
@@ -130,6 +136,8 @@ class SimWorker:
         self._begin()
 
     def cancel(self, leg: int) -> None:
+        if self.dead:
+            return
         for work in [work for work in self._waiting if work.leg == leg]:
             self._waiting.remove(work)
             self._free += work.num_blocks
@@ -144,6 +152,25 @@ class SimWorker:
         self._say([])
         self._cut_short()
         self._begin()
+
+    def die(self) -> list[LegEvent]:
+        """Ends at once, and all that fetch from it with it. Returns the tokens that its steps had brought until now."""
+        run, events = self._run, list[LegEvent]()
+        if run is not None:
+            self.busy_s += self._world.now - run.started_s
+            num_steps = self._steps_within(run, self._world.now - run.started_s)
+            for work in run.decodes:
+                work.num_output += num_steps
+        for work in self._batch:
+            if work.decoding and not work.cancelled and work.num_output > work.num_reported:
+                token_ids = (_TOKEN,) * (work.num_output - work.num_reported)
+                events.append(Tokens(work.leg, work.position + work.num_reported, token_ids))
+        self.dead, self._run = True, None
+        for lease in self._leases.values():
+            lease.ended = True
+            if lease.on_lost is not None:
+                lease.on_lost()
+        return events
 
     def load(self) -> Load:
         """Returns a snapshot."""
@@ -216,16 +243,21 @@ class SimWorker:
         run = self._run
         if run is None or run.num_steps == 1:
             return
-        elapsed_s, low, high = self._world.now - run.started_s, 1, run.num_steps
+        under_way = self._steps_within(run, self._world.now - run.started_s) + 1
+        if under_way < run.num_steps:
+            run.num_steps = under_way
+            self._schedule(run)
+
+    def _steps_within(self, run: _Run, elapsed_s: float) -> int:
+        """Returns how many of its steps had ended before so much time had passed; at most all but the last."""
+        low, high = 1, run.num_steps
         while low < high:
             middle = (low + high) // 2
             if self._seconds(run, middle) >= elapsed_s:
                 high = middle
             else:
                 low = middle + 1
-        if low < run.num_steps:
-            run.num_steps = low
-            self._schedule(run)
+        return low - 1
 
     def _grow(self, decodes: list[SimLeg]) -> int:
         """Gives decodes the blocks for the next steps. Returns how many steps those are; 0 if one was preempted."""
@@ -358,18 +390,23 @@ class SimWorker:
             )
             self._world.at(ready_s + latency_s, lambda: self._ready(work, source, lease, num_bytes))
 
+        lease.on_lost = lambda: self._import_failed(work)
         if lease.sealed_s is not None:
             sealed()
         else:
             lease.on_sealed = sealed
 
-    def _ready(self, work: SimLeg, source: SimWorker, lease: SimLeg, num_bytes: int) -> None:
-        if work.cancelled:
-            return
-        if lease.ended:
+    def _import_failed(self, work: SimLeg) -> None:
+        if not self.dead and self._imports.get(work.leg) is work:
             del self._imports[work.leg]
             self._free += work.num_blocks
             self._say([ImportFailed(work.leg, lease_alive=False, error=LeaseInvalid("it is over"))])
+
+    def _ready(self, work: SimLeg, source: SimWorker, lease: SimLeg, num_bytes: int) -> None:
+        if self.dead or self._imports.get(work.leg) is not work:
+            return  # it was cancelled, or has failed
+        if lease.ended:
+            self._import_failed(work)
             return
         del self._imports[work.leg]
         self.bytes_fetched += num_bytes

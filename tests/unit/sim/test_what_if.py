@@ -1,0 +1,136 @@
+"""Tests what may happen to simulated workers: they die and come back, or are slow; and that profiles may be changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from services.cli import simulate as command
+from services.core.errors import ConfigError
+from services.sim.cluster import Death, SimPlan, simulate
+from services.sim.profile import WorkerProfile, read_profile, write_profile
+from services.sim.report import Objective, summary
+from services.sim.trace import TracedRequest, synthetic_trace
+
+PROFILE = WorkerProfile(
+    "test",
+    ms_per_prefill_token=0.1,
+    ms_per_decode_step=10.0,
+    ms_per_decode_sequence=1.0,
+    kv_bytes_per_token=1000,
+    transfer_bytes_per_s=1e7,
+    num_blocks=400,
+)
+SPLIT, MIXED, ALL = (
+    SimPlan(2, 2, 0, profile=PROFILE),
+    SimPlan(0, 0, 3, profile=PROFILE),
+    SimPlan(1, 1, 1, profile=PROFILE),
+)
+
+
+def trace(count: int = 150) -> list[TracedRequest]:
+    """Returns requests of which the pools hold some, eight a second."""
+    return [
+        TracedRequest(each.at_s / 8, min(each.prompt_tokens, 1500), min(each.output_tokens, 200))
+        for each in synthetic_trace(count)
+    ]
+
+
+@pytest.mark.parametrize("plan", [SPLIT, MIXED, ALL], ids=["split", "mixed", "all kinds"])
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_dies_every_request_ends_once_with_all_its_tokens(plan: SimPlan, seed: int) -> None:
+    """Kills workers at random moments. `simulate` itself checks the number of tokens, and that nothing is left."""
+    rng = random.Random(seed)
+    deaths = tuple(Death(rng.choice(plan.worker_ids), rng.uniform(0, 18)) for _ in range(4))
+    plan = dataclasses.replace(plan, deaths=deaths, cold_start_s=rng.choice([0.5, 3.0]))
+    first = simulate(plan, trace())
+    assert len(first.requests) == 150
+    assert all((served.total_s is not None) != bool(served.error) for served in first.requests)
+    assert sum(served.num_retries for served in first.requests) > 0, "somebody was computed again"
+    assert sum(bool(served.error) for served in first.requests) <= 2, "three crashes under one request end it"
+    assert simulate(plan, trace()) == first
+
+
+def test_tokens_that_came_before_a_death_are_not_computed_as_output_again() -> None:
+    """Kills the worker of a request that has decoded for 1 s; another takes its prompt and output over."""
+    plan = dataclasses.replace(SimPlan(1, 2, 0, profile=PROFILE), deaths=(Death("decode-0", 1.1),))
+    (served,) = simulate(plan, [TracedRequest(0.0, 500, 150)]).requests
+    (undisturbed,) = simulate(dataclasses.replace(plan, deaths=()), [TracedRequest(0.0, 500, 150)]).requests
+    assert served.num_retries == 1
+    assert served.ttft_s == undisturbed.ttft_s
+    assert served.total_s is not None
+    assert undisturbed.total_s is not None
+    # Prompt and about 100 tokens are computed and moved again: 0.6 k tokens, 60 ms each; not the 100 steps of 10 ms.
+    assert 0.06 < served.total_s - undisturbed.total_s < 0.4
+
+
+def test_a_worker_that_does_not_come_back_leaves_the_work_to_others_or_to_nobody() -> None:
+    lost = dataclasses.replace(SPLIT, deaths=(Death("decode-1", 2.0),), cold_start_s=math.inf)
+    outcome = simulate(lost, trace())
+    assert not any(served.error for served in outcome.requests)
+    assert outcome.busy["decode-1"] < simulate(SPLIT, trace()).busy["decode-1"] / 2
+    alone = dataclasses.replace(
+        SimPlan(1, 1, 0, profile=PROFILE), deaths=(Death("decode-0", 2.0),), cold_start_s=math.inf
+    )
+    figures = summary(alone, simulate(alone, trace()), Objective(1.0, 1.0))
+    assert sum(figures["num_failed"].values()) > 100
+
+
+def test_a_slow_worker_is_given_less() -> None:
+    slow = dataclasses.replace(SimPlan(1, 2, 0, profile=PROFILE), slowness=(("decode-1", 4.0),))
+    alike = dataclasses.replace(slow, slowness=())
+    objective = Objective(1.0, 1.0)
+    assert (
+        summary(slow, simulate(slow, trace()), objective)["tpot_ms"]["p95"]
+        > summary(alike, simulate(alike, trace()), objective)["tpot_ms"]["p95"]
+    )
+    assert PROFILE.slowed(4.0).ms_per_decode_step == 40.0
+    assert PROFILE.slowed(4.0).num_blocks == PROFILE.num_blocks
+
+
+def test_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "profile.json")
+    write_profile(Path(path), PROFILE)
+    flags = ["--profile", path, "--requests", "60", "--prefill", "1", "--decode", "2"]
+
+    def run(*more: str) -> str:
+        assert command.main([*flags, *more, "--json", "-"], "baton simulate") == 0
+        return capsys.readouterr().out
+
+    plain = run()
+    assert run("--slow", "decode-1=1") == plain
+    for more in (
+        ["--die", "decode-0@5"],
+        ["--die", "decode-0@5", "--die", "prefill-0@9", "--cold-start-s", "2"],
+        ["--slow", "prefill-0=3"],
+        ["--set", "transfer_bytes_per_s=1e6"],
+        ["--set", "num_blocks=300", "--set", "max_num_batched_tokens=4096"],
+    ):
+        assert run(*more) != plain, more
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--die", "decode-7@5"], "--die: 'decode-7@5' names no worker; there are prefill-0, decode-0, decode-1"),
+        (["--die", "decode-0@soon"], "--die: 'decode-0@soon' is not like decode-0@2"),
+        (["--die", "decode-0@inf"], "--die: 'decode-0@inf' is not like decode-0@2"),
+        (["--slow", "decode-0=0"], "--slow: 'decode-0=0' is not like decode-0=2"),
+        (["--slow", "decode-0"], "--slow: 'decode-0' is not like decode-0=2"),
+        (["--cold-start-s", "nan"], "--cold-start-s: nan must be at least 0"),
+        (["--set", "blocks=3"], "--set: 'blocks=3' names no field; there are ms_per_prefill_token"),
+        (["--set", "num_blocks=x"], "--set: 'num_blocks=x': invalid literal"),
+        (["--set", "num_blocks=0"], "num_blocks is 0, which is out of range"),
+        (["--set", "num_blocks=1.5"], "--set: 'num_blocks=1.5'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, more: list[str], reason: str) -> None:
+    path = str(tmp_path / "profile.json")
+    write_profile(Path(path), PROFILE)
+    with pytest.raises(ConfigError, match=reason):
+        command.main(["--profile", path, "--prefill", "1", "--decode", "2", *more], "baton simulate")
+    assert read_profile(Path(path)) == PROFILE
