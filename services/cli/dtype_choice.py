@@ -141,7 +141,7 @@ def decide(saved: str, timings: Timings) -> Choice:
     dtype = chosen.partition("+")[0]
     how = "as saved" if chosen == saved else f"faster here than {saved} as saved"
     if packed is not None:
-        how = "over the weights of the GGUF file, faster here than others" if plain else "over those of the GGUF file"
+        how = f"over the GGUF file's weights, faster here than {plain}" if plain else "over the GGUF file's weights"
     figures = ", ".join(
         f"{name} {each[0]:.3g} ms a prompt token, {each[1]:.3g} ms a decode, {whole_s[name]:.3g} s"
         for name, each in timings.of.items()
