@@ -18,6 +18,7 @@ from baton.v1 import types_pb2, worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, DeadlineExceeded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
+from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Outbox:
         num_bytes = num_taken = 0
         for event in self._events:
             num_bytes += event.ByteSize()
-            if num_taken and num_bytes > most_bytes:
+            if num_taken and (num_bytes > most_bytes or num_taken == MOST_SESSION_EVENTS):
                 break
             num_taken += 1
         taken, self._events = self._events[:num_taken], self._events[num_taken:]

@@ -15,7 +15,7 @@ import grpc
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, ProtocolViolation
-from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
+from services.core.model_files import MOST_OTHER_BYTES, MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES, TOKENIZER
 from services.core.printable import printable
 from services.router.text.tokenisation import ModelText, load_model_text
 from services.rpc.status import from_call
@@ -34,7 +34,7 @@ async def model_text_of(channel: grpc.aio.Channel, *, within_s: float) -> ModelT
         try:
             return await asyncio.to_thread(load_model_text, folder)
         except Exception as error:  # what a worker has sent may be wrong in any way
-            reason = printable(str(error)).replace(f"{folder}/", "")[:_MOST_REASON_CHARS]
+            reason = printable(str(error)[: 4 * _MOST_REASON_CHARS]).replace(f"{folder}/", "")[:_MOST_REASON_CHARS]
             raise InvalidRequest("worker.layout.model_id", f"its text cannot be used: {reason}") from None
 
 
@@ -78,6 +78,8 @@ class _Arrivals:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._num_bytes = 0
+        self._num_bytes_before = 0
+        """Those of the files before the newest."""
 
     def take(self, part: worker_pb2.GetModelTextResponse | None) -> bool:
         """Returns whether the part begins a file. Raises ProtocolViolation if it may not come now."""
@@ -91,10 +93,13 @@ class _Arrivals:
         if len(part.data) > MOST_PART_BYTES or not (part.data or is_new):
             raise ProtocolViolation(f"a part of {part.name} has {len(part.data)} bytes")
         self._num_bytes += len(part.data)
-        if self._num_bytes > MOST_TEXT_BYTES:
-            raise ProtocolViolation(f"the model's text has more than {MOST_TEXT_BYTES} bytes")
         if is_new:
             self._names.append(part.name)
+            self._num_bytes_before = self._num_bytes - len(part.data)
+        if self._num_bytes > MOST_TEXT_BYTES:
+            raise ProtocolViolation(f"the model's text has more than {MOST_TEXT_BYTES} bytes")
+        if part.name != TOKENIZER and self._num_bytes - self._num_bytes_before > MOST_OTHER_BYTES:
+            raise ProtocolViolation(f"{part.name} has more than {MOST_OTHER_BYTES} bytes")
         return is_new
 
 

@@ -18,9 +18,11 @@ from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequ
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from services.router.panics import panics_are_errors
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.token_bounds import TextBound, text_bound
+from services.router.text.token_bounds import TextBound, growth, text_bound
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MOST_GROWTH = 32.0
+"""Of a text, by its tokenizer's normaliser or decoder."""
 _MOST_TOKENS = 1 << 30
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -97,6 +99,10 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
         tokenizer = Tokenizer.from_file(str(path))  # last, since a large one takes a second
     except Exception as error:  # the library raises nothing more special
         raise ConfigError(f"{path} is no tokenizer: {error}") from error
+    content = json.loads(tokenizer.to_str())
+    for part in ("normalizer", "decoder"):
+        if (times := growth(content.get(part))) > _MOST_GROWTH:
+            raise ConfigError(f"{path}: its {part} makes texts {times:.3g} times as long")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocab_size = config.get("vocab_size") or tokenizer.get_vocab_size()
@@ -108,7 +114,7 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
         template=template,
         vocab_size=vocab_size,
         context_tokens=context_tokens,
-        bound=text_bound(json.loads(tokenizer.to_str())),
+        bound=text_bound(content),
     )
 
 

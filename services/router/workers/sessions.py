@@ -21,10 +21,13 @@ from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
 from services.router.workers import wire
 from services.rpc.channels import Dial
+from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
 
 log = logging.getLogger(__name__)
 
+_MOST_OUTGOING = 65_536
+"""Messages to a worker that wait to be written: commands, and cancels of what it reports and no router knows."""
 _WRITE_FAILED = "Internal error from Core"
 """The details of the error that grpc.aio raises if a write fails, with INTERNAL in place of the call's own status."""
 
@@ -62,6 +65,10 @@ class _Ended(Exception):
 
 class _Silent(Exception):
     """Reports that the worker sends nothing or reads nothing any more. The message says which."""
+
+
+class _Excessive(Exception):
+    """Reports that the worker sends or causes more at once than any worker may. The message says what."""
 
 
 class WorkerLink:
@@ -144,8 +151,8 @@ class WorkerLink:
                 await channel.close()
         except* _Ended:
             crashed = False
-        except* _Silent as silence:
-            reason = str(silence.exceptions[0])
+        except* (_Silent, _Excessive) as judged:
+            reason = str(judged.exceptions[0])
         except* grpc.aio.AioRpcError as group_error:
             error = group_error.exceptions[0]
             assert isinstance(error, grpc.aio.AioRpcError)
@@ -194,6 +201,10 @@ class WorkerLink:
         try:
             async for message in call:
                 self._watch.heard()
+                if len(message.events) > MOST_SESSION_EVENTS:
+                    raise _Excessive(f"it sent {len(message.events)} events in one message")
+                if self._outgoing.qsize() > _MOST_OUTGOING:
+                    raise _Excessive(f"{self._outgoing.qsize()} messages to it wait to be written")
                 if message.HasField("load"):
                     self._note(message.load)
                 if not self.is_open:

@@ -21,7 +21,7 @@ from services.core.errors import (
     NoWorker,
     ProtocolViolation,
 )
-from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
+from services.core.model_files import MOST_OTHER_BYTES, MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES
 from services.router.text.model_text_fetch import fetch_model_text
 from services.rpc.serving import GrpcServer
 from services.worker.session import WORKER_SERVICE
@@ -141,6 +141,23 @@ async def test_endless_data_ends_at_the_bound_and_is_not_kept(folder: Path) -> N
     assert (folder / "tokenizer.json").stat().st_size == MOST_TEXT_BYTES
     assert peak_bytes < 8 * MIB
     assert liar.num_sent < 2 * MOST_TEXT_BYTES // MOST_PART_BYTES, "it is held back as it is read"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja"])
+async def test_only_a_tokenizer_may_be_large(folder: Path, name: str) -> None:
+    """Sends another file without end: others are parsed while all else in the router stands still."""
+
+    def answer() -> Iterator[bytes]:
+        for _ in range(2 * MOST_OTHER_BYTES // MOST_PART_BYTES):
+            yield message("tokenizer.json", bytes(MOST_PART_BYTES))
+        while True:
+            yield message(name, bytes(MOST_PART_BYTES))
+
+    async with Liar(answer).serving() as address:
+        with pytest.raises(ProtocolViolation, match=f"{name} has more than {MOST_OTHER_BYTES} bytes"):
+            await fetch(address, folder)
+    assert (folder / "tokenizer.json").stat().st_size == 2 * MOST_OTHER_BYTES
+    assert (folder / name).stat().st_size == MOST_OTHER_BYTES
 
 
 @pytest.mark.parametrize("begins", [True, False])
