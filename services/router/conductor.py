@@ -132,8 +132,12 @@ class Conductor:
 
     def register(self, info: WorkerInfo) -> None:
         """Takes a worker's registration, and dials the worker unless this process of it is known already."""
+        known = info.worker_id in self.coordinator.worker_ids()
+        roles = self.coordinator.worker(info.worker_id).info.roles if known else info.roles
         if not self.coordinator.worker_joined(info, self._clock.now()):
-            self.act()  # its roles may be new
+            if roles is not info.roles:
+                log.info("worker %s is now %s, no longer %s", info.worker_id, info.roles.label, roles.label)
+            self.act()
             return
         # Its process has ended, or the coordinator has forgotten it to make room.
         for worker_id in (info.worker_id, *(self.links.keys() - self.coordinator.worker_ids())):

@@ -1,7 +1,8 @@
 """Formats logs: one line per event, for people (console) or machines (JSON), with request and trace ids where known.
 
-Owns: the root logger's one handler, the ids that a context carries, and that an event cannot break out of its line:
-logs may hold text from clients and peers, and a terminal obeys control characters. Never: what is logged.
+Owns: the root logger's one handler, the ids that a context carries, and that an event cannot break out of its line, or
+make it endless: logs may hold text from clients and peers, and a terminal obeys control characters. Never: what is
+logged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from typing import TextIO
 from services.core.errors import ConfigError
 from services.core.printable import printable
 from services.rpc.telemetry import trace_id_of
+
+MOST_CHARS = 16_384
+"""Of one event: what peers send stands in some, and may have megabytes. A traceback has no bound but its own."""
+_MOST_ID_CHARS = 256
 
 _ids: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("log_ids", default={})  # noqa: B039 never mutated
 
@@ -59,7 +64,13 @@ def log_ids(request_id: str, traceparent: str = "") -> Iterator[None]:
 def _ids_of(record: logging.LogRecord) -> dict[str, str]:
     known = dict(_ids.get())
     known.update({name: getattr(record, name) for name in ("request_id", "trace_id") if hasattr(record, name)})
-    return {name: value for name, value in known.items() if value}
+    return {name: value[:_MOST_ID_CHARS] for name, value in known.items() if value}
+
+
+def _message_of(record: logging.LogRecord) -> str:
+    message = record.getMessage()
+    num_left = len(message) - MOST_CHARS
+    return message if num_left <= 0 else f"{message[:MOST_CHARS]} and {num_left} more characters"
 
 
 def _moment(record: logging.LogRecord) -> datetime.datetime:
@@ -79,7 +90,7 @@ class ConsoleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = _moment(record).astimezone().strftime("%H:%M:%S.%f")[:-3]
         known = " ".join(f"{name}={value}" for name, value in _ids_of(record).items())
-        line = f"{clock} {record.levelname:<5} {self._who} {record.name}: {record.getMessage()}"
+        line = f"{clock} {record.levelname:<5} {self._who} {record.name}: {_message_of(record)}"
         lines = [line + (f" [{known}]" if known else "")]
         if record.exc_info:
             # Indented, because an error may quote lines that look like another record.
@@ -99,7 +110,7 @@ class JsonFormatter(logging.Formatter):
             "time": _moment(record).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message_of(record),
             **self._who,
             **_ids_of(record),
         }

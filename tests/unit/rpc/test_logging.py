@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from services.core.errors import ConfigError
-from services.rpc.logging import configure_logging, ids, log_ids
+from services.rpc.logging import MOST_CHARS, configure_logging, ids, log_ids
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -54,6 +54,17 @@ def test_json_keeps_a_traceback_on_one_line():
         logging.getLogger("x").exception("failed")
     (line,) = stream.getvalue().splitlines()
     assert "ValueError: bad" in json.loads(line)["error"]
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_what_a_peer_sends_makes_no_endless_line(form: str):
+    stream = configured(form)
+    logging.getLogger("x").warning("no such socket: %s", "s" * 4_000_000, extra=ids("r" * 2_000_000))
+    (line,) = stream.getvalue().splitlines()
+    assert len(line) < MOST_CHARS + 1000
+    assert f" and {4_000_000 + len('no such socket: ') - MOST_CHARS} more characters" in line
+    assert "r" * 256 in line
+    assert "r" * 257 not in line
 
 
 def test_console_lines_are_short():
