@@ -96,7 +96,8 @@ def test_every_line_of_a_request_has_its_ids(as_json: Written) -> None:
     story = [line for line in _lines(as_json.log) if line.get("request_id") == as_json.request_id]
     ours = [line["message"] for line in story if line["service"] == "baton-router"]
     assert (ours[0].partition(":")[0], ours[-1].partition(":")[0]) == ("request queued", "request finished")
-    assert {line["service"] for line in story} == {"baton-router", "baton-prefill", "baton-decode"}
+    services = {line["service"] for line in story}
+    assert services == {"baton-router", "baton-prefill", "baton-decode"}, as_json.log
     (trace_id,) = {line["trace_id"] for line in story}
     assert trace_id in as_json.trace
 
