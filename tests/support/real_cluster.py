@@ -35,6 +35,8 @@ _LAST_STEPS = 4
 _SILENT_S = 120.0
 """Workers that send nothing for so long are lost, not slow."""
 _LOOK_EVERY_S = 0.005
+_STOPPED_S = 0.045
+"""Of a slowed process, at a time: far less than anybody takes for silence."""
 
 Status = control_pb2.GetStatusResponse
 
@@ -96,6 +98,25 @@ class Service:
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
+
+    @contextlib.asynccontextmanager
+    async def slowed(self) -> AsyncIterator[None]:
+        """Inside the context the process runs a tenth of the time, so that what it does outlasts what a test waits for,
+        however fast the machine is. It may end meanwhile."""
+        over = asyncio.create_task(self._stop_and_go())
+        try:
+            yield
+        finally:
+            over.cancel()
+            await asyncio.gather(over, return_exceptions=True)
+
+    async def _stop_and_go(self) -> None:
+        pid = self.pid
+        with contextlib.suppress(ProcessLookupError):
+            while self.pid == pid:
+                with self.stopped():
+                    await asyncio.sleep(_STOPPED_S)
+                await asyncio.sleep(_STOPPED_S / 9)
 
     def _gone(self) -> None:
         self._child = None

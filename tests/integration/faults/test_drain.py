@@ -42,7 +42,7 @@ async def test_baton_drain(cluster: RealCluster, reference: GreedyReference, pha
 
 async def test_drain_moves_what_is_left_at_the_deadline(cluster: RealCluster, reference: GreedyReference) -> None:
     """What another router has there is moved when the worker's own time is up, 2 s later: it ends
-    its session in order."""
+    its session in order. Workers are slow, so that there is something left then."""
     rng = random.Random(5)
 
     async def attempt() -> bool:
@@ -51,10 +51,11 @@ async def test_drain_moves_what_is_left_at_the_deadline(cluster: RealCluster, re
             streams(cluster.routers[PATIENT], reference, long_jobs) as others,
             load(cluster, reference) as running,
         ):
-            worker_id = await reach(cluster, decoding, running)
-            request = control_pb2.DrainRequest(worker_id=worker_id, deadline_ms=0)
-            drained = await cluster.router.control.Drain(request, timeout=LEFT_WITHIN_S)
-            await cluster[worker_id].left()
+            async with cluster["decode-0"].slowed(), cluster["decode-1"].slowed():
+                worker_id = await reach(cluster, decoding, running)
+                request = control_pb2.DrainRequest(worker_id=worker_id, deadline_ms=0)
+                drained = await cluster.router.control.Drain(request, timeout=LEFT_WITHIN_S)
+                await cluster[worker_id].left()
         await cluster.whole()
         assert running.num_retries >= drained.num_migrated
         return drained.num_migrated > 0 and others.num_retries > 0

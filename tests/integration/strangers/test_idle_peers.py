@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS
 from tests.support.cluster import greedy_request, receive
 from tests.support.models import tiny_model
@@ -71,7 +71,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Attacked]:
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Attacked]:
     folder = tmp_path_factory.mktemp("idle-peers")
     model = tiny_model("llama", folder)
     grpc_port, control_port, http_port, metrics_port = free_ports(4)
@@ -100,6 +100,15 @@ async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[At
             process.kill()
             await process.wait()
         print(log.read_text()[-2000:])
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def attacked(shared: Attacked) -> Attacked:
+    """Returns the router with its client connected, before any of a test's peers come: a server closes a connection
+    that has been idle, and what was left by the test before may have kept it busy for longer than that."""
+    stub = inference_pb2_grpc.InferenceServiceStub(shared.channel)
+    await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=NEWCOMER_WITHIN_S, wait_for_ready=True)
+    return shared
 
 
 async def ready(channel: grpc.aio.Channel) -> None:
