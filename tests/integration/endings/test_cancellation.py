@@ -43,13 +43,18 @@ PHASES: dict[str, Callable[[Cluster], bool]] = {
 
 
 async def start_in_phase(cluster: Cluster, phase: str) -> list[Any]:
-    """Returns streams of which at least one is in the phase."""
+    """Returns streams of which at least one is in the phase. The router has all of them."""
     # "queued" and "parked" need others that hold the room; the decode pool holds two of these prompts.
     count = 6 if phase in ("queued", "parked") else 1
     requests = [greedy_request(LONG[n:], 200) for n in range(count)]
     calls = [cluster.inference.GenerateStream(request) for request in requests]
     READERS.update(asyncio.create_task(drain(call)) for call in calls)
-    await until(lambda: PHASES[phase](cluster), f"a request is {phase}", 30.0, pause_s=0)
+
+    def reached() -> bool:
+        # One that the router has yet to read could come after the cluster was found idle, and before its cancel.
+        return cluster.router.coordinator.num_live == count and PHASES[phase](cluster)
+
+    await until(reached, f"a request is {phase}", 30.0, pause_s=0)
     return calls
 
 
