@@ -32,6 +32,7 @@ from services.router.policy import Fingerprint, Load, Role
 from services.router.policy.health import HealthConfig
 
 _NUM_QUEUED = 200
+_NUM_PARKED = 50
 _NUM_SAMPLES = 200
 _MESSAGE_S = 0.0002
 """Between two inputs: all of a figure's samples fall into a fraction of a second, so that nobody ages meanwhile."""
@@ -45,6 +46,10 @@ def measure(repeats: int) -> list[Figure]:
     for number in (2, 8, 32):
         samples = [sample for _ in range(repeats) for sample in _load_messages(number)]
         name = f"empty load message, {_NUM_QUEUED} queued, {number}+{number} workers"
+        figures.append(Figure(name, "ms", tuple(samples), "p50 <= 0.05"))
+    for number in (2, 8, 32):
+        samples = [sample for _ in range(repeats) for sample in _Cluster(number, 0, _NUM_QUEUED, _NUM_PARKED).loads()]
+        name = f"the same with {_NUM_PARKED} parked, {number}+{number} workers"
         figures.append(Figure(name, "ms", tuple(samples), "p50 <= 0.05"))
     for num_queued in (0, _NUM_QUEUED):
         few, many = _Cluster(50, 1000, num_queued), _Cluster(50, 4000, num_queued)
@@ -87,7 +92,7 @@ def _load_messages(number: int) -> list[float]:
 class _Cluster:
     """Simulates `number` prefill workers and as many decode workers, which answer at once."""
 
-    def __init__(self, number: int, num_live: int, num_queued: int) -> None:
+    def __init__(self, number: int, num_live: int, num_queued: int, num_parked: int = 0) -> None:
         config = CoordinatorConfig(model_context_tokens=8192, max_queue=8192, health=_HEALTH)
         self._coordinator = Coordinator(config)
         self._now = 1000.0
@@ -99,7 +104,10 @@ class _Cluster:
         self._report(busy=False)
         for _ in range(num_live - num_queued):
             self._live.append(self._decode(self._submit(_PROMPT)))
+        handoffs = [self._submit(_PROMPT) for _ in range(num_parked)]
         self._report(busy=bool(num_queued))
+        for sent in handoffs:
+            self._start(sent)
         if num_queued:
             self._submit(_SHORT_PROMPT)  # with no handoff in flight, one would be let through
             for _ in range(num_queued):
@@ -172,15 +180,20 @@ class _Cluster:
 
     def _decode(self, sent: SendLeg | None) -> SendLeg:
         """Hands it over, as far as its second token."""
-        assert sent is not None, "no room"
-        source, leg = self._workers[sent.worker_id], sent.leg
-        started = PrefillStarted(leg, leg.to_bytes(16, "big"), source=None)
-        self._coordinator.worker_events(source.worker_id, 1, (started, Tokens(leg, 0, (1,))), None, self._now)
-        decode = next(action for action in self._turn() if isinstance(action, SendLeg) and action.phase is Role.DECODE)
+        actions = self._start(sent)
+        decode = next(action for action in actions if isinstance(action, SendLeg) and action.phase is Role.DECODE)
         events = (DecodeAdmitted(decode.leg), ImportReady(decode.leg), Tokens(decode.leg, 0, (1, 2)))
         self._coordinator.worker_events(decode.worker_id, 1, events, None, self._now)
         self._turn()
         return decode
+
+    def _start(self, sent: SendLeg | None) -> list[object]:
+        """Computes its prompt; where no decode worker has room, the handoff is parked."""
+        assert sent is not None, "no room"
+        leg = sent.leg
+        started = PrefillStarted(leg, leg.to_bytes(16, "big"), source=None)
+        self._coordinator.worker_events(sent.worker_id, 1, (started, Tokens(leg, 0, (1,))), None, self._now)
+        return self._turn()
 
     def _finish(self, decode: SendLeg) -> None:
         last = Tokens(decode.leg, 2, (3,), finish=SequenceEnd(FinishReason.STOP))

@@ -25,7 +25,7 @@ from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import ExpectedRequest, FinishReason, LegEvent, RequestSpec, WorkerInfo
-from services.router.coordinator.placement import give_up_stranded, place_all
+from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all
 from services.router.coordinator.request import Phase, Request
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load
@@ -355,8 +355,8 @@ class Coordinator:
         if load is not None:
             with self._book.isolated("event", None, now):
                 self._take_snapshot(worker, load, now)
-            if len(self._book.parked):
-                self._book.placement_is_due = True  # a worker that refused a handoff may be asked after a new snapshot
+            if may_be_asked_again(self._book, worker, now):
+                self._book.placement_is_due = True
 
     def _take_snapshot(self, worker: Worker, load: Load, now: float) -> None:
         self._book.workers.set_load(worker, load, now)

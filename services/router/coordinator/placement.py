@@ -24,6 +24,7 @@ from dataclasses import replace
 from services.router import policy
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import PlacedPrefill, Request
+from services.router.coordinator.workers import Worker
 from services.router.policy import Fingerprint, Source, WorkerSubset, WorkerView
 
 
@@ -43,6 +44,19 @@ def place_all(book: Book, now: float) -> None:
     if len(book.parked) and (book.newest_leg, book.claims) != before:
         # What was placed last may have moved the claim that an earlier handoff had to leave alone.
         book.placement_is_due = True
+
+
+def may_be_asked_again(book: Book, worker: Worker, now: float) -> bool:
+    """Returns whether a new snapshot of the worker may place a parked handoff even if it shows no more room.
+
+    The worker has refused the handoff, and after a new snapshot it is asked again. Or the handoff is aged: it is
+    offered to the worker nearest to having room, and which one that is changes with every snapshot.
+    """
+    return any(
+        worker.info.worker_id in request.setbacks.refusals
+        or now - request.waiting_since_s >= book.config.overtake_limit_s
+        for request in book.parked
+    )
 
 
 def can_be_served(book: Book, request: Request) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
+from services.router.coordinator.request import Phase
 from services.router.coordinator.waiting import Alarms
 from services.router.coordinator.workers import REPORT_LAG_S
 from services.router.policy import (
@@ -24,7 +25,7 @@ from services.router.policy import (
 )
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over
 from tests.support import worker_views
-from tests.support.router_bench import Bench, is_leg, started
+from tests.support.router_bench import BUSY, Bench, is_leg, started
 
 
 def test_inputs_place_nothing_and_one_pass_places_all(bench: Bench) -> None:
@@ -59,6 +60,21 @@ def test_a_refused_handoff_is_tried_again_by_any_newer_snapshot(bench: Bench) ->
     bench.load("d")
     again = bench.take_leg(Role.DECODE)
     assert again.leg > decode.leg
+
+
+def test_a_snapshot_without_more_room_is_no_reason_to_place_a_handoff_until_it_is_aged(bench: Bench) -> None:
+    bench.submit()
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.load("d", **BUSY)
+    bench.say("p", started(prefill))
+    assert bench.phase() is Phase.PARKED
+    coordinator, busy = bench.coordinator, bench.loads["d"]
+    for waited_s, due in ((0.0, False), (0.05, False), (coordinator._config.overtake_limit_s, True)):
+        bench.clock.advance(waited_s)
+        busy = replace(busy, sequence_number=busy.sequence_number + 1)
+        coordinator.worker_events("d", 1, (), busy, bench.now)
+        assert coordinator.placement_is_due == due
+        coordinator.place(bench.now)
 
 
 def test_an_admission_makes_room_among_the_handoffs_in_flight(bench: Bench) -> None:
