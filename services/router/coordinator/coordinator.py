@@ -195,7 +195,7 @@ class Coordinator:
             found = self._book.leg_at(worker, event.leg)
             try:
                 if not self._canaries.event(worker, event, now):
-                    handoff.leg_event(self._book, worker, event, now)
+                    handoff.leg_event(self._book, worker, event, found, now)
             except Exception as error:
                 self._spoil(worker, event.leg, found[0] if found else None, "event", error, now)
         self._take_load(worker, load, now)

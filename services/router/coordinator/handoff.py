@@ -56,9 +56,8 @@ if TYPE_CHECKING:
     from baton.v1 import types_pb2
 
 
-def leg_event(book: Book, worker: Worker, event: LegEvent, now: float) -> None:
-    """Handles one event of a worker. The number of its leg tells to which request and phase it belongs."""
-    found = book.leg_at(worker, event.leg)
+def leg_event(book: Book, worker: Worker, event: LegEvent, found: tuple[Request, PlacedLeg] | None, now: float) -> None:
+    """Handles one event of a worker. `found` is what `Book.leg_at` says of the event's leg."""
     if found is None:
         goes_on = isinstance(event, PrefillStarted | DecodeAdmitted | ImportReady)
         if goes_on or (isinstance(event, Tokens) and event.finish is None):
