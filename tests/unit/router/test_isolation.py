@@ -12,10 +12,12 @@ import pytest
 
 from baton.v1 import inference_pb2
 from services.router.catalogue import Catalogue
+from services.router.coordinator import actions, admission, handoff, placement
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import RequestSpec
 from services.router.policy import Role
 from services.router.policy.health import Health
+from services.router.workers import wire
 from tests.support.isolation_bench import (
     ALL,
     INNOCENT,
@@ -116,7 +118,6 @@ async def test_a_canary_that_cannot_be_sent_says_nothing_of_its_worker(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """It is the router's own defect, counted as often as it is met; once it is over the worker is checked and used."""
-    from services.router.workers import wire
 
     def raises(*_: Any) -> Any:
         raise Poison("canary")
@@ -155,8 +156,6 @@ def test_no_duration_is_too_long_to_leave(bench: Bench, seconds: float) -> None:
 
 def test_an_event_that_raises_takes_no_other_event_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message's other events are handled, and its load is taken."""
-    from services.router.coordinator import handoff
-
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
@@ -177,8 +176,6 @@ def test_an_event_that_raises_takes_no_other_event_with_it(bench: Bench, monkeyp
 def test_an_event_that_cannot_be_read_takes_no_other_event_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.router.workers import wire
-
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
@@ -199,8 +196,6 @@ def test_the_tick_survives_and_ends_only_the_request_that_broke_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may break in each of its parts: the bounds of waiting of all others still hold."""
-    from services.router.coordinator import admission
-
     real = admission._waited_too_long
 
     def raises(book: Any, request: Any, now: float) -> Any:
@@ -240,8 +235,6 @@ def test_a_part_of_the_tick_that_always_raises_does_not_stop_the_others(
 
 
 def test_a_placement_that_raises_fails_only_what_it_was_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.router.coordinator import placement
-
     real = placement.policy.place_prefill
 
     def raises(job: Any, *rest: Any) -> Any:
@@ -269,8 +262,6 @@ def test_a_loss_that_raises_for_one_request_is_seen_through_for_the_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker can join again."""
-    from services.router.coordinator import handoff
-
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
@@ -334,8 +325,6 @@ def test_every_action_is_poisoned_above() -> None:
     """A new kind of action needs its own case here, or a reason why it concerns no request."""
     from typing import get_args
 
-    from services.router.coordinator import actions
-
     names = {kind.__name__ for kind in get_args(actions.Action)}
     of_requests = {
         *("SendLeg", "CancelLeg"),
@@ -350,8 +339,6 @@ def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, leg_of: str
 ) -> None:
     """A worker that names a leg of another worker's does no harm, even if the router cannot read what it says."""
-    from services.router.workers import wire
-
     bench.watch()
     if leg_of == "a canary":
         bench = Bench(canaries=True)
@@ -381,8 +368,6 @@ def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
 def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.router.coordinator import handoff
-
     bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
