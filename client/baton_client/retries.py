@@ -23,11 +23,11 @@ class RetryPolicy:
     """Says how often a refused call is made, and how long the pauses are."""
 
     max_attempts: int = 4
-    """Calls in all; 1: none is repeated."""
+    """The most calls in all; with 1, none is repeated."""
     first_pause_s: float = 0.2
-    """Before the second attempt; then it doubles each time."""
+    """The pause before the second attempt, in seconds; it doubles with each further one."""
     max_pause_s: float = 5.0
-    """No pause is longer, and a server that asks for a longer one is not asked again."""
+    """The longest pause, in seconds; a server that asks for a longer one is not asked again."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1 or not 0 < self.first_pause_s <= self.max_pause_s:

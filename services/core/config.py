@@ -62,7 +62,8 @@ def option(
 
 
 FEWEST_BLOCKS = 2
-"""Of a pool: a decode worker takes a handoff only where one block is left for what follows the prompt."""
+"""The fewest blocks of a pool: a decode worker takes a handoff only where one block is left for what follows the
+prompt."""
 
 
 def positive(value: float) -> bool:

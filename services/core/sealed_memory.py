@@ -35,7 +35,7 @@ class SealedMemory:
             os.ftruncate(fd, num_bytes)
             self.map = mmap.mmap(fd, num_bytes)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-            """Of the first byte of `map`."""
+            """The address of the first byte of `map`."""
         except BaseException:
             os.close(fd)
             raise

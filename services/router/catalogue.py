@@ -58,7 +58,7 @@ class ServedModel:
     conductor: Conductor
     metrics: ModelMetrics
     line: TokeniserLine
-    """Its own: the time that a chat template takes is at the cost of its model's requests."""
+    """The model's own threads for texts: the time that its chat template takes is at the cost of its requests."""
     created_s: float = field(default_factory=time.time)
     """Wall clock, for clients."""
 
@@ -113,7 +113,7 @@ class Catalogue:
         self._stopping = False
         self._learning: dict[str, asyncio.Task[ServedModel]] = {}
         self._failures: dict[tuple[str, int], _Failure] = {}
-        """By model and the incarnation of the worker whose text could not be had."""
+        """The failed attempts, by model and the incarnation of the worker whose text could not be had."""
         self._unused_since_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 

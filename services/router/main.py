@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _MAX_CONTROL_BYTES = 64 << 10
 """The largest message on the control port, in bytes: far more than a worker's description needs."""
 _FETCH_TEXT_S = 30.0
-"""For the tokenizer and template of a model that a worker brings, seconds."""
+"""Seconds in which a worker that brings a model must have given its tokenizer and template."""
 
 
 async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:

@@ -21,7 +21,8 @@ from services.core.printable import printable
 from services.rpc.telemetry import trace_id_of
 
 MOST_CHARS = 16_384
-"""Of one event: what peers send stands in some, and may have megabytes. A traceback has no bound but its own."""
+"""The most characters of one event: what peers send stands in some, and may have megabytes. A traceback has no bound
+but its own."""
 _MOST_ID_CHARS = 256
 
 _ids: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("log_ids", default={})  # noqa: B039 never mutated

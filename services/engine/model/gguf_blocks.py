@@ -109,4 +109,4 @@ KINDS: dict[str, tuple[int, _Read]] = {
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
 }
-"""For each type that can be kept as it is: the bytes of a block, and how it is read."""
+"""The types that can be kept as they are, with the bytes of a block and how it is read."""

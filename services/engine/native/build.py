@@ -43,7 +43,7 @@ Quantised products round where they say they do, so that instruction sets never 
 
 _ZIG = "ziglang==0.17.1"
 _OLDEST_GLIBC = "2.28"
-"""Of the systems on which torch runs."""
+"""The oldest glibc of the systems on which torch runs."""
 
 
 @dataclass(frozen=True)

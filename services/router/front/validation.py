@@ -18,7 +18,8 @@ MAX_PROMPT_TOKENS = 1 << 20
 """The most token ids in a prompt, even in one that is to be truncated."""
 MAX_PRIORITY = 100
 MOST_LOGPROB_BYTES = 3 << 20
-"""Of an answer in one message: gRPC's clients take no more than 4 MiB unless told to, and the text is in it too."""
+"""The most bytes of log-probabilities in an answer of one message: gRPC's clients take no more than 4 MiB unless told
+to, and the text is in it too."""
 _TOKEN_BYTES, _TOP_BYTES = 8, 13
 """A position's log-probability, and each of the likeliest tokens', encoded: with the longest ids and no more."""
 CHAT_ROLES = ("system", "user", "assistant")

@@ -115,7 +115,7 @@ class _ClusterCollector(Collector):
 
     def __init__(self, max_queue: int) -> None:
         self._clusters: Mapping[str, _Cluster] = {}
-        """By model id. Replaced, never changed."""
+        """What the newest ticks have seen, by model id. The mapping is replaced, never changed."""
         self._max_queue = max_queue
 
     def put(self, model_id: str, cluster: _Cluster) -> None:

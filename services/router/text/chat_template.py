@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from services.core.errors import InvalidRequest
 
 _MOST_CHARS = 1 << 20
-"""Of what one operation of a template makes."""
+"""The most characters that one operation of a template may make."""
 _MOST_BITS = 4096
 
 

@@ -22,7 +22,7 @@ from services.router.text.token_bounds import TextBound, growth, text_bound
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MOST_GROWTH = 32.0
-"""Of a text, by its tokenizer's normaliser or decoder."""
+"""How many times as long a tokenizer's normaliser or decoder may make a text."""
 _MOST_TOKENS = 1 << 30
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 

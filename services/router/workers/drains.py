@@ -32,7 +32,7 @@ class Drains:
         self._clock = clock
         self._act = act
         self._gone: dict[int, asyncio.Future[str]] = {}
-        """By incarnation: why the worker was lost, or an empty text if it left in order."""
+        """Why each worker was lost, by incarnation; an empty text if it left in order."""
         self._changed = asyncio.Event()
 
     async def run(self, link: WorkerLink | None, worker_id: str, deadline_s: float) -> tuple[int, int]:
