@@ -107,7 +107,7 @@ async def _fetch_all(source: types_pb2.KVSource, lease_ids: list[bytes], transpo
     samples = []
     for leg, lease_id in enumerate(lease_ids, start=1):
         blocks = tuple(range(_NUM_BLOCKS))
-        import_ = imports.reserve(owner="bench", block_ids=blocks, now=clock.now())
+        import_ = imports.reserve(blocks, clock.now())
         started = time.perf_counter()
         order = FetchOrder(source, lease_id, leg, import_, 0, blocks)
         outcome = await fetcher.fetch(order)

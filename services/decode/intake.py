@@ -6,7 +6,6 @@ once its blocks are complete.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from baton.v1 import types_pb2, worker_pb2
@@ -56,7 +55,7 @@ class ImportIntake:
     def is_local(self, handoff: worker_pb2.Handoff) -> bool:
         return handoff.source.incarnation == self._host.incarnation
 
-    def reserve(self, command: worker_pb2.DecodeCommand, sequence: Sequence, owner: Hashable) -> Held:
+    def reserve(self, command: worker_pb2.DecodeCommand, sequence: Sequence) -> Held:
         """Reserves the blocks of a handoff and adds its import. It never waits.
 
         Raises Refused if there is no room, and LayoutMismatch if the source's layout is another.
@@ -77,7 +76,7 @@ class ImportIntake:
         blocks = host.engine.reserve(sequence, check)
         held = Held(blocks.prefix, tuple(blocks.fresh), Holder.IMPORT)
         try:
-            held.import_ = host.imports.reserve(owner=owner, block_ids=held.block_ids, now=host.clock.now())
+            held.import_ = host.imports.reserve(held.block_ids, host.clock.now())
         except BaseException:
             self.give_up(held)
             raise

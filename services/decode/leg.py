@@ -90,7 +90,7 @@ class DecodeLeg:
     async def _import(self) -> None:
         try:
             await self._host.hash_prompt(self._sequence)
-            self._held = self._intake.reserve(self._command, self._sequence, self._session)
+            self._held = self._intake.reserve(self._command, self._sequence)
         except Refused as error:
             refused = worker_pb2.DecodeRefused(
                 leg=self.number,

@@ -7,7 +7,7 @@ references behind an import, which the caller drops when `on_freed` is called, e
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.core.errors import Cancelled
@@ -41,8 +41,6 @@ _NEXT: dict[ImportState, frozenset[ImportState]] = {
 class Import:
     """Keeps the blocks set aside for one handoff, until a sequence has them or they are free again."""
 
-    owner: Hashable
-    """The session that the import belongs to and ends with."""
     block_ids: tuple[int, ...]
     state: ImportState = ImportState.RESERVED
     entered_s: dict[ImportState, float] = field(default_factory=dict)
@@ -78,12 +76,9 @@ class ImportTable:
     def __iter__(self) -> Iterator[Import]:
         return iter(list(self._imports))
 
-    def owned_by(self, owner: Hashable) -> list[Import]:
-        return [import_ for import_ in self if import_.owner == owner]
-
-    def reserve(self, *, owner: Hashable, block_ids: Sequence[int], now: float) -> Import:
+    def reserve(self, block_ids: Sequence[int], now: float) -> Import:
         """Adds an import, which takes over one reference to each block."""
-        import_ = Import(owner, tuple(block_ids))
+        import_ = Import(tuple(block_ids))
         import_.entered_s[ImportState.RESERVED] = now
         self._imports[import_] = None
         return import_
@@ -128,11 +123,6 @@ class ImportTable:
         import_.advance(ImportState.DRAINING, now)
         self._free_if_quiet(import_, now)
         return True
-
-    def drain_owned(self, owner: Hashable, now: float) -> None:
-        """Gives up all imports of a session that is over."""
-        for import_ in self.owned_by(owner):
-            self.drain(import_, now)
 
     def _free_if_quiet(self, import_: Import, now: float) -> None:
         if import_.num_copies == 0:

@@ -92,7 +92,7 @@ class Lease:
 
     lease_id: bytes
     owner: Hashable
-    """The session that the lease belongs to and ends with."""
+    """The session whose heartbeats hold the lease. Its leg ends the lease when the session ends."""
     listener: LeaseListener | None
     block_ids: tuple[int, ...]
     """Pool blocks, in the order of the sequence."""

@@ -156,11 +156,6 @@ class LeaseTable:
         self._leave(lease, LeaseState.ABORTED, FetchEnd.ABORTED, now)
         return True
 
-    def abort_owned(self, owner: Hashable, now: float) -> None:
-        """Aborts all leases of a session that is over."""
-        for lease in self.owned_by(owner):
-            self.abort(lease.lease_id, now)
-
     def hold(self, owner: Hashable, lease_ids: Collection[bytes], now: float) -> None:
         """Holds those leases that the owner's newest heartbeat lists: they do not expire, and its other leases may.
 

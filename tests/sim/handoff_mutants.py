@@ -172,10 +172,8 @@ def frees_an_import_twice() -> Bug:
 def indexes_an_import_before_it_is_valid() -> Bug:
     reserve = ImportIntake.reserve
 
-    def reserve_and_index(
-        self: ImportIntake, command: worker_pb2.DecodeCommand, sequence: Sequence, owner: Any
-    ) -> Held:
-        held = reserve(self, command, sequence, owner)
+    def reserve_and_index(self: ImportIntake, command: worker_pb2.DecodeCommand, sequence: Sequence) -> Held:
+        held = reserve(self, command, sequence)
         engine: Any = self._host.engine
         pool = engine._pool
         hashes = block_hashes(command.token_ids, pool.block_size, command.cache_salt)[len(held.prefix) :]

@@ -33,7 +33,7 @@ def watch_intake(node: Node, intake: Any, scheduler: Any) -> None:
     oldest: tuple[bytes, float, float] | None = None
     """Of those refused when they had aged: its lease, when it began to wait, and when it last asked."""
 
-    def reserving(command: worker_pb2.DecodeCommand, sequence: Sequence, owner: object) -> Any:
+    def reserving(command: worker_pb2.DecodeCommand, sequence: Sequence) -> Any:
         nonlocal oldest
         # In the worker's own time, since it remembers in that.
         lease_id, asked_s, age_s = command.handoff.lease_id, intake._host.awake.now(), command.age_ms / 1000
@@ -43,7 +43,7 @@ def watch_intake(node: Node, intake: Any, scheduler: Any) -> None:
         num_preempted = scheduler.num_preempted
         first = oldest is None or oldest[0] == lease_id or born_s <= oldest[1] + _ROUNDING_S
         try:
-            reservation = reserve(command, sequence, owner)
+            reservation = reserve(command, sequence)
         except Refused:
             if age_s >= _AGED_S and first:
                 oldest = lease_id, born_s, asked_s

@@ -265,9 +265,7 @@ class Destination:
         self._free = list(range(64))
 
     def reserve(self, num_blocks: int) -> Import:
-        return self.table.reserve(
-            owner="session", block_ids=[self._free.pop() for _ in range(num_blocks)], now=self.clock.now()
-        )
+        return self.table.reserve([self._free.pop() for _ in range(num_blocks)], self.clock.now())
 
     def order(
         self,

@@ -201,7 +201,7 @@ class TestTheSourceEndsTheLease:
             fetch = destination.start(order)
             source.publish(lease, published)
             await until(lambda: lease.fetch is not None and lease.fetch.copied == published // 16)
-            source.table.abort_owned("session", source.clock.now())
+            source.table.abort(lease.lease_id, source.clock.now())
             with pytest.raises(LeaseInvalid, match="aborted") as raised:
                 await fetch
             assert not lease_may_live(raised.value)

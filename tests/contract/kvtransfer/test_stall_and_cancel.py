@@ -188,14 +188,14 @@ class TestCancellation:
             if not released:
                 await self.finish(source, destination, transport)
 
-    async def test_an_import_drained_by_its_owner_stops_its_fetch(self) -> None:
+    async def test_an_import_that_is_drained_stops_its_fetch(self) -> None:
         source, destination = Source(), Destination()
         async with running(source, destination):
             lease = source.lease(40)
             order = destination.order(source, lease)
             fetch = destination.start(order)
             await until(lambda: lease.fetch is not None)
-            destination.table.drain_owned("session", destination.clock.now())
+            destination.table.drain(order.import_, destination.clock.now())
             fetch.cancel()
             await asyncio.wait([fetch])
             assert destination.freed == [order.import_]

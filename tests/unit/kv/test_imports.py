@@ -14,7 +14,7 @@ class Destination:
     def __init__(self) -> None:
         self.freed: list[Import] = []
         self.table = ImportTable(on_freed=self.freed.append)
-        self.import_ = self.table.reserve(owner="session", block_ids=(1, 2), now=0.0)
+        self.import_ = self.table.reserve((1, 2), 0.0)
 
     def reach(self, state: ImportState) -> None:
         steps = [self.table.begin, self.table.validate, self.table.ready]
@@ -112,10 +112,3 @@ def test_no_copy_outside_copying_and_no_validation_under_one(destination: Destin
     table.copy_started(import_)
     with pytest.raises(AssertionError):
         table.validate(import_, 0.0)
-
-
-def test_the_session_ends_all_its_imports_and_no_others(destination: Destination) -> None:
-    other = destination.table.reserve(owner="other", block_ids=(3,), now=0.0)
-    destination.table.drain_owned("session", 1.0)
-    assert destination.freed == [destination.import_]
-    assert list(destination.table) == [other]

@@ -14,8 +14,6 @@ from services.core.errors import Cancelled
 from services.kv.imports import Import, ImportState, ImportTable
 from tests.support.examples import num_examples
 
-OWNERS = st.sampled_from(["first", "second"])
-
 
 class ImportMachine(RuleBasedStateMachine):
     """Blocks come from a pool of the test's own, so that a second owner of a block is noticed."""
@@ -37,10 +35,10 @@ class ImportMachine(RuleBasedStateMachine):
         assert self.free.isdisjoint(import_.block_ids)
         self.free.update(import_.block_ids)
 
-    @rule(target=imports, owner=OWNERS, num_blocks=st.integers(0, 4))
-    def reserve(self, owner: str, num_blocks: int) -> Import:
+    @rule(target=imports, num_blocks=st.integers(0, 4))
+    def reserve(self, num_blocks: int) -> Import:
         block_ids = [self.free.pop() for _ in range(min(num_blocks, len(self.free)))]
-        import_ = self.table.reserve(owner=owner, block_ids=block_ids, now=self.clock.advance(1))
+        import_ = self.table.reserve(block_ids, self.clock.advance(1))
         self.all.append(import_)
         return import_
 
@@ -79,12 +77,6 @@ class ImportMachine(RuleBasedStateMachine):
     def drain(self, import_: Import) -> None:
         may = not import_.given_up and import_.state is not ImportState.READY
         assert self.table.drain(import_, self.clock.advance(1)) == may
-
-    @rule(owner=OWNERS, sure=st.integers(0, 9))
-    def lose_session(self, owner: str, sure: int) -> None:
-        if sure == 0:
-            self.table.drain_owned(owner, self.clock.advance(1))
-            assert all(import_.state is ImportState.DRAINING for import_ in self.table.owned_by(owner))
 
     @invariant()
     def freed_exactly_once(self) -> None:

@@ -353,14 +353,6 @@ class TestStallClock:
         assert source.table.next_deadline() == STALL_S
 
 
-def test_the_session_ends_all_its_leases_and_no_others(source: Source) -> None:
-    other = source.open(b"y" * 16, owner="other")
-    second = source.open(b"z" * 16)
-    source.table.abort_owned("session", 1.0)
-    assert source.ended == [source.lease, second]
-    assert list(source.table) == [other]
-
-
 def test_blocks_must_match_tokens(source: Source) -> None:
     with pytest.raises(AssertionError):
         source.table.open(b"q" * 16, owner=0, block_ids=(1, 2), num_tokens=33, now=0.0)

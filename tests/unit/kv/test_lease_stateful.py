@@ -79,7 +79,8 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(owner=OWNERS, sure=st.integers(0, 9))
     def lose_session(self, owner: str, sure: int) -> None:
         if sure == 0:
-            self.table.abort_owned(owner, self.clock.now())
+            for lease in self.table.owned_by(owner):
+                self.table.abort(lease.lease_id, self.clock.now())
             assert not self.table.owned_by(owner)
 
     @rule(target=tickets, lease=leases, leg=LEGS, share=st.floats(0, 1))
@@ -196,8 +197,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.wait(STALL_S)
         self.wait(TTL_S)
         assert all(lease.state is LeaseState.OPEN for lease in self.table)
-        for owner in ("first", "second"):
-            self.table.abort_owned(owner, self.clock.now())
+        for lease in self.table:
+            self.table.abort(lease.lease_id, self.clock.now())
         assert len(self.table) == self.table.num_fetches == 0
         assert self.table.next_deadline() is None
         self.ended_exactly_once()
