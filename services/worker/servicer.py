@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from services.rpc.interceptors import CallContext
 from services.worker.model_text import ModelTextHost
 from services.worker.session import SessionHost
 
@@ -15,8 +15,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._sessions = sessions
         self._model_text = model_text
 
-    async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any) -> None:
+    async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: CallContext) -> None:
         await self._sessions.serve(aiter(request_iterator), context.write)
 
-    async def GetModelText(self, request: worker_pb2.GetModelTextRequest, context: Any) -> None:
+    async def GetModelText(self, request: worker_pb2.GetModelTextRequest, context: CallContext) -> None:
         await self._model_text.serve(context.write)

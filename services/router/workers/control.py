@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Any
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.core.clock import Clock
@@ -16,6 +15,7 @@ from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
 from services.router.policy.health import Health, HealthRecord
 from services.router.workers.description import check_worker_id
+from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.ControlService"
 DEFAULT_DRAIN_MS = 30_000
@@ -48,7 +48,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self.http_port = 0
         """The router's HTTP port; 0 if it serves no HTTP."""
 
-    async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> control_pb2.GetStatusResponse:
+    async def GetStatus(
+        self, request: control_pb2.GetStatusRequest, context: CallContext
+    ) -> control_pb2.GetStatusResponse:
         models = self._catalogue.all()
         phases = sum((model.conductor.coordinator.phases() for model in models), Counter[Phase]())
         return control_pb2.GetStatusResponse(
@@ -76,7 +78,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             ],
         )
 
-    async def Drain(self, request: control_pb2.DrainRequest, context: Any) -> control_pb2.DrainResponse:
+    async def Drain(self, request: control_pb2.DrainRequest, context: CallContext) -> control_pb2.DrainResponse:
         deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else DEFAULT_DRAIN_MS
         if deadline_ms < 0:
             raise InvalidRequest("deadline_ms", f"is {deadline_ms}; it must not be negative")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.router.catalogue import Catalogue
 from services.router.workers import wire
 from services.router.workers.description import check_description
+from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.RegistryService"
 
@@ -19,7 +18,9 @@ class RegistryServicer(control_pb2_grpc.RegistryServiceServicer):
         self._incarnation = incarnation
         self._interval_ms = round(interval_s * 1000)
 
-    async def Register(self, request: control_pb2.RegisterRequest, context: Any) -> control_pb2.RegisterResponse:
+    async def Register(
+        self, request: control_pb2.RegisterRequest, context: CallContext
+    ) -> control_pb2.RegisterResponse:
         check_description(request.worker)
         await self._catalogue.register(wire.worker_info(request.worker))
         return control_pb2.RegisterResponse(router_incarnation=self._incarnation, interval_ms=self._interval_ms)

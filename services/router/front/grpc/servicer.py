@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.router.answer import Answer
@@ -12,6 +11,7 @@ from services.router.catalogue import Catalogue
 from services.router.front.call import Call, Caller
 from services.router.front.incoming import Incoming
 from services.router.front.intake import Intake
+from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.InferenceService"
 
@@ -22,7 +22,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._catalogue = catalogue
 
     async def GenerateStream(
-        self, incoming: Incoming, context: Any
+        self, incoming: Incoming, context: CallContext
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
         async with self._answer(incoming, context, stream=True) as answer:
             async for event in answer:
@@ -34,7 +34,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     case inference_pb2.Completion():
                         yield inference_pb2.GenerateStreamResponse(completion=event)
 
-    async def Generate(self, incoming: Incoming, context: Any) -> inference_pb2.GenerateResponse:
+    async def Generate(self, incoming: Incoming, context: CallContext) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
         async with self._answer(incoming, context, stream=False) as answer:
             async for event in answer:
@@ -50,7 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def ListModels(
-        self, request: inference_pb2.ListModelsRequest, context: Any
+        self, request: inference_pb2.ListModelsRequest, context: CallContext
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(
             models=[
@@ -64,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ]
         )
 
-    def _answer(self, incoming: Incoming, context: Any, *, stream: bool) -> AbstractAsyncContextManager[Answer]:
+    def _answer(self, incoming: Incoming, context: CallContext, *, stream: bool) -> AbstractAsyncContextManager[Answer]:
         with self._intake.refusals():
             name = incoming.request.model if incoming.request.HasField("model") else None
             model = self._catalogue.get(name)
@@ -80,5 +80,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
 
-def _traceparent(context: Any) -> str:
+def _traceparent(context: CallContext) -> str:
     return next((str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"), "")
