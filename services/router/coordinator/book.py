@@ -116,6 +116,7 @@ class Book:
 
     def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
         token_ids = request.leg_tokens()
+        request.setbacks.num_fruitless_starts += 1
         leg = self._open_leg(request, worker, len(token_ids), len(token_ids), now)
         request.story.num_prefills += 1
         request.story.prefill_worker = worker.info.worker_id
@@ -139,6 +140,7 @@ class Book:
         if source is None:
             token_ids, output_base = request.leg_tokens(), len(request.output)
             tokens_to_prefill = len(token_ids)
+            request.setbacks.num_fruitless_starts += 1
         else:
             assert source.lease is not None
             source.lease.was_offered = True
@@ -244,6 +246,13 @@ class Book:
         if len(request.setbacks.crashes) >= self.config.max_crashes:
             error = WorkerFailed(
                 f"workers failed {len(request.setbacks.crashes)} times under this request",
+                retry_after_s=self.config.retry_after_s,
+            )
+            self.fail(request, error, now)
+            return
+        if request.prefill is None and request.setbacks.num_fruitless_starts >= self.config.max_fruitless_starts:
+            error = WorkerFailed(
+                f"its prompt was computed {request.setbacks.num_fruitless_starts} times without a token",
                 retry_after_s=self.config.retry_after_s,
             )
             self.fail(request, error, now)

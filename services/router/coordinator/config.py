@@ -22,6 +22,9 @@ class CoordinatorConfig:
     """Longest wait while no ready worker could serve the request at all."""
     max_crashes: int = 3
     """A request ends after this many worker failures under it without progress."""
+    max_fruitless_starts: int = 32
+    """A request ends after its prompt was computed so many times in a row without a new token, whatever the reasons
+    were: drains, refusals and lost sessions are no crashes, and would otherwise have no bound."""
     last_chance_pause_s: float = 1.0
     """The pause before a request is placed again that one more loss would end. Within this time workers that were lost
     together, a rack for instance, are noticed, so that one fault does not use up all the request's attempts."""

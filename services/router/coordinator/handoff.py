@@ -64,13 +64,22 @@ def leg_event(book: Book, worker: Worker, event: LegEvent, found: tuple[Request,
             book.cancel_leg(worker.info, event.leg)
         return
     request, leg = found
-    leg.heard_s = book.awake.at(now)
+    before = _reached(request, leg)
     if leg is request.released:
-        _released_leg_event(book, request, event)
+        _released_leg_event(book, request, event, now)
     elif isinstance(leg, PlacedPrefill):
         _prefill_event(book, request, leg, event, now)
     else:
         _decode_event(book, request, leg, worker, event, now)
+    if _reached(request, leg) != before:  # a repetition brings the request no further, and must not keep the leg alive
+        leg.heard_s = book.awake.at(now)
+
+
+def _reached(request: Request, leg: PlacedLeg) -> tuple[bool, bool, int]:
+    """Returns how far the leg has come, by what its worker has reported."""
+    if isinstance(leg, PlacedPrefill):
+        return leg.lease is not None, leg.sealed_s is not None, len(request.output)
+    return leg.admitted_s is not None, request.prefill is None, len(request.output)
 
 
 def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegEvent, now: float) -> None:
@@ -118,9 +127,11 @@ def _began(book: Book, request: Request, leg: PlacedLeg, cached_tokens: int, now
     request.setbacks.refusals.clear()  # after `settle`, which reports them with the placement that has ended
 
 
-def _released_leg_event(book: Book, request: Request, event: LegEvent) -> None:
+def _released_leg_event(book: Book, request: Request, event: LegEvent, now: float) -> None:
     """Handles an event of a prefill leg whose blocks were taken over: only its timings are still of use."""
-    if isinstance(event, Tokens):
+    leg = request.released
+    if isinstance(event, Tokens) and leg is not None and leg.sealed_s is None:
+        leg.sealed_s = now
         _note_timings(request, event.timings)
     elif isinstance(event, LeaseEnded):
         book.forget_released(request)
@@ -152,7 +163,8 @@ def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tok
 
 
 def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseEnded, now: float) -> None:
-    if event.reason is LeaseEnd.RELEASED and (leg.lease is None or not leg.lease.was_offered):
+    nobody_had_it = leg.lease is None or not leg.lease.was_offered or leg.sealed_s is None
+    if event.reason is LeaseEnd.RELEASED and nobody_had_it:
         # Uncounted, the worker could end its leases again and again, and the request would be computed for ever.
         prefill_failed(book, request, leg, ProtocolViolation("a lease is released that nobody had"), now, cancel=True)
         return
@@ -183,7 +195,8 @@ def _decode_admitted(book: Book, request: Request, leg: PlacedDecode, event: Dec
 
 
 def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:
-    if leg.admitted_s is not None:
+    was_ready = leg.has_handoff and request.prefill is None and leg.orphaned_s is None
+    if leg.admitted_s is not None or was_ready:
         decode_failed(book, request, leg, ProtocolViolation("refused what it had admitted"), now, cancel=True)
         return
     note_refusal(book, request, leg, worker, now)
@@ -271,6 +284,7 @@ def _receive(book: Book, request: Request, event: Tokens, now: float) -> bool:
     if not fresh:
         return False
     request.output.extend(fresh)
+    request.setbacks.num_fruitless_starts = 0
     if request.story.first_token_s is None:
         request.story.first_token_s = now
     book.actions.append(EmitTokens(request.request_id, have, fresh, event.logprobs[have - event.position :]))

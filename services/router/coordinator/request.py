@@ -139,6 +139,8 @@ class Setbacks:
     crashes: list[Crash] = field(default_factory=list)
     newest_leg_at_crash: int = 0
     """The highest leg number in use when the last crash was counted: the loss of a leg up to it counts no further."""
+    num_fruitless_starts: int = 0
+    """How many times its prompt was given to a worker since its newest token."""
     refusals: dict[str, BackOff] = field(default_factory=dict)
     """Refusals by worker id."""
     not_before_s: float = 0.0
