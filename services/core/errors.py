@@ -95,6 +95,12 @@ class Draining(BatonError):
     reason = "DRAINING"
 
 
+class RoleGone(BatonError):
+    """Says that a worker takes no commands for a phase any more. Its router may not have learned that yet."""
+
+    reason = "ROLE_GONE"
+
+
 class WorkerFailed(BatonError):
     """Workers kept failing under this request."""
 

@@ -39,6 +39,7 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.Overloaded: _Code.RESOURCE_EXHAUSTED,
     errors.NoWorker: _Code.UNAVAILABLE,
     errors.Draining: _Code.UNAVAILABLE,
+    errors.RoleGone: _Code.UNAVAILABLE,
     errors.LeaseInvalid: _Code.ABORTED,
     errors.StaleIncarnation: _Code.ABORTED,
     errors.LeaseNotSealed: _Code.FAILED_PRECONDITION,

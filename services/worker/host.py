@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.config import DAY_S
-from services.core.errors import BatonError, Draining, ProtocolViolation
+from services.core.errors import BatonError, Draining, ProtocolViolation, RoleGone
 from services.core.ids import new_incarnation
 from services.engine.schedule.sequence import Mode, Sequence
 from services.engine.worker_engine import WorkerEngine
@@ -326,7 +326,7 @@ class WorkerHost:
             if self.draining:
                 raise Draining("this worker is draining")
             if role not in self.phases:
-                raise ProtocolViolation(f"this worker takes no {phase_name(role)} commands")
+                raise RoleGone(f"this worker takes no {phase_name(role)} commands")
             self.phases[role].begin(session, command)
         except Exception as error:  # whatever went wrong, the router must learn of it, and no other leg is affected
             if not isinstance(error, BatonError):

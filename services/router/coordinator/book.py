@@ -263,6 +263,8 @@ class Book:
         else:
             after = Phase.PREFILLING if request.prefill.lease is None else Phase.PARKED
         self._move(request, after, now)
+        if after is Phase.QUEUED and not refused:
+            request.setbacks.refusals.clear()  # of a lease that is gone
         went_back = after is not before and (after is Phase.QUEUED or before in (Phase.BINDING, Phase.DECODING))
         if went_back and not refused:
             request.story.num_retries += 1

@@ -32,7 +32,7 @@ from services.router.coordinator.events import (
     Tokens,
     WorkerInfo,
 )
-from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs, leaves, migrate
+from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs, leaves, migrate, takes_no_more
 from services.router.coordinator.known_answers import KnownAnswers, Said, said
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Role
@@ -312,9 +312,11 @@ class Canaries:
             self._timed_out(canary, now)  # the worker has the same limit, and was the first to notice
             return
         self._end(canary)
-        if isinstance(error, Draining):
-            self._book.workers.drain(worker, now)
-        elif isinstance(error, FATAL):
+        is_source = canary.source is not None and canary.source.worker_id == worker.info.worker_id
+        role = Role.PREFILL if is_source else Role.DECODE
+        if takes_no_more(self._book, worker.info, role, error, now):
+            return
+        if isinstance(error, FATAL):
             # The canary itself is at fault, for instance too long for the worker. The worker has answered: it is alive.
             self._book.workers.succeeded(worker.info.worker_id, now)
         else:

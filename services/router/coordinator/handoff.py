@@ -21,6 +21,7 @@ from services.core.errors import (
     MalformedMessage,
     Overloaded,
     ProtocolViolation,
+    RoleGone,
     StaleIncarnation,
     UnknownModel,
 )
@@ -200,6 +201,8 @@ def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Wor
         decode_failed(book, request, leg, ProtocolViolation("refused what it had admitted"), now, cancel=True)
         return
     note_refusal(book, request, leg, worker, now)
+    if not leg.has_handoff:
+        request.setbacks.num_fruitless_starts -= 1  # it has not begun
     book.end_decode(request, now, "refused", cancel=False)
     book.settle(request, now, refused=True)
 
@@ -352,14 +355,27 @@ def source_gone(book: Book, request: Request, now: float, outcome: str, *, cance
 def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: BatonError, now: float) -> bool:
     """Counts a failure against the request and the worker. Returns whether it counts.
 
-    It does not if the worker is draining: it was told to leave while the command was on its way, and has only refused.
+    It does not if the worker takes no such commands any more: it was told so while this one was on its way, and has
+    only refused.
     """
     worker = leg.worker
-    if isinstance(error, Draining):
-        leaves(book, worker, now)
+    if takes_no_more(book, worker, role, error, now):
         return False
     _count(book, request, leg.leg, Crash(worker.worker_id, worker.incarnation, role, session_lost=False), now)
     book.workers.failed(worker.worker_id, f"{error.reason}: {error}", now)
+    return True
+
+
+def takes_no_more(book: Book, worker: WorkerInfo, role: Role, error: BatonError, now: float) -> bool:
+    """Returns whether the error says that the worker takes no commands of this phase any more, and notes it if so."""
+    if isinstance(error, Draining):
+        leaves(book, worker, now)
+        return True
+    if not isinstance(error, RoleGone):
+        return False
+    current = book.workers.current(worker.worker_id, worker.incarnation)
+    if current is not None:
+        book.workers.drop_role(current, role, now)
     return True
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from services.core.awake import AwakeTime
 from services.core.errors import Overloaded, UnknownWorker
 from services.router.coordinator.events import WorkerInfo
-from services.router.policy import Cluster, Load, PlacedPrompts, WorkerView
+from services.router.policy import Cluster, Load, PlacedPrompts, Role, WorkerView
 from services.router.policy.health import Health, HealthConfig, HealthRecord
 
 if TYPE_CHECKING:
@@ -261,6 +261,13 @@ class WorkerTable:
         if worker.has_session:
             self._pair_up(worker, now)
         self._changed(worker.info.worker_id)
+
+    def drop_role(self, worker: Worker, role: Role, now: float) -> None:
+        """Takes a role from a worker that has given it up. One that has no other left is draining."""
+        if rest := worker.info.roles & ~role:
+            self.set_roles(worker, replace(worker.info, roles=rest), now)
+        else:
+            self.drain(worker, now)
 
     def open(self, worker: Worker, now: float) -> None:
         worker.proven = True

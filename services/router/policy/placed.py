@@ -6,6 +6,7 @@ the worker alone knows that, and a prompt that is expected there but is not cost
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -35,10 +36,8 @@ class PlacedPrompts:
 
     def num_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """Returns how many of a prompt's first blocks were in prompts that the worker was given."""
-        for number, block in enumerate(hashes):
-            if block not in self._blocks:
-                return number
-        return len(hashes)
+        # Whoever remembers a block remembers those before it, so there is one place from which on all are missing.
+        return bisect_left(range(len(hashes)), True, key=lambda number: hashes[number] not in self._blocks)
 
     def has_conversation(self, conversation: str) -> bool:
         return conversation in self._conversations

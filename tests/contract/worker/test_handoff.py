@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from baton.v1 import types_pb2, worker_pb2
+from services.core.errors import RoleGone
 from services.engine.schedule.sequence import Sequence
+from services.rpc.status import from_status
 from services.worker import host as worker_host
 from tests.support.workers import (
     DECODE,
@@ -126,6 +128,7 @@ async def test_a_command_for_a_phase_that_the_worker_has_not_fails_its_leg_only(
         started = await session.next("started", leg)
         await session.send(decode=decode_command(misplaced, started))
         failed = await session.next("failed", misplaced)
+        assert isinstance(from_status(failed.status), RoleGone)
         assert failed.status.message == "this worker takes no decode commands"
         await session.tokens(leg, count=1)
         await session.send(cancel=worker_pb2.CancelLeg(leg=leg))

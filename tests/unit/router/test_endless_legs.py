@@ -68,6 +68,21 @@ def test_a_prompt_is_not_computed_for_ever(lie: Callable[[Bench, SendLeg], None]
     assert isinstance(bench.failed.get("r"), WorkerFailed), "it is tried for ever"
 
 
+def test_refusals_of_what_never_began_are_not_counted() -> None:
+    """A whole request waits for room at a decode worker that refuses it time and again."""
+    bench = Bench(max_fruitless_starts=4, queue_timeout_s=1000.0)
+    bench.join("d", Role.DECODE)
+    bench.submit()
+    num_refusals = 0
+    while num_refusals < 20:
+        for leg in bench.take_legs(Role.DECODE):
+            bench.say("d", DecodeRefused(leg.leg))
+            num_refusals += 1
+        bench.load("d")
+        bench.wait(0.5)
+    assert "r" not in bench.failed
+
+
 @pytest.mark.parametrize(
     "again",
     [

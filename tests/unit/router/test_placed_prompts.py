@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from services.core.hashing import block_hashes
@@ -103,3 +105,17 @@ def test_what_is_remembered_is_bounded_and_the_newest() -> None:
     assert len(placed._conversations) == 4096
     assert placed.has_conversation("conversation 9999")
     assert not placed.has_conversation("long")
+
+
+@pytest.mark.parametrize("most", [1, 4, 7, 100])
+def test_what_is_remembered_of_a_prompt_is_its_beginning(most: int) -> None:
+    """Checks that one place among a prompt's blocks parts those that are remembered from those that are not."""
+    random_ = random.Random(most)
+    placed = PlacedPrompts(most)
+    prompts = [tuple(block_hashes([number % 3] * 4 + [number] * 8, 2, "")) for number in range(9)]
+    for _ in range(200):
+        prompt = random_.choice(prompts)
+        placed.add(prompt[: random_.randint(1, len(prompt))], "")
+        for each in prompts:
+            known = [block in placed._blocks for block in each]
+            assert placed.num_blocks(each) == (known.index(False) if False in known else len(known)) == sum(known)

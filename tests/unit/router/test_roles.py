@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
+from services.core.errors import RoleGone
+from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady, LegFailed
 from services.router.policy import Role
 from services.router.policy.health import HealthConfig
 from services.router.workers.drains import Drains
@@ -38,6 +39,36 @@ def test_a_worker_takes_the_legs_of_its_new_role_and_no_more_of_the_old_one() ->
     bench.say("m", DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 7))
     bench.say("m", tokens(decode, 8, at=1, finish=FinishReason.STOP))
     assert bench.output["before"] == [7, 8]
+
+
+def test_a_command_for_a_role_that_is_gone_counts_against_nobody() -> None:
+    """The router learns of it by the refusal, before the worker registers again, and places the prompt elsewhere."""
+    bench = Bench()
+    bench.join("m", Role.MIXED)
+    bench.join("p", Role.PREFILL)
+    bench.load("p", num_waiting=9, queued_prefill_tokens=900, blocks_active=40, blocks_free=24)
+    for name in ("a", "b", "c", "d"):
+        bench.submit(name)
+    refused = [leg for leg in bench.take_legs(Role.PREFILL) if leg.worker_id == "m"]
+    assert len(refused) > 1
+    for leg in refused:
+        bench.say("m", LegFailed(leg.leg, RoleGone("this worker takes no prefill commands")))
+    assert [leg.worker_id for leg in bench.take_legs(Role.PREFILL)] == ["p"] * len(refused)
+    worker = bench.coordinator.worker("m")
+    assert worker.info.roles is Role.DECODE
+    assert worker.health.usable
+    assert not any(request.setbacks.crashes for request in bench.coordinator._book.requests.values())
+
+
+def test_a_worker_without_any_role_is_leaving() -> None:
+    bench = Bench()
+    bench.join("p", Role.PREFILL)
+    bench.join("d", Role.DECODE)
+    bench.submit()
+    leg = bench.take_leg(Role.PREFILL)
+    bench.say("p", LegFailed(leg.leg, RoleGone("this worker takes no prefill commands")))
+    assert not bench.take_legs(Role.PREFILL)
+    assert bench.coordinator.worker("p").draining
 
 
 def test_a_request_that_nobody_could_serve_is_placed_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Tests of rules that deliberate bugs could break unseen: whom a claim holds off, and what waits for a worker."""
+"""Tests whom a claim holds off and what waits for a worker: deliberate bugs broke these rules unseen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.router_bench import Bench, started
 
 
 def test_a_handoff_before_the_claimant_takes_the_room_that_it_claims() -> None:
-    """Only claims of those that come before it are left alone."""
+    """Checks that a handoff leaves alone only the claims of those that come before it."""
     bench = Bench()
     for worker_id, role, free in (("p", Role.PREFILL, 10), ("d1", Role.DECODE, 2), ("d2", Role.DECODE, 1)):
         bench.join(worker_id, role)

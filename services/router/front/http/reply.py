@@ -52,6 +52,7 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     # Errors between workers: none of them reaches a client except by a defect.
     errors.Unauthenticated: _INTERNAL,
     errors.WorkerIdInUse: _INTERNAL,
+    errors.RoleGone: _INTERNAL,
     errors.TransferFailed: _INTERNAL,
     errors.LeaseInvalid: _INTERNAL,
     errors.StaleIncarnation: _INTERNAL,
