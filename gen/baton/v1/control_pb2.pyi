@@ -13,7 +13,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
     WORKER_STATE_JOINING: _ClassVar[WorkerState]
     WORKER_STATE_READY: _ClassVar[WorkerState]
-    WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+    WORKER_STATE_DOWN: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
 
 class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -25,7 +25,7 @@ class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_JOINING: WorkerState
 WORKER_STATE_READY: WorkerState
-WORKER_STATE_SUSPECT: WorkerState
+WORKER_STATE_DOWN: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 PAIR_STATE_UNSPECIFIED: PairState
 PAIR_STATE_UNPROVEN: PairState

@@ -16,7 +16,7 @@ _MOST_BLOCK_SIZES = 8
 
 
 class Role(enum.Flag):
-    """Names a set of phases: those that a worker takes commands for. A single phase is the set of that one."""
+    """Names a set of roles: the phases that a worker takes commands for. A single phase is the set of that one."""
 
     PREFILL = enum.auto()
     DECODE = enum.auto()

@@ -24,12 +24,12 @@ _STATES = {
     WorkerState.JOINING: control_pb2.WORKER_STATE_JOINING,
     WorkerState.READY: control_pb2.WORKER_STATE_READY,
     WorkerState.DRAINING: control_pb2.WORKER_STATE_DRAINING,
-    WorkerState.LOST: control_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.LOST: control_pb2.WORKER_STATE_DOWN,
 }
 _UNHEALTHY = {
     Health.NEW: control_pb2.WORKER_STATE_JOINING,
-    Health.DOWN: control_pb2.WORKER_STATE_SUSPECT,
-    Health.PROBING: control_pb2.WORKER_STATE_SUSPECT,
+    Health.DOWN: control_pb2.WORKER_STATE_DOWN,
+    Health.PROBING: control_pb2.WORKER_STATE_DOWN,
 }
 """The state that is shown for a worker with an open session instead of READY, if its health is one of these."""
 _PAIRS = {

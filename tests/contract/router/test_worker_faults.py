@@ -50,7 +50,7 @@ async def test_a_silent_worker_is_lost(cluster: Cluster, pair: Any) -> None:
     assert events[0].prompt_info.prefill_worker == other.worker_id
     status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
     lost = next(worker for worker in status.workers if worker.worker.worker_id == "prefill")
-    assert (lost.state, lost.reason) == (control_pb2.WORKER_STATE_SUSPECT, f"silent for {CONFIG.silence_s:g} s")
+    assert (lost.state, lost.reason) == (control_pb2.WORKER_STATE_DOWN, f"silent for {CONFIG.silence_s:g} s")
 
 
 async def test_a_worker_that_rejoins_is_used_again(cluster: Cluster, pair: Any) -> None:

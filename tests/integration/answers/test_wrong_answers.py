@@ -66,7 +66,7 @@ async def test_a_worker_with_damaged_weights_is_taken_out(model: Path, place: in
             assert answer.completion is not None
             assert answer.completion.workers.decode == good
         status = next(each for each in (await cluster.status()).workers if each.worker.worker_id == bad)
-        assert status.state == control_pb2.WORKER_STATE_SUSPECT
+        assert status.state == control_pb2.WORKER_STATE_DOWN
         assert "wrong answer" in status.reason
         assert health(cluster, good) is Health.UP
 

@@ -71,7 +71,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.Contr
         worker.worker.roles.append(types_pb2.WORKER_ROLE_DECODE)
         worker.worker.pid, worker.worker.address = 77, "127.0.0.1:5000"
         worker.load.blocks_free, worker.load.blocks_cached = 10, 5
-        lost = status.workers.add(state=control_pb2.WORKER_STATE_SUSPECT, reason=self.reason)
+        lost = status.workers.add(state=control_pb2.WORKER_STATE_DOWN, reason=self.reason)
         lost.worker.worker_id = "prefill-0"
         return status
 
@@ -242,7 +242,7 @@ def test_status_json(router: Router, capsys: pytest.CaptureFixture[str]) -> None
     status = json.loads(capsys.readouterr().out)
     assert status["workers"][0]["worker"]["roles"] == ["decode"]
     assert status["workers"][0]["load"]["blocks_leased"] == 0
-    assert status["workers"][1]["state"] == "suspect"
+    assert status["workers"][1]["state"] == "down"
 
 
 @pytest.mark.parametrize(

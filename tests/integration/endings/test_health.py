@@ -147,7 +147,7 @@ async def test_a_stuck_step_is_noticed_although_heartbeats_go_on(model: Path, re
             assert (answer.completion.workers.decode, answer.completion.workers.retries) == ("w2", 1)
             assert "w1" in cluster.router.conductor.links, "its session was never lost"
             worker = next(each for each in (await cluster.status()).workers if each.worker.worker_id == "w1")
-            assert worker.state == control_pb2.WORKER_STATE_SUSPECT
+            assert worker.state == control_pb2.WORKER_STATE_DOWN
             assert "a device step has run for" in worker.reason
 
 

@@ -62,5 +62,5 @@ async def test_the_whole_cluster_is_paused(
         assert "services.router.workers.sessions" not in said, said
         assert "router silent" not in said, said
         with cluster["decode-1"].stopped():
-            await reaches(cluster, "decode-1", control_pb2.WORKER_STATE_SUSPECT, 2 * SILENCE_S)
+            await reaches(cluster, "decode-1", control_pb2.WORKER_STATE_DOWN, 2 * SILENCE_S)
         await cluster.whole()

@@ -55,7 +55,7 @@ async def test_stopped_and_continued(cluster: RealCluster, reference: GreedyRefe
         async with load(cluster, reference, num_jobs=NUM_JOBS[phase is queued]) as running:
             victim = await reach(cluster, phase, running)
             with cluster[victim].stopped():
-                await reaches(cluster, victim, control_pb2.WORKER_STATE_SUSPECT, LOST_WITHIN_S)
+                await reaches(cluster, victim, control_pb2.WORKER_STATE_DOWN, LOST_WITHIN_S)
                 await running.any_done()  # the others have taken over before it wakes up
         return running.num_retries > 0
 
@@ -82,7 +82,7 @@ async def test_cut_off_from_the_router(
         async with load(cluster, reference, num_jobs=NUM_JOBS[phase is queued]) as running:
             victim = await reach(cluster, phase, running)
             with cluster.cut(fault, victim, ["router-0"]):
-                await reaches(cluster, victim, control_pb2.WORKER_STATE_SUSPECT, LOST_WITHIN_S)
+                await reaches(cluster, victim, control_pb2.WORKER_STATE_DOWN, LOST_WITHIN_S)
                 await running.any_done()
         return running.num_retries > 0
 
