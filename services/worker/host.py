@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
-from services.core.config import DAY_S
+from services.core.config import DAY_S, DEFAULT_CONTROL_PORT
 from services.core.errors import BatonError, Draining, ProtocolViolation, RoleGone
 from services.core.ids import new_incarnation
 from services.engine.schedule.sequence import Mode, Sequence
@@ -147,6 +147,13 @@ class WorkerHost:
             self.address,
             self.transfer.summary,
         )
+        if not self.config.router:
+            log.warning(
+                "%s knows no router, so nothing will ever be placed on it: start it with --router HOST:PORT of a "
+                "router's control port (on this machine 127.0.0.1:%d unless changed)",
+                self.worker_id,
+                DEFAULT_CONTROL_PORT,
+            )
 
     def leave(self, within_s: float, why: str) -> None:
         """Takes no new legs from now on, and gives those it has `within_s` seconds. Routers see it in the snapshots.

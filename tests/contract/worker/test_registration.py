@@ -191,3 +191,14 @@ def test_pauses_grow_to_a_bound_and_differ() -> None:
     assert 0.18 <= pauses[0] <= 0.32
     assert all(1.5 <= pause <= 2.5 for pause in pauses[5:])
     assert len({round(pause_s(5, f"w{number} r"), 6) for number in range(100)}) > 90
+
+
+async def test_a_worker_without_a_router_says_once_what_is_missing(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_worker(worker_config(model), DECODE):
+        assert told(caplog, "knows no router") == 1
+        assert told(caplog, "--router HOST:PORT") == 1
+    caplog.clear()
+    async with registry() as door, running_worker(worker_config(model, router=(door.server.address,)), DECODE):
+        assert told(caplog, "knows no router") == 0
