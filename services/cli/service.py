@@ -21,6 +21,7 @@ from services.core import config as configuration
 from services.core.descriptors import raise_descriptor_limit
 from services.core.errors import ConfigError
 from services.core.lifecycle import Lifecycle, run
+from services.core.listening import require_free
 from services.engine.cpu.openmp import expect_own_cores, expect_shared_cores
 
 _DESCRIPTIONS = {
@@ -105,6 +106,7 @@ def _configure(
     configuration.add_arguments(parser, config_type)
     config = configuration.load(config_type, parser.parse_args(argv))
     lifecycle.drain_s = config.drain_s
+    _require_free_ports(config)
     if computes:
         demand_torch("a worker")
         _demand_shm_dir(config.shm_dir)
@@ -116,6 +118,17 @@ def _configure(
     return dataclasses.replace(
         config, model=str(model.path), served_model_name=config.served_model_name or model.model_id
     )
+
+
+def _require_free_ports(config: Any) -> None:
+    """Raises ConfigError if a port is taken. Without this, a worker would tell it only when it has loaded its model."""
+    wanted = [("--port", config.host, config.port), ("--metrics-port", config.host, config.metrics_port)]
+    if hasattr(config, "control_port"):
+        wanted.append(("--control-port", config.control_host, config.control_port))
+        wanted.append(("--http-port", config.host, config.http_port))
+    for flag, host, port in wanted:
+        if port >= 0:
+            require_free(flag, host, port)
 
 
 def _demand_shm_dir(folder: str) -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +32,6 @@ from services.cli.plan import (
 )
 from services.cli.worker_packages import demand_torch
 from services.core import config as configuration
-from services.core.addresses import join
 from services.core.cluster_token import FILE_HELP, cluster_token
 from services.core.config import (
     A_DEVICE,
@@ -50,6 +48,7 @@ from services.core.config import (
 from services.core.config import device as is_device
 from services.core.config import port as is_port
 from services.core.errors import ConfigError
+from services.core.listening import require_free
 from services.core.printable import printable
 
 _EXIT_INTERRUPTED = 130
@@ -192,19 +191,8 @@ def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int
         ("--metrics-port", WORKER_HOST if index else config.host, port) for index, port in enumerate(metrics_ports)
     ]
     for flag, host, port in wanted:
-        if port <= 0:
-            continue
-        try:
-            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind(address)
-        except socket.gaierror as error:
-            raise ConfigError(f"--host: {printable(host)} does not resolve here: {error.strerror}") from error
-        except OSError as error:
-            raise ConfigError(
-                f"{flag}: cannot listen on {join(host, port)}: {error.strerror}; 0 picks a free one"
-            ) from error
+        if port > 0:
+            require_free(flag, host, port)
 
 
 def _require_writable(trace_file: str) -> None:

@@ -110,7 +110,11 @@ class Router:
             freed=self._trimmer.soon,
         )
         self._control_server = GrpcServer(
-            config.control_host, config.control_port, token=token, max_request_bytes=_MAX_CONTROL_BYTES
+            config.control_host,
+            config.control_port,
+            flag="--control-port",
+            token=token,
+            max_request_bytes=_MAX_CONTROL_BYTES,
         )
         intake = Intake(
             clock=clock,

@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.core.addresses import bare_host, host_names
-from services.core.errors import ConfigError
+from services.core.listening import cannot_listen
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -110,7 +110,7 @@ class MetricsServer:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             self._server = _Listener(host, port, family, registry)
         except OSError as error:
-            raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}") from error
+            raise cannot_listen("--metrics-port", host, port, error) from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()

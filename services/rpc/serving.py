@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.core.addresses import join
 from services.core.errors import ConfigError
+from services.core.listening import require_free
 from services.rpc.authentication import TokenInterceptor
 from services.rpc.call_limits import CallInterceptor, most_arriving, most_held
 from services.rpc.health import HealthServicer
@@ -38,6 +39,7 @@ class GrpcServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
+        flag: str = "--port",
         token: str | None = None,
         reflects: bool = False,
         max_request_bytes: int = MAX_REQUEST_BYTES,
@@ -45,7 +47,9 @@ class GrpcServer:
         max_concurrent_rpcs: int = MAX_CALLS,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`token` is the cluster token; without it only open services can be called (`authentication.py`).
+        """`flag` is the one that gives the port, for messages.
+
+        `token` is the cluster token; without it only open services can be called (`authentication.py`).
 
         With `reflects`, the server describes its services and their messages to anyone who asks. `interceptors` run
         closer to the servicers than the interceptor that translates errors. `freed` is called when much memory is
@@ -53,6 +57,7 @@ class GrpcServer:
         """
         self.host = host
         self._port = port
+        self._flag = flag
         self._bound = False
         self._reflects = reflects
         self._services: list[str] = []
@@ -95,7 +100,8 @@ class GrpcServer:
             try:
                 bound = self._server.add_insecure_port(address)
             except RuntimeError as error:
-                raise ConfigError(f"cannot listen on {address}: the port is in use or the host is not here") from error
+                require_free(self._flag, self.host, self._port)  # the runtime does not say why
+                raise ConfigError(f"{self._flag}: cannot listen on {address}") from error
             self._port, self._bound = bound, True
         return self._port
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -106,6 +107,27 @@ def test_one_line_and_a_status(arguments: list[str], status: int, words: str) ->
     assert process.stderr.startswith("baton")
     assert process.returncode == status
     assert process.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("router", "--port"),
+        ("router", "--control-port"),
+        ("router", "--http-port"),
+        ("router", "--metrics-port"),
+        ("prefill", "--port"),
+        ("mixed", "--metrics-port"),
+    ],
+)
+def test_a_service_tells_a_port_that_is_taken_before_it_loads_anything(command: str, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        free = [word for name in ("--port", "--control-port") if command == "router" for word in (name, "0")]
+        process = baton(command, *free, flag, str(port), "--model", "/no/such/model")
+    words = f"{flag}: cannot listen on 127.0.0.1:{port}: Address already in use; 0 picks a free one"
+    assert process.stderr == f"baton {command}: error: {words}\n"
+    assert process.returncode == 2
 
 
 @pytest.mark.parametrize("command", [["up", "--port", "0"], ["mixed", "--port", "0"]])

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from services.core.descriptors import share_of_descriptors
-from services.core.errors import ConfigError
+from services.core.listening import cannot_listen
 from services.router.front.http.parser import BoundedParser
 from services.router.front.http.reply import HttpError, dump, plain_error, refuse
 
@@ -507,4 +507,4 @@ def _listen(host: str, port: int) -> socket.socket:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=kind, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"--http-port: cannot listen on {host}:{port}: {error.strerror}") from error
+        raise cannot_listen("--http-port", host, port, error) from error
