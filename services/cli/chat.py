@@ -34,6 +34,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     # Set explicitly, since a shell that starts a program in the background makes it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with inference(arguments.target) as client:
+        client.list_models(timeout_s=arguments.timeout)  # a wrong target is told before anything was typed
         _Conversation(client, arguments).run()
     return 0
 

@@ -13,11 +13,14 @@ from google.protobuf.message import Message
 from baton.v1 import control_pb2_grpc
 from baton_client import ONCE, CallFailed, Client, Unavailable, from_rpc_error
 from services.core.addresses import is_address
-from services.core.cluster_token import cluster_token
+from services.core.cluster_token import ADVICE, cluster_token
 from services.core.errors import BatonError, ConfigError
 from services.core.printable import printable
 from services.rpc.authentication import credentials
 from services.rpc.options import channel_options
+
+_NOBODY_THERE = ("failed to connect", "errors resolving", "DNS resolution failed")
+"""How the runtime's messages begin where no connection came about; any other tells of one that has ended."""
 
 ControlCall = Callable[[str, Message, float | None], Any]
 
@@ -77,8 +80,13 @@ def control(target: str, token_file: str) -> Iterator[ControlCall]:
 def explain(error: CallFailed, target: str) -> BatonError:
     """Returns the failed call's error, in one line that has the target first, and the status code."""
     if isinstance(error, Unavailable) and not error.reason:  # the runtime's own words: nothing of Baton's has answered
-        hint = "no Baton answers there; is one running (baton up), and is this its port (--target)?"
+        if error.message.startswith(_NOBODY_THERE):
+            hint = "no Baton answers there; is one running (baton up), and is this its port (--target)?"
+        else:
+            hint = "the connection was lost; has the router been stopped? If it is back, ask again."
         return BatonError(f"{target}: {hint} {error}")
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:
+        return BatonError(f"{target}: {error}; {ADVICE}")
     return BatonError(f"{target}: {error}")
 
 

@@ -79,7 +79,8 @@ def _groups(status: dict[str, Any]) -> list[str]:
         groups = [f"{', '.join(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
         if len(groups) > 1:
             of = f"{model['model_id']}: " if len(status["models"]) > 1 else ""
-            lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
+            advice = "give all of them the same weights, --dtype, --kv-dtype and --quantization"
+            lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}; {advice}")
     return lines
 
 

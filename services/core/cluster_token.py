@@ -26,6 +26,8 @@ FILE_HELP = (
     "file with the token that routers, workers and operators of one cluster share; made if it is not there (default: "
     "the value of BATON_CLUSTER_TOKEN, else the file cluster-token in BATON_HOME)"
 )
+ADVICE = f"{FLAG}, or {VARIABLE}, must give the token that the router has"
+"""What to do when a router refuses the token."""
 
 # A Bearer credential (RFC 6750), too long to be guessed.
 _FORM = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")

@@ -470,4 +470,8 @@ def _log_groups(change: GroupsChanged) -> None:
         log.info("all ready workers compute alike again, and pair")
         return
     named = " | ".join(f"{', '.join(worker_ids)} ({kv[:8]})" for kv, worker_ids in change.groups)
-    log.warning("workers of the same model compute differently and do not pair, by fingerprint: %s", named)
+    log.warning(
+        "workers of the same model compute differently and do not pair, by fingerprint: %s; give all of them the same "
+        "weights, --dtype, --kv-dtype and --quantization",
+        named,
+    )

@@ -74,7 +74,8 @@ def why_unserved(book: Book, request: Request) -> str:
     others = [view for view in book.workers.views() if view.fingerprint != bound]
     able = sorted({_named(view.fingerprint) for view in others if policy.can_decode(unbound, view)})
     if bound is None or not able:
-        return "no worker that could serve this is ready"
+        model = request.spec.model
+        return f"no worker of model {model!r} that could serve this is ready; see what baton status says of them"
     return (
         f"the stream began on workers of fingerprint {_named(bound)}, and none that could go on with it is ready; "
         f"those that are compute differently: {', '.join(able)}"

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc
-from services.core.errors import WorkerIdInUse
+from services.core.errors import Unauthenticated, WorkerIdInUse
 from services.rpc.serving import GrpcServer
 from services.worker import registration
 from services.worker.host import WorkerHost
@@ -116,6 +116,17 @@ async def test_health_says_whether_a_router_has_it(model: Path, caplog: pytest.L
             async with registry(port):
                 await becomes(host, SERVING)
                 assert told(caplog, "joined router") == 2
+
+
+async def test_a_refused_token_says_which_settings_give_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with registry() as door:
+        door.error = Unauthenticated("it needs the cluster token")
+        async with joining(door.server.address):
+            await until(lambda: door.num_calls >= 1, "it asks")
+            await until(
+                lambda: told(caplog, "UNAUTHENTICATED it needs the cluster token; --cluster-token-file") == 1, "told"
+            )
+    assert told(caplog, "BATON_CLUSTER_TOKEN") == 1
 
 
 async def test_a_worker_without_routers_serves(model: Path) -> None:

@@ -86,6 +86,9 @@ async def test_workers_of_other_rope_parameters_do_not_pair_and_are_named(
         short = f"{worker_id} ({prints[worker_id].kv[:8]})"
         assert short in told[0]
         assert short in shown
+    for flag in ("--dtype", "--kv-dtype", "--quantization"):
+        assert flag in told[0]
+        assert flag in shown
 
 
 class Farm:

@@ -60,6 +60,11 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.Contr
             return
         yield inference_pb2.GenerateStreamResponse(completion=completion(len(words)))
 
+    def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="tiny")])
+
     def GetStatus(
         self, request: control_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> control_pb2.GetStatusResponse:

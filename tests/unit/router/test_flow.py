@@ -226,13 +226,15 @@ def test_deadlines_in_the_queue_and_under_way(bench: Bench) -> None:
 
 def test_waiting_for_a_missing_worker_is_bounded() -> None:
     bench = Bench(no_worker_timeout_s=5.0)
-    bench.submit()
+    bench.submit(model="tiny")
     bench.wait(0.1)
     bench.wait(4.9)
     assert not bench.failed
     bench.wait(0.2)
     assert isinstance(bench.failed["r"], NoWorker)
     assert bench.failed["r"].retry_after_s
+    assert "no worker of model 'tiny'" in str(bench.failed["r"])
+    assert "baton status" in str(bench.failed["r"])
 
 
 def test_waiting_for_a_busy_worker_is_bounded(bench: Bench) -> None:
