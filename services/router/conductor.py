@@ -39,7 +39,6 @@ from services.router.coordinator.actions import (
     StageEnded,
 )
 from services.router.coordinator.events import FinishReason, LegEvent, RequestSpec, WorkerInfo
-from services.router.coordinator.workers import WorkerState
 from services.router.policy import Role
 from services.router.policy.health import Health
 from services.router.telemetry.metrics import ConductorMetrics
@@ -192,7 +191,7 @@ class Conductor:
         A defect while a link began or ended leaves such workers. They could never join again.
         """
         for worker in self.coordinator.workers():
-            if worker.state is not WorkerState.LOST and worker.info.worker_id not in self.links:
+            if not worker.is_gone and worker.info.worker_id not in self.links:
                 self._lose(worker.info, "it has no link", crashed=True)
 
     def _log_unreached(self, link: WorkerLink, reason: str) -> None:

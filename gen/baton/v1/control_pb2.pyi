@@ -15,6 +15,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DOWN: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_LEFT: _ClassVar[WorkerState]
 
 class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ WORKER_STATE_JOINING: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DOWN: WorkerState
 WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_LEFT: WorkerState
 PAIR_STATE_UNSPECIFIED: PairState
 PAIR_STATE_UNPROVEN: PairState
 PAIR_STATE_PROVEN: PairState

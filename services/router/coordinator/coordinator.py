@@ -129,7 +129,7 @@ class Coordinator:
         if info.worker_id in workers:
             known = workers.get(info.worker_id)
             if known.info.incarnation == info.incarnation:
-                if known.state is not WorkerState.LOST:
+                if not known.is_gone:
                     workers.set_roles(known, info, now)
                     return False
             else:
@@ -178,7 +178,8 @@ class Coordinator:
         worker = self._book.workers.get(worker_id)
         if worker.info.incarnation == incarnation:
             # A draining worker was about to leave, so its loss counts as no crash, however it came about.
-            self._lose(worker, now, reason, crashed=crashed and not worker.draining)
+            reason = reason if crashed else "it left in order"
+            self._lose(worker, now, reason, crashed=crashed and not worker.draining, in_order=not crashed)
 
     def worker_events(
         self, worker_id: str, incarnation: int, events: Iterable[LegEvent], load: Load | None, now: float
@@ -365,11 +366,11 @@ class Coordinator:
         if load.draining:
             self._book.workers.drain(worker, now)
 
-    def _lose(self, worker: Worker, now: float, reason: str, *, crashed: bool) -> None:
-        if worker.state is WorkerState.LOST:
+    def _lose(self, worker: Worker, now: float, reason: str, *, crashed: bool, in_order: bool = False) -> None:
+        if worker.is_gone:
             return
         legs, isolated = dict(worker.legs), self._book.isolated
-        self._book.workers.lose(worker, now, reason)
+        self._book.workers.lose(worker, now, reason, in_order=in_order)
         with isolated("session", None, now):
             self._canaries.worker_gone(worker.info.worker_id)
         if crashed:

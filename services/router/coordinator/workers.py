@@ -116,8 +116,10 @@ class WorkerState(enum.Enum):
     DRAINING = "draining"
     """The worker finishes what it has; nothing is placed there."""
     LOST = "lost"
-    """Its session is over. It is remembered for a while, so that requests that it could hold are not refused as too
-    long."""
+    """Its session broke or fell silent. It is remembered for a while, so that requests that it could hold are not
+    refused as too long."""
+    LEFT = "left"
+    """It ended its session in order, which is no cause for alarm. It is remembered like a lost one."""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,10 @@ class Worker:
     @property
     def has_session(self) -> bool:
         return self.state in (WorkerState.READY, WorkerState.DRAINING)
+
+    @property
+    def is_gone(self) -> bool:
+        return self.state in (WorkerState.LOST, WorkerState.LEFT)
 
     @property
     def takes_requests(self) -> bool:
@@ -235,7 +241,7 @@ class WorkerTable:
         return worker
 
     def join(self, info: WorkerInfo, now: float) -> None:
-        """Adds a new incarnation, or a lost one with a new description. The caller has lost the old one before."""
+        """Adds a new incarnation, or one that was gone with a new description. The caller has lost the old one."""
         known = self._workers.get(info.worker_id)
         worker = Worker(info, WorkerState.JOINING, now, HealthRecord(self._health, now), reason="no session yet")
         if self._remember_prompts:
@@ -292,9 +298,10 @@ class WorkerTable:
         if worker.state is WorkerState.READY:
             self._set_state(worker, WorkerState.DRAINING, now, "draining")
 
-    def lose(self, worker: Worker, now: float, reason: str) -> None:
+    def lose(self, worker: Worker, now: float, reason: str, *, in_order: bool = False) -> None:
+        """Notes that the worker's session is over; `in_order` says that the worker ended it as one that leaves."""
         worker.load = worker.load_s = worker.at_rest_since_s = None
-        self._set_state(worker, WorkerState.LOST, now, reason)
+        self._set_state(worker, WorkerState.LEFT if in_order else WorkerState.LOST, now, reason)
 
     def _set_state(self, worker: Worker, state: WorkerState, now: float, reason: str = "") -> None:
         worker.state, worker.since_s, worker.reason = state, now, reason
@@ -447,7 +454,7 @@ class WorkerTable:
     def longest_proven(self) -> int | None:
         """Returns the longest sequence, in tokens, that a decode worker could hold that has had a session.
 
-        Lost workers count too. None if there is no such worker.
+        Lost workers, and those that left, count too. None if there is no such worker.
         """
         if self._longest_proven is None:
             views = self.cluster.views

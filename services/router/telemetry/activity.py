@@ -41,7 +41,7 @@ def read(coordinators: Sequence[Coordinator], requests: RequestMetrics) -> Route
         queued=phases[Phase.QUEUED],
         running=phases.total() - phases[Phase.QUEUED],
         workers_ready=sum(worker.state is WorkerState.READY for worker in workers),
-        workers=sum(worker.state is not WorkerState.LOST for worker in workers),
+        workers=sum(not worker.is_gone for worker in workers),
     )
 
 

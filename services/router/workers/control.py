@@ -25,6 +25,7 @@ _STATES = {
     WorkerState.READY: control_pb2.WORKER_STATE_READY,
     WorkerState.DRAINING: control_pb2.WORKER_STATE_DRAINING,
     WorkerState.LOST: control_pb2.WORKER_STATE_DOWN,
+    WorkerState.LEFT: control_pb2.WORKER_STATE_LEFT,
 }
 _UNHEALTHY = {
     Health.NEW: control_pb2.WORKER_STATE_JOINING,

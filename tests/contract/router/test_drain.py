@@ -115,3 +115,22 @@ async def test_last_words_of_a_worker_that_leaves_count(cluster: Cluster) -> Non
     mixed.cut(orderly=True)
     assert (await read(call))[1] == TEXT
     assert len(mixed.commands) == 2, "nothing was computed again"
+
+
+async def test_one_that_left_is_not_shown_as_lost(cluster: Cluster, pair: Any) -> None:
+    """A worker that was lost is an alarm for operators, and one that left in order is none."""
+    prefill, _ = pair
+    await drain(cluster, "decode", 60_000)
+    prefill.cut(orderly=False)
+
+    async def gone() -> bool:
+        return not cluster.router.conductor.links
+
+    await cluster.until(gone)
+    status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
+    shown = {each.worker.worker_id: (each.state, each.reason) for each in status.workers}
+    assert shown["decode"] == (control_pb2.WORKER_STATE_LEFT, "it left in order")
+    assert shown["prefill"][0] == control_pb2.WORKER_STATE_DOWN
+    await cluster.join(prefill)
+    status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
+    assert control_pb2.WORKER_STATE_READY in {each.state for each in status.workers}

@@ -159,3 +159,16 @@ def test_a_late_word_of_a_leg_that_was_migrated_changes_nothing(bench: Bench) ->
     bench.say("d1", Tokens(decode.leg, 1, (101,)))
     assert bench.output["r"] == [100]
     assert replay.token_ids[-1] == 100
+
+
+def test_only_one_that_ended_its_session_in_order_has_left(bench: Bench) -> None:
+    """Both are remembered, since they may come back with room for requests that are long."""
+    bench.lose("p1", crashed=False)
+    bench.lose("d1", crashed=True)
+    bench.coordinator.drain("p2", bench.now)
+    bench.lose("p2", crashed=True)
+    states = {worker.info.worker_id: worker.state for worker in bench.coordinator.workers()}
+    lost, left = WorkerState.LOST, WorkerState.LEFT
+    assert states == {"p1": left, "d1": lost, "p2": lost, "d2": WorkerState.READY}
+    bench.wait(301.0)
+    assert {worker.info.worker_id for worker in bench.coordinator.workers()} == {"d2"}
