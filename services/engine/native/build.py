@@ -1,11 +1,12 @@
 """Compiles the C files beside it once for each instruction set and type of elements.
 
 Run as `python -m services.engine.native.build [--fetch-compiler]`. The compiler is `$CC`, or gcc, cc or clang, or that
-of the Python package ziglang. Where there is none of them, `--fetch-compiler` has pip fetch that package into a folder
+of the Python package ziglang. Where none of them works, `--fetch-compiler` has pip fetch that package into a folder
 that is deleted after the build.
 
 Owns: which compiler is used, with which flags. Never: whether the result is right (each user of a kernel checks that at
-load). Baton runs without the kernels, so a missing compiler is only reported; a compiler that fails is an error.
+load). Baton runs without the kernels, so a missing compiler is only reported; one that fails is an error, unless
+another is fetched in its place.
 """
 
 from __future__ import annotations
@@ -40,8 +41,19 @@ _PARTS = (
 """The files of a library and the flags of each. Those with a macro are compiled for each type of elements (elements.h).
 Quantised products round where they say they do, so that instruction sets never differ by a step."""
 
+_TRIAL = """
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+int baton_trial(void) { return 0; }
+"""
+"""What the kernels demand of a compiler before anything of theirs is compiled: their headers, and a linker."""
 
 _ZIG = "ziglang==0.17.1"
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 _OLDEST_GLIBC = "2.28"
 """The oldest glibc of the systems on which torch runs."""
 
@@ -57,7 +69,10 @@ class Compiler:
         """Returns what went wrong, or an empty text."""
         command = [*self.command, *map(self._adapted, arguments)]
         environment = {**os.environ, **self.environment}
-        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        except OSError as error:
+            return f"{shlex.join(command)} failed\n{error}"
         return f"{shlex.join(command)} failed\n{result.stderr}" if result.returncode else ""
 
     def _adapted(self, argument: str) -> str:
@@ -67,37 +82,90 @@ class Compiler:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Builds the CPU kernels.")
-    parser.add_argument("--fetch-compiler", action="store_true", help="with pip, for this build, where there is none")
+    parser.add_argument("--fetch-compiler", action="store_true", help="with pip, for this build, where none works")
     arguments = parser.parse_args(argv)
-    with _compiler(fetch=arguments.fetch_compiler) as compiler:
-        return 0 if compiler is None else _build_all(compiler)
+    try:
+        installed = _installed()
+        with _compiler(installed, fetch=arguments.fetch_compiler) as compiler:
+            return int(installed.is_broken) if compiler is None else _build_all(compiler)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Holds what this machine has to compile with."""
+
+    compiler: Compiler | None
+    """The one that works; None if there is none."""
+    problem: str = "no C compiler"
+    """Why there is none, for people."""
+    is_broken: bool = False
+    """Whether there is one that fails."""
+
+
+def _installed() -> Installed:
+    """Finds the compiler to use, and tries it: one without headers is as good as none."""
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        return Installed(
+            None, f"CC={os.environ['CC']} is no command ({error}); unset CC to use another", is_broken=True
+        )
+    if given and not shutil.which(given[0]):
+        return Installed(None, f"CC={given[0]} is not there")
+    found = [given] if given else [[path] for name in ("gcc", "cc", "clang") if (path := shutil.which(name))]
+    problems = []
+    for compiler in (Compiler(tuple(command)) for command in found):
+        if not (why := _why_useless(compiler)):
+            return Installed(compiler)
+        name = f"CC={shlex.join(given)}" if given else compiler.command[0]
+        problems.append(f"{name} compiles nothing ({why}){'; unset CC to use another' if given else ''}")
+    if not given and importlib.util.find_spec("ziglang") is not None:
+        return Installed(_zig({}))
+    return Installed(None, problems[0], is_broken=True) if problems else Installed(None)
+
+
+def _why_useless(compiler: Compiler) -> str:
+    """Returns, in one line, why the compiler cannot make any library; an empty text if it can."""
+    with tempfile.TemporaryDirectory(prefix="baton-trial-") as folder:
+        source = Path(folder, "trial.c")
+        source.write_text(_TRIAL)
+        error = compiler.run([*_COMPILE, "-shared", str(source), "-o", str(source.with_suffix(".so"))])
+    _, _, said = error.partition("\n")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), (lines or ["it says nothing"])[-1]) if error else ""
 
 
 @contextlib.contextmanager
-def _compiler(*, fetch: bool) -> Iterator[Compiler | None]:
+def _compiler(installed: Installed, *, fetch: bool) -> Iterator[Compiler | None]:
     """Yields the compiler to use; None if there is none, which it says."""
-    given = shlex.split(os.environ.get("CC", ""))
-    found = given or [path for name in ("gcc", "cc", "clang") if (path := shutil.which(name))][:1]
-    if found and shutil.which(found[0]):
-        yield Compiler(tuple(found))
-    elif given:
-        print(f"CC={given[0]} is not there, so no CPU kernels: {WITHOUT_KERNELS}")
-        yield None
-    elif importlib.util.find_spec("ziglang") is not None:
-        yield _zig({})
+    if installed.compiler is not None:
+        yield installed.compiler
     elif fetch:
         with tempfile.TemporaryDirectory(prefix="baton-compiler-") as folder:
-            print(f"no C compiler: fetching one ({_ZIG}, 100 MB) for the CPU kernels", flush=True)
+            print(f"{installed.problem}: fetching one ({_ZIG}, 100 MB) for the CPU kernels", flush=True)
             caches = {f"ZIG_{kind}_CACHE_DIR": str(Path(folder, "cache")) for kind in ("GLOBAL", "LOCAL")}
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-            if subprocess.run([*pip, "--target", folder, _ZIG], check=False).returncode:
+            if _pip_install(_ZIG, folder):
+                yield _zig({"PYTHONPATH": folder, **caches})
+            else:
                 print(f"there is none to be had, so no CPU kernels: {WITHOUT_KERNELS}")
                 yield None
-            else:
-                yield _zig({"PYTHONPATH": folder, **caches})
-    else:
-        print(f"no C compiler, so no CPU kernels: {WITHOUT_KERNELS}")
+    elif installed.is_broken:
+        print(f"{installed.problem}; Baton runs without its CPU kernels: {WITHOUT_KERNELS}", file=sys.stderr)
         yield None
+    else:
+        print(f"{installed.problem}, so no CPU kernels: {WITHOUT_KERNELS}")
+        yield None
+
+
+def _pip_install(requirement: str, folder: str) -> bool:
+    """Installs the package into the folder, where pip also keeps all that it needs meanwhile; tells whether it did."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    scratch = Path(folder, "pip")
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    return subprocess.run([*pip, "--target", folder, requirement], check=False, env=environment).returncode == 0
 
 
 def _zig(environment: dict[str, str]) -> Compiler:

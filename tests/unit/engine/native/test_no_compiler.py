@@ -82,7 +82,7 @@ def test_a_compiler_is_fetched_where_that_is_asked_for(
             return SimpleNamespace(returncode=status)
 
         monkeypatch.setattr(build.subprocess, "run", run)
-        with build._compiler(fetch=True) as compiler:
+        with build._compiler(build._installed(), fetch=True) as compiler:
             (pip,) = commands
             assert pip[1:4] == ["-m", "pip", "install"]
             folders.append(Path(pip[pip.index("--target") + 1]))
