@@ -31,6 +31,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOADGEN := out/loadgen-venv
 INSTALLED := $(VENV)/.installed
+# Exits with 3 if it is too old; whatever cannot be run exits with something else.
+IS_NEW_ENOUGH := 'import sys; sys.exit(3 * (sys.version_info < (3, 11)))'
 
 .PHONY: help install model protos format lint types contracts test test-long test-all faults sim soak demo bench loadgen clean
 
@@ -41,8 +43,12 @@ help:
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard services/engine/native/*.[ch])
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "Baton needs Python 3.11 or newer; $(PYTHON) is not. Try: make install PYTHON=python3.13" >&2; exit 1; }
+	@$(PYTHON) -c $(IS_NEW_ENOUGH) 2>/dev/null || { \
+		test $$? = 3 && what="$(PYTHON) is older" || what="there is no $(PYTHON) that runs"; \
+		echo "Baton needs Python 3.11 or newer, and $$what. Try: make install PYTHON=python3.13" >&2; exit 1; }
+	@test ! -e $(BIN)/python && test ! -L $(BIN)/python || $(BIN)/python -c $(IS_NEW_ENOUGH) 2>/dev/null || { \
+		test $$? = 3 && what="was made by a Python older than 3.11" || what="has a Python that does not run"; \
+		echo "$(VENV) $$what. Remove it, and it is made anew: rm -r $(VENV)" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_INDEX) \
 		--constraint requirements/constraints.txt --editable ./client --editable '.[dev]'

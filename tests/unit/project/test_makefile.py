@@ -1,0 +1,79 @@
+"""Tests what `make install` says of a Python that will not do. Nothing is installed: each Python is a script."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+OLD = "#!/bin/sh\nexit 3\n"
+NEW = '#!/bin/sh\ntest "$1" = -c || echo "runs $*"\n'
+NEEDED = ("pyproject.toml", "client/pyproject.toml", "requirements/constraints.txt")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    if shutil.which("make") is None:
+        pytest.skip("make is not on this machine")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in NEEDED:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def install(tree: Path, python: Path) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", "install", f"PYTHON={python}"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+
+
+def refused(tree: Path, python: Path) -> str:
+    """Returns the one line that make's own follows."""
+    result = install(tree, python)
+    assert result.returncode != 0
+    assert result.stdout == ""
+    line, *makes = result.stderr.splitlines()
+    assert len(makes) == 1, result.stderr
+    return line
+
+
+def test_a_python_that_is_too_old(tree: Path) -> None:
+    old = script(tree / "old", OLD)
+    assert refused(tree, old).startswith(f"Baton needs Python 3.11 or newer, and {old} is older. Try: make install PY")
+
+
+def test_a_python_that_does_not_exist_is_not_called_old(tree: Path) -> None:
+    missing = tree / "python9"
+    assert f"there is no {missing} that runs. Try: make install PYTHON=" in refused(tree, missing)
+
+
+def test_an_environment_of_an_old_python_is_told_with_what_to_do(tree: Path) -> None:
+    script(tree / ".venv/bin/python", OLD)
+    said = refused(tree, script(tree / "new", NEW))
+    assert said == ".venv was made by a Python older than 3.11. Remove it, and it is made anew: rm -r .venv"
+
+
+def test_an_environment_whose_python_is_gone(tree: Path) -> None:
+    (tree / ".venv/bin").mkdir(parents=True)
+    (tree / ".venv/bin/python").symlink_to(tree / "uninstalled")
+    assert "has a Python that does not run" in refused(tree, script(tree / "new", NEW))
+
+
+def test_an_environment_of_a_new_python_is_used(tree: Path) -> None:
+    script(tree / ".venv/bin/python", NEW)
+    script(tree / ".venv/bin/pip", NEW)
+    result = install(tree, script(tree / "new", NEW))
+    assert result.returncode == 0, result.stderr
+    assert "runs -m pip install" in result.stdout
+    assert (tree / ".venv/.installed").exists()
