@@ -86,6 +86,8 @@ def _dispatch(arguments: list[str]) -> int:
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         raise ConfigError(f"{command!r} is not a command; there are {', '.join(COMMANDS)}")
+    # Read when grpc is imported, here and in child processes: its own lines say nothing that Baton does not say.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     module = importlib.import_module(COMMANDS[command][0])
     status: int = module.main(rest, f"baton {command}")
     sys.stdout.flush()  # so that a broken pipe is noticed here, not after main

@@ -179,6 +179,23 @@ def test_unforeseen_error_is_one_line_too() -> None:
     assert "Traceback" in run(BATON_DEBUG="1").stderr
 
 
+@pytest.mark.parametrize(("given", "found"), [({}, "NONE"), ({"GRPC_VERBOSITY": "DEBUG"}, "DEBUG")])
+def test_grpcs_own_log_is_silent_unless_it_is_asked_for(given: dict[str, str], found: str) -> None:
+    code = """
+import os, sys
+from services.cli import main as m
+before = os.environ.get("GRPC_VERBOSITY")
+m.COMMANDS["models"] = ("json", "")  # a command that ends at once
+m.main(["models"])
+print(before, os.environ["GRPC_VERBOSITY"], "grpc" in sys.modules)
+"""
+    clean = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean | given, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == [str(given.get("GRPC_VERBOSITY")), found, "False"]
+
+
 def test_help_lists_every_command_and_loads_none() -> None:
     code = "import sys; from services.cli.main import main; main(['--help']); print(sorted(sys.modules))"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
