@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import subprocess
 import sys
 
 import psutil
+
+from services.cli.plan import spread_devices
 
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
@@ -36,6 +39,7 @@ def memory_bytes(cgroup: pathlib.Path = _CGROUP) -> tuple[int, int]:
     return available, total
 
 
+@functools.cache
 def num_gpus() -> int:
     """Returns the number of GPUs that a worker would see.
 
@@ -44,6 +48,12 @@ def num_gpus() -> int:
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     return int(asked.stdout) if asked.returncode == 0 else 0
+
+
+def demand_device(device: str) -> None:
+    """Raises ConfigError if `device` is a GPU that is not here. Call it before slow work, such as fetching a model."""
+    if device.partition(":")[0] == "cuda":
+        spread_devices(device, 1, num_gpus())
 
 
 def directory_bytes(path: pathlib.Path) -> int:

