@@ -20,7 +20,7 @@ from baton.v1.inference_pb2 import (
 )
 from baton_client.errors import CallCancelled
 from baton_client.retries import A_FEW_TIMES, Attempts, RetryPolicy
-from baton_client.wire import GENERATE, GENERATE_STREAM, LIST_MODELS, OPTIONS, ChannelOptions, Metadata
+from baton_client.wire import GENERATE, GENERATE_STREAM, LIST_MODELS, OPTIONS, ChannelOptions, Metadata, demand_request
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -60,12 +60,14 @@ class Client:
         self, request: GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
     ) -> GenerateResponse:
         """Returns the whole answer. `timeout_s` bounds it, repeated attempts included; then the workers stop."""
+        demand_request(request)
         return self._call(self._generate, request, timeout_s, metadata)
 
     def generate_stream(
         self, request: GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
     ) -> ResponseStream:
         """Returns the answer as it comes: first `prompt_info`, then chunks, last `completion`."""
+        demand_request(request)
         sent = (*self._metadata, *metadata)
         return ResponseStream(
             lambda remaining_s: self._generate_stream(request, timeout=remaining_s, metadata=sent),

@@ -1,8 +1,10 @@
-"""Holds what both clients tell gRPC: the methods, the options of a channel, the type of a call's metadata."""
+"""Holds what both clients tell gRPC: the methods, the options of a channel, the types of a request and of metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from baton.v1.inference_pb2 import GenerateRequest
 
 Metadata = Sequence[tuple[str, str | bytes]]
 ChannelOptions = Sequence[tuple[str, int | str]]
@@ -26,3 +28,9 @@ OPTIONS: ChannelOptions = (
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+
+def demand_request(request: object) -> None:
+    """Raises TypeError for what is no request: gRPC would call it an internal error of the server's."""
+    if not isinstance(request, GenerateRequest):
+        raise TypeError(f"{type(request).__name__} is no baton.v1 GenerateRequest; a text is GenerateRequest(text=...)")
