@@ -13,6 +13,7 @@ from services.core.printable import printable
 
 _CLASSES = ("importing", "leased", "active", "cached", "free")
 _MODEL_HEADINGS = ("model", "state", "context", "workers", "queued", "running")
+_PAIRING = "to pair, workers need the same weights, --dtype, --kv-dtype and --quantization"
 _HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *_CLASSES, "session", "age")
 
 
@@ -79,9 +80,8 @@ def _groups(status: dict[str, Any]) -> list[str]:
         groups = [f"{', '.join(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
         if len(groups) > 1:
             of = f"{model['model_id']}: " if len(status["models"]) > 1 else ""
-            advice = "give all of them the same weights, --dtype, --kv-dtype and --quantization"
-            lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}; {advice}")
-    return lines
+            lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
+    return [*lines, _PAIRING] if lines else []
 
 
 def _http(target: str, status: dict[str, Any]) -> str:
