@@ -19,12 +19,18 @@
 
 #define COLUMNS 16
 #define GROUP 32
+#define WIDE 2 /* vectors of columns that are computed together for many rows */
 #if LANES == 16
-#define ROWS 8 /* rows that one pass over a panel serves: as many as leave their sums in registers */
+#define ROWS 8 /* rows of a tile of one vector of columns: as many as leave their sums in registers */
+#define TALL 6 /* rows of a tile of WIDE vectors */
+#define BESIDE 0 /* columns from one vector to the next in a panel; 0: the next is in another panel */
 #else
 #define ROWS 4
+#define TALL 2
+#define BESIDE LANES
 #endif
 
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t pairs_of_sums __attribute__((vector_size(4 * LANES), aligned(4)));
 
 typedef struct { /* 32 inputs of one row, rounded */
@@ -119,14 +125,43 @@ FORCED ints nearest(floats numbers) { /* ties to even */
 #endif
 }
 
-static void round_group(const float *x, Group *group) {
-    int32_t largest = 0; /* the bits of the largest size: NaN and infinity are above all others */
-    for (int i = 0; i < GROUP; i++) {
-        int32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
+#define PARTS (GROUP / LANES) /* vectors of a group */
+
+#if LANES == 16
+FORCED int32_t sum_of_ints(ints x) { return _mm512_reduce_add_epi32((__m512i)x); }
+FORCED int32_t largest_int(ints x) { return _mm512_reduce_max_epi32((__m512i)x); }
+#elif defined(__AVX2__)
+FORCED int32_t sum_of_ints(ints x) {
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+FORCED int32_t largest_int(ints x) {
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+#else
+FORCED int32_t sum_of_ints(ints x) {
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+FORCED int32_t largest_int(ints x) {
+    int32_t largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+#endif
+
+/* x: the group's inputs. Offsets are needed by weights of 8 bits only. */
+FORCED void round_group(const floats *x, Group *group, const int with_offsets) {
+    ints bits = (ints){0}; /* of the largest size in each lane: NaN and infinity are above all others */
+    for (int i = 0; i < PARTS; i++) {
+        ints size = (ints)x[i] & 0x7fffffff;
+        bits = (ints)chosen(bits > size, (floats)bits, (floats)size);
     }
+    int32_t largest = largest_int(bits);
     float size, inverse = 0;
     memcpy(&size, &largest, sizeof size);
     group->scale = size / 127;
@@ -136,46 +171,60 @@ static void round_group(const float *x, Group *group) {
     } else if (largest >= 0x00800000) {
         inverse = 127 / size;
     }
-    int32_t sums[2] = {0, 0};
-    int32_t rounded[GROUP];
-    for (int i = 0; i < GROUP; i += LANES) {
-        ints values = nearest(*(const floats *)(x + i) * inverse);
-        memcpy(rounded + i, &values, sizeof values);
+    ints halves[2] = {{0}, {0}};
+    for (int i = 0; i < PARTS; i++) {
+        ints rounded = nearest(x[i] * inverse);
+        halves[i * 2 / PARTS] += rounded;
+        *(bytes *)(group->values + i * LANES) = __builtin_convertvector(rounded, bytes);
     }
-    for (int i = 0; i < GROUP; i++) group->values[i] = (int8_t)rounded[i];
-    for (int i = 0; i < GROUP / 2; i++) sums[0] += rounded[i], sums[1] += rounded[i + GROUP / 2];
-    group->total = group->scale * (float)(sums[0] + sums[1]);
-    group->offsets[0] = -128 * sums[0], group->offsets[1] = -128 * sums[1];
+    group->total = group->scale * (float)sum_of_ints(halves[0] + halves[1]);
+    if (with_offsets)
+        for (int i = 0; i < 2; i++) group->offsets[i] = -128 * sum_of_ints(halves[i]);
+}
+
+/* Reads `count` inputs of a row from place `from` on; the rest of the group is zeros. */
+FORCED void read_group(const Product *p, long from, long count, floats *x) {
+    if (p->bf16) {
+        uint16_t some[GROUP] = {0};
+        const uint16_t *inputs = (const uint16_t *)p->x + from;
+        if (count < GROUP) inputs = memcpy(some, inputs, (size_t)count * sizeof *some);
+        for (int i = 0; i < PARTS; i++) x[i] = widen_bfloats(inputs + i * LANES);
+    } else {
+        float some[GROUP] = {0};
+        const float *inputs = (const float *)p->x + from;
+        if (count < GROUP) inputs = memcpy(some, inputs, (size_t)count * sizeof *some);
+        for (int i = 0; i < PARTS; i++) x[i] = ((const floats *)inputs)[i];
+    }
 }
 
 static void round_row(const Product *p, long row, Group *groups) {
     for (long from = 0; from < p->in; from += GROUP, groups++) {
-        float x[GROUP] = {0};
-        long count = p->in - from < GROUP ? p->in - from : GROUP;
-        if (!p->bf16)
-            memcpy(x, (const float *)p->x + row * p->in + from, (size_t)count * sizeof *x);
-        else {
-            uint16_t narrow[GROUP] = {0};
-            memcpy(narrow, (const uint16_t *)p->x + row * p->in + from, (size_t)count * sizeof *narrow);
-            for (int i = 0; i < GROUP; i += LANES) *(floats *)(x + i) = widen_bfloats(narrow + i);
-        }
-        round_group(x, groups);
+        floats x[PARTS];
+        if (p->in - from >= GROUP) read_group(p, row * p->in + from, GROUP, x);
+        else read_group(p, row * p->in + from, p->in - from, x);
+        if (p->kind == FOUR) round_group(x, groups, 0);
+        else round_group(x, groups, 1);
     }
 }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
-static void store(const Product *p, long row, long column, floats sums) {
-    long count = p->out - column < LANES ? p->out - column : LANES;
-    float results[LANES];
-    memcpy(results, &sums, sizeof sums);
-    if (p->bias)
-        for (long i = 0; i < count; i++) results[i] += p->bias[column + i];
+FORCED void store(const Product *p, long row, long column, floats sums) {
+    long count = p->out - column, place = row * p->out + column;
+    float biases[LANES] = {0};
+    if (count <= 0) return; /* columns that fill the last panel */
+    if (p->bias) {
+        memcpy(biases, p->bias + column, (size_t)(count < LANES ? count : LANES) * sizeof(float));
+        sums += *(const floats *)biases;
+    }
     if (p->bf16) {
-        shorts narrow = narrow_bfloats(*(const floats *)results);
-        memcpy((uint16_t *)p->y + row * p->out + column, &narrow, (size_t)count * sizeof(uint16_t));
+        shorts narrow = narrow_bfloats(sums);
+        if (count >= LANES) *(shorts *)((uint16_t *)p->y + place) = narrow;
+        else memcpy((uint16_t *)p->y + place, &narrow, (size_t)count * sizeof(uint16_t));
+    } else if (count >= LANES) {
+        *(floats *)((float *)p->y + place) = sums;
     } else {
-        memcpy((float *)p->y + row * p->out + column, results, (size_t)count * sizeof(float));
+        memcpy((float *)p->y + place, &sums, (size_t)count * sizeof(float));
     }
 }
 
@@ -190,75 +239,101 @@ FORCED ints weights_at(const uint8_t *block, long quad, long lane, const int kin
     return (ints)((quad < 4 ? both : both >> 4) & 0x0f0f0f0fu);
 }
 
-/* Adds to the sums of `rows` rows the products of `quads` quads, and multiplies by the scales. */
+/* Adds to the sums of `rows` rows and `wide` vectors of columns the products of `quads` quads, and multiplies by the
+ * scales. The first vector begins with column `lane` of `block`; `next` bytes from there is the block of the second, if
+ * it is another panel's. */
 FORCED void add_quads(
-    const Product *p, const Group *x, long stride, const uint8_t *block, long lane, floats *sums, const long first,
-    const long quads, const long rows, const int kind) {
+    const Product *p, const Group *x, long stride, const uint8_t *block, long next, long lane, floats sums[][WIDE],
+    const long first, const long quads, const long rows, const long wide, const int kind) {
     const int bits = kind == FOUR ? 4 : 8;
-    ints totals[ROWS];
+    ints totals[ROWS][WIDE];
     UNROLLED for (long r = 0; r < rows; r++) {
         const int32_t *offsets = x[r * stride].offsets;
-        totals[r] = begin(bits, quads == 8 ? offsets[0] + offsets[1] : offsets[first / 4]);
+        UNROLLED for (long v = 0; v < wide; v++)
+            totals[r][v] = begin(bits, quads == 8 ? offsets[0] + offsets[1] : offsets[first / 4]);
     }
     UNROLLED for (long quad = first; quad < first + quads; quad++) {
-        ints weights = ready(weights_at(block, quad, lane, kind), bits);
+        ints weights[WIDE];
+        UNROLLED for (long v = 0; v < wide; v++)
+            weights[v] = ready(weights_at(block + v * next, quad, lane + v * BESIDE, kind), bits);
         UNROLLED for (long r = 0; r < rows; r++) {
             int32_t inputs;
             memcpy(&inputs, x[r * stride].values + 4 * quad, sizeof inputs);
-            totals[r] = add4(totals[r], weights, inputs, bits);
+            UNROLLED for (long v = 0; v < wide; v++) totals[r][v] = add4(totals[r][v], weights[v], inputs, bits);
         }
     }
-    floats scales = scales_at(p, block + (kind == FOUR ? 256 : 512), first / 4, lane);
-    UNROLLED for (long r = 0; r < rows; r++)
-        sums[r] += __builtin_convertvector(finish(totals[r], bits), floats) * (scales * x[r * stride].scale);
+    UNROLLED for (long v = 0; v < wide; v++) {
+        floats scales = scales_at(p, block + v * next + (kind == FOUR ? 256 : 512), first / 4, lane + v * BESIDE);
+        UNROLLED for (long r = 0; r < rows; r++)
+            sums[r][v] += __builtin_convertvector(finish(totals[r][v], bits), floats) * (scales * x[r * stride].scale);
+    }
 }
 
-/* Computes `rows` rows of the LANES columns that begin with `lane` of a panel. x: the first group of the first row. */
-FORCED void tile(const Product *p, const Group *x, long row, long panel, long lane, const long rows, const int kind) {
-    long groups = (p->in + GROUP - 1) / GROUP;
+/* Computes `rows` rows of `wide` vectors of columns, which begin with `lane` of a panel. x: the first group of the first
+ * row. */
+FORCED void tile(
+    const Product *p, const Group *x, long row, long panel, long lane, const long rows, const long wide,
+    const int kind) {
+    long groups = (p->in + GROUP - 1) / GROUP, next = BESIDE ? 0 : groups * p->block;
     const uint8_t *block = p->panels + panel * groups * p->block;
-    floats sums[ROWS];
-    UNROLLED for (long r = 0; r < rows; r++) sums[r] = (floats){0};
+    floats sums[ROWS][WIDE];
+    UNROLLED for (long r = 0; r < rows; r++)
+        UNROLLED for (long v = 0; v < wide; v++) sums[r][v] = (floats){0};
     for (long g = 0; g < groups; g++, x++, block += p->block) {
         if (kind == EIGHT_BY_16) {
-            add_quads(p, x, groups, block, lane, sums, 0, 4, rows, kind);
-            add_quads(p, x, groups, block, lane, sums, 4, 4, rows, kind);
+            add_quads(p, x, groups, block, next, lane, sums, 0, 4, rows, wide, kind);
+            add_quads(p, x, groups, block, next, lane, sums, 4, 4, rows, wide, kind);
         } else {
-            add_quads(p, x, groups, block, lane, sums, 0, 8, rows, kind);
+            add_quads(p, x, groups, block, next, lane, sums, 0, 8, rows, wide, kind);
         }
-        if (p->has_minimums) {
-            floats minimums = scales_at(p, block + (kind == FOUR ? 256 : 512), 1, lane);
-            UNROLLED for (long r = 0; r < rows; r++) sums[r] += minimums * x[r * groups].total;
-        }
+        if (p->has_minimums)
+            UNROLLED for (long v = 0; v < wide; v++) {
+                floats minimums = scales_at(p, block + v * next + (kind == FOUR ? 256 : 512), 1, lane + v * BESIDE);
+                UNROLLED for (long r = 0; r < rows; r++) sums[r][v] += minimums * x[r * groups].total;
+            }
     }
-    UNROLLED for (long r = 0; r < rows; r++) store(p, row + r, panel * COLUMNS + lane, sums[r]);
+    UNROLLED for (long r = 0; r < rows; r++)
+        UNROLLED for (long v = 0; v < wide; v++) store(p, row + r, panel * COLUMNS + lane + v * LANES, sums[r][v]);
 }
 
+/* Computes the rows from `row` to `end` of one vector of columns; x: the groups of row `row`. */
 FORCED void strip(const Product *p, const Group *x, long row, long end, long panel, long lane, const int kind) {
     long groups = (p->in + GROUP - 1) / GROUP;
-    for (; row + ROWS <= end; row += ROWS, x += ROWS * groups) tile(p, x, row, panel, lane, ROWS, kind);
+    for (; row + ROWS <= end; row += ROWS, x += ROWS * groups) tile(p, x, row, panel, lane, ROWS, 1, kind);
     switch (end - row) {
 #if ROWS > 4
-    case 7: tile(p, x, row, panel, lane, 7, kind); break;
-    case 6: tile(p, x, row, panel, lane, 6, kind); break;
-    case 5: tile(p, x, row, panel, lane, 5, kind); break;
-    case 4: tile(p, x, row, panel, lane, 4, kind); break;
+    case 7: tile(p, x, row, panel, lane, 7, 1, kind); break;
+    case 6: tile(p, x, row, panel, lane, 6, 1, kind); break;
+    case 5: tile(p, x, row, panel, lane, 5, 1, kind); break;
+    case 4: tile(p, x, row, panel, lane, 4, 1, kind); break;
 #endif
-    case 3: tile(p, x, row, panel, lane, 3, kind); break;
-    case 2: tile(p, x, row, panel, lane, 2, kind); break;
-    case 1: tile(p, x, row, panel, lane, 1, kind); break;
+    case 3: tile(p, x, row, panel, lane, 3, 1, kind); break;
+    case 2: tile(p, x, row, panel, lane, 2, 1, kind); break;
+    case 1: tile(p, x, row, panel, lane, 1, 1, kind); break;
     }
 }
 
-/* Computes the rows from `row` to `end` of a panel; x: the groups of row `row`. */
-static void multiply(const Product *p, const Group *x, long row, long end, long panel) {
-    for (long lane = 0; lane < COLUMNS && panel * COLUMNS + lane < p->out; lane += LANES) {
-        if (p->kind == FOUR) strip(p, x, row, end, panel, lane, FOUR);
-        else if (p->kind == EIGHT) strip(p, x, row, end, panel, lane, EIGHT);
-        else strip(p, x, row, end, panel, lane, EIGHT_BY_16);
+/* Computes the rows from `row` to `end` of a panel, or of two neighbours. Many rows are computed of WIDE vectors at a
+ * time, so that each input is read once for all of them. */
+FORCED void panels_of(const Product *p, const Group *x, long row, long end, long panel, long count, const int kind) {
+    long groups = (p->in + GROUP - 1) / GROUP;
+    for (long lane = 0; lane < COLUMNS; lane += BESIDE ? WIDE * LANES : COLUMNS) {
+        long from = row;
+        if (BESIDE || count == WIDE)
+            for (; from + TALL <= end; from += TALL)
+                tile(p, x + (from - row) * groups, from, panel, lane, TALL, WIDE, kind);
+        for (long v = 0; v < (BESIDE ? WIDE : count); v++)
+            strip(p, x + (from - row) * groups, from, end, panel + (BESIDE ? 0 : v), lane + v * BESIDE, kind);
     }
 }
 
+static void multiply(const Product *p, const Group *x, long row, long end, long panel, long count) {
+    if (p->kind == FOUR) panels_of(p, x, row, end, panel, count, FOUR);
+    else if (p->kind == EIGHT) panels_of(p, x, row, end, panel, count, EIGHT);
+    else panels_of(p, x, row, end, panel, count, EIGHT_BY_16);
+}
+
+#define TOGETHER (BESIDE ? 1 : WIDE) /* panels */
 #define CACHED (512 << 10) /* bytes of rounded inputs that stay in a core's second cache while all panels pass */
 
 typedef struct {
@@ -274,8 +349,9 @@ static void round_rows(const void *data, long from, long to) {
 
 static void multiply_panels(const void *data, long from, long to) {
     const Job *job = data;
-    for (long panel = from; panel < to; panel++)
-        multiply(job->product, job->x + job->row * job->groups, job->row, job->end, panel);
+    for (long panel = from; panel < to; panel += TOGETHER)
+        multiply(job->product, job->x + job->row * job->groups, job->row, job->end, panel,
+                 to - panel < TOGETHER ? to - panel : TOGETHER);
 }
 
 /* Returns 0, or 1 if there is no memory for the rounded inputs. */
@@ -286,7 +362,7 @@ int baton_quantised_product(const Product *p) {
     Job job = {p, x, groups, 0, 0};
     share_evenly(round_rows, &job, p->rows, p->threads, p->rows * p->in > 32768);
     long most = CACHED / (groups * (long)sizeof *x) / ROWS * ROWS, step = most < ROWS ? ROWS : most;
-    long chunk = panels / (8 * p->threads) + 1;
+    long chunk = (panels / (8 * p->threads) + TOGETHER) / TOGETHER * TOGETHER;
     for (; job.row < p->rows; job.row += step) {
         job.end = job.row + step < p->rows ? job.row + step : p->rows;
         share(multiply_panels, &job, panels, chunk, p->threads);
