@@ -22,7 +22,11 @@
 #define WIDE 2 /* vectors of columns that are computed together for many rows */
 #if LANES == 16
 #define ROWS 8 /* rows of a tile of one vector of columns: as many as leave their sums in registers */
+#if defined(__AVX512VNNI__)
 #define TALL 6 /* rows of a tile of WIDE vectors */
+#else
+#define TALL 4
+#endif
 #define BESIDE 0 /* columns from one vector to the next in a panel; 0: the next is in another panel */
 #else
 #define ROWS 4
