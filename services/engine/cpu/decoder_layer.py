@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
 from services.engine.cpu.quantised_linear import QuantisedLinear, side_by_side
-from services.engine.cpu.replacement import ROUNDINGS, relative_difference
+from services.engine.cpu.replacement import largest_difference, relative_difference
 from services.engine.model.paged_model import attending, current_attention
 from services.engine.native.bindings import Kernels
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = {dtype: 2 * difference for dtype, difference in ROUNDINGS.items()}
-"""Largest root mean square of the difference of each tensor, relative to its own: a layer rounds more than a part."""
+_TOLERANCE = 2.0
+"""How many times as much as a part a layer may differ: it rounds more often."""
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NUM_TOKENS = 5
@@ -90,7 +90,8 @@ def layer_for(layer: nn.Module, native: Kernels) -> NativeDecoderLayer | None:
         logger.info("decoder layers are not replaced: they do not run with the arguments of a Llama layer (%s)", error)
         return None
     candidate = NativeDecoderLayer(layer, native, head_dim, expected.options)
-    return candidate if _Trial(candidate, head_dim).agrees_with(expected) else None
+    rounds_inputs = QuantisedLinear in linears
+    return candidate if _Trial(candidate, head_dim).agrees_with(expected, rounds_inputs=rounds_inputs) else None
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
@@ -136,9 +137,11 @@ class _Trial:
         mixed = query + value.repeat_interleave(group, dim=1) - key.repeat_interleave(group, dim=1)
         return mixed.transpose(1, 2).contiguous()
 
-    def agrees_with(self, expected: _Trial) -> bool:
+    def agrees_with(self, expected: _Trial, *, rounds_inputs: bool) -> bool:
         """Returns whether the inputs of attention and the output are the same, except for roundings."""
         return all(
-            found.shape == wanted.shape and relative_difference(found, wanted) <= _TOLERANCE[found.dtype]
+            found.shape == wanted.shape
+            and relative_difference(found, wanted)
+            <= _TOLERANCE * largest_difference(found.dtype, rounds_inputs=rounds_inputs)
             for found, wanted in zip(self._tensors, expected._tensors, strict=True)
         )

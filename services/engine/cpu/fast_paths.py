@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from services.engine.cpu.decoder_layer import layer_for
 from services.engine.cpu.linear_plan import pack_linears
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
 from services.engine.cpu.quantised_linear import QuantisedLinear
-from services.engine.cpu.replacement import ROUNDINGS, relative_difference, replace_modules
+from services.engine.cpu.replacement import largest_difference, relative_difference, replace_modules
 from services.engine.native.bindings import DTYPES, Kernels, kernels
 
 logger = logging.getLogger(__name__)
@@ -102,5 +101,10 @@ def _random(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _agree(candidate: Callable[[Tensor], Tensor], module: Callable[[Tensor], Tensor], inputs: Tensor) -> bool:
-    return relative_difference(candidate(inputs), module(inputs)) <= ROUNDINGS[inputs.dtype]
+def _agree(candidate: nn.Module, module: nn.Module, inputs: Tensor) -> bool:
+    difference = relative_difference(candidate(inputs), module(inputs))
+    rounds_inputs = any(isinstance(each, QuantisedLinear) for each in module.modules())
+    if difference <= largest_difference(inputs.dtype, rounds_inputs=rounds_inputs):
+        return True
+    logger.debug("a %s is not replaced: it differs by %.2g", type(module).__name__, difference)
+    return False

@@ -13,6 +13,16 @@ from torch import Tensor, nn
 ROUNDINGS = {torch.float32: 2e-5, torch.bfloat16: 0.01, torch.float16: 2e-3}
 """Largest root mean square of the difference of two outputs, relative to their own, that a few roundings make in each
 dtype. Another activation or form of norm differs by far more."""
+_ROUNDED_INPUTS = 2e-3
+"""The same for what rounds inputs to 8 bits: the last bit of a float may decide which step one of them takes."""
+
+
+def largest_difference(dtype: torch.dtype, *, rounds_inputs: bool) -> float:
+    """Returns the largest difference (see `relative_difference`) of two modules that compute the same in this dtype.
+
+    `rounds_inputs`: some of their linear layers round their inputs to 8 bits.
+    """
+    return max(ROUNDINGS[dtype], _ROUNDED_INPUTS) if rounds_inputs else ROUNDINGS[dtype]
 
 
 def replace_modules(model: nn.Module, replacement_for: Callable[[nn.Module], nn.Module | None]) -> int:

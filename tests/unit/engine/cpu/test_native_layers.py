@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 
 from services.engine.cpu.decoder_layer import NativeDecoderLayer
 from services.engine.cpu.fast_paths import use_native_modules
+from services.engine.cpu.quantisation import quantise
 from services.engine.cpu.replacement import ROUNDINGS, relative_difference
 from services.engine.model.paged_model import attending, register_attention
 from services.engine.native.bindings import DTYPES
@@ -119,3 +121,14 @@ def test_a_layer_that_differs_stays(dtype: torch.dtype) -> None:
     assert use_native_modules(model)[1] == 1
     assert isinstance(model.get_submodule("model.layers.0"), NativeDecoderLayer)
     assert not isinstance(model.get_submodule("model.layers.1"), NativeDecoderLayer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rounding_that_falls_the_other_way_keeps_no_layer_from_being_replaced(dtype: torch.dtype) -> None:
+    """Quantised layers round their inputs to 8 bits, and which step an input takes may hang on the last bit of a float:
+    in some of so many layers it does."""
+    sizes = {**SIZES, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 1536}
+    config = LlamaConfig(**{**sizes, "num_hidden_layers": 80})
+    model = model_of(config, dtype)
+    quantise(model, "int8", Path())
+    assert use_native_modules(model)[1] == 80
