@@ -13,8 +13,8 @@
 
 #define MAX_HEADS 128
 #define MAX_HEAD_DIM 256
-#define TILE_ROWS 48  /* queries times query heads of one key head: a multiple of three vectors */
-#define STRETCH 64    /* keys that a tile takes at once */
+#define TILE_ROWS 96  /* queries times query heads of one key head: a multiple of three vectors */
+#define STRETCH 32    /* keys that a tile takes at once */
 #define HIDDEN -1e30f /* score of a key that a query does not see */
 #define LOWEST -1e29f /* largest score of a query that has seen no key */
 
@@ -35,10 +35,35 @@ FORCED floats capped(floats scores, float softcap) {
     return softcap * (powers - 1) / (powers + 1);
 }
 
-FORCED floats weights_of(floats scores, floats largest) { /* what is too small for a float is 0 */
-    floats x = scores - largest;
-    return (floats)((x > -LARGEST_EXPONENT) & (ints)exponentials(x));
+/* Returns 2 to the power of each lane, none of which is above 0. What is too small for a normal number is 0 or nearly.
+ * The relative error is 2e-7, or 4e-5 where results are rounded to 16 bits anyway. */
+FORCED floats weights_of(floats x) {
+#if LANES == 16
+    floats whole = (floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    floats rest = x - whole;
+#else
+    ints seen = x > -126.0f;
+    ints below = __builtin_convertvector(larger(x, (floats){0} - 126.0f) - 0.5f, ints);
+    floats rest = larger(x, (floats){0} - 126.0f) - __builtin_convertvector(below, floats);
+#endif
+#if defined(FLOAT32)
+    floats sum = 0.00961812911f + rest * (0.00133335581f + rest * 0.000154035304f);
+#else
+    floats sum = (floats){0} + 0.00961812911f;
+#endif
+    sum = 1.0f + rest * (0.693147181f + rest * (0.240226507f + rest * (0.0555041087f + rest * sum)));
+#if LANES == 16
+    return (floats)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+#else
+    return (floats)(seen & (ints)(sum * (floats)((below + 127) << 23)));
+#endif
 }
+
+#define LOG2_E 1.44269504f
+
+/* What differences of scores are multiplied with, to become powers of 2. Scores of chunks are not multiplied by the
+ * scale before, unless more is done with them than to compare them. */
+static float to_powers(const Attention *a) { return a->softcap == 0 && a->scale > 0 ? a->scale * LOG2_E : LOG2_E; }
 
 /* -- decodes ------------------------------------------------------------------------------------------------------- */
 
@@ -74,12 +99,12 @@ FORCED void attend_group(
         for (long t = count; t < LANES; t++) scores[t] = HIDDEN;
         float highest = largest_lane(scores);
         if (highest > head->largest) {
-            float shrink = exponential(head->largest - highest);
+            float shrink = weights_of((floats){0} + (head->largest - highest) * LOG2_E)[0];
             for (long v = 0; v < vectors; v++) head->mixed[v] *= shrink;
             head->total *= shrink;
             head->largest = highest;
         }
-        weights[g] = weights_of(scores, (floats){0} + head->largest);
+        weights[g] = weights_of((scores - head->largest) * LOG2_E);
         head->total += weights[g];
     }
     for (long v = 0; v < vectors; v++) {
@@ -157,10 +182,20 @@ static void attend_decode(const Attention *a, long sequence, long from, long to)
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
 #define PAIRED 1
 typedef uint32_t unit;
+typedef words units;
+/* Returns pairs of the i-th number of the lower half and the i-th of the upper half. */
+FORCED units interleaved(__m512i halves) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (units)_mm512_permutexvar_epi16(order, halves);
+}
+/* Returns pairs of a lane of `low` and the same lane of `high`, rounded to bfloat16. */
+FORCED units paired(floats low, floats high) {
+    return interleaved((__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
 FORCED floats product(floats sums, unit a, words b) {
     return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
 }
-typedef words units;
 #else
 #define PAIRED 0
 typedef float unit;
@@ -243,7 +278,7 @@ static void begin_tile(const Attention *a, Tile *tile, long row, long count, lon
         const element *query = a->query + (row + m / group) * a->query_row + head * a->query_head;
         for (long d = 0; d < a->head_dim / PER_UNIT; d++)
 #if PAIRED
-            tile->query[d * width + m] = query[2 * d] | (unit)query[2 * d + 1] << 16;
+            memcpy(tile->query + d * width + m, query + 2 * d, sizeof(unit));
 #else
             tile->query[d * width + m] = widen(query[d]);
 #endif
@@ -254,20 +289,33 @@ static void begin_tile(const Attention *a, Tile *tile, long row, long count, lon
     }
 }
 
+#if PAIRED
+/* Puts the values of two tokens side by side: `dim` pairs. */
+FORCED void pair_up(const element *first, const element *second, unit *pairs, long dim) {
+    for (long d = 0; d < dim; d += LANES) {
+        __m512i both = _mm512_inserti64x4(
+            _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i_u *)(first + d))),
+            _mm256_loadu_si256((const __m256i_u *)(second + d)), 1);
+        *(units *)(pairs + d) = interleaved(both);
+    }
+}
+#endif
+
 /* Copies keys and values of `count` tokens from token `first` on into the tile, as units. */
 static void load_stretch(const Attention *a, Tile *tile, const int64_t *table, long first, long count, long kv_head) {
     long dim = a->head_dim, size = a->block_size;
+#if PAIRED
+    static const element nothing[MAX_HEAD_DIM];
+    const element *before = nothing; /* values of the token before */
+#endif
     for (long k = 0; k < count; k++) {
         long token = first + k, place = table[token / size] * a->block + token % size * a->token + kv_head * dim;
         const element *key = a->keys + place, *value = a->values + place;
 #if PAIRED
         memcpy(tile->keys + k * dim / 2, key, (size_t)dim * sizeof *key);
-        for (long d = 0; d < dim; d += LANES) {
-            units wide = __builtin_convertvector(*(const shorts *)(value + d), units);
-            units *pair = (units *)(tile->values + k / 2 * dim + d);
-            if (k % 2 == 0) *pair = wide;
-            else *pair |= wide << 16;
-        }
+        if (k % 2 == 1) pair_up(before, value, tile->values + k / 2 * dim, dim);
+        else if (k + 1 == count) pair_up(value, nothing, tile->values + k / 2 * dim, dim);
+        before = value;
 #else
         for (long d = 0; d < dim; d += LANES) {
             *(floats *)(tile->keys + k * dim + d) = widen_lanes(key + d);
@@ -281,10 +329,15 @@ static void load_stretch(const Attention *a, Tile *tile, const int64_t *table, l
  * of each lane. */
 FORCED floats score(const Attention *a, Tile *tile, long v, long first, long count, const int masked) {
     floats largest = tile->largest[v];
+    if (!masked && a->softcap == 0 && a->scale > 0) {
+        for (long k = 0; k < count; k++) largest = larger(largest, ((floats *)(tile->scores + k * tile->width))[v]);
+        return largest;
+    }
     for (long k = 0; k < count; k++) {
         floats *place = (floats *)(tile->scores + k * tile->width) + v;
-        floats scores = *place * a->scale;
-        if (a->softcap != 0) scores = capped(scores, a->softcap);
+        floats scores = *place;
+        if (a->softcap != 0) scores = capped(scores * a->scale, a->softcap);
+        else if (a->scale <= 0) scores *= a->scale;
         if (masked) {
             ints distance = tile->positions[v] - (int32_t)(first + k);
             ints seen = distance >= 0;
@@ -299,20 +352,21 @@ FORCED floats score(const Attention *a, Tile *tile, long v, long first, long cou
 
 /* Turns scores into weights, and keeps the softmax's state. */
 static void weigh(const Attention *a, Tile *tile, long first, long count, int masked) {
+    const float factor = to_powers(a);
     for (long v = 0; v < tile->width / LANES; v++) {
         floats largest = masked ? score(a, tile, v, first, count, 1) : score(a, tile, v, first, count, 0);
-        floats shrink = tile->shrink[v] = exponentials(tile->largest[v] - largest);
+        floats shrink = tile->shrink[v] = weights_of((tile->largest[v] - largest) * factor);
         floats total = tile->total[v] * shrink;
         for (long k = 0; k < count; k += PER_UNIT) {
-            floats weights = weights_of(((floats *)(tile->scores + k * tile->width))[v], largest);
+            floats weights = weights_of((((floats *)(tile->scores + k * tile->width))[v] - largest) * factor);
             units *place = (units *)(tile->weights + k / PER_UNIT * tile->width) + v;
             total += weights;
 #if PAIRED
-            *place = narrowed_bits(weights) >> 16;
-            if (k + 1 == count) break;
-            floats others = weights_of(((floats *)(tile->scores + (k + 1) * tile->width))[v], largest);
+            floats others = {0};
+            if (k + 1 < count)
+                others = weights_of((((floats *)(tile->scores + (k + 1) * tile->width))[v] - largest) * factor);
             total += others;
-            *place |= narrowed_bits(others) & 0xffff0000;
+            *place = paired(weights, others);
 #else
             *place = weights;
 #endif
@@ -321,12 +375,25 @@ static void weigh(const Attention *a, Tile *tile, long first, long count, int ma
     }
 }
 
+/* Returns LANES numbers that lie `apart` from each other. */
+FORCED floats column(const float *from, long apart) {
+#if LANES == 16
+    const ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (floats)_mm512_i32gather_ps((__m512i)(places * (int32_t)apart), from, 4);
+#else
+    floats found;
+    for (long t = 0; t < LANES; t++) found[t] = from[t * apart];
+    return found;
+#endif
+}
+
 static void end_tile(const Attention *a, const Tile *tile, long row, long count, long kv_head) {
     long group = a->heads / a->kv_heads;
     for (long m = 0; m < count * group; m++) {
         element *output = a->output + ((row + m / group) * a->heads + kv_head * group + m % group) * a->head_dim;
         float share = 1 / tile->total[m / LANES][m % LANES];
-        for (long d = 0; d < a->head_dim; d++) output[d] = narrow(tile->mixed[d * tile->width + m] * share);
+        for (long d = 0; d < a->head_dim; d += LANES)
+            narrow_lanes(column(tile->mixed + d * tile->width + m, tile->width) * share, output + d);
     }
 }
 
