@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import types_pb2, worker_pb2
 from services.core.clock import Clock
+from services.core.errors import BatonError
 from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
 from services.router.workers import wire
+from services.rpc import wire_count
 from services.rpc.channels import Dial
 from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
@@ -28,6 +31,10 @@ log = logging.getLogger(__name__)
 
 _MOST_OUTGOING = 65_536
 """Messages to a worker that wait to be written: commands, and cancels of what it reports and no router knows."""
+_MOST_BYTES = 8 << 20
+"""Of one message of a worker, which sends a megabyte, or one event more."""
+_LIMITS = wire_count.MessageLimits(fields=400_000, elements=1 << 18, text_bytes=64 << 10)
+_SESSION = "/baton.v1.WorkerService/Session"
 _WRITE_FAILED = "Internal error from Core"
 """The details of the error that grpc.aio raises if a write fails, with INTERNAL in place of the call's own status."""
 
@@ -143,7 +150,11 @@ class WorkerLink:
             channel = self._dial(self.description.address)
             try:
                 async with asyncio.TaskGroup() as group:
-                    call = worker_pb2_grpc.WorkerServiceStub(channel).Session()
+                    call = channel.stream_stream(
+                        _SESSION,
+                        request_serializer=worker_pb2.SessionRequest.SerializeToString,
+                        response_deserializer=_read_response,
+                    )()
                     group.create_task(self._read(call))
                     group.create_task(self._write(call))
                     group.create_task(self._raise_when_silent())
@@ -201,6 +212,8 @@ class WorkerLink:
         try:
             async for message in call:
                 self._watch.heard()
+                if isinstance(message, _Excessive):
+                    raise message
                 if len(message.events) > MOST_SESSION_EVENTS:
                     raise _Excessive(f"it sent {len(message.events)} events in one message")
                 if self._outgoing.qsize() > _MOST_OUTGOING:
@@ -231,3 +244,14 @@ class WorkerLink:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("%s failed", task.get_name(), exc_info=error)
+
+
+def _read_response(data: bytes) -> worker_pb2.SessionResponse | _Excessive:
+    """Parses a worker's message, or returns why it must not be: what its bytes would become is counted before."""
+    if len(data) > _MOST_BYTES:
+        return _Excessive(f"it sent a message of {len(data)} bytes")
+    try:
+        wire_count.check(data, worker_pb2.SessionResponse.DESCRIPTOR, _LIMITS)
+        return worker_pb2.SessionResponse.FromString(data)
+    except (BatonError, DecodeError) as error:
+        return _Excessive(f"it sent a message that cannot be read: {error}")

@@ -60,10 +60,13 @@ async def test_a_slow_reader_gets_what_waited_in_messages_it_takes(cluster: Clus
         call = inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(asked)
         await decode.until(lambda: decode.commands)
         top = [types_pb2.TopLogprob(token_id=number, logprob=-1.5) for number in range(256, 276)]
-        said = types_pb2.SequenceTokens(leg=decode.commands[-1].leg, position=1, token_ids=[OUTPUT[1]] * most)
-        said.logprobs.extend([types_pb2.TokenLogprobs(logprob=-1.0, top=top)] * most)
-        said.finish.reason = types_pb2.FINISH_REASON_LENGTH
-        decode.say(worker_pb2.LegEvent(tokens=said))
+        leg, part = decode.commands[-1].leg, 2000
+        for position in range(1, most + 1, part):
+            said = types_pb2.SequenceTokens(leg=leg, position=position, token_ids=[OUTPUT[1]] * part)
+            said.logprobs.extend([types_pb2.TokenLogprobs(logprob=-1.0, top=top)] * part)
+            if position + part > most:
+                said.finish.reason = types_pb2.FINISH_REASON_LENGTH
+            decode.say(worker_pb2.LegEvent(tokens=said))
         events, text = await read(call)
     chunks = [event.chunk for event in events if event.WhichOneof("event") == "chunk"]
     assert max(chunk.ByteSize() for chunk in chunks) < 1 << 20
