@@ -13,7 +13,6 @@ brought is served no longer once all its workers have been forgotten for a while
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -76,9 +75,9 @@ class ServedModel:
         """Returns the longest sequence that one of its workers could hold, or else the model itself."""
         return self.conductor.coordinator.context_tokens()
 
-    @functools.cached_property
+    @property
     def token_texts(self) -> TokenTexts:
-        return TokenTexts(self.text.tokenizer)
+        return self.text.token_texts
 
 
 TextOf = Callable[[WorkerInfo], Awaitable[ModelText]]
@@ -244,7 +243,7 @@ class Catalogue:
         # A request that has just found it must not wait there for ever.
         model.conductor.coordinator.stop_admission(UnknownModel(f"model {name!r} is served no longer"))
         del self._models[name], self._unused_since_s[name]
-        closing = asyncio.create_task(model.conductor.close(), name=f"close model {name}")
+        closing = asyncio.create_task(_close(model), name=f"close model {name}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         log.info("model %s: served no longer, it has no workers", name)
@@ -264,3 +263,10 @@ class Catalogue:
             task.cancel()
         await asyncio.gather(*learning, return_exceptions=True)
         await asyncio.gather(*(model.conductor.close() for model in self.all()), *self._closing)
+
+
+async def _close(model: ServedModel) -> None:
+    try:
+        await model.conductor.close()
+    finally:
+        await asyncio.to_thread(model.text.close)

@@ -120,6 +120,9 @@ class ChatTemplate:
         except Exception as error:  # an untrusted template may raise anything
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
 
+    def close(self) -> None:
+        """Does nothing: it keeps nothing that has to be given back."""
+
 
 @jinja2.pass_context
 def _as_it_is(context: Any, value: Any) -> Any:

@@ -141,8 +141,9 @@ async def test_a_worker_that_cannot_be_dialled_can_join_later() -> None:
 
 def _catalogue(benches: list[Bench], forget: Callable[[str], None] = lambda name: None) -> Catalogue:
     """Returns a catalogue of one model for each bench."""
+    closable = SimpleNamespace(close=lambda: None)
     models: list[Any] = [
-        SimpleNamespace(model_id=f"m{number}", conductor=bench.conductor, line=SimpleNamespace(close=lambda: None))
+        SimpleNamespace(model_id=f"m{number}", conductor=bench.conductor, line=closable, text=closable)
         for number, bench in enumerate(benches)
     ]
     no: Any = None
