@@ -14,7 +14,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-from baton.v1 import types_pb2, worker_pb2
+from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
@@ -163,7 +163,8 @@ class RouterSession:
 class SessionHost:
     """Answers the Session RPC of every router: at most one session for each.
 
-    `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot.
+    `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot, and
+    `describe()` what it is.
     `clock` is of awake time, since it judges routers.
     """
 
@@ -174,6 +175,7 @@ class SessionHost:
         *,
         accept: Callable[[RouterSession, worker_pb2.SessionRequest], None],
         load: Callable[[], types_pb2.LoadSnapshot],
+        describe: Callable[[], control_pb2.WorkerDescription],
         heartbeat_s: float,
         silence_s: float,
     ) -> None:
@@ -181,6 +183,7 @@ class SessionHost:
         self._clock = clock
         self._accept = accept
         self._load = load
+        self._describe = describe
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._sessions: dict[int, RouterSession] = {}
@@ -236,7 +239,9 @@ class SessionHost:
         async def send(events: list[worker_pb2.LegEvent]) -> None:
             with watch.writing():
                 live_legs = session.live_legs(self._clock.now(), self._heartbeat_s)
-                await write(worker_pb2.SessionResponse(events=events, load=self._load(), live_legs=live_legs))
+                worker = None if live_legs is None else self._describe()
+                load = self._load()
+                await write(worker_pb2.SessionResponse(events=events, load=load, live_legs=live_legs, worker=worker))
 
         await send([])
         while not session.ended.is_set():

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from baton.v1 import types_pb2, worker_pb2
+from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import Clock
-from services.core.errors import BatonError
+from services.core.errors import BatonError, InvalidRequest
 from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
 from services.router.workers import wire
@@ -34,6 +34,8 @@ _MOST_OUTGOING = 65_536
 _MOST_BYTES = 8 << 20
 """Of one message of a worker, which sends a megabyte, or one event more."""
 _LIMITS = wire_count.MessageLimits(fields=400_000, elements=1 << 18, text_bytes=64 << 10)
+_ROLES_EVERY_S = 1.0
+"""Between two descriptions of a worker that are taken over, in seconds: new roles make all pairs anew."""
 _SESSION = "/baton.v1.WorkerService/Session"
 _WRITE_FAILED = "Internal error from Core"
 """The details of the error that grpc.aio raises if a write fails, with INTERNAL in place of the call's own status."""
@@ -48,6 +50,12 @@ class SessionTimes:
 
 class LinkOwner(Protocol):
     """Receives what the worker sends. All methods are called on the event loop."""
+
+    def link_described(self, link: WorkerLink, worker: control_pb2.WorkerDescription) -> None:
+        """Is called with what the worker says it is, once before `link_opened`, and again when that has changed.
+
+        Raises InvalidRequest if it is not the worker that was dialled.
+        """
 
     def link_opened(self, link: WorkerLink) -> None:
         """Is called when the session is open."""
@@ -72,6 +80,10 @@ class _Ended(Exception):
 
 class _Silent(Exception):
     """Reports that the worker sends nothing or reads nothing any more. The message says which."""
+
+
+class _Untrue(Exception):
+    """Reports that the worker is not what was dialled, or does not say what it is. The message says which."""
 
 
 class _Excessive(Exception):
@@ -104,6 +116,12 @@ class WorkerLink:
         """Whether its session has been open."""
         self.is_open = False
         self._owner = owner
+        self._clock = clock
+        self._described: control_pb2.WorkerDescription | None = None
+        """What the worker said of itself, as it was taken over last."""
+        self._new: control_pb2.WorkerDescription | None = None
+        """What it has said since."""
+        self._take_new_at_s = -math.inf
         self._times = times
         self._dial = dial
         self._hello = worker_pb2.SessionHello(
@@ -162,7 +180,7 @@ class WorkerLink:
                 await channel.close()
         except* _Ended:
             crashed = False
-        except* (_Silent, _Excessive) as judged:
+        except* (_Silent, _Excessive, _Untrue) as judged:
             reason = str(judged.exceptions[0])
         except* grpc.aio.AioRpcError as group_error:
             error = group_error.exceptions[0]
@@ -220,9 +238,13 @@ class WorkerLink:
                     raise _Excessive(f"{self._outgoing.qsize()} messages to it wait to be written")
                 if message.HasField("load"):
                     self._note(message.load)
+                if message.HasField("worker"):
+                    self._new = message.worker
                 if not self.is_open:
+                    self._describe()
                     opened()
                 deliver(self, message)
+                self._describe()
         finally:
             self.is_open = False
             call.cancel()
@@ -235,6 +257,21 @@ class WorkerLink:
         self.is_open = self.was_open = True
         log.info("worker %s (%s) joined", self.info.worker_id, self.info.roles.label)
         self._owner.link_opened(self)
+
+    def _describe(self) -> None:
+        """Gives the owner what the worker has said of itself, if that has changed, but not too often."""
+        if self._described is None and self._new is None:
+            raise _Untrue("it did not say who it is")
+        if self._new == self._described:
+            self._new = None
+        if self._new is None or self._clock.now() < self._take_new_at_s:
+            return
+        try:
+            self._owner.link_described(self, self._new)
+        except InvalidRequest as error:
+            raise _Untrue(str(error)) from None
+        self._described, self._new = self._new, None
+        self._take_new_at_s = self._clock.now() + _ROLES_EVERY_S
 
     def _note(self, load: types_pb2.LoadSnapshot) -> None:
         if self.load is None or load.sequence_number > self.load.sequence_number:

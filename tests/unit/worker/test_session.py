@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.v1 import types_pb2, worker_pb2
+from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import ManualClock
 from services.core.errors import DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation, WorkerFailed
 from services.rpc.options import MOST_SESSION_EVENTS
@@ -89,6 +89,7 @@ class Harness:
             self.clock,
             accept=lambda session, request: self.accepted.append((session, request)),
             load=types_pb2.LoadSnapshot,
+            describe=control_pb2.WorkerDescription,
             heartbeat_s=0.01,
             silence_s=silence_s,
         )
