@@ -351,12 +351,13 @@ class Coordinator:
         return self._stopping is None and self._ready
 
     def context_tokens(self) -> int:
-        """Returns the longest sequence, in tokens, that any worker with a past or present session could hold.
+        """Returns the longest sequence, in tokens, that any worker with a past or present session could hold, if the
+        model was made for it: a worker may say anything of itself.
 
         Without such a worker it is the model's own bound.
         """
-        longest = self._book.workers.longest_proven
-        return self._config.model_context_tokens if longest is None else longest
+        longest, own = self._book.workers.longest_proven, self._config.model_context_tokens
+        return own if longest is None else min(longest, own)
 
     def check(self) -> None:
         invariants.check(self._book)
