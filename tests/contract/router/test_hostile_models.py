@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from baton.v1 import inference_pb2
+from services.router.catalogue import MOST_FAILURES
 from services.router.text.template_process import RENDER_S
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
@@ -126,3 +127,41 @@ async def test_a_tokenizer_that_would_take_too_much_is_refused_with_the_reason(
 
     await several.until(refused)
     assert (await several.inference.Generate(chat(MODEL_ID), timeout=10)).output.text == TEXT
+
+
+async def test_attempts_that_fail_are_few_whatever_names_they_come_under(
+    several: Cluster, tmp_path: pathlib.Path
+) -> None:
+    """Each of them may cost the router 64 MiB, and seconds of a processor."""
+    (write_model(tmp_path) / "config.json").write_text("{}")
+    liar = ScriptedWorker("mixed", [], text=tmp_path)
+    several.workers.append(liar)
+    await liar.start()
+    codes = []
+    for number in range(3 * MOST_FAILURES):
+        liar.worker_id, liar.model_id, liar.incarnation = f"liar-{number}", f"model-{number}", number + 1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await liar.register(several.control_channel)
+        codes.append(code_of(refused.value))
+    assert liar.num_texts_given <= 2 * MOST_FAILURES, "in less than two pauses"
+    assert codes.count(grpc.StatusCode.UNAVAILABLE) >= MOST_FAILURES
+
+
+async def test_a_worker_that_may_not_join_takes_no_name_away(model: str, tmp_path: pathlib.Path) -> None:
+    """A worker of another model is forgotten for the sake of one that joins, and not of one that is refused."""
+    cluster = Cluster(replace(CONFIG, model=model, max_models=2, max_workers=1))
+    await cluster.start()
+    lost = await cluster.add("mixed", worker_id="same")
+    text = write_model(tmp_path, template=None)
+    await cluster.add("mixed", worker_id="second", model_id=OTHER, text=text)
+    lost.cut()
+    own = cluster.router.catalogue.own.conductor
+    await cluster.until(lambda: _is(not own.links))
+    third = ScriptedWorker("mixed", [], worker_id="same", model_id=OTHER, text=text)
+    cluster.workers.append(third)
+    await third.start()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await third.register(cluster.control_channel)
+    assert code_of(refused.value) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert own.coordinator.worker_ids() == {"same"}
+    await cluster.stop()

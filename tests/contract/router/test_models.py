@@ -143,7 +143,7 @@ async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, 
         (None, grpc.StatusCode.FAILED_PRECONDITION),
         (broken, grpc.StatusCode.INVALID_ARGUMENT),
     ):
-        worker.incarnation = new_incarnation()  # the same process is asked again only after a pause
+        worker.worker_id = f"its text is {code.name}".replace(" ", "-")  # one of the same name is asked only later
         error = await refused(worker.register(several.control_channel))
         assert code_of(error) is code
         assert str(tmp_path) not in (error.details() or "")
@@ -151,8 +151,10 @@ async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, 
         assert await names(several) == [MODEL_ID]
     worker.text = text
     assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
-    assert worker.num_texts_given == 2, "it was not asked again at once"
     worker.incarnation = new_incarnation()
+    assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
+    assert worker.num_texts_given == 2, "it was not asked again at once, nor as another process"
+    worker.worker_id = "another"
     await several.join(worker)
     assert await names(several) == [MODEL_ID, OTHER]
 
