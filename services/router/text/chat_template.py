@@ -118,7 +118,8 @@ class ChatTemplate:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
         except Exception as error:  # an untrusted template may raise anything
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest("messages", f"the model's chat template refuses them: {reason}") from error
 
     def close(self) -> None:
         """Does nothing: it keeps nothing that has to be given back."""

@@ -7,9 +7,11 @@ length), and the process's end with its stdin. Never: what is asked.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import pathlib
 import resource
 import struct
 from collections.abc import Callable
@@ -32,6 +34,8 @@ def serve(answer: Callable[[Any], Any], *, memory_bytes: int, processor_s: int) 
     answers = os.fdopen(os.dup(1), "wb")
     _silence()
     os.nice(_NICENESS)
+    with contextlib.suppress(OSError):  # where the host is short of memory, this process goes first
+        pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, memory_bytes)
     questions: SimpleQueue[bytes] = SimpleQueue()

@@ -52,7 +52,7 @@ class LinkOwner(Protocol):
     """Receives what the worker sends. All methods are called on the event loop."""
 
     def link_described(self, link: WorkerLink, worker: control_pb2.WorkerDescription) -> None:
-        """Is called with what the worker says it is, once before `link_opened`, and again when that has changed.
+        """Is called with what the worker says it is: before `link_opened`, and at most once a second from then on.
 
         Raises InvalidRequest if it is not the worker that was dialled.
         """
@@ -117,10 +117,9 @@ class WorkerLink:
         self.is_open = False
         self._owner = owner
         self._clock = clock
-        self._described: control_pb2.WorkerDescription | None = None
-        """What the worker said of itself, as it was taken over last."""
+        self._is_described = False
         self._new: control_pb2.WorkerDescription | None = None
-        """What it has said since."""
+        """What the worker has said of itself since that was taken over last."""
         self._take_new_at_s = -math.inf
         self._times = times
         self._dial = dial
@@ -259,18 +258,16 @@ class WorkerLink:
         self._owner.link_opened(self)
 
     def _describe(self) -> None:
-        """Gives the owner what the worker has said of itself, if that has changed, but not too often."""
-        if self._described is None and self._new is None:
-            raise _Untrue("it did not say who it is")
-        if self._new == self._described:
-            self._new = None
+        """Gives the owner what the worker has said of itself, but not too often."""
+        if not self._is_described and self._new is None:
+            raise _Untrue("it did not say what it is")
         if self._new is None or self._clock.now() < self._take_new_at_s:
             return
         try:
             self._owner.link_described(self, self._new)
         except InvalidRequest as error:
             raise _Untrue(str(error)) from None
-        self._described, self._new = self._new, None
+        self._is_described, self._new = True, None
         self._take_new_at_s = self._clock.now() + _ROLES_EVERY_S
 
     def _note(self, load: types_pb2.LoadSnapshot) -> None:

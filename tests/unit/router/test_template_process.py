@@ -120,7 +120,7 @@ def test_other_threads_go_on_meanwhile() -> None:
 
 def test_one_that_makes_something_huge_costs_this_process_nothing() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with process(INDENTED) as template, pytest.raises(InvalidRequest):
+    with process(INDENTED) as template, pytest.raises(InvalidRequest, match="MemoryError"):
         template.render(MESSAGES)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
