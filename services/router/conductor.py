@@ -156,7 +156,7 @@ class Conductor:
         info = wire.worker_info(worker)
         if not info.is_as(link.info):
             raise InvalidRequest("worker", "is not what was registered at its address")
-        if not self._is_current(link):
+        if not self._is_current(link) or info.worker_id not in self.coordinator.worker_ids():
             return
         before = self.coordinator.worker(info.worker_id).info.roles
         self.coordinator.worker_described(info, self._clock.now())

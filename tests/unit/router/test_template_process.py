@@ -177,25 +177,28 @@ def test_closing_ends_a_chat_that_is_being_rendered() -> None:
 
 
 _ROUTER = f"""
-import threading
+import threading, psutil
 from services.router.text.template_process import TemplateProcess
-idle, busy = (TemplateProcess(source, {{}}, within_s=5.0) for source in ("x", {ENDLESS!r}))
+idle, busy, stuck = (TemplateProcess(source, {{}}, within_s=5.0) for source in ("x", {ENDLESS!r}, {EQUAL!r}))
 idle.render([])
-threading.Thread(target=busy.render, args=([],), daemon=True).start()
-while busy.pid is None:
-    pass
-print(idle.pid, busy.pid, flush=True)
+for each in (busy, stuck):
+    threading.Thread(target=each.render, args=([],), daemon=True).start()
+for each in (busy, stuck):
+    while each.pid is None or psutil.Process(each.pid).cpu_times().user < 0.4:
+        pass
+print(idle.pid, busy.pid, stuck.pid, flush=True)
 threading.Event().wait()
 """
 
 
 def test_nothing_is_left_of_a_router_that_was_killed() -> None:
+    """The one whose operation holds the interpreter's lock has some seconds of processor time left."""
     router = subprocess.Popen([sys.executable, "-c", _ROUTER], stdout=subprocess.PIPE, text=True)
     assert router.stdout is not None
     pids = [int(pid) for pid in router.stdout.readline().split()]
     router.kill()
     router.wait()
     router.stdout.close()
-    assert len(pids) == 2
+    assert len(pids) == 3
     for pid in pids:
         until_dead(pid)
