@@ -15,6 +15,10 @@ _CLASSES = ("importing", "leased", "active", "cached", "free")
 _MODEL_HEADINGS = ("model", "state", "context", "workers", "queued", "running")
 _PAIRING = "to pair, workers need the same weights, --dtype, --kv-dtype and --quantization"
 _HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *_CLASSES, "session", "age")
+_MOST_CELL_CHARS = 48
+_MOST_LINE_CHARS = 400
+_MOST_NAMED = 16
+"""The most names of a list."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -45,22 +49,23 @@ def text(target: str, status: dict[str, Any]) -> str:
     lines += _table(rows)
     reasons = [f"{_id(worker)}: {worker['reason']}" for worker in status["workers"] if worker["reason"]]
     ways = [
-        f"{pair['prefill']} -> {pair['decode']}: {pair['state']}; {pair['reason']}"
+        f"{_clip(pair['prefill'])} -> {_clip(pair['decode'])}: {pair['state']}; {pair['reason']}"
         for pair in status["pairs"]
         if pair["reason"]
     ]
-    return "\n".join(map(printable, [*lines, *_kernels(status), *reasons, *ways, *_groups(status)]))
+    rest = [_clip(line, _MOST_LINE_CHARS) for line in (*_kernels(status), *reasons, *ways, *_groups(status))]
+    return "\n".join(map(printable, [*lines, *rest]))
 
 
 def _models(status: dict[str, Any]) -> str:
     names = [model["model_id"] for model in status["models"]]
-    return f"model{'s' if len(names) > 1 else ''} {', '.join(names) or '-'}"
+    return f"model{'s' if len(names) > 1 else ''} {_listed(names) or '-'}"
 
 
 def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
     running = model["num_live"] - model["num_queued"]
     counts = (model["context_tokens"], model["num_workers"], model["num_queued"], running)
-    return (model["model_id"], "ready" if model["ready"] else "not ready", *map(str, counts))
+    return (_clip(model["model_id"]), "ready" if model["ready"] else "not ready", *map(str, counts))
 
 
 def _kernels(status: dict[str, Any]) -> list[str]:
@@ -70,16 +75,16 @@ def _kernels(status: dict[str, Any]) -> list[str]:
         description = worker["worker"]
         words = f"{description['fingerprint']['numerics']}; {description['kernels']}"
         names.setdefault(words, []).append(_id(worker))
-    return [f"{', '.join(ids)}: {words}" for words, ids in names.items()]
+    return [f"{_listed(ids)}: {words}" for words, ids in names.items()]
 
 
 def _groups(status: dict[str, Any]) -> list[str]:
     """Returns a line for each model whose ready workers compute differently and do not pair."""
     lines = []
     for model in status["models"]:
-        groups = [f"{', '.join(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
+        groups = [f"{_listed(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
         if len(groups) > 1:
-            of = f"{model['model_id']}: " if len(status["models"]) > 1 else ""
+            of = f"{_clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
             lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
     return [*lines, _PAIRING] if lines else []
 
@@ -98,7 +103,7 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
         counts = [str(load[name]) for name in ("num_running", "num_waiting", *(f"blocks_{name}" for name in _CLASSES))]
         age = f"{status['load_age_ms']} ms"
     identity = (_id(status), _role(worker.get("roles", [])), status["state"], str(worker.get("pid", "-")))
-    return (*identity, worker.get("address", "-"), *counts, "yes" if status["has_session"] else "no", age)
+    return (*identity, _clip(worker.get("address", "-")), *counts, "yes" if status["has_session"] else "no", age)
 
 
 def _role(roles: Sequence[str]) -> str:
@@ -107,11 +112,21 @@ def _role(roles: Sequence[str]) -> str:
 
 
 def _model_of(status: dict[str, Any]) -> str:
-    return str(status.get("worker", {}).get("layout", {}).get("model_id", "-"))
+    return _clip(str(status.get("worker", {}).get("layout", {}).get("model_id", "-")))
 
 
 def _id(status: dict[str, Any]) -> str:
-    return str(status.get("worker", {}).get("worker_id", "-"))
+    return _clip(str(status.get("worker", {}).get("worker_id", "-")))
+
+
+def _clip(text: str, most: int = _MOST_CELL_CHARS) -> str:
+    """Returns the text, or its beginning: one worker's long name must not push all others off the screen."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(map(_clip, names[:_MOST_NAMED])) + more
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -11,13 +11,20 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import grpc
 
-from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
+from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.clock import Clock, MonotonicClock
-from services.core.errors import Draining, LeaseInvalid, ProtocolViolation, StaleIncarnation, TransferFailed
+from services.core.errors import (
+    Draining,
+    LeaseInvalid,
+    MalformedMessage,
+    ProtocolViolation,
+    StaleIncarnation,
+    TransferFailed,
+)
 from services.core.timeouts import timeout_after
 from services.kv.imports import Import, ImportTable
 from services.kv.layout import Layout
@@ -27,10 +34,9 @@ from services.kvtransfer.checksums import verify
 from services.kvtransfer.fetch_stream import ErrorOf, FetchStream, Seal, as_transfer_error
 from services.kvtransfer.transports import Copier, DestinationEnd, TransportUnavailable
 from services.kvtransfer.wire import layout_to_proto
+from services.rpc.counting import FETCH_RESPONSE, RELEASE_RESPONSE
 
 log = logging.getLogger(__name__)
-
-Stub: TypeAlias = "kvtransfer_pb2_grpc.KVTransferServiceStub"
 
 # The answer to a Release may be lost with the connection; the source gives the same leg the same answer again.
 _RELEASE_ATTEMPTS = 2
@@ -136,7 +142,7 @@ class BlockFetcher:
             copier.pin()
             try:
                 with self._channels.use(order.source.address) as channel:
-                    return await self._run(order, kvtransfer_pb2_grpc.KVTransferServiceStub(channel), copier)
+                    return await self._run(order, _Source(channel), copier)
             finally:
                 copier.unpin()
         finally:
@@ -154,10 +160,10 @@ class BlockFetcher:
                 log.info("kv transfer from %s takes another transport: %s", source.address, error)
         return await ends[-1].connect(source, offers[ends[-1].transport])
 
-    async def _run(self, order: FetchOrder, stub: Stub, copier: Copier) -> FetchOutcome:
+    async def _run(self, order: FetchOrder, source: _Source, copier: Copier) -> FetchOutcome:
         started_s = self._clock.now()
         async with FetchStream(
-            stub.Fetch(),
+            source.fetch(),
             self._clock,
             self._error_of,
             carried=copier.carried,
@@ -169,7 +175,7 @@ class BlockFetcher:
             seal = await self._pull(order, stream, copier, progress)
             if not seal.finished:
                 self._imports.validate(order.import_, self._clock.now())
-                await self._release(order, stub)
+                await self._release(order, source)
             ended_s = self._clock.now()
         if not seal.finished:
             self._imports.ready(order.import_, ended_s)
@@ -239,26 +245,44 @@ class BlockFetcher:
         copier.unpin()
         self._imports.copy_ended(import_, self._clock.now())
 
-    async def _release(self, order: FetchOrder, stub: Stub) -> None:
+    async def _release(self, order: FetchOrder, source: _Source) -> None:
         try:
             async with timeout_after(self._silence_s, self._awake):
-                answer = await self._released(order, stub)
+                answer = await self._released(order, source)
         except TimeoutError:
             raise TransferFailed("the source does not answer the release") from None
         if not answer.valid:
             raise LeaseInvalid(answer.reason)
 
-    async def _released(self, order: FetchOrder, stub: Stub) -> kvtransfer_pb2.ReleaseResponse:
+    async def _released(self, order: FetchOrder, source: _Source) -> kvtransfer_pb2.ReleaseResponse:
         request = kvtransfer_pb2.ReleaseRequest(lease_id=order.lease_id, leg=order.leg)
         for attempts_left in reversed(range(_RELEASE_ATTEMPTS)):
             try:
-                answer: kvtransfer_pb2.ReleaseResponse = await stub.Release(request, wait_for_ready=True)
+                answer: kvtransfer_pb2.ReleaseResponse | None = await source.release(request, wait_for_ready=True)
+                if answer is None:
+                    raise MalformedMessage("the bytes received are not an answer of Release")
                 return answer
             except grpc.aio.AioRpcError as error:
                 failure = as_transfer_error(error, self._error_of)
                 if not attempts_left or not isinstance(failure, TransferFailed):
                     raise failure from error
         raise AssertionError("the last attempt returns or raises")
+
+
+class _Source:
+    """Calls the KVTransferService of a source, whose answers are counted before they are parsed."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.fetch: Any = channel.stream_stream(
+            "/baton.v1.KVTransferService/Fetch",
+            request_serializer=kvtransfer_pb2.FetchRequest.SerializeToString,
+            response_deserializer=FETCH_RESPONSE.parse_or_none,
+        )
+        self.release: Any = channel.unary_unary(
+            "/baton.v1.KVTransferService/Release",
+            request_serializer=kvtransfer_pb2.ReleaseRequest.SerializeToString,
+            response_deserializer=RELEASE_RESPONSE.parse_or_none,
+        )
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ brought is served no longer once all its workers have been forgotten for a while
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -35,10 +34,13 @@ log = logging.getLogger(__name__)
 UNUSED_S = 60.0
 """How long a model that was brought is served without a worker that is known, in seconds."""
 FAILURE_PAUSE_S = 5.0
-"""Between two attempts to have a model's text from the same worker, in seconds: a large text is parsed each time."""
+"""Between two attempts to have a model's text from a worker of the same name, in seconds: up to 64 MiB are fetched and
+vetted each time."""
 _PATIENCE_S = 1.0
 """How long a worker that registers waits for the text of its model, in seconds: less than it waits for an answer."""
-_MOST_FAILURES = 1024
+MOST_FAILURES = 8
+"""The most attempts that may fail in that time, whatever models and workers they are for."""
+_MOST_REMEMBERED = 64
 _MOST_NAMED = 32
 
 
@@ -76,9 +78,9 @@ class ServedModel:
         """Returns the longest sequence that one of its workers could hold, or else the model itself."""
         return self.conductor.coordinator.context_tokens()
 
-    @functools.cached_property
+    @property
     def token_texts(self) -> TokenTexts:
-        return TokenTexts(self.text.tokenizer)
+        return self.text.token_texts
 
 
 TextOf = Callable[[WorkerInfo], Awaitable[ModelText]]
@@ -112,8 +114,9 @@ class Catalogue:
         self._clock = clock
         self._stopping = False
         self._learning: dict[str, asyncio.Task[ServedModel]] = {}
-        self._failures: dict[tuple[str, int], _Failure] = {}
-        """The failed attempts, by model and the incarnation of the worker whose text could not be had."""
+        self._failures: dict[tuple[str, str], _Failure] = {}
+        """The newest failed attempts, by model and the name of the worker whose text could not be had, the oldest
+        first. An incarnation would not do: a worker can have as many as it likes."""
         self._unused_since_s: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -151,10 +154,12 @@ class Catalogue:
         fetching the model's text raises.
         """
         model = self._models.get(info.model_id) or await self._learn(info)
-        for other in self.all():  # after the wait: another process of that name may have come meanwhile
-            if other is not model:
-                other.conductor.withdraw(info.worker_id)
+        others = [each.conductor for each in self.all() if each is not model]
+        for other in others:  # after the wait: another process of that name may have come meanwhile
+            other.coordinator.check_gone(info.worker_id)
         model.conductor.register(info)
+        for other in others:  # only now: a worker that may not join takes no name away
+            other.withdraw(info.worker_id)
 
     async def _learn(self, info: WorkerInfo) -> ServedModel:
         """Returns the worker's model once its text is fetched. Several workers of one model wait for one attempt, which
@@ -162,11 +167,13 @@ class Catalogue:
         name = info.model_id
         if self._stopping:
             raise Draining("the router is stopping")
-        failure = self._failures.get((name, info.incarnation))
-        if failure is not None and self._clock.now() < failure.until_s:
+        failure, now = self._failures.get((name, info.worker_id)), self._clock.now()
+        if failure is not None and now < failure.until_s:
             raise failure.error.with_traceback(None)
         task = self._learning.get(name)
         if task is None:
+            if sum(now < each.until_s for each in self._failures.values()) >= MOST_FAILURES:
+                raise NoWorker("the texts of too many models could not be had lately", retry_after_s=FAILURE_PAUSE_S)
             if len(self._models) + len(self._learning) >= self._max_models:
                 raise Overloaded(
                     f"model {name!r} is not served; {self._served()}, and no more models may be (--max-models)"
@@ -189,7 +196,7 @@ class Catalogue:
         return model
 
     def _learned(self, info: WorkerInfo, task: asyncio.Task[ServedModel]) -> None:
-        name, key = info.model_id, (info.model_id, info.incarnation)
+        name, key = info.model_id, (info.model_id, info.worker_id)
         del self._learning[name]
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -197,11 +204,11 @@ class Catalogue:
             return
         if not isinstance(error, BatonError):
             error = unforeseen(error) if isinstance(error, Exception) else BatonError(type(error).__name__)
-        before = self._failures.get(key)
+        before = self._failures.pop(key, None)
         if before is None or str(before.error) != str(error):
             log.warning("model %s: it cannot be served: %s", name, error)
-        if len(self._failures) >= _MOST_FAILURES:
-            self._failures.clear()
+        if len(self._failures) >= _MOST_REMEMBERED:
+            del self._failures[next(iter(self._failures))]
         self._failures[key] = _Failure(error, self._clock.now() + FAILURE_PAUSE_S)
 
     def _workers(self) -> str:
@@ -244,7 +251,7 @@ class Catalogue:
         # A request that has just found it must not wait there for ever.
         model.conductor.coordinator.stop_admission(UnknownModel(f"model {name!r} is served no longer"))
         del self._models[name], self._unused_since_s[name]
-        closing = asyncio.create_task(model.conductor.close(), name=f"close model {name}")
+        closing = asyncio.create_task(_close(model), name=f"close model {name}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         log.info("model %s: served no longer, it has no workers", name)
@@ -264,3 +271,10 @@ class Catalogue:
             task.cancel()
         await asyncio.gather(*learning, return_exceptions=True)
         await asyncio.gather(*(model.conductor.close() for model in self.all()), *self._closing)
+
+
+async def _close(model: ServedModel) -> None:
+    try:
+        await model.conductor.close()
+    finally:
+        await asyncio.to_thread(model.text.close)

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from baton.v1 import worker_pb2
+from baton.v1 import control_pb2, worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, unforeseen
 from services.core.timeouts import AwakeClock
@@ -45,6 +45,7 @@ from services.router.telemetry.metrics import ConductorMetrics
 from services.router.telemetry.request_metrics import RequestRecord
 from services.router.telemetry.tracing import RequestTrace
 from services.router.workers import wire
+from services.router.workers.description import check_description
 from services.router.workers.drains import Drains
 from services.router.workers.sessions import SessionTimes, WorkerLink
 from services.rpc.channels import Dial
@@ -131,12 +132,7 @@ class Conductor:
 
     def register(self, info: WorkerInfo) -> None:
         """Takes a worker's registration, and dials the worker unless this process of it is known already."""
-        known = info.worker_id in self.coordinator.worker_ids()
-        roles = self.coordinator.worker(info.worker_id).info.roles if known else info.roles
         if not self.coordinator.worker_joined(info, self._clock.now()):
-            if roles is not info.roles:
-                log.info("worker %s is now %s, no longer %s", info.worker_id, info.roles.label, roles.label)
-            self.act()
             return
         # Its process has ended, or the coordinator has forgotten it to make room.
         for worker_id in (info.worker_id, *(self.links.keys() - self.coordinator.worker_ids())):
@@ -152,6 +148,20 @@ class Conductor:
         if self.coordinator.withdraw(worker_id, self._clock.now()):
             self._close_link(worker_id, "")
             self.act()
+
+    def link_described(self, link: WorkerLink, worker: control_pb2.WorkerDescription) -> None:
+        """Takes over the roles that the worker states. Raises InvalidRequest if it is not the one that was dialled."""
+        check_description(worker)
+        info = wire.worker_info(worker)
+        if not info.is_as(link.info):
+            raise InvalidRequest("worker", "is not what was registered at its address")
+        if not self._is_current(link) or info.worker_id not in self.coordinator.worker_ids():
+            return
+        before = self.coordinator.worker(info.worker_id).info.roles
+        self.coordinator.worker_described(info, self._clock.now())
+        if before is not info.roles:
+            log.info("worker %s is now %s, no longer %s", info.worker_id, info.roles.label, before.label)
+        self.act()
 
     def link_opened(self, link: WorkerLink) -> None:
         """Tells the coordinator that the worker can be used.

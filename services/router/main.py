@@ -98,6 +98,8 @@ class Router:
             max_models=config.max_models,
             clock=clock,
         )
+        self._vetting = asyncio.Semaphore(1)
+        """Is held while a model that a worker brings is vetted, which takes a processor and memory."""
         self._trimmer = Trimmer()
         self.byte_budget = budget = ByteBudget(config.max_pending_bytes, freed=self._trimmer.soon)
         self._server = GrpcServer(
@@ -210,6 +212,7 @@ class Router:
         await asyncio.gather(self._server.stop(grace_s=1.0), self._control_server.stop(grace_s=1.0))
         for model in self.catalogue.all():  # last: a text that came to a closed line would wait for ever
             model.line.close()
+            await asyncio.to_thread(model.text.close)
         self._trimmer.close()
         self._metrics.close()
 
@@ -242,7 +245,7 @@ class Router:
         assert worker.description is not None, "whoever registers has described itself"
         channel = self._dial(worker.description.address)
         try:
-            return await model_text_of(channel, within_s=_FETCH_TEXT_S)
+            return await model_text_of(channel, within_s=_FETCH_TEXT_S, turn=self._vetting)
         finally:
             await channel.close()
 

@@ -17,6 +17,7 @@ from services.core.errors import ConfigError
 from services.core.listening import require_free
 from services.rpc.authentication import TokenInterceptor
 from services.rpc.call_limits import CallInterceptor, most_arriving, most_held
+from services.rpc.counting import CountInterceptor
 from services.rpc.health import HealthServicer
 from services.rpc.interceptors import ErrorInterceptor
 from services.rpc.options import MAX_REQUEST_BYTES, max_connections, server_options
@@ -67,7 +68,7 @@ class GrpcServer:
         limits = CallInterceptor(max_concurrent_rpcs, most_arriving(max_request_bytes), held, freed)
         self._server = grpc.aio.server(
             # The outermost interceptor translates all errors.
-            interceptors=[ErrorInterceptor(), TokenInterceptor(token), limits, *interceptors],
+            interceptors=[ErrorInterceptor(), TokenInterceptor(token), CountInterceptor(), limits, *interceptors],
             options=server_options(max_request_bytes),
         )
 

@@ -100,7 +100,11 @@ def to_status(error: BaseException) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> errors.BatonError:
-    """Returns the error that a status stands for: by its reason, else by its code, else a plain BatonError."""
+    """Returns the error that a status stands for: by its reason, else by its code, else a plain BatonError.
+
+    Its text is clipped as that of a status that is sent: it is logged, shown, and kept while its peer is known.
+    """
+    message = _clip(status.message, _MAX_MESSAGE_BYTES)
     info = _unpack(status, error_details_pb2.ErrorInfo)
     bad_request = _unpack(status, error_details_pb2.BadRequest)
     retry = _unpack(status, error_details_pb2.RetryInfo)
@@ -110,13 +114,13 @@ def from_status(status: status_pb2.Status) -> errors.BatonError:
             bad_request.field_violations[0] if bad_request is not None and bad_request.field_violations else None
         )
         if violation is None:
-            return kind("", status.message)
-        return kind(violation.field, violation.description)
+            return kind("", message)
+        return kind(_clip(violation.field, _MAX_FIELD_BYTES), _clip(violation.description, _MAX_MESSAGE_BYTES))
     if kind is None:
         name = _BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN).name
-        return errors.BatonError(f"{name}: {status.message}")
+        return errors.BatonError(f"{name}: {message}")
     retry_after_s = None if retry is None else _seconds(retry.retry_delay)
-    return kind(status.message, retry_after_s=retry_after_s)
+    return kind(message, retry_after_s=retry_after_s)
 
 
 def status_of_call(error: grpc.RpcError) -> status_pb2.Status:

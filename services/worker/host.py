@@ -100,6 +100,7 @@ class WorkerHost:
             self.awake,
             accept=self._accept,
             load=self.load_snapshot,
+            describe=self.describe,
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
         )
@@ -273,7 +274,7 @@ class WorkerHost:
 
     @property
     def roles(self) -> frozenset[types_pb2.WorkerRole]:
-        """Returns the phases that the worker takes commands for. Routers learn of a change at the next registration."""
+        """Returns the phases that the worker takes commands for. Routers learn of a change in their sessions."""
         return frozenset(self.phases)
 
     @property

@@ -1,4 +1,4 @@
-"""Reports on a worker: who it is, at each registration; how busy it is, in every message to a router.
+"""Reports on a worker: what it is, at each registration and in its sessions; how busy it is, in every message of those.
 
 Never: changes anything.
 """

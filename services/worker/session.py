@@ -14,9 +14,9 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-from baton.v1 import types_pb2, worker_pb2
+from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import Clock
-from services.core.errors import BatonError, DeadlineExceeded, ProtocolViolation, StaleIncarnation
+from services.core.errors import BatonError, DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
 from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
@@ -24,7 +24,11 @@ from services.rpc.silence import PeerWatch
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "baton.v1.WorkerService"
-_MOST_BYTES = 4 << 20
+_MOST_MERGED_TOKENS = 2048
+"""In one event of a leg: with twenty log-probabilities each they have 130,000 fields, of which routers take 400,000."""
+MOST_SESSIONS = 64
+"""The most routers that a worker serves: each is sent a message for every step."""
+_MOST_BYTES = 1 << 20
 """The most bytes of events in one message. Events that have accumulated behind a slow router go in several."""
 
 
@@ -53,7 +57,11 @@ class Outbox:
         if event.WhichOneof("event") == "tokens":
             tokens = event.tokens
             earlier = self._open_tokens.get(tokens.leg)
-            if earlier is not None and earlier.position + len(earlier.token_ids) == tokens.position:
+            if (
+                earlier is not None
+                and earlier.position + len(earlier.token_ids) == tokens.position
+                and len(earlier.token_ids) + len(tokens.token_ids) <= _MOST_MERGED_TOKENS
+            ):
                 earlier.MergeFrom(types_pb2.SequenceTokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs))
                 if tokens.HasField("finish"):
                     earlier.finish.CopyFrom(tokens.finish)
@@ -155,7 +163,8 @@ class RouterSession:
 class SessionHost:
     """Answers the Session RPC of every router: at most one session for each.
 
-    `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot.
+    `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot, and
+    `describe()` what it is.
     `clock` is of awake time, since it judges routers.
     """
 
@@ -166,6 +175,7 @@ class SessionHost:
         *,
         accept: Callable[[RouterSession, worker_pb2.SessionRequest], None],
         load: Callable[[], types_pb2.LoadSnapshot],
+        describe: Callable[[], control_pb2.WorkerDescription],
         heartbeat_s: float,
         silence_s: float,
     ) -> None:
@@ -173,6 +183,7 @@ class SessionHost:
         self._clock = clock
         self._accept = accept
         self._load = load
+        self._describe = describe
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._sessions: dict[int, RouterSession] = {}
@@ -228,7 +239,9 @@ class SessionHost:
         async def send(events: list[worker_pb2.LegEvent]) -> None:
             with watch.writing():
                 live_legs = session.live_legs(self._clock.now(), self._heartbeat_s)
-                await write(worker_pb2.SessionResponse(events=events, load=self._load(), live_legs=live_legs))
+                worker = None if live_legs is None else self._describe()
+                load = self._load()
+                await write(worker_pb2.SessionResponse(events=events, load=load, live_legs=live_legs, worker=worker))
 
         await send([])
         while not session.ended.is_set():
@@ -264,6 +277,8 @@ class SessionHost:
             if older.number >= hello.session_number:
                 raise ProtocolViolation(f"session {hello.session_number} is not newer than {older.number}")
             older.end()
+        elif len(self._sessions) >= MOST_SESSIONS:
+            raise Overloaded(f"{MOST_SESSIONS} routers have sessions, and no more may", retry_after_s=1.0)
         session = RouterSession(hello)
         self._sessions[hello.router_incarnation] = session
         log.info("session %d of router %x open", session.number, session.router_incarnation)

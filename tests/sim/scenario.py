@@ -71,7 +71,7 @@ def build(world: World, load: Load) -> Cluster:
     sizes = block_sizes(world.seed)
     cluster = Cluster(world, network, Truth(set(sizes), weights))
     config = CoordinatorConfig(
-        model_context_tokens=64,
+        model_context_tokens=30 * BLOCK_SIZE,  # as many as the largest pool holds
         queue_timeout_s=15.0,
         no_worker_timeout_s=8.0,
         answer_timeout_s=4.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from baton.v1 import types_pb2, worker_pb2
+from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.router.workers.sessions import WorkerLink
 
 
@@ -20,6 +20,9 @@ class Owner:
         self.opened = asyncio.Event()
         self.lost: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
         """Why the link ended, and whether that counts as a crash."""
+
+    def link_described(self, link: WorkerLink, worker: Any) -> None:
+        pass
 
     def link_opened(self, link: WorkerLink) -> None:
         self.opened.set()
@@ -40,8 +43,16 @@ class Owner:
 class FakeChannel:
     """Stands for a channel: every session says one thing, and stays open or fails."""
 
-    def __init__(self, load: types_pb2.LoadSnapshot | None = None, *, failure: str | None = None) -> None:
-        """`failure`: what an INTERNAL error that ends the session says; None if it stays open."""
+    def __init__(
+        self,
+        load: types_pb2.LoadSnapshot | None = None,
+        *,
+        worker: control_pb2.WorkerDescription | None = None,
+        failure: str | None = None,
+    ) -> None:
+        """`worker`: what the worker says it is. `failure`: what an INTERNAL error that ends the session says; None if
+        it stays open."""
+        self._worker = worker or control_pb2.WorkerDescription()
         self._load = load or types_pb2.LoadSnapshot(sequence_number=1)
         self._failure = failure
 
@@ -51,7 +62,7 @@ class FakeChannel:
     unary_stream = unary_unary = stream_stream
 
     async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
-        yield worker_pb2.SessionResponse(load=self._load)
+        yield worker_pb2.SessionResponse(load=self._load, worker=self._worker)
         if self._failure is None:
             await asyncio.Event().wait()
         nothing = grpc.aio.Metadata()

@@ -84,6 +84,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """How many commands to accept next and lose without a word: they are not listed."""
         self.phantom_legs: list[int] = []
         """Listed, although no router ever sent them."""
+        self.claim: control_pb2.WorkerDescription | None = None
+        """What it says of itself in its sessions, if that is not the truth."""
         self.leaves = True
         """When told to, and nothing runs any more."""
         self.told_to_leave = False
@@ -123,6 +125,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_num_seqs=8,
             host_id="here",
         )
+
+    def says_it_is(self) -> control_pb2.WorkerDescription:
+        """Returns what it says of itself in its sessions: the truth, unless a test has given it another description."""
+        return self.description() if self.claim is None else self.claim
 
     async def register(self, channel: grpc.aio.Channel) -> control_pb2.RegisterResponse:
         stub = control_pb2_grpc.RegistryServiceStub(channel)
@@ -166,7 +172,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         try:
             while True:
                 if self.heartbeats or session.legs:
-                    yield response(load=self._load(), live_legs=session.live_legs())
+                    yield response(load=self._load(), live_legs=session.live_legs(), worker=self.says_it_is())
                 try:
                     async with asyncio.timeout(0.05):
                         event = await session.outgoing.get()

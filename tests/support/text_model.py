@@ -34,11 +34,13 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model(folder: pathlib.Path, *, template: str | None = TEMPLATE) -> pathlib.Path:
+def write_model(
+    folder: pathlib.Path, *, template: str | None = TEMPLATE, context_tokens: int = CONTEXT_TOKENS
+) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": CONTEXT_TOKENS}
+    config = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context_tokens}
     (folder / "config.json").write_text(json.dumps(config))
     special = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))

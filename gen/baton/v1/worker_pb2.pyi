@@ -1,3 +1,4 @@
+from baton.v1 import control_pb2 as _control_pb2
 from baton.v1 import types_pb2 as _types_pb2
 from google.rpc import status_pb2 as _status_pb2
 from google.protobuf.internal import containers as _containers
@@ -49,14 +50,16 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelLeg, _Mapping]] = ..., heartbeat: _Optional[_Union[RouterHeartbeat, _Mapping]] = ..., leave: _Optional[_Union[LeaveCommand, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("events", "load", "live_legs")
+    __slots__ = ("events", "load", "live_legs", "worker")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LIVE_LEGS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[LegEvent]
     load: _types_pb2.LoadSnapshot
     live_legs: LiveLegs
-    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ...) -> None: ...
+    worker: _control_pb2.WorkerDescription
+    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ..., worker: _Optional[_Union[_control_pb2.WorkerDescription, _Mapping]] = ...) -> None: ...
 
 class LegEvent(_message.Message):
     __slots__ = ("started", "lease_ended", "admitted", "refused", "ready", "import_failed", "tokens", "failed")

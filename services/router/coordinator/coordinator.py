@@ -121,24 +121,38 @@ class Coordinator:
     def worker_joined(self, info: WorkerInfo, now: float) -> bool:
         """Takes a registration. Returns whether to open a session: the worker is new, restarted, or was lost.
 
-        Of a worker that has a session, or is about to, only new roles are taken over: the legs that it has go on.
-        Raises WorkerIdInUse while another process of that name has a session: that process is alive, or has not been
-        silent for long enough to be lost. Raises Overloaded if `max_workers` workers are known and all have sessions.
+        Nothing of a worker that has a session, or is about to, is changed: whoever registers may say that it is that
+        worker, and what it says of itself in its session counts. Raises WorkerIdInUse while another process of that
+        name has a session, or one of another description: the one that is known is alive, or has not been silent for
+        long enough to be lost. Raises Overloaded if `max_workers` workers are known and all have sessions.
         """
         workers = self._book.workers
         if info.worker_id in workers:
             known = workers.get(info.worker_id)
-            if known.info.incarnation == info.incarnation:
-                if not known.is_gone:
-                    workers.set_roles(known, info, now)
-                    return False
-            else:
+            if not info.is_as(known.info):
                 _check_gone(known)
+            elif not known.is_gone:
+                return False
             self._lose(known, now, "restarted", crashed=not known.draining)
         else:
             workers.make_room(self._book.config.max_workers)
         workers.join(info, now)
         return True
+
+    def worker_described(self, info: WorkerInfo, now: float) -> None:
+        """Takes over the roles that a worker states in its session. The legs that it has go on.
+
+        Without effect if that incarnation has no session, and none is about to open.
+        """
+        if info.worker_id in self._book.workers:
+            worker = self._book.workers.get(info.worker_id)
+            if worker.info.incarnation == info.incarnation and not worker.is_gone:
+                self._book.workers.set_roles(worker, info, now)
+
+    def check_gone(self, worker_id: str) -> None:
+        """Raises WorkerIdInUse if a worker of that name has a session: only that shows that its process is alive."""
+        if worker_id in self._book.workers:
+            _check_gone(self._book.workers.get(worker_id))
 
     def withdraw(self, worker_id: str, now: float) -> bool:
         """Forgets a worker whose name another worker takes over. Returns whether it was known.
@@ -338,12 +352,13 @@ class Coordinator:
         return self._stopping is None and self._ready
 
     def context_tokens(self) -> int:
-        """Returns the longest sequence, in tokens, that any worker with a past or present session could hold.
+        """Returns the longest sequence, in tokens, that any worker with a past or present session could hold, if the
+        model was made for it: a worker may say anything of itself.
 
         Without such a worker it is the model's own bound.
         """
-        longest = self._book.workers.longest_proven
-        return self._config.model_context_tokens if longest is None else longest
+        longest, own = self._book.workers.longest_proven, self._config.model_context_tokens
+        return own if longest is None else min(longest, own)
 
     def check(self) -> None:
         invariants.check(self._book)

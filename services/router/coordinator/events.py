@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
@@ -34,6 +34,11 @@ class WorkerInfo:
     host_id: str = ""
     description: control_pb2.WorkerDescription | None = None
     """The whole description, for the shells."""
+
+    def is_as(self, other: WorkerInfo) -> bool:
+        """Returns whether both are of one process, at one address, and differ in nothing but the roles."""
+        addresses = {info.description.address if info.description is not None else "" for info in (self, other)}
+        return len(addresses) == 1 and replace(self, roles=other.roles, description=other.description) == other
 
 
 class FinishReason(enum.Enum):

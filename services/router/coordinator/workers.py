@@ -248,7 +248,7 @@ class WorkerTable:
             worker.placed = PlacedPrompts(info.num_blocks)
         if known is not None:
             assert not known.legs, "lose a worker before it joins again"
-            same = known.info.incarnation == info.incarnation
+            same = info.is_as(known.info)
             worker.draining = known.draining and same
             worker.health = known.health
             if same:
@@ -260,7 +260,7 @@ class WorkerTable:
         self._changed(info.worker_id)
 
     def set_roles(self, worker: Worker, info: WorkerInfo, now: float) -> None:
-        """Takes over the roles of a description of the same process, if they have changed."""
+        """Takes over the roles of another description of the same process, if they have changed."""
         if worker.info.roles is info.roles:
             return
         worker.info = replace(worker.info, roles=info.roles, description=info.description)

@@ -141,8 +141,8 @@ class Intake:
     ) -> list[int]:
         """Returns the prompt's token ids.
 
-        A short text is tokenised on the event loop; longer texts, and messages, which always render a template, on a
-        thread.
+        A short text is tokenised on the event loop, if the tokenizer is trusted; all others, and messages, which always
+        render a template, on a thread.
         """
         text, context_tokens = model.text, model.context_tokens
         most_tokens = None if request.truncate_prompt else context_tokens
@@ -151,7 +151,7 @@ class Intake:
                 return _given_ids(model, request)
             case "text":
                 text.check_length("text", request.text, most_tokens)
-                if len(request.text) <= _INLINE_CHARS:
+                if len(request.text) <= _INLINE_CHARS and text.is_trusted:
                     token_ids = text.encode_text(request.text, most_tokens)
                 else:
                     work = functools.partial(text.encode_text, request.text, most_tokens)

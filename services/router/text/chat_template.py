@@ -99,7 +99,9 @@ _GROWING = ("batch", "center", "format", "indent", "round", "slice", "truncate",
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are bos_token, eos_token, ... by the names that the template uses."""
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False, finalize=_as_it_is
+        )
         for name in _GROWING:
             environment.filters[name] = _bounded(environment.filters[name])
         environment.filters["tojson"] = _to_json
@@ -116,7 +118,17 @@ class ChatTemplate:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
         except Exception as error:  # an untrusted template may raise anything
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest("messages", f"the model's chat template refuses them: {reason}") from error
+
+    def close(self) -> None:
+        """Does nothing: it keeps nothing that has to be given back."""
+
+
+@jinja2.pass_context
+def _as_it_is(context: Any, value: Any) -> Any:
+    """Returns the value. That it asks for the context keeps jinja from computing constant output at load."""
+    return value
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

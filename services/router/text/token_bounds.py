@@ -32,22 +32,6 @@ class TextBound:
         return -(-len(text) // chars)
 
 
-def growth(part: Mapping[str, Any] | None) -> float:
-    """Returns how many times as long a normaliser or decoder of a tokenizer.json may make a text, by its replacements.
-
-    Those in use replace a character by one or three. A few nested ones would make gigabytes of a token.
-    """
-    if part is None:
-        return 1.0
-    product = 1.0
-    for one in (*(part.get("normalizers") or ()), *(part.get("decoders") or ())):
-        product *= growth(one)
-    if part["type"] == "Replace":
-        replaced = len(part["pattern"].get("String", ""))  # an expression may match nothing, between any two characters
-        product *= max(1.0, len(part["content"]) / replaced if replaced else 1.0 + len(part["content"]))
-    return product
-
-
 def text_bound(tokenizer: Mapping[str, Any]) -> TextBound | None:
     """Returns the bound of a tokenizer.json's content, or None if a token may stand for any number of characters."""
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from services.core.errors import InvalidRequest
 from services.router.panics import panics_are_errors
 
+_MOST_JOINED_CHARS = 64 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -27,8 +29,10 @@ class TokenTexts:
     """
 
     @panics_are_errors
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, longest_chars: float | None = None) -> None:
+        """`longest_chars` bounds the text of one token. None: the tokenizer is the router's own, and is trusted."""
         self._tokenizer = tokenizer
+        self._longest_chars = longest_chars
         # Decoders drop the space at the beginning of a text, so each token is decoded after another one.
         self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self._decode(self._anchor)
@@ -39,8 +43,11 @@ class TokenTexts:
 
     @panics_are_errors
     def join(self, token_ids: Iterable[int]) -> str:
-        """Returns the text of a tokenised prompt."""
-        return str(self._tokenizer.decode(list(token_ids)))
+        """Returns the text of a tokenised prompt. Raises InvalidRequest if it might be huge."""
+        ids = list(token_ids)
+        if self._longest_chars is not None and len(ids) * self._longest_chars > _MOST_JOINED_CHARS:
+            raise InvalidRequest("prompt", f"its {len(ids)} tokens may be too long a text to be given back")
+        return str(self._tokenizer.decode(ids))
 
     @panics_are_errors
     def _look_up(self, token_id: int) -> TokenText:

@@ -6,11 +6,12 @@ it is made; tokenise long texts off the event loop.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -18,25 +19,55 @@ from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequ
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from services.router.panics import panics_are_errors
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.token_bounds import TextBound, growth, text_bound
+from services.router.text.growth import UnknownPart, decoder_growth, normaliser_growth
+from services.router.text.token_bounds import TextBound, text_bound
+from services.router.text.token_texts import TokenTexts
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MOST_GROWTH = 32.0
-"""How many times as long a tokenizer's normaliser or decoder may make a text."""
+MOST_NORMALISED_GROWTH = 1024.0
+"""How many times as long a tokenizer's normaliser may make a text. A chain of those in use may reach some hundreds."""
+MOST_DECODED_GROWTH = 32.0
+"""How many times as long a tokenizer's decoder may make a text."""
+_MOST_GROWN_CHARS = 64 << 20
+"""The most characters that a text may become before it is cut into tokens; each takes some 17 bytes then."""
 _MOST_TOKENS = 1 << 30
+_MOST_QUOTED_CHARS = 80
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+class MessageTemplate(Protocol):
+    """Renders chats for one model: a ChatTemplate, or a TemplateProcess. Any thread may use it, and must expect to
+    wait."""
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class ModelText:
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: MessageTemplate | None
     vocab_size: int
     """Number of the logits: token ids are below it."""
     context_tokens: int
     """Tokens of the longest sequence that the model was made for."""
     bound: TextBound | None
     """How many characters one token may stand for at most; None if any number."""
+    token_texts: TokenTexts
+    growth: float | None = None
+    """How many times as long a text may become before it is cut into tokens. None: the tokenizer is the router's own,
+    and is trusted."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Returns whether a short text is surely tokenised in no time: an expression of a tokenizer may take any."""
+        return self.growth is None
+
+    def close(self) -> None:
+        """Ends what renders its chats. It may block for moments."""
+        if self.template is not None:
+            self.template.close()
 
     def encode_text(self, text: str, most_tokens: int | None = None) -> list[int]:
         """Returns the text's tokens with the model's special tokens, as for completion prompts.
@@ -68,6 +99,8 @@ class ModelText:
 
     @panics_are_errors
     def _encode(self, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
+        if self.growth is not None and len(text) * self.growth > _MOST_GROWN_CHARS:
+            raise InvalidRequest("prompt", f"its {len(text)} characters may become too many in this model's tokenizer")
         # Encoded as a batch, since only that releases the interpreter lock meanwhile.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         if most_tokens is not None and len(encoding) > most_tokens:
@@ -80,13 +113,45 @@ def too_long(num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
     return ContextLengthExceeded.of("prompt", context_tokens, asked)
 
 
+@dataclass(frozen=True)
+class TextFacts:
+    """Keeps what the files beside a tokenizer say."""
+
+    vocab_size: int | None
+    """None if they do not say, and the tokenizer's own counts."""
+    context_tokens: int
+    template: str | None
+    special_tokens: dict[str, str]
+
+
 @panics_are_errors
 def load_model_text(directory: str | pathlib.Path) -> ModelText:
-    """Reads tokenizer.json, config.json and related files. Raises a ConfigError that names what is missing."""
+    """Reads tokenizer.json, config.json and related files. Raises a ConfigError that names what is missing.
+
+    Call it for the router's own model; a model that a worker brings is read by `vetting`.
+    """
     folder = pathlib.Path(directory)
-    path = folder / TOKENIZER
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist")
+    facts = read_facts(folder)
+    template = ChatTemplate(facts.template, facts.special_tokens) if facts.template else None
+    tokenizer = load_tokenizer(folder)  # last, since a large one takes a second
+    content = json.loads(tokenizer.to_str())
+    with contextlib.suppress(UnknownPart):  # the router's own tokenizer may be newer than what is known here
+        check_growth(content, folder / TOKENIZER)
+    return ModelText(
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=facts.vocab_size or _size(folder / TOKENIZER, "vocabulary", tokenizer.get_vocab_size()),
+        context_tokens=facts.context_tokens,
+        bound=text_bound(content),
+        token_texts=TokenTexts(tokenizer),
+    )
+
+
+def read_facts(folder: pathlib.Path) -> TextFacts:
+    """Reads the files beside the tokenizer, which must be there too. Raises a ConfigError that names what is missing
+    or wrong."""
+    if not (folder / TOKENIZER).is_file():
+        raise ConfigError(f"{folder / TOKENIZER} does not exist")
     config = _read_json(folder / CONFIG)
     if not config:
         raise ConfigError(f"{folder / CONFIG} does not exist")
@@ -94,40 +159,50 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
     context_tokens = next((config[name] for name in _CONTEXT_NAMES if config.get(name)), None)
     if context_tokens is None:
         raise ConfigError(f"{folder / CONFIG} does not say how long a sequence may be")
-    template = _template(folder)
-    try:
-        tokenizer = Tokenizer.from_file(str(path))  # last, since a large one takes a second
-    except Exception as error:  # the library raises nothing more special
-        raise ConfigError(f"{path} is no tokenizer: {error}") from error
-    content = json.loads(tokenizer.to_str())
-    for part in ("normalizer", "decoder"):
-        if (times := growth(content.get(part))) > _MOST_GROWTH:
-            raise ConfigError(f"{path}: its {part} makes texts {times:.3g} times as long")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    vocab_size = config.get("vocab_size") or tokenizer.get_vocab_size()
-    for name, size in (("vocabulary", vocab_size), ("context", context_tokens)):
-        if not (isinstance(size, int) and 0 < size <= _MOST_TOKENS):
-            raise ConfigError(f"{folder / CONFIG}: its {name} is {size!r}")
-    return ModelText(
-        tokenizer=tokenizer,
-        template=template,
-        vocab_size=vocab_size,
-        context_tokens=context_tokens,
-        bound=text_bound(content),
+    vocab_size = config.get("vocab_size") or None
+    special = _read_json(folder / TOKENIZER_CONFIG)
+    return TextFacts(
+        vocab_size=None if vocab_size is None else _size(folder / CONFIG, "vocabulary", vocab_size),
+        context_tokens=_size(folder / CONFIG, "context", context_tokens),
+        template=_template(folder, special.get("chat_template")),
+        special_tokens={name: _token_text(special[name]) for name in _SPECIAL_TOKENS if special.get(name)},
     )
 
 
-def _template(folder: pathlib.Path) -> ChatTemplate | None:
-    config = _read_json(folder / TOKENIZER_CONFIG)
+def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
+    """Reads the tokenizer itself. Raises ConfigError if it is none."""
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises nothing more special
+        raise ConfigError(f"{folder / TOKENIZER} is no tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def check_growth(content: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Raises ConfigError if a tokenizer.json's content says that it makes texts many times as long, UnknownPart if it
+    has parts that are not known."""
+    for part, growth, most in (
+        ("normalizer", normaliser_growth, MOST_NORMALISED_GROWTH),
+        ("decoder", decoder_growth, MOST_DECODED_GROWTH),
+    ):
+        if (times := growth(content.get(part))) > most:
+            raise ConfigError(f"{path}: its {part} makes texts {times:.3g} times as long")
+
+
+def _size(path: pathlib.Path, name: str, size: Any) -> int:
+    if not (isinstance(size, int) and 0 < size <= _MOST_TOKENS):
+        raise ConfigError(f"{path}: its {name} is {str(size)[:_MOST_QUOTED_CHARS]!r}")
+    return size
+
+
+def _template(folder: pathlib.Path, configured: Any) -> str | None:
     path = folder / CHAT_TEMPLATE
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    source = path.read_text(encoding="utf-8") if path.is_file() else configured
     if isinstance(source, list):  # several templates, by name
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    if not source:
-        return None
-    special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
-    return ChatTemplate(source, special)
+    return source or None
 
 
 def _token_text(token: Any) -> str:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import Clock
+from services.core.errors import BatonError, InvalidRequest
 from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
 from services.router.workers import wire
+from services.rpc import wire_count
 from services.rpc.channels import Dial
 from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
@@ -28,6 +31,12 @@ log = logging.getLogger(__name__)
 
 _MOST_OUTGOING = 65_536
 """Messages to a worker that wait to be written: commands, and cancels of what it reports and no router knows."""
+_MOST_BYTES = 8 << 20
+"""Of one message of a worker, which sends a megabyte, or one event more."""
+_LIMITS = wire_count.MessageLimits(fields=400_000, elements=1 << 18, text_bytes=64 << 10)
+_ROLES_EVERY_S = 1.0
+"""Between two descriptions of a worker that are taken over, in seconds: new roles make all pairs anew."""
+_SESSION = "/baton.v1.WorkerService/Session"
 _WRITE_FAILED = "Internal error from Core"
 """The details of the error that grpc.aio raises if a write fails, with INTERNAL in place of the call's own status."""
 
@@ -41,6 +50,12 @@ class SessionTimes:
 
 class LinkOwner(Protocol):
     """Receives what the worker sends. All methods are called on the event loop."""
+
+    def link_described(self, link: WorkerLink, worker: control_pb2.WorkerDescription) -> None:
+        """Is called with what the worker says it is: before `link_opened`, and at most once a second from then on.
+
+        Raises InvalidRequest if it is not the worker that was dialled.
+        """
 
     def link_opened(self, link: WorkerLink) -> None:
         """Is called when the session is open."""
@@ -65,6 +80,10 @@ class _Ended(Exception):
 
 class _Silent(Exception):
     """Reports that the worker sends nothing or reads nothing any more. The message says which."""
+
+
+class _Untrue(Exception):
+    """Reports that the worker is not what was dialled, or does not say what it is. The message says which."""
 
 
 class _Excessive(Exception):
@@ -97,6 +116,11 @@ class WorkerLink:
         """Whether its session has been open."""
         self.is_open = False
         self._owner = owner
+        self._clock = clock
+        self._is_described = False
+        self._new: control_pb2.WorkerDescription | None = None
+        """What the worker has said of itself since that was taken over last."""
+        self._take_new_at_s = -math.inf
         self._times = times
         self._dial = dial
         self._hello = worker_pb2.SessionHello(
@@ -143,7 +167,11 @@ class WorkerLink:
             channel = self._dial(self.description.address)
             try:
                 async with asyncio.TaskGroup() as group:
-                    call = worker_pb2_grpc.WorkerServiceStub(channel).Session()
+                    call = channel.stream_stream(
+                        _SESSION,
+                        request_serializer=worker_pb2.SessionRequest.SerializeToString,
+                        response_deserializer=_read_response,
+                    )()
                     group.create_task(self._read(call))
                     group.create_task(self._write(call))
                     group.create_task(self._raise_when_silent())
@@ -151,7 +179,7 @@ class WorkerLink:
                 await channel.close()
         except* _Ended:
             crashed = False
-        except* (_Silent, _Excessive) as judged:
+        except* (_Silent, _Excessive, _Untrue) as judged:
             reason = str(judged.exceptions[0])
         except* grpc.aio.AioRpcError as group_error:
             error = group_error.exceptions[0]
@@ -201,15 +229,21 @@ class WorkerLink:
         try:
             async for message in call:
                 self._watch.heard()
+                if isinstance(message, _Excessive):
+                    raise message
                 if len(message.events) > MOST_SESSION_EVENTS:
                     raise _Excessive(f"it sent {len(message.events)} events in one message")
                 if self._outgoing.qsize() > _MOST_OUTGOING:
                     raise _Excessive(f"{self._outgoing.qsize()} messages to it wait to be written")
                 if message.HasField("load"):
                     self._note(message.load)
+                if message.HasField("worker"):
+                    self._new = message.worker
                 if not self.is_open:
+                    self._describe()
                     opened()
                 deliver(self, message)
+                self._describe()
         finally:
             self.is_open = False
             call.cancel()
@@ -223,6 +257,19 @@ class WorkerLink:
         log.info("worker %s (%s) joined", self.info.worker_id, self.info.roles.label)
         self._owner.link_opened(self)
 
+    def _describe(self) -> None:
+        """Gives the owner what the worker has said of itself, but not too often."""
+        if not self._is_described and self._new is None:
+            raise _Untrue("it did not say what it is")
+        if self._new is None or self._clock.now() < self._take_new_at_s:
+            return
+        try:
+            self._owner.link_described(self, self._new)
+        except InvalidRequest as error:
+            raise _Untrue(str(error)) from None
+        self._is_described, self._new = True, None
+        self._take_new_at_s = self._clock.now() + _ROLES_EVERY_S
+
     def _note(self, load: types_pb2.LoadSnapshot) -> None:
         if self.load is None or load.sequence_number > self.load.sequence_number:
             self.load = load
@@ -231,3 +278,14 @@ class WorkerLink:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("%s failed", task.get_name(), exc_info=error)
+
+
+def _read_response(data: bytes) -> worker_pb2.SessionResponse | _Excessive:
+    """Parses a worker's message, or returns why it must not be: what its bytes would become is counted before."""
+    if len(data) > _MOST_BYTES:
+        return _Excessive(f"it sent a message of {len(data)} bytes")
+    try:
+        wire_count.check(data, worker_pb2.SessionResponse.DESCRIPTOR, _LIMITS)
+        return worker_pb2.SessionResponse.FromString(data)
+    except (BatonError, DecodeError) as error:
+        return _Excessive(f"it sent a message that cannot be read: {error}")

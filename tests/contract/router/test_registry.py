@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -139,16 +138,6 @@ async def test_more_than_the_bound_are_refused_and_those_there_stay(model: str) 
     assert (await cluster.inference.Generate(request())).output.text == TEXT
     await cluster.assert_idle()
     await cluster.stop()
-
-
-async def test_new_roles_are_told_in_the_log_once(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "services.router")
-    worker = await cluster.add("mixed", worker_id="w")
-    worker.role = "decode"
-    for _ in range(3):
-        await worker.register(cluster.control_channel)
-    assert caplog.text.count("worker w is now decode, no longer mixed") == 1
-    assert worker.num_sessions == 1
 
 
 async def test_drain_names_a_worker_that_could_be_one(cluster: Cluster) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, NO_WINDOW, gr
 from tests.support.kv_harness import until
 from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, code_of, read, request
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
+from tests.support.text_model import write_model
 
 # Answers
 
@@ -47,9 +50,20 @@ async def test_a_streamed_answer(cluster: Cluster, pair: tuple[ScriptedWorker, S
     assert decode.commands[0].handoff.lease_id == command.leg.to_bytes(16, "big")
 
 
-async def test_a_slow_reader_gets_what_waited_in_messages_it_takes(cluster: Cluster) -> None:
+@pytest.fixture
+async def long_cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """Yields a router whose model was made for long sequences."""
+    cluster = Cluster(replace(CONFIG, model=str(write_model(tmp_path, context_tokens=1 << 16))))
+    await cluster.start()
+    yield cluster
+    await cluster.assert_idle()
+    await cluster.stop()
+
+
+async def test_a_slow_reader_gets_what_waited_in_messages_it_takes(long_cluster: Cluster) -> None:
     """Twenty thousand tokens are sent while it does not read, each with 20 log-probabilities. The client's runtime
     takes no message above its default of 4 MiB."""
+    cluster = long_cluster
     await cluster.add("prefill", num_blocks=4096)
     decode = await cluster.add("decode", num_blocks=4096)
     decode.decode_gate.clear()
@@ -60,10 +74,13 @@ async def test_a_slow_reader_gets_what_waited_in_messages_it_takes(cluster: Clus
         call = inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(asked)
         await decode.until(lambda: decode.commands)
         top = [types_pb2.TopLogprob(token_id=number, logprob=-1.5) for number in range(256, 276)]
-        said = types_pb2.SequenceTokens(leg=decode.commands[-1].leg, position=1, token_ids=[OUTPUT[1]] * most)
-        said.logprobs.extend([types_pb2.TokenLogprobs(logprob=-1.0, top=top)] * most)
-        said.finish.reason = types_pb2.FINISH_REASON_LENGTH
-        decode.say(worker_pb2.LegEvent(tokens=said))
+        leg, part = decode.commands[-1].leg, 2000
+        for position in range(1, most + 1, part):
+            said = types_pb2.SequenceTokens(leg=leg, position=position, token_ids=[OUTPUT[1]] * part)
+            said.logprobs.extend([types_pb2.TokenLogprobs(logprob=-1.0, top=top)] * part)
+            if position + part > most:
+                said.finish.reason = types_pb2.FINISH_REASON_LENGTH
+            decode.say(worker_pb2.LegEvent(tokens=said))
         events, text = await read(call)
     chunks = [event.chunk for event in events if event.WhichOneof("event") == "chunk"]
     assert max(chunk.ByteSize() for chunk in chunks) < 1 << 20
@@ -93,8 +110,9 @@ async def test_an_answer_that_nobody_reads_is_given_up(cluster: Cluster, monkeyp
     assert (await cluster.inference.Generate(request())).output.text == TEXT
 
 
-async def test_a_whole_answer_that_no_client_would_take_is_refused_before_it_is_computed(cluster: Cluster) -> None:
+async def test_a_whole_answer_that_no_client_would_take_is_refused_before_it_is_computed(long_cluster: Cluster) -> None:
     """The same as a stream is served (above)."""
+    cluster = long_cluster
     prefill = await cluster.add("prefill", num_blocks=4096)
     await cluster.add("decode", num_blocks=4096)
     asked = request(response=inference_pb2.ResponseOptions(logprobs=20))

@@ -136,7 +136,8 @@ class NeverListens(worker_pb2_grpc.WorkerServiceServicer):
     async def Session(self, request_iterator: Any, context: Any) -> None:
         await anext(aiter(request_iterator))
         while True:
-            await context.write(worker_pb2.SessionResponse(load=types_pb2.LoadSnapshot()))
+            worker = control_pb2.WorkerDescription()
+            await context.write(worker_pb2.SessionResponse(load=types_pb2.LoadSnapshot(), worker=worker))
             await asyncio.sleep(TIMES["heartbeat_s"])
 
 

@@ -267,3 +267,13 @@ def test_a_prompt_at_the_tokenizer_has_a_place_in_the_queue(bench: Bench) -> Non
     bench.coordinator.arrived()
     bench.submit("urgent", priority=1)
     assert bench.failed.keys() == {"queued"}
+
+
+def test_no_worker_makes_the_context_longer_than_the_models() -> None:
+    """One that lies would have prompts wait that no other worker can take, and be refused only when it is gone."""
+    bench = Bench(model_context_tokens=512)
+    bench.join("p", Role.PREFILL)
+    bench.join("d", Role.DECODE, max_model_len=256)
+    assert bench.coordinator.context_tokens() == 256
+    bench.join("liar", Role.DECODE, max_model_len=1 << 20, num_blocks=1 << 20)
+    assert bench.coordinator.context_tokens() == 512

@@ -11,7 +11,6 @@ import pytest
 
 from services.core.errors import ConfigError, InvalidRequest
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.token_bounds import growth
 from services.router.text.tokenisation import load_model_text
 from tests.support.text_model import write_model
 
@@ -72,12 +71,3 @@ def test_a_tokenizer_that_makes_texts_grow_is_refused(tmp_path: pathlib.Path, wh
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=f"its {where} makes texts 1e\\+12 times as long"):
         load_model_text(tmp_path)
-
-
-def test_growth_is_the_product_of_replacements() -> None:
-    assert growth(None) == growth({"type": "ByteLevel"}) == growth(replace("", "abc")) == 1
-    assert growth(replace(" ", "\u2581")) == 1
-    assert growth(replace("abcdef", "ab")) == 3
-    assert growth(replace("ab", {"Regex": "x*"})) == 3
-    nested = {"type": "Sequence", "decoders": [replace("aa"), {"type": "Sequence", "decoders": [replace("aaa")]}]}
-    assert growth(nested) == 6

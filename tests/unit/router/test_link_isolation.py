@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from baton.v1 import control_pb2
+from baton.v1 import control_pb2, types_pb2
 from services.router.catalogue import UNUSED_S, Catalogue
 from services.router.coordinator import handoff
 from services.router.coordinator.events import WorkerInfo
 from services.router.coordinator.workers import WorkerState
-from services.router.policy import Fingerprint, Role
+from services.router.policy import Role
+from services.router.workers import wire
 from tests.support.isolation_bench import ALL, Bench, Poison, as_any
 from tests.support.link_owner import FakeChannel
 
@@ -92,11 +93,28 @@ async def _until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-def _info(worker_id: str) -> WorkerInfo:
-    description = control_pb2.WorkerDescription(worker_id=worker_id, address="nowhere:1")
-    return WorkerInfo(
-        worker_id, Role.PREFILL, 1, Fingerprint("L"), 16, 64, 1024, 8, host_id="h", description=description
+def _description(worker_id: str) -> control_pb2.WorkerDescription:
+    return control_pb2.WorkerDescription(
+        worker_id=worker_id,
+        roles=[types_pb2.WORKER_ROLE_PREFILL],
+        address=f"{worker_id}:1",
+        incarnation=1,
+        layout=types_pb2.KVLayout(model_id="m", block_size=16),
+        fingerprint=types_pb2.Fingerprint(kv="5c" * 16),
+        num_blocks=64,
+        max_model_len=1024,
+        max_num_seqs=8,
+        host_id="h",
     )
+
+
+def _info(worker_id: str) -> WorkerInfo:
+    return wire.worker_info(_description(worker_id))
+
+
+def _dial(address: str) -> Any:
+    """Returns a channel to the worker whose name is the address's host."""
+    return FakeChannel(worker=_description(address.partition(":")[0]))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +126,7 @@ async def test_the_beginning_of_a_session_ends_that_session_at_most(
     monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
 ) -> None:
     """The worker is ready once it has registered again, if not at once. No other link notices."""
-    bench = Bench(dial=lambda _: as_any(FakeChannel()))
+    bench = Bench(dial=_dial)
     owner, name = _parts(bench)[part]
     bench.conductor.register(_info("other"))
     await _until(lambda: bench.coordinator.worker("other").state is WorkerState.READY)
@@ -130,7 +148,7 @@ async def test_the_beginning_of_a_session_ends_that_session_at_most(
 
 
 async def test_a_worker_that_cannot_be_dialled_can_join_later() -> None:
-    bench = Bench(dial=raises_once(Poison("dial"), lambda _: FakeChannel()))
+    bench = Bench(dial=raises_once(Poison("dial"), _dial))
     bench.conductor.register(_info("unlucky"))
     await _until(lambda: not bench.conductor.links.keys() - {"p", "d"})
     assert bench.metrics.internal_errors == {"session": 1}
@@ -141,8 +159,9 @@ async def test_a_worker_that_cannot_be_dialled_can_join_later() -> None:
 
 def _catalogue(benches: list[Bench], forget: Callable[[str], None] = lambda name: None) -> Catalogue:
     """Returns a catalogue of one model for each bench."""
+    closable = SimpleNamespace(close=lambda: None)
     models: list[Any] = [
-        SimpleNamespace(model_id=f"m{number}", conductor=bench.conductor, line=SimpleNamespace(close=lambda: None))
+        SimpleNamespace(model_id=f"m{number}", conductor=bench.conductor, line=closable, text=closable)
         for number, bench in enumerate(benches)
     ]
     no: Any = None

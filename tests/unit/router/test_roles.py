@@ -1,4 +1,4 @@
-"""Tests that a worker's roles may change while it runs: it registers again, and what it has goes on."""
+"""Tests that a worker's roles may change while it runs: it says so in its session, and what it has goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.router_bench import Bench, started, tokens
 
 def change(bench: Bench, worker_id: str, roles: Role) -> None:
     info = bench.infos[worker_id] = replace(bench.infos[worker_id], roles=roles)
-    assert not bench.coordinator.worker_joined(info, bench.now), "its session goes on"
+    bench.coordinator.worker_described(info, bench.now)
     bench.wait(0.0)
 
 
@@ -78,7 +78,7 @@ def test_a_request_that_nobody_could_serve_is_placed_at_once() -> None:
     bench.submit()
     assert not bench.take_legs(Role.PREFILL)
     bench.infos["w"] = replace(bench.infos["w"], roles=Role.MIXED)
-    assert not bench.coordinator.worker_joined(bench.infos["w"], bench.now)
+    bench.coordinator.worker_described(bench.infos["w"], bench.now)
     bench.say("w")
     assert bench.take_leg(Role.PREFILL).worker_id == "w"
 

@@ -1,0 +1,39 @@
+"""Tests what `baton status` shows of workers whose names are as long as they may be."""
+
+from __future__ import annotations
+
+from baton.v1 import control_pb2, types_pb2
+from services.cli.client import plain
+from services.cli.status import text
+
+
+def worker(worker_id: str, model_id: str, reason: str = "") -> control_pb2.WorkerStatus:
+    description = control_pb2.WorkerDescription(
+        worker_id=worker_id,
+        address="host:1",
+        layout=types_pb2.KVLayout(model_id=model_id),
+        roles=[types_pb2.WORKER_ROLE_DECODE],
+        fingerprint=types_pb2.Fingerprint(kv="5c" * 16, numerics="none"),
+        kernels="plain",
+    )
+    return control_pb2.WorkerStatus(worker=description, reason=reason)
+
+
+def test_one_long_name_leaves_the_others_on_the_screen() -> None:
+    long_name, long_model = "w" * 128, "字" * 256
+    models = [control_pb2.ModelStatus(model_id=name) for name in ("tiny", long_model)]
+    status = control_pb2.GetStatusResponse(
+        workers=[worker("decode-0", "tiny"), worker(long_name, long_model, reason="x" * 5000)], models=models
+    )
+    shown = text("target", plain(status))
+    assert long_name not in shown
+    assert long_model not in shown
+    assert "w" * 40 in shown
+    assert "decode-0" in shown
+    assert max(map(len, shown.splitlines())) <= 400
+    assert max(len(line) for line in shown.splitlines() if "decode-0" in line) < 250
+
+
+def test_many_workers_are_counted_where_they_are_listed() -> None:
+    status = control_pb2.GetStatusResponse(workers=[worker(f"decode-{number}", "tiny") for number in range(40)])
+    assert "decode-15 and 24 more: " in text("target", plain(status))
