@@ -24,6 +24,13 @@ LETTERS = string.ascii_letters
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
+@pytest.fixture
+def new_children() -> Callable[[], list[psutil.Process]]:
+    """Returns a function that lists the children of this process that it did not have when the test began."""
+    before = psutil.Process().children()
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
 def replacing(content: str, pattern: str = "a") -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
@@ -93,14 +100,18 @@ def changed(folder: pathlib.Path, change: Callable[[dict[str, Any]], None]) -> p
 
 
 @pytest.mark.parametrize("name", HARMFUL)
-async def test_a_harmful_tokenizer_is_refused_with_the_reason(tmp_path: pathlib.Path, name: str) -> None:
+async def test_a_harmful_tokenizer_is_refused_with_the_reason(
+    tmp_path: pathlib.Path, new_children: Callable[[], list[psutil.Process]], name: str
+) -> None:
     change, reason = HARMFUL[name]
     with pytest.raises(ConfigError, match=reason.replace("+", r"\+")):
         await vetted_model_text(changed(tmp_path, change))
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
-async def test_a_harmless_one_is_what_it_would_be_if_it_were_trusted(tmp_path: pathlib.Path) -> None:
+async def test_a_harmless_one_is_what_it_would_be_if_it_were_trusted(
+    tmp_path: pathlib.Path, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     own, brought = load_model_text(write_model(tmp_path)), await vetted_model_text(tmp_path)
     for name in ("vocab_size", "context_tokens", "bound"):
         assert getattr(brought, name) == getattr(own, name)
@@ -111,7 +122,7 @@ async def test_a_harmless_one_is_what_it_would_be_if_it_were_trusted(tmp_path: p
     assert brought.token_texts.join([70, 71]) == own.token_texts.join([70, 71])
     assert (own.is_trusted, brought.is_trusted) == (True, False)
     brought.close()
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
 @pytest.mark.parametrize(
@@ -130,16 +141,20 @@ async def test_a_special_token_is_short(tmp_path: pathlib.Path) -> None:
         await vetted_model_text(tmp_path)
 
 
-async def test_one_that_takes_too_long_is_refused(tmp_path: pathlib.Path) -> None:
+async def test_one_that_takes_too_long_is_refused(
+    tmp_path: pathlib.Path, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     with pytest.raises(ConfigError, match=r"reading it took more than 0\.001 s"):
         await vetted_model_text(write_model(tmp_path), within_s=0.001)
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
-async def test_whoever_waits_no_longer_leaves_no_process(tmp_path: pathlib.Path) -> None:
+async def test_whoever_waits_no_longer_leaves_no_process(
+    tmp_path: pathlib.Path, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     reading = asyncio.create_task(vetted_model_text(write_model(tmp_path)))
     await asyncio.sleep(0)  # its first step starts the process
-    (child,) = psutil.Process().children()
+    (child,) = new_children()
     reading.cancel()
     await asyncio.wait([reading])
     assert await asyncio.to_thread(psutil.wait_procs, [child], 30) == ([child], [])
