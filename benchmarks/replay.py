@@ -15,7 +15,8 @@ from benchmarks.answers import Answer, Objective, goodput, percentile
 from benchmarks.cluster import request_of
 from benchmarks.settings import setting
 from benchmarks.streaming import stream_grpc
-from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
+from services.sim.trace import TracedRequest, scaled, synthetic_trace
+from services.sim.trace_files import read_trace
 
 _ANSWER_WITHIN_S = 300.0
 

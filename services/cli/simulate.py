@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,10 +15,13 @@ from services.cli.arguments import Parser
 from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
+from services.router.policy import PolicyConfig
+from services.router.policy.terms import LOOKING_AT_PROMPTS, TERMS
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
 from services.sim.report import Objective, summary, text
-from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
+from services.sim.trace import TracedRequest, scaled, synthetic_trace
+from services.sim.trace_files import read_trace
 
 PROFILE = "profile.json"
 """The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""
@@ -41,6 +45,14 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     parser.add_argument(
         "--slow", action="append", default=[], metavar="WORKER=X", help="its steps take X times as long: decode-0=2"
+    )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
+    parser.add_argument(
+        "--weight",
+        action="append",
+        default=[],
+        metavar="PHASE.TERM=W",
+        help="changes or adds a term of the policy: prefill.prefix_placed=4, decode.near=0",
     )
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
@@ -108,7 +120,30 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
     deaths = [Death(*_of_worker("--die", text, "@", plan)) for text in arguments.die]
     slowness = [_of_worker("--slow", text, "=", plan) for text in arguments.slow]
     return dataclasses.replace(
-        plan, deaths=tuple(deaths), cold_start_s=arguments.cold_start_s, slowness=tuple(slowness)
+        plan,
+        deaths=tuple(deaths),
+        cold_start_s=arguments.cold_start_s,
+        slowness=tuple(slowness),
+        prefix_caching=not arguments.no_prefix_caching,
+        router=dataclasses.replace(plan.router, policy=_weighted(plan.router.policy, arguments.weight)),
+    )
+
+
+def _weighted(policy: PolicyConfig, weights: Sequence[str]) -> PolicyConfig:
+    """Returns the policy with the weights of PHASE.TERM=W. Prompts are hashed where a term looks at them. Raises
+    ConfigError."""
+    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
+    hash_prompts = policy.hash_prompts
+    for weight in weights:
+        match = re.fullmatch(r"(prefill|decode)\.(\w+)=(\d+(?:\.\d+)?)", weight)
+        term = TERMS.get(match[2]) if match is not None else None
+        if match is None or term is None:
+            raise ConfigError(f"--weight: {weight!r} is not like prefill.short_queue=4; there are {', '.join(TERMS)}")
+        others = tuple(each for each in terms[match[1]] if each[1] is not term)
+        terms[match[1]] = (*others, (float(match[3]), term))
+        hash_prompts = hash_prompts or term in LOOKING_AT_PROMPTS
+    return dataclasses.replace(
+        policy, hash_prompts=hash_prompts, prefill_terms=terms["prefill"], decode_terms=terms["decode"]
     )
 
 

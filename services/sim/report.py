@@ -31,6 +31,7 @@ def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, 
     ended = [served for served in outcome.requests if served.total_s is not None]
     good = sum(map(objective.met_by, outcome.requests))
     output_tokens = sum(served.output_tokens for served in ended)
+    prompt_tokens = sum(served.prompt_tokens for served in ended)
     seconds = outcome.seconds or 1.0
     return {
         "workers": {"prefill": plan.prefill, "decode": plan.decode, "mixed": plan.mixed},
@@ -47,6 +48,8 @@ def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, 
         "objective_ms": {"ttft": objective.ttft_s * 1e3, "tpot": objective.tpot_s * 1e3},
         "goodput_per_s": good / seconds,
         "attainment": good / len(outcome.requests) if outcome.requests else 0.0,
+        "by_priority": _by_priority(outcome.requests, objective),
+        "hit_rate": sum(served.cached_tokens for served in ended) / prompt_tokens if prompt_tokens else 0.0,
         "busy": outcome.busy,
         "bytes_moved": outcome.bytes_moved,
         "num_preemptions": outcome.num_preemptions,
@@ -72,11 +75,30 @@ def text(figures: Mapping[str, Any]) -> str:
     lines += [
         f"good  {figures['attainment']:.1%} (TTFT <= {objective['ttft']:.0f} ms, TPOT <= {objective['tpot']:.0f} ms), "
         f"{figures['goodput_per_s']:.2f} requests/s",
+        *(
+            f"      priority {priority}: {of['attainment']:.1%} of {of['num_requests']}"
+            for priority, of in figures["by_priority"].items()
+        ),
         f"busy  {busy}",
+        f"cache {figures['hit_rate']:.1%} of prompt tokens were in a prefix cache",
         f"KV moved {figures['bytes_moved'] / 1e9:.2f} GB, {figures['num_preemptions']} preemptions, "
         f"{figures['num_retries']} retries, failed: {failed}, cost {figures['cost']:.4g}",
     ]
     return "\n".join(lines)
+
+
+def _by_priority(requests: Sequence[Served], objective: Objective) -> dict[str, dict[str, float]]:
+    """Returns how many requests of each priority there were and which share of them was good; nothing if all are of
+    one priority."""
+    groups: dict[int, list[Served]] = {}
+    for served in requests:
+        groups.setdefault(served.priority, []).append(served)
+    if len(groups) < 2:
+        return {}
+    return {
+        str(priority): {"num_requests": len(group), "attainment": sum(map(objective.met_by, group)) / len(group)}
+        for priority, group in sorted(groups.items(), reverse=True)
+    }
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
