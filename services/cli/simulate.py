@@ -171,7 +171,7 @@ def read_profiles(arguments: argparse.Namespace) -> tuple[WorkerProfile, WorkerP
 
 
 def _changed(profile: WorkerProfile, settings: Sequence[str]) -> WorkerProfile:
-    types = {field.name: field.type for field in dataclasses.fields(profile) if field.name != "name"}
+    types = {field.name: field.type for field in dataclasses.fields(profile) if field.type in ("int", "float")}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in types:

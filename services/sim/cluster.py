@@ -134,6 +134,7 @@ class _Simulation:
         self._prompts: dict[str, PromptParts] = {}
         """Of those that live."""
         self._prefix_caching = plan.prefix_caching
+        self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
         self._gaps: dict[float, int] = {}
         self._ticking = False
@@ -216,7 +217,7 @@ class _Simulation:
             self._submit(number, traced)
             self._arrive(number + 1)
 
-        self._world.at(traced.at_s, arrive)
+        self._world.at(traced.at_s + self._reading_s, arrive)
 
     def _submit(self, number: int, traced: TracedRequest) -> None:
         served = Served(traced.at_s, traced.prompt_tokens, traced.output_tokens, traced.priority)

@@ -270,7 +270,8 @@ class SimWorker:
     def _seconds(self, run: _Run, num_steps: int) -> float:
         if run.parts:
             prompt_tokens = sum(count for _, count in run.parts)
-            return self.profile.step_s(prompt_tokens, len(run.decodes), run.context_tokens)
+            attended = sum(count * (work.num_computed + count / 2) for work, count in run.parts)
+            return self.profile.step_s(prompt_tokens, len(run.decodes), run.context_tokens, attended)
         return self.profile.decode_s(num_steps, len(run.decodes), run.context_tokens)
 
     def _cut_short(self) -> None:
@@ -297,7 +298,7 @@ class SimWorker:
     def _grow(self, decodes: list[SimLeg]) -> int:
         """Gives decodes the blocks for the next steps. Returns how many steps those are; 0 if one was preempted."""
         num_steps = min(work.most_output - work.num_output for work in decodes)
-        step_s = self.profile.step_s(0, len(decodes), sum(work.context for work in decodes))
+        step_s = self.profile.decode_ms(len(decodes), sum(work.context for work in decodes)) / 1e3
         num_steps = max(1, min(num_steps, int(_LONGEST_RUN_S / step_s) if step_s else num_steps))
         while num_steps > 1 and self._missing(decodes, num_steps) > self._pool.available:
             num_steps //= 2
