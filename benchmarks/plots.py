@@ -32,6 +32,19 @@ CHARTS = {
         Axis("output, tokens/s"),
         Axis("time per output token, p95, ms"),
     ),
+    **{
+        f"sim_{name}": Chart(
+            f"{title}: simulated against measured",
+            Axis("time to first token and time per output token, ms", logarithmic=True),
+            Axis("requests that took no longer, %"),
+            markers=False,
+        )
+        for name, title in (
+            ("split", "1 prefill + 1 decode worker"),
+            ("mixed", "1 mixed worker"),
+            ("two_mixed", "2 mixed workers"),
+        )
+    },
     "step_batch": Chart(
         "Decode step over batch", Axis("sequences in the step", logarithmic=True), Axis("step time, ms")
     ),

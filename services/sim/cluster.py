@@ -114,21 +114,32 @@ class Outcome:
 
 
 def simulate(
-    plan: SimPlan, trace: Sequence[TracedRequest], progress: Callable[[int], None] = lambda done: None
+    plan: SimPlan,
+    trace: Sequence[TracedRequest],
+    progress: Callable[[int], None] = lambda done: None,
+    on_end: Callable[[Served], None] = lambda served: None,
 ) -> Outcome:
-    """Returns what becomes of the trace's requests. `progress` is called with the number of requests that have ended.
+    """Returns what becomes of the trace's requests. `progress` is called with the number of requests that have ended,
+    `on_end` with each that ends; what they raise ends the simulation.
 
     The same plan and trace give the same outcome. Every request ends once, and no block is left in use.
     """
-    return _Simulation(plan, trace, progress).run()
+    return _Simulation(plan, trace, progress, on_end).run()
 
 
 class _Simulation:
-    def __init__(self, plan: SimPlan, trace: Sequence[TracedRequest], progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        plan: SimPlan,
+        trace: Sequence[TracedRequest],
+        progress: Callable[[int], None],
+        on_end: Callable[[Served], None],
+    ) -> None:
         self._world = World()
         self._coordinator = Coordinator(plan.router)
         self._trace = trace
         self._progress = progress
+        self._on_end = on_end
         self._served: list[Served] = []
         self._live: dict[str, Served] = {}
         self._prompts: dict[str, PromptParts] = {}
@@ -161,7 +172,13 @@ class _Simulation:
             host_id=worker_id,
         )
         worker = self._workers[worker_id] = SimWorker(
-            self._world, info, profile, self._tell, self._note_gap, prefix_caching=self._prefix_caching
+            self._world,
+            info,
+            profile,
+            self._tell,
+            self._note_gap,
+            prefix_caching=self._prefix_caching,
+            host=self._workers.values() if profile.shares_host else (),
         )
         self._coordinator.worker_joined(info, self._world.now)
         self._coordinator.session_opened(worker_id, incarnation, self._world.now)
@@ -304,6 +321,7 @@ class _Simulation:
         served.error = "" if error is None else error.reason
         self._num_ended += 1
         self._progress(self._num_ended)
+        self._on_end(served)
 
     def _note_gap(self, seconds: float, count: int) -> None:
         key = float(f"{seconds:.3g}")

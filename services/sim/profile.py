@@ -43,6 +43,10 @@ class WorkerProfile:
     """What each token adds that a prompt token attends to: a prompt of n tokens has n * n / 2 of these pairs."""
     ms_per_request: float = 0.0
     """What a request takes outside of the workers: to be read, tokenised, sent and written."""
+    prefill_beside_factor: float = 1.0
+    """How many times as long a step with prompts takes while another worker of the host computes."""
+    decode_beside_factor: float = 1.0
+    """The same of a step without prompts. With either above 1, all workers are on one host."""
     prefill_points: Points = ()
     """Over the prompt tokens of a step."""
     decode_points: Points = ()
@@ -124,6 +128,10 @@ class WorkerProfile:
             return self.mixed_factor * self.prefill_ms(prompt_tokens + num_decodes, attended_tokens) / 1e3
         fixed_ms = _at(self.decode_points, 1) if self.decode_points else self.ms_per_decode_step
         return (max(fixed_ms, self.prefill_ms(prompt_tokens, attended_tokens)) + decode_ms - fixed_ms) / 1e3
+
+    @property
+    def shares_host(self) -> bool:
+        return self.prefill_beside_factor > 1 or self.decode_beside_factor > 1
 
     def decode_s(self, num_steps: int, num_decodes: int, context_tokens: float) -> float:
         """Returns the seconds of so many steps in a row that only decode, in each of which every context grows."""

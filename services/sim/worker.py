@@ -13,7 +13,7 @@ the same times as one by one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,7 @@ class _Run:
     decodes: list[SimLeg]
     parts: list[tuple[SimLeg, int]]
     context_tokens: int
+    slowness: float
 
 
 class SimWorker:
@@ -118,8 +119,10 @@ class SimWorker:
         note_gap: NoteGap,
         *,
         prefix_caching: bool = True,
+        host: Collection[SimWorker] = (),
     ) -> None:
-        """`tell` takes what the worker reports; `note_gap(seconds, count)` notes gaps between tokens of a stream."""
+        """`tell` takes what the worker reports; `note_gap(seconds, count)` notes gaps between tokens of a stream.
+        `host` are the workers, perhaps itself among them, that compute on the same host."""
         self.info = info
         self.profile = profile
         self.busy_s = 0.0
@@ -129,6 +132,7 @@ class SimWorker:
         self._world = world
         self._tell = tell
         self._note_gap = note_gap
+        self._host = host
         self._pool = SimPool(profile.num_blocks, profile.block_size, caches=prefix_caching)
         self._waiting: deque[SimLeg] = deque()
         self._batch: list[SimLeg] = []
@@ -258,7 +262,9 @@ class SimWorker:
         if not decodes and not parts:
             return
         context_tokens = sum(work.context for work in decodes)
-        run = _Run(self._world.now, 1 if parts else num_steps, decodes, parts, context_tokens)
+        # Where others' computing matters, it is looked at before each step.
+        num_steps = 1 if parts or self.profile.shares_host else num_steps
+        run = _Run(self._world.now, num_steps, decodes, parts, context_tokens, self._slowness(bool(parts)))
         self._schedule(run)
 
     def _schedule(self, run: _Run) -> None:
@@ -271,8 +277,15 @@ class SimWorker:
         if run.parts:
             prompt_tokens = sum(count for _, count in run.parts)
             attended = sum(count * (work.num_computed + count / 2) for work, count in run.parts)
-            return self.profile.step_s(prompt_tokens, len(run.decodes), run.context_tokens, attended)
-        return self.profile.decode_s(num_steps, len(run.decodes), run.context_tokens)
+            step_s = self.profile.step_s(prompt_tokens, len(run.decodes), run.context_tokens, attended)
+            return run.slowness * step_s
+        return run.slowness * self.profile.decode_s(num_steps, len(run.decodes), run.context_tokens)
+
+    def _slowness(self, has_prompts: bool) -> float:
+        """Returns how many times as long a step takes that begins now, by what others do on the same host."""
+        if not any(other._run is not None for other in self._host if other is not self):
+            return 1.0
+        return self.profile.prefill_beside_factor if has_prompts else self.profile.decode_beside_factor
 
     def _cut_short(self) -> None:
         """Lets steps that were taken together end with the one that is under way now, so that others may join."""
