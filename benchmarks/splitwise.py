@@ -6,7 +6,8 @@ percentiles of TTFT, TPOT and end-to-end time, each divided by what the same req
 
 The steps cost what Splitwise measured (BLOOM-176B, eight GPUs a machine). `--steps tokens` reads the table as the
 paper's simulator does, which looks a decode step up by the tokens in it (a batch of 64 as a prompt of 64 tokens), and
-`--steps sequences` by its sequences, as it was measured.
+`--steps sequences` by its sequences, as it was measured. Prompts are computed in one step, as there; with `--chunked`
+in several.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
 from services.sim.trace import TracedRequest
 from services.sim.trace_files import read_trace
+from services.sim.worker import WorkerRules
 
 A100, H100, H100_CAPPED = "a100-80gb", "h100-80gb", "h100-80gb-pcap"
 COST = {A100: 2.21, H100: 4.76, H100_CAPPED: 4.76}
@@ -162,6 +164,7 @@ class Slowdowns:
 class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._trace = read_trace(arguments.trace)
+        self._chunked = arguments.chunked
         self._seconds, self._seed = arguments.seconds, arguments.seed
         by_sequences = arguments.steps == "sequences"
         self._profiles = {name: profile_of(arguments.table, name, by_sequences=by_sequences) for name in COST}
@@ -173,6 +176,7 @@ class Bench:
             design.mixed,
             profile=self._profiles[design.prefill_hardware],
             decode_profile=self._profiles[design.decode_hardware],
+            rules=WorkerRules(chunked=self._chunked),
             router=CoordinatorConfig(model_context_tokens=1 << 20, max_queue=512),
         )
         requests = arrivals(self._trace, rate, self._seconds, self._seed)
@@ -225,6 +229,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True, help="Azure's conversations")
     parser.add_argument("--table", type=Path, required=True, help="Splitwise's measurements")
     parser.add_argument("--steps", choices=["tokens", "sequences"], default="tokens", help="(default: tokens)")
+    parser.add_argument("--chunked", action="store_true", help="long prompts in chunks, as Baton's workers do it")
     parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals (default: 120)")
     parser.add_argument("--step", type=float, default=2.0, help="between rates, requests/s (default: 2)")
     parser.add_argument("--seed", type=int, default=0)

@@ -22,6 +22,7 @@ from services.sim.profile import WorkerProfile, read_profile
 from services.sim.report import Objective, summary, text
 from services.sim.trace import TracedRequest, scaled, synthetic_trace
 from services.sim.trace_files import read_trace
+from services.sim.worker import WorkerRules
 
 PROFILE = "profile.json"
 """The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""
@@ -47,6 +48,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         "--slow", action="append", default=[], metavar="WORKER=X", help="its steps take X times as long: decode-0=2"
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
+    parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
+    parser.add_argument("--static-batching", action="store_true", help="nobody joins or leaves a worker's batch")
     parser.add_argument(
         "--weight",
         action="append",
@@ -124,7 +127,11 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
         deaths=tuple(deaths),
         cold_start_s=arguments.cold_start_s,
         slowness=tuple(slowness),
-        prefix_caching=not arguments.no_prefix_caching,
+        rules=WorkerRules(
+            prefix_caching=not arguments.no_prefix_caching,
+            chunked=not arguments.no_chunking,
+            static=arguments.static_batching,
+        ),
         router=dataclasses.replace(plan.router, policy=_weighted(plan.router.policy, arguments.weight)),
     )
 

@@ -30,7 +30,7 @@ from services.router.policy import Fingerprint, Load, Role
 from services.sim.pool import PromptParts
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest
-from services.sim.worker import SimWorker
+from services.sim.worker import SimWorker, WorkerRules
 from services.sim.world import World
 
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
@@ -62,7 +62,7 @@ class SimPlan:
     """How long after its death a worker is back, with nothing in its memory; infinite for never."""
     slowness: tuple[tuple[str, float], ...] = ()
     """Workers whose steps take so many times as long."""
-    prefix_caching: bool = True
+    rules: WorkerRules = field(default_factory=WorkerRules)
 
     @property
     def worker_ids(self) -> list[str]:
@@ -144,7 +144,7 @@ class _Simulation:
         self._live: dict[str, Served] = {}
         self._prompts: dict[str, PromptParts] = {}
         """Of those that live."""
-        self._prefix_caching = plan.prefix_caching
+        self._rules = plan.rules
         self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
         self._gaps: dict[float, int] = {}
@@ -177,7 +177,7 @@ class _Simulation:
             profile,
             self._tell,
             self._note_gap,
-            prefix_caching=self._prefix_caching,
+            rules=self._rules,
             host=self._workers.values() if profile.shares_host else (),
         )
         self._coordinator.worker_joined(info, self._world.now)

@@ -46,6 +46,19 @@ Tell = Callable[["SimWorker", Sequence[LegEvent], Load], None]
 NoteGap = Callable[[float, int], None]
 
 
+@dataclass(frozen=True)
+class WorkerRules:
+    """Says how workers compute. What Baton's do is the default; the others are what is compared with."""
+
+    prefix_caching: bool = True
+    chunked: bool = True
+    """Whether a long prompt is computed in several steps, together with decodes. Otherwise all of it is in one step,
+    and others are beside it only within the limit of a step's tokens."""
+    static: bool = False
+    """Whether sequences are computed in batches that nobody joins or leaves: the next begins when the last sequence of
+    one has ended, and until then each step costs what it does with all of them (request-level batching)."""
+
+
 @dataclass(eq=False, slots=True)
 class SimLeg:
     """Keeps one leg at a worker."""
@@ -118,7 +131,7 @@ class SimWorker:
         tell: Tell,
         note_gap: NoteGap,
         *,
-        prefix_caching: bool = True,
+        rules: WorkerRules,
         host: Collection[SimWorker] = (),
     ) -> None:
         """`tell` takes what the worker reports; `note_gap(seconds, count)` notes gaps between tokens of a stream.
@@ -133,7 +146,10 @@ class SimWorker:
         self._tell = tell
         self._note_gap = note_gap
         self._host = host
-        self._pool = SimPool(profile.num_blocks, profile.block_size, caches=prefix_caching)
+        self._rules = rules
+        self._batch_size = 0
+        """Sequences that began together, with static batching."""
+        self._pool = SimPool(profile.num_blocks, profile.block_size, caches=rules.prefix_caching)
         self._waiting: deque[SimLeg] = deque()
         self._batch: list[SimLeg] = []
         self._leases: dict[int, SimLeg] = {}
@@ -247,18 +263,14 @@ class SimWorker:
         if self._run is not None:
             return
         self._admit()
-        budget = self.profile.max_num_batched_tokens
         decodes = [work for work in self._batch if work.decoding]
-        parts: list[tuple[SimLeg, int]] = []
+        if self._rules.static and len(decodes) < len(self._batch):
+            decodes = []  # all prompts of a batch come first
         num_steps = 1
         if decodes and (num_steps := self._grow(decodes)) == 0:
             self._begin()  # one was preempted
             return
-        left = budget - len(decodes)
-        for work in self._batch:
-            if not work.decoding and left > 0:
-                parts.append((work, min(left, work.to_compute)))
-                left -= parts[-1][1]
+        parts = self._parts(self.profile.max_num_batched_tokens - len(decodes))
         if not decodes and not parts:
             return
         context_tokens = sum(work.context for work in decodes)
@@ -267,6 +279,19 @@ class SimWorker:
         run = _Run(self._world.now, num_steps, decodes, parts, context_tokens, self._slowness(bool(parts)))
         self._schedule(run)
 
+    def _parts(self, budget: int) -> list[tuple[SimLeg, int]]:
+        """Returns which prompts the next step computes, and how many tokens of each."""
+        parts: list[tuple[SimLeg, int]] = []
+        for work in self._batch:
+            if work.decoding:
+                continue
+            count = min(budget, work.to_compute) if self._rules.chunked else work.to_compute
+            if budget <= 0 or (parts and count > budget):
+                break
+            parts.append((work, count))
+            budget -= count
+        return parts
+
     def _schedule(self, run: _Run) -> None:
         self._run = run
         self._run_number += 1
@@ -274,12 +299,13 @@ class SimWorker:
         self._world.at(run.started_s + self._seconds(run, run.num_steps), lambda: self._end(number))
 
     def _seconds(self, run: _Run, num_steps: int) -> float:
+        num_decodes = self._batch_size if self._rules.static and run.decodes else len(run.decodes)
         if run.parts:
             prompt_tokens = sum(count for _, count in run.parts)
             attended = sum(count * (work.num_computed + count / 2) for work, count in run.parts)
-            step_s = self.profile.step_s(prompt_tokens, len(run.decodes), run.context_tokens, attended)
+            step_s = self.profile.step_s(prompt_tokens, num_decodes, run.context_tokens, attended)
             return run.slowness * step_s
-        return run.slowness * self.profile.decode_s(num_steps, len(run.decodes), run.context_tokens)
+        return run.slowness * self.profile.decode_s(num_steps, num_decodes, run.context_tokens)
 
     def _slowness(self, has_prompts: bool) -> float:
         """Returns how many times as long a step takes that begins now, by what others do on the same host."""
@@ -336,6 +362,8 @@ class SimWorker:
         self._waiting.appendleft(work)
 
     def _admit(self) -> None:
+        if self._rules.static and self._batch:
+            return
         events: list[LegEvent] = []
         while self._waiting and len(self._batch) < self.profile.max_num_seqs:
             work = self._waiting[0]
@@ -355,6 +383,7 @@ class SimWorker:
                 events.append(PrefillStarted(work.leg, work.leg.to_bytes(16, "big"), source, cached_tokens))
             elif not work.preempted:
                 events.append(DecodeAdmitted(work.leg, cached_tokens))
+        self._batch_size = len(self._batch)
         if events:
             self._say(events)
 

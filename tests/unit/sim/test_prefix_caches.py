@@ -15,6 +15,7 @@ from services.sim.cluster import MESSAGE_S, Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.report import Objective, summary, text
 from services.sim.trace import TracedRequest
+from services.sim.worker import WorkerRules
 
 PROFILE = WorkerProfile(
     "test",
@@ -46,7 +47,7 @@ def test_a_prompt_that_was_computed_before_costs_its_last_block() -> None:
     assert first.ttft_s == pytest.approx(0.1024 + 2 * MESSAGE_S)
     assert (first.cached_tokens, second.cached_tokens) == (0, 1008), "the last token's block is computed"
     assert second.ttft_s == pytest.approx(0.0016 + 2 * MESSAGE_S)
-    off = simulate(dataclasses.replace(plan, prefix_caching=False), again)
+    off = simulate(dataclasses.replace(plan, rules=WorkerRules(prefix_caching=False)), again)
     assert [served.cached_tokens for served in off.requests] == [0, 0]
     assert off.requests[1].ttft_s == pytest.approx(first.ttft_s)
 
