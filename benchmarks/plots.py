@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.chart import Axis, Chart
 from benchmarks.figure import Series
 from benchmarks.result import read_series
+from services.sim.chart import Axis, Chart
 
 CHARTS = {
     "itl": Chart(

@@ -72,10 +72,18 @@ def main(argv: Sequence[str], prog: str) -> int:
         print(json.dumps(figures))
         return 0
     if arguments.json:
-        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
+        write_whole(Path(arguments.json), json.dumps(figures, indent=1) + "\n", "--json")
     print(text(figures))
     return 0
+
+
+def write_whole(path: Path, content: str, flag: str) -> None:
+    """Writes a file that a flag names. Raises ConfigError, which names the flag."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
