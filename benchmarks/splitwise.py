@@ -13,8 +13,10 @@ in several.
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,9 +101,6 @@ def profile_of(table: Path, hardware: str, *, by_sequences: bool) -> WorkerProfi
 
 
 def _by_tokens(table: Path, hardware: str) -> tuple[tuple[float, float], ...]:
-    import csv
-    import statistics
-
     times: dict[float, list[float]] = {}
     with open(table, newline="") as file:
         for row in csv.DictReader(file):
@@ -127,9 +126,12 @@ class BoundBroken(Exception):
 
 
 class Slowdowns:
-    """Collects what each request took, divided by what it takes alone; infinite for those that failed."""
+    """Collects what each request took, divided by what it takes alone; infinite for those that failed. The paper's
+    notebook divides the time after the first token by all tokens, and looks the time of a token alone up by the length
+    of the prompt."""
 
     def __init__(self, alone: WorkerProfile, num_requests: int) -> None:
+        """`alone` has decode steps by tokens."""
         self.found: dict[str, list[float]] = {name: [] for name in BOUNDS}
         self._alone = alone
         self._num_requests = num_requests
@@ -138,13 +140,12 @@ class Slowdowns:
     def add(self, served: Served) -> None:
         """Raises BoundBroken, which names the bound and by how much most of those that broke it did so."""
         ttft_s = self._alone.prefill_ms(served.prompt_tokens) / 1e3
-        tpot_s = self._alone.decode_ms(1) / 1e3
+        tpot_s = self._alone.decode_ms(served.prompt_tokens) / 1e3
         times = dict.fromkeys(BOUNDS, float("inf"))
         if served.total_s is not None and served.ttft_s is not None:
             whole_s = ttft_s + tpot_s * (served.output_tokens - 1)
-            times = {"TTFT": served.ttft_s / ttft_s, "E2E": served.total_s / whole_s}
-            if served.tpot_s is not None:
-                times["TPOT"] = served.tpot_s / tpot_s
+            after_s = (served.total_s - served.ttft_s) / served.output_tokens
+            times = {"TTFT": served.ttft_s / ttft_s, "TPOT": after_s / tpot_s, "E2E": served.total_s / whole_s}
         for name, slowdown in times.items():
             self.found[name].append(slowdown)
             for percent, bound in BOUNDS[name].items():
@@ -169,6 +170,8 @@ class Bench:
         by_sequences = arguments.steps == "sequences"
         self._profiles = {name: profile_of(arguments.table, name, by_sequences=by_sequences) for name in COST}
 
+        self._alone = profile_of(arguments.table, A100, by_sequences=False)
+
     def run(self, design: Design, rate: float) -> tuple[float, str]:
         plan = SimPlan(
             design.prefill,
@@ -180,7 +183,7 @@ class Bench:
             router=CoordinatorConfig(model_context_tokens=1 << 20, max_queue=512),
         )
         requests = arrivals(self._trace, rate, self._seconds, self._seed)
-        slowdowns = Slowdowns(self._profiles[A100], len(requests))
+        slowdowns = Slowdowns(self._alone, len(requests))
         try:
             simulate(plan, requests, on_end=slowdowns.add)
         except BoundBroken as broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.arguments import Parser
-from services.cli.simulate import add_workload, read_profiles, read_workload, write_whole
+from services.cli.arguments import Parser, add_control
+from services.cli.live import read_live
+from services.cli.simulate import add_workload, read_profiles, read_workload, scaled_as_asked, write_whole
 from services.core.errors import ConfigError
 from services.sim.chart import Axis, Chart
+from services.sim.profile import WorkerProfile
 from services.sim.report import PERCENTS
 from services.sim.search import METRICS, Candidate, Found, Goal, search
+from services.sim.trace import TracedRequest
 
 _MOST_WORKERS = 64
 
@@ -31,13 +35,19 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     parser.add_argument("--cost", default="", metavar="COSTS", help="of workers an hour: prefill=2,decode=1")
     parser.add_argument("--max-workers", type=int, default=8, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="plan for what the router at --target has served in the last hour, on workers as it has them",
+    )
+    add_control(parser)
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw cost against attainment there, as SVG")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
     goal, costs = parse_goal(arguments.slo), _costs(arguments.cost)
-    profile, of_decode = read_profiles(arguments)
+    trace, (profile, of_decode), served = _workload(arguments, goal)
     of_decode = of_decode or profile
     profile = dataclasses.replace(profile, cost_per_hour=costs.get("prefill", profile.cost_per_hour))
     of_decode = dataclasses.replace(of_decode, cost_per_hour=costs.get("decode", of_decode.cost_per_hour))
@@ -45,11 +55,32 @@ def main(argv: Sequence[str], prog: str) -> int:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    found = search(read_workload(arguments), profile, of_decode, goal, arguments.max_workers, tell)
-    print(json.dumps(_plain(found)) if arguments.json else _text(found, goal, arguments.max_workers))
+    found = search(trace, profile, of_decode, goal, arguments.max_workers, tell)
+    if arguments.json:
+        print(json.dumps(_plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})))
+    else:
+        if served:
+            print(f"served: {served[1]} requests in the last hour, {served[0] / served[1]:.1%} within the bounds")
+        print(_text(found, goal, arguments.max_workers))
     if arguments.plot:
         write_whole(Path(arguments.plot), picture(found), "--plot")
     return 0 if found.best is not None else 1
+
+
+def _workload(
+    arguments: argparse.Namespace, goal: Goal
+) -> tuple[list[TracedRequest], tuple[WorkerProfile, WorkerProfile | None], tuple[int, int] | None]:
+    """Returns the requests, the profiles of workers and of decode workers, and, of a running router, how many requests
+    it has served within the bounds and how many in all."""
+    if not arguments.live:
+        return read_workload(arguments), read_profiles(arguments), None
+    if arguments.trace:
+        raise ConfigError("--live: takes the place of --trace; give one of them")
+    live = read_live(arguments.target, arguments.cluster_token_file, arguments.timeout, goal.objective)
+    profiles: tuple[WorkerProfile, WorkerProfile | None] = (live.profile, None)
+    if arguments.decode_profile or arguments.set or Path(arguments.profile.partition("#")[0]).is_file():
+        profiles = read_profiles(arguments)
+    return scaled_as_asked(live.trace, arguments), profiles, live.attainment
 
 
 def parse_goal(text: str) -> Goal:

@@ -209,15 +209,8 @@ def _read_profile(named: str, flag: str) -> WorkerProfile:
 
 def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
     """Returns the requests that the flags of `add_workload` name. Raises ConfigError, which names the flag."""
-    for flag in ("rate_scale", "length_scale"):
-        if not 0 < getattr(arguments, flag) <= 1e6:
-            raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")
-    if arguments.seconds and not duration(arguments.seconds):
-        raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
     if not 1 <= arguments.requests <= 10_000_000:
         raise ConfigError("--requests: must be from 1 to 10000000")
-    if not 2 <= arguments.most_tokens <= 100_000_000:
-        raise ConfigError("--most-tokens: must be from 2 to 100000000")
     try:
         whole = (
             read_trace(Path(arguments.trace))
@@ -228,6 +221,18 @@ def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
         raise ConfigError(f"--trace: {arguments.trace} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"--trace: {error}") from error
+    return scaled_as_asked(whole, arguments)
+
+
+def scaled_as_asked(whole: Sequence[TracedRequest], arguments: argparse.Namespace) -> list[TracedRequest]:
+    """Returns the requests scaled by the flags of `add_workload`. Raises ConfigError, which names the flag."""
+    for flag in ("rate_scale", "length_scale"):
+        if not 0 < getattr(arguments, flag) <= 1e6:
+            raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")
+    if arguments.seconds and not duration(arguments.seconds):
+        raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
+    if not 2 <= arguments.most_tokens <= 100_000_000:
+        raise ConfigError("--most-tokens: must be from 2 to 100000000")
     return scaled(
         whole,
         length=arguments.length_scale,
