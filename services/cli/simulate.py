@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.router.policy import PolicyConfig
 from services.router.policy.terms import LOOKING_AT_PROMPTS, TERMS
+from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
-from services.sim.report import Objective, summary, text
+from services.sim.report import Objective, picture, summary, text
 from services.sim.trace import TracedRequest, scaled, synthetic_trace
 from services.sim.trace_files import read_trace
 from services.sim.worker import WorkerRules
@@ -27,6 +29,7 @@ from services.sim.worker import WorkerRules
 PROFILE = "profile.json"
 """The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""
 _MOST_WORKERS = 1024
+_BAR = 30
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -57,6 +60,13 @@ def main(argv: Sequence[str], prog: str) -> int:
         metavar="PHASE.TERM=W",
         help="changes or adds a term of the policy: prefill.prefix_placed=4, decode.near=0",
     )
+    parser.add_argument(
+        "--ablations",
+        action="store_true",
+        help="compare with clusters that lack one thing each: continuous batching, prefix caches, chunks, splitting; "
+        "on as many mixed workers as workers are asked for",
+    )
+    parser.add_argument("--plot", default="", metavar="FILE", help="draw the times of requests there, as SVG")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
@@ -65,9 +75,13 @@ def main(argv: Sequence[str], prog: str) -> int:
         if not 0 < getattr(arguments, flag) < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
     plan, trace = _plan(arguments), read_workload(arguments)
-    outcome = simulate(plan, trace, _progress(len(trace)))
     objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
+    if arguments.ablations:
+        return _ablations(arguments, plan, trace, objective)
+    outcome = simulate(plan, trace, _progress(len(trace)))
     figures = summary(plan, outcome, objective)
+    if arguments.plot:
+        write_whole(Path(arguments.plot), picture(outcome), "--plot")
     if arguments.json == "-":
         print(json.dumps(figures))
         return 0
@@ -75,6 +89,28 @@ def main(argv: Sequence[str], prog: str) -> int:
         write_whole(Path(arguments.json), json.dumps(figures, indent=1) + "\n", "--json")
     print(text(figures))
     return 0
+
+
+def _ablations(
+    arguments: argparse.Namespace, plan: SimPlan, trace: Sequence[TracedRequest], objective: Objective
+) -> int:
+    count = len(plan.worker_ids)
+    if count < 2:
+        raise ConfigError("--ablations: one worker cannot be split; ask for two or more")
+    shown = _progress_line if sys.stderr.isatty() else lambda line: None
+    found = ablations(trace, plan.profile, count, objective, shown)
+    plain = json.dumps([{**dataclasses.asdict(each), "gain": each.gain} for each in found], indent=1)
+    if arguments.json == "-":
+        print(plain)
+        return 0
+    if arguments.json:
+        write_whole(Path(arguments.json), plain + "\n", "--json")
+    print(table(found))
+    return 0
+
+
+def _progress_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_whole(path: Path, content: str, flag: str) -> None:
@@ -243,13 +279,19 @@ def scaled_as_asked(whole: Sequence[TracedRequest], arguments: argparse.Namespac
 
 
 def _progress(total: int) -> Callable[[int], None]:
-    """Returns what shows on a terminal how much is done."""
+    """Returns what shows a bar on a terminal."""
     if not sys.stderr.isatty():
         return lambda done: None
+    began_s = time.monotonic()
 
     def show(done: int) -> None:
-        if done % max(1, total // 100) == 0 or done == total:
-            end = "\n" if done == total else ""
-            print(f"\r{done} of {total} requests", end=end, file=sys.stderr, flush=True)
+        if done % max(1, total // 100) and done != total:
+            return
+        elapsed_s = time.monotonic() - began_s
+        left_s = elapsed_s / done * (total - done)
+        bar = ("#" * (_BAR * done // total)).ljust(_BAR, ".")
+        end = "\n" if done == total else ""
+        line = f"\r[{bar}] {done} of {total} requests, {elapsed_s:.0f} s, {left_s:.0f} s left "
+        print(line, end=end, file=sys.stderr, flush=True)
 
     return show

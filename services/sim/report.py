@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.sim.chart import Axis, Chart
 from services.sim.cluster import Outcome, Served, SimPlan
 
 PERCENTS = (50, 95, 99)
@@ -85,6 +86,50 @@ def text(figures: Mapping[str, Any]) -> str:
         f"{figures['num_retries']} retries, failed: {failed}, cost {figures['cost']:.4g}",
     ]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+def picture(outcome: Outcome) -> str:
+    """Returns the distributions of TTFT, TPOT, ITL and queueing, as SVG. Times below a tenth of a millisecond are drawn
+    as that."""
+    chart = Chart(
+        "Times of requests",
+        Axis("milliseconds", logarithmic=True),
+        Axis("requests (or tokens) that waited no longer, %"),
+        markers=False,
+    )
+    ended = [served for served in outcome.requests if served.total_s is not None]
+    of_requests: dict[str, list[float | None]] = {
+        "TTFT": [served.ttft_s for served in ended],
+        "TPOT": [served.tpot_s for served in ended],
+        "queue": [served.queue_s for served in ended],
+    }
+    counts: dict[str, Mapping[float, int]] = {
+        name: Counter(value for value in values if value is not None) for name, values in of_requests.items()
+    }
+    return chart.svg(
+        [
+            _Distribution(name, _cumulated(weights))
+            for name, weights in (counts | {"ITL": outcome.gaps_s}).items()
+            if weights
+        ]
+    )
+
+
+def _cumulated(counts: Mapping[float, int]) -> tuple[tuple[float, float], ...]:
+    """Returns about two hundred points (milliseconds, percent of what is no larger)."""
+    total, seen, points = sum(counts.values()), 0, list[tuple[float, float]]()
+    for value, count in sorted(counts.items()):
+        seen += count
+        share = 100 * seen / total
+        if not points or share - points[-1][1] >= 0.5 or seen == total:
+            points.append((max(value * 1e3, 0.1), share))
+    return tuple(points)
 
 
 def _by_priority(requests: Sequence[Served], objective: Objective) -> dict[str, dict[str, float]]:
