@@ -72,7 +72,15 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
     model = workers[0].worker.layout.model_id
     try:
         timings = asyncio.run(
-            probe(target, model, context_tokens, beside=dedicated and one_host, repeats=repeats, tell=tell)
+            probe(
+                target,
+                model,
+                context_tokens,
+                min(each.worker.vocab_size for each in workers),
+                beside=dedicated and one_host,
+                repeats=repeats,
+                tell=tell,
+            )
         )
     except CallFailed as error:
         raise explain(error, target) from error

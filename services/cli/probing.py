@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,25 +14,25 @@ from baton.v1 import inference_pb2, types_pb2
 from baton_client import ONCE, AsyncClient
 from services.rpc.options import channel_options
 from services.sim.fitting import StepTimings
+from services.sim.trace import NUM_TOKEN_IDS, random_tokens
 
 _PROMPTS = (8, 32, 64, 128, 256, 512, 1024, 1536)
 _BATCHES = (1, 2, 4, 8, 16)
 _SHORT, _LONG = 48, 1024
 _LONG_BATCH = 4
 _GAPS = 24
-_TOKEN_IDS = range(100, 10_000)
-"""Any tokenizer has these."""
 
 Times = list[float]
 
 
 class Probe:
-    def __init__(self, client: AsyncClient, model: str, context_tokens: int, repeats: int, seed: int) -> None:
+    def __init__(self, client: AsyncClient, model: str, context_tokens: int, vocab_size: int, repeats: int) -> None:
         self._client = client
         self._model = model
         self._context_tokens = context_tokens
         self._repeats = repeats
-        self._chance = random.Random(seed)
+        self._vocab_size = vocab_size
+        self._num_asked = 0
 
     async def timings(self, *, beside: bool, tell: Callable[[str], None]) -> StepTimings:
         """Returns what was measured. `beside` says that the phases have workers of their own on one host: then each is
@@ -66,7 +65,8 @@ class Probe:
 
     async def _answer(self, num_prompt_tokens: int, num_output_tokens: int) -> Times:
         """Returns the seconds after which each token came."""
-        prompt = self._chance.choices(_TOKEN_IDS, k=num_prompt_tokens)
+        self._num_asked += 1
+        prompt = random_tokens(("probe", self._num_asked), num_prompt_tokens, min(NUM_TOKEN_IDS, self._vocab_size))
         request = inference_pb2.GenerateRequest(
             model=self._model,
             token_ids=inference_pb2.TokenIds(ids=prompt),
@@ -119,8 +119,15 @@ class Probe:
 
 
 async def probe(
-    target: str, model: str, context_tokens: int, *, beside: bool, repeats: int, tell: Callable[[str], None]
+    target: str,
+    model: str,
+    context_tokens: int,
+    vocab_size: int,
+    *,
+    beside: bool,
+    repeats: int,
+    tell: Callable[[str], None],
 ) -> StepTimings:
     """Measures the cluster behind a router's public port. Raises the client's errors."""
     async with AsyncClient(target, retry=ONCE, options=channel_options()) as client:
-        return await Probe(client, model, context_tokens, repeats, seed=0).timings(beside=beside, tell=tell)
+        return await Probe(client, model, context_tokens, vocab_size, repeats).timings(beside=beside, tell=tell)

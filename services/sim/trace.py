@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from services.core.hashing import BlockHash, block_hashes
 
 MOONCAKE_BLOCK = 512
-_FIRST_TOKEN_ID, _LAST_TOKEN_ID = 100, 40_000
+FIRST_TOKEN_ID, NUM_TOKEN_IDS = 100, 40_000
+"""Ids below the first are special ones in many vocabularies; the default model's has more than so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,13 @@ class TracedRequest:
         """Returns a name for each full block of the prompt: it stands for the block and for all before it."""
         return tuple(block_hashes(self.block_ids[: self.prompt_tokens // self.block_tokens], 1))
 
-    def prompt(self, seed: object) -> list[int]:
-        """Returns random token ids: those of a block depend on its name and `seed` alone."""
+    def prompt(self, seed: object, num_token_ids: int = NUM_TOKEN_IDS) -> list[int]:
+        """Returns random token ids below `num_token_ids`: those of a block depend on its name and `seed` alone."""
         tokens: list[int] = []
         for block_id in self.block_ids:
-            tokens += _random_tokens((seed, "block", block_id), self.block_tokens)
+            tokens += random_tokens((seed, "block", block_id), self.block_tokens, num_token_ids)
         del tokens[self.prompt_tokens :]
-        return tokens + _random_tokens((seed, self.at_s), self.prompt_tokens - len(tokens))
+        return tokens + random_tokens((seed, self.at_s), self.prompt_tokens - len(tokens), num_token_ids)
 
 
 def scaled(
@@ -90,5 +91,6 @@ def synthetic_trace(num_requests: int, seed: int = 0) -> list[TracedRequest]:
     return requests
 
 
-def _random_tokens(seed: object, count: int) -> list[int]:
-    return random.Random(str(seed)).choices(range(_FIRST_TOKEN_ID, _LAST_TOKEN_ID), k=count)
+def random_tokens(seed: object, count: int, num_token_ids: int = NUM_TOKEN_IDS) -> list[int]:
+    """Returns token ids that are the same for the same seed."""
+    return random.Random(str(seed)).choices(range(FIRST_TOKEN_ID, num_token_ids), k=count)
