@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from baton.v1 import inference_pb2, types_pb2
 from baton_client import ONCE, AsyncClient
@@ -21,6 +21,10 @@ _BATCHES = (1, 2, 4, 8, 16)
 _SHORT, _LONG = 48, 1024
 _LONG_BATCH = 4
 _GAPS = 24
+_SATURATING = 8
+"""Prompts that wait for one another, for each repeat."""
+_STREAM_TOKENS = 400
+"""Of the streams beside them: they last longer than the prompts, or the prompts end with them."""
 
 Times = list[float]
 
@@ -57,11 +61,13 @@ class Probe:
             for _ in range(self._repeats):
                 gaps = await self._streams(number, length)
                 decode_ms.setdefault((number, length + 2 * _GAPS), []).extend(gaps)
-        both: dict[str, tuple[Times, Times]] = {}
-        if beside:
-            tell("prompts beside streams")
-            both = await self._both(prefill_ms[min(512, max(lengths))], decode_ms[_LONG_BATCH, _SHORT + 2 * _GAPS])
-        return StepTimings(prefill_ms, decode_ms, second_ms, both)
+        tell("prompts that wait for one another" + (", beside streams" if beside else ""))
+        saturated_ms: dict[int, float] = {}
+        beside_ms = Times()
+        for size in [size for size in (64, 512) if size in lengths]:
+            saturated_ms[size], gaps = await self._saturated(size, _LONG_BATCH if beside else 0)
+            beside_ms += gaps
+        return StepTimings(prefill_ms, decode_ms, second_ms, saturated_ms, beside_ms, _LONG_BATCH if beside else 0)
 
     async def _answer(self, num_prompt_tokens: int, num_output_tokens: int) -> Times:
         """Returns the seconds after which each token came."""
@@ -81,16 +87,8 @@ class Probe:
 
     async def _streams(self, number: int, length: int) -> Times:
         """Returns the gaps, in milliseconds, while as many streams run at once as were asked for."""
-        return await self._gaps([(length, _GAPS + number * 8) for _ in range(number)])
-
-    async def _gaps(self, asked: Sequence[tuple[int, int]]) -> Times:
-        began_s = time.perf_counter()
-
-        async def one(length: int, output: int) -> Times:
-            shift_s = time.perf_counter() - began_s
-            return [shift_s + at_s for at_s in await self._answer(length, output)]
-
-        streams = await asyncio.gather(*(one(length, output) for length, output in asked))
+        output = _GAPS + number * 8
+        streams = await asyncio.gather(*(self._absolute(length, output) for _ in range(number)))
         # The first gap of a stream holds its handoff.
         all_run_s, first_end_s = max(times[1] for times in streams), min(times[-1] for times in streams)
         return [
@@ -100,22 +98,36 @@ class Probe:
             if before >= all_run_s and now <= first_end_s
         ]
 
-    async def _both(self, prompt_ms: Times, gap_ms: Times) -> dict[str, tuple[Times, Times]]:
-        """Measures prompts of 512 tokens, one after the other, beside streams."""
-        size = min(512, self._context_tokens // 2)
-        beside_ms, ended = Times(), asyncio.Event()
+    async def _saturated(self, size: int, num_streams: int) -> tuple[float, Times]:
+        """Returns the milliseconds from one prompt's first token to the next one's, of prompts that are handed over and
+        of which another always waits; and the gaps between tokens of streams meanwhile, in milliseconds."""
+        output = min(_STREAM_TOKENS, self._context_tokens - _SHORT - 1)
+        streams = [asyncio.create_task(self._absolute(_SHORT, output)) for _ in range(num_streams)]
+        await self._absolute(_SHORT, 8)  # until they all run
+        ended, firsts, most = asyncio.Event(), Times(), _SATURATING * self._repeats
 
         async def prompts() -> None:
-            await asyncio.sleep(0.3)
             while not ended.is_set():
-                beside_ms.append((await self._answer(size, 1))[0] * 1e3)
+                firsts.append((await self._absolute(size, 2))[0])
+                if len(firsts) >= most or any(stream.done() for stream in streams):
+                    ended.set()
 
-        task = asyncio.create_task(prompts())
-        output = max(_GAPS, min(200, self._context_tokens - _SHORT - 1))
-        gaps = await self._gaps([(_SHORT, output)] * _LONG_BATCH)
-        ended.set()
-        await task
-        return {"prefill": (prompt_ms, beside_ms[:-1]), "decode": (gap_ms, gaps[len(gaps) // 5 :])}
+        await asyncio.gather(prompts(), prompts())
+        firsts.sort()
+        running = await asyncio.gather(*streams)
+        began_s, ended_s = firsts[0], firsts[-1]
+        gaps = [
+            (now - before) * 1e3
+            for times in running
+            for before, now in itertools.pairwise(times)
+            if began_s <= before and now <= ended_s
+        ]
+        return (ended_s - began_s) * 1e3 / (len(firsts) - 1), gaps
+
+    async def _absolute(self, length: int, output: int) -> Times:
+        """Returns the moments at which each token came."""
+        now = time.perf_counter()
+        return [now + at_s for at_s in await self._answer(length, output)]
 
 
 async def probe(

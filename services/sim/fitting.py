@@ -27,8 +27,12 @@ class StepTimings:
     them with two lengths."""
     second_ms: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Gaps between the first token and the second, of requests alone, by the tokens of their prompts."""
-    beside: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
-    """By phase: times alone, and while another worker of the host computed the other phase."""
+    saturated_ms: Mapping[int, float] = field(default_factory=dict)
+    """From one prompt's first token to the next one's while another always waits and each is handed over, by the tokens
+    of each. If the phases have workers of their own on one host, decode workers are busy meanwhile."""
+    beside_ms: Sequence[float] = ()
+    """Gaps between tokens of `beside_streams` meanwhile."""
+    beside_streams: int = 0
 
 
 def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
@@ -55,7 +59,7 @@ def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
     )
     (first, first_ms), (last, last_ms) = prefill_points[0], prefill_points[-1]
     (few, few_ms), (many, many_ms) = decode_points[0], decode_points[-1]
-    return dataclasses.replace(
+    measured = dataclasses.replace(
         known,
         ms_per_prefill_token=max(_LEAST_MS, (last_ms - first_ms) / (last - first)),
         ms_per_decode_step=few_ms,
@@ -66,7 +70,30 @@ def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
         prefill_points=prefill_points,
         decode_points=decode_points,
         transfer_latency_ms=_latency_ms(timings.second_ms, gaps) if timings.second_ms else known.transfer_latency_ms,
-        **{f"{phase}_beside_factor": _factor(*times) for phase, times in timings.beside.items()},  # type: ignore[arg-type]
+    )
+    return _beside(measured, timings)
+
+
+def _beside(profile: WorkerProfile, timings: StepTimings) -> WorkerProfile:
+    """Adds what a prompt costs its worker after its step, and how much slower workers of one host are together."""
+    times = [
+        (profile.prefill_ms(size, size * size / 2), ms) for size, ms in sorted(timings.saturated_ms.items()) if ms > 0
+    ]
+    if not times:
+        return profile
+    factor = 1.0
+    if timings.beside_ms and len(times) > 1:
+        (short, short_ms), (long, long_ms) = times[0], times[-1]
+        factor = max(1.0, (long_ms - short_ms) / (long - short))
+    return dataclasses.replace(
+        profile,
+        ms_per_prompt=max(0.0, statistics.median(ms - factor * alone for alone, ms in times)),
+        prefill_beside_factor=factor,
+        decode_beside_factor=(
+            max(1.0, statistics.median(timings.beside_ms) / profile.decode_ms(timings.beside_streams))
+            if timings.beside_ms
+            else 1.0
+        ),
     )
 
 
@@ -112,7 +139,3 @@ def _latency_ms(second_ms: Mapping[int, Sequence[float]], gaps: Mapping[tuple[in
     step_ms = min(ms for (sequences, _), ms in gaps.items() if sequences == 1)
     shortest = statistics.median(second_ms[min(second_ms)])
     return max(0.0, shortest - step_ms)
-
-
-def _factor(alone_ms: Sequence[float], beside_ms: Sequence[float]) -> float:
-    return max(1.0, statistics.median(beside_ms) / statistics.median(alone_ms)) if alone_ms and beside_ms else 1.0

@@ -21,7 +21,7 @@ from services.sim.trace import TracedRequest
 
 METRICS = ("ttft", "tpot", "itl", "queue")
 _OF_PREFILL, _OF_DECODE = ("ttft", "queue"), ("tpot", "itl")
-_MOST_OF_ALL_KINDS = 24
+_MOST_OF_ALL_KINDS = 12
 """The most clusters of prefill, decode and mixed workers together that are tried."""
 
 
@@ -222,7 +222,10 @@ class _Search:
 
     def _by_cost(self) -> Iterator[SimPlan]:
         """Yields the clusters that could meet the goal, the cheapest first. Of those that cost the same, mixed workers
-        alone come first, then the most even ones."""
+        alone come first, then split ones, the most even first, then those of all kinds, the fewest mixed first.
+
+        Of a need of two phases that rounds up to so many workers each, all kinds together can save one by sharing.
+        """
         prefill, decode = self._least("prefill"), self._least("decode")
         fewest, most = self._fewest, self._most
         plans = [SimPlan(0, 0, mixed, profile=fewest.profile) for mixed in range(fewest.mixed, most + 1)]
@@ -231,17 +234,9 @@ class _Search:
                 dataclasses.replace(fewest, prefill=some, decode=others, mixed=mixed)
                 for some in range(max(1, prefill - mixed), most - mixed)
                 for others in range(max(1, decode - mixed), most - mixed - some + 1)
+                if some + others + mixed >= prefill + decode - 1
             ]
-        # A cluster that costs a little less by having all kinds is looked for last among those of its cost.
-        yield from sorted(
-            plans,
-            key=lambda plan: (
-                round(plan.cost_per_hour, 9),
-                plan.mixed > 0 and plan.decode > 0,
-                -plan.mixed,
-                abs(plan.prefill - plan.decode),
-            ),
-        )
+        yield from sorted(plans, key=_order)
 
     def _least(self, role: str) -> int:
         """Returns the fewest workers of a role with which the bounds of its phase are kept beside plenty of the other,
@@ -305,6 +300,11 @@ class _Search:
             found[name] = self._simulated(plan, trace, self._goal)
             self._progress(f"{name}: {'meets it' if found[name].meets_it else 'does not'}")
         return found
+
+
+def _order(plan: SimPlan) -> tuple[float, int, int, int]:
+    kind = 0 if not plan.decode else 1 if not plan.mixed else 2
+    return round(plan.cost_per_hour, 9), kind, plan.mixed if kind == 2 else 0, abs(plan.prefill - plan.decode)
 
 
 def _work_s(trace: Sequence[TracedRequest], plan: SimPlan) -> tuple[float, float]:

@@ -120,6 +120,8 @@ class _Run:
     parts: list[tuple[SimLeg, int]]
     context_tokens: int
     slowness: float
+    delay_s: float
+    """Before the first of them."""
 
 
 class SimWorker:
@@ -156,6 +158,8 @@ class SimWorker:
         self._imports: dict[int, SimLeg] = {}
         self._run: _Run | None = None
         self._run_number = 0
+        self._free_s = 0.0
+        """When what completed prompts have left to do is done."""
         self._num_loads = 0
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -276,7 +280,15 @@ class SimWorker:
         context_tokens = sum(work.context for work in decodes)
         # Where others' computing matters, it is looked at before each step.
         num_steps = 1 if parts or self.profile.shares_host else num_steps
-        run = _Run(self._world.now, num_steps, decodes, parts, context_tokens, self._slowness(bool(parts)))
+        run = _Run(
+            self._world.now,
+            num_steps,
+            decodes,
+            parts,
+            context_tokens,
+            self._slowness(bool(parts)),
+            max(0.0, self._free_s - self._world.now),
+        )
         self._schedule(run)
 
     def _parts(self, budget: int) -> list[tuple[SimLeg, int]]:
@@ -304,8 +316,8 @@ class SimWorker:
             prompt_tokens = sum(count for _, count in run.parts)
             attended = sum(count * (work.num_computed + count / 2) for work, count in run.parts)
             step_s = self.profile.step_s(prompt_tokens, num_decodes, run.context_tokens, attended)
-            return run.slowness * step_s
-        return run.slowness * self.profile.decode_s(num_steps, num_decodes, run.context_tokens)
+            return run.delay_s + run.slowness * step_s
+        return run.delay_s + run.slowness * self.profile.decode_s(num_steps, num_decodes, run.context_tokens)
 
     def _slowness(self, has_prompts: bool) -> float:
         """Returns how many times as long a step takes that begins now, by what others do on the same host."""
@@ -411,6 +423,7 @@ class SimWorker:
 
     def _prompt_done(self, work: SimLeg, events: list[LegEvent]) -> None:
         self._keep(work)
+        self._free_s = max(self._free_s, self._world.now) + self.profile.ms_per_prompt / 1e3
         if work.preempted:
             work.preempted, work.decoding = False, True
             return

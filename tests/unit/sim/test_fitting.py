@@ -39,7 +39,9 @@ def timings(noise: float = 0.0) -> StepTimings:
             for number, length in ((1, 60), (4, 60), (16, 60), (4, 1060))
         },
         {8: [14.0], 64: [13.0]},
-        {"prefill": ([100.0], [110.0]), "decode": ([10.0], [9.0])},
+        {size: 1.1 * TRUE.prefill_ms(size, size * size / 2) + 3.0 for size in (64, 512)},
+        [12.0] * 9,
+        4,
     )
 
 
@@ -53,8 +55,29 @@ def test_what_made_the_timings_is_found() -> None:
         ours = profile.ms_per_request + profile.prefill_ms(size, size * size / 2)
         assert ours == pytest.approx(first_ms(size), rel=0.02)
     assert profile.transfer_latency_ms == pytest.approx(14.0 - TRUE.decode_ms(1, 60))
-    assert (profile.prefill_beside_factor, profile.decode_beside_factor) == (pytest.approx(1.1), 1.0)
+    assert profile.prefill_beside_factor == pytest.approx(1.1, rel=0.02)
+    assert profile.decode_beside_factor == pytest.approx(12.0 / 9.8, rel=0.02)
+    assert profile.ms_per_prompt == pytest.approx(3.0, abs=0.3)
     assert (profile.name, profile.num_blocks) == ("known", 77)
+
+
+def test_without_streams_beside_only_the_handoffs_show() -> None:
+    alone = dataclasses.replace(timings(), beside_ms=(), beside_streams=0)
+    profile = fitted(KNOWN, alone)
+    assert (profile.prefill_beside_factor, profile.decode_beside_factor) == (1.0, 1.0)
+    assert profile.ms_per_prompt > 3.0
+    nothing = dataclasses.replace(timings(), saturated_ms={})
+    assert fitted(KNOWN, nothing).ms_per_prompt == 0
+
+
+def test_a_completed_prompt_keeps_its_worker_from_the_next() -> None:
+    profile = dataclasses.replace(TRUE, ms_per_prompt=5.0)
+    trace = [TracedRequest(0.0, 512, 1), TracedRequest(0.01, 512, 1), TracedRequest(9.0, 512, 1)]
+    first, second, late = simulate(SimPlan(1, 1, 0, profile=profile), trace).requests
+    assert first.ttft_s is not None
+    assert second.ttft_s is not None
+    assert second.at_s + second.ttft_s - first.ttft_s == pytest.approx(TRUE.step_s(512, 0, 0, 512 * 256) + 0.005)
+    assert late.ttft_s == pytest.approx(first.ttft_s), "it was done long ago"
 
 
 def test_a_step_of_more_never_costs_less() -> None:
