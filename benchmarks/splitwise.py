@@ -245,7 +245,8 @@ def main() -> None:
     parser.add_argument("--designs", default="", help="some of them, with semicolons (default: all)")
     parser.add_argument("--json", type=Path, default=Path("out/splitwise.json"), help="the result file")
     arguments = parser.parse_args()
-    result, bench = Result(vars(arguments)), Bench(arguments)
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    result, bench = Result(settings), Bench(arguments)
     rates: dict[str, float] = {}
     for design in DESIGNS:
         if arguments.designs and design.name not in arguments.designs.split(";"):

@@ -39,9 +39,7 @@ def test_a_percentile_is_compared_with_its_bound_and_given_up_when_it_must_be_br
     ratio, name = slowdowns.worst()
     assert name == "E2E p50"
     assert ratio == pytest.approx(1.2 / 1.25)
-    assert num_until_given_up(served(7.0)) == 3, (
-        "of a hundred, one may be beyond the bound of p99"
-    )
+    assert num_until_given_up(served(7.0)) == 3, "of a hundred, one may be beyond the bound of p99"
     assert num_until_given_up(served(1.0, error="OVERLOADED")) == 3
 
 
