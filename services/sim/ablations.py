@@ -19,6 +19,8 @@ from services.sim.worker import WorkerRules
 
 _MOST_AT_ONCE = 400
 """The most requests that come at once: enough that a worker's batch is full for long."""
+_SMALL_BATCH = 8
+"""What fits beside a model where each sequence sets the longest one's memory apart in one piece."""
 _MOST_ONE_BY_ONE = 50
 """The most that are computed one by one, of which each takes as long as it does alone."""
 
@@ -88,23 +90,20 @@ class _Ablations:
         longest = max(each.prompt_tokens + each.output_tokens for each in self._trace)
         blocks = -(-longest // profile.block_size)
         batch = max(1, min(profile.max_num_seqs, profile.num_blocks // blocks))
-        static = dataclasses.replace(
-            self._one,
-            profile=dataclasses.replace(profile, max_num_seqs=batch),
-            rules=WorkerRules(static=True, prefix_caching=False),
-        )
         none = dataclasses.replace(self._one, rules=WorkerRules(prefix_caching=False))
-        one_by_one = dataclasses.replace(static, profile=dataclasses.replace(profile, max_num_seqs=1))
         continuous = self._run("continuous batching", none, self._crowd)["output_tokens_per_s"]
-        in_batches = self._run("static batching", static, self._crowd)["output_tokens_per_s"]
-        alone = self._run("no batching", one_by_one, self._crowd[:_MOST_ONE_BY_ONE])["output_tokens_per_s"]
-        name = "output at saturation"
-        return [
-            Ablation(
-                f"continuous batching, not static ({batch} at a time)", name, "tokens/s", continuous, in_batches, True
-            ),
-            Ablation("continuous batching, not one by one", name, "tokens/s", continuous, alone, True),
-        ]
+        found = []
+        for number in sorted({batch, min(batch, _SMALL_BATCH), 1}, reverse=True):
+            static = dataclasses.replace(
+                self._one,
+                profile=dataclasses.replace(profile, max_num_seqs=number),
+                rules=WorkerRules(static=True, prefix_caching=False),
+            )
+            crowd = self._crowd if number > 1 else self._crowd[:_MOST_ONE_BY_ONE]
+            without = self._run(f"static batching, {number} at a time", static, crowd)["output_tokens_per_s"]
+            what = f"continuous batching, not static ({number} at a time)"
+            found.append(Ablation(what, "output at saturation", "tokens/s", continuous, without, True))
+        return found
 
     def _caches(self) -> list[Ablation]:
         without = dataclasses.replace(self._mixed, rules=WorkerRules(prefix_caching=False))
