@@ -42,7 +42,6 @@ CHARTS = {
         for name, title in (
             ("split", "1 prefill + 1 decode worker"),
             ("mixed", "1 mixed worker"),
-            ("two_mixed", "2 mixed workers"),
         )
     },
     "step_batch": Chart(

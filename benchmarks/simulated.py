@@ -24,7 +24,7 @@ from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
 from services.sim.trace import TracedRequest
 
-CLUSTERS = {"split": (1, 1, 0), "mixed": (0, 0, 1), "two mixed": (0, 0, 2)}
+CLUSTERS = {"split": (1, 1, 0), "mixed": (0, 0, 1)}
 _TARGETS = {50: "0.85 … 1.15", 95: "0.75 … 1.25"}
 _PERCENTS = (50, 95)
 
@@ -128,9 +128,8 @@ def _tight(pair: Pair, trace: ReplaySettings) -> Objective:
 
 def _lines(name: str, pairs: Sequence[Pair]) -> Findings:
     """Returns the distributions of one configuration, all rounds together."""
-    chart = f"sim_{name.replace(' ', '_')}"
     return [
-        Series(chart, f"{metric}, {how}", distribution([ms for pair in pairs for ms in times(pair, metric)]))
+        Series(f"sim_{name}", f"{metric}, {how}", distribution([ms for pair in pairs for ms in times(pair, metric)]))
         for metric in ("TTFT", "TPOT")
         for how, times in (("measured", Pair.real_ms), ("simulated", Pair.simulated_ms))
     ]

@@ -66,6 +66,9 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
         print(line, file=sys.stderr, flush=True)
 
     own = [set(each.worker.roles) for each in workers if each.has_session]
+    prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
+    if not any(prefill in roles for roles in own) or not any(decode in roles for roles in own):
+        raise NoWorker("a worker that takes prompts and one that decodes must be there", retry_after_s=1.0)
     dedicated = any(len(roles) == 1 for roles in own)
     one_host = len({each.worker.host_id for each in workers}) == 1
     context_tokens = min(each.worker.max_model_len for each in workers)
@@ -77,6 +80,7 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
                 model,
                 context_tokens,
                 min(each.worker.vocab_size for each in workers),
+                (sum(prefill in roles for roles in own), sum(decode in roles for roles in own)),
                 beside=dedicated and one_host,
                 repeats=repeats,
                 tell=tell,

@@ -30,12 +30,22 @@ Times = list[float]
 
 
 class Probe:
-    def __init__(self, client: AsyncClient, model: str, context_tokens: int, vocab_size: int, repeats: int) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        model: str,
+        context_tokens: int,
+        vocab_size: int,
+        workers: tuple[int, int],
+        repeats: int,
+    ) -> None:
+        """`workers` are how many take prompts, and how many decode: the load is for each of them."""
         self._client = client
         self._model = model
         self._context_tokens = context_tokens
         self._repeats = repeats
         self._vocab_size = vocab_size
+        self._num_prefill, self._num_decode = workers
         self._num_asked = 0
 
     async def timings(self, *, beside: bool, tell: Callable[[str], None]) -> StepTimings:
@@ -59,13 +69,13 @@ class Probe:
                 continue
             tell(f"{number} streams of {length} tokens")
             for _ in range(self._repeats):
-                gaps = await self._streams(number, length)
+                gaps = await self._streams(number * self._num_decode, length)
                 decode_ms.setdefault((number, length + 2 * _GAPS), []).extend(gaps)
         tell("prompts that wait for one another" + (", beside streams" if beside else ""))
         saturated_ms: dict[int, float] = {}
         beside_ms = Times()
         for size in [size for size in (64, 512) if size in lengths]:
-            saturated_ms[size], gaps = await self._saturated(size, _LONG_BATCH if beside else 0)
+            saturated_ms[size], gaps = await self._saturated(size, self._num_decode * _LONG_BATCH if beside else 0)
             beside_ms += gaps
         return StepTimings(prefill_ms, decode_ms, second_ms, saturated_ms, beside_ms, _LONG_BATCH if beside else 0)
 
@@ -104,7 +114,7 @@ class Probe:
         output = min(_STREAM_TOKENS, self._context_tokens - _SHORT - 1)
         streams = [asyncio.create_task(self._absolute(_SHORT, output)) for _ in range(num_streams)]
         await self._absolute(_SHORT, 8)  # until they all run
-        ended, firsts, most = asyncio.Event(), Times(), _SATURATING * self._repeats
+        ended, firsts, most = asyncio.Event(), Times(), _SATURATING * self._repeats * self._num_prefill
 
         async def prompts() -> None:
             while not ended.is_set():
@@ -112,7 +122,7 @@ class Probe:
                 if len(firsts) >= most or any(stream.done() for stream in streams):
                     ended.set()
 
-        await asyncio.gather(prompts(), prompts())
+        await asyncio.gather(*(prompts() for _ in range(2 * self._num_prefill)))
         firsts.sort()
         running = await asyncio.gather(*streams)
         began_s, ended_s = firsts[0], firsts[-1]
@@ -122,7 +132,7 @@ class Probe:
             for before, now in itertools.pairwise(times)
             if began_s <= before and now <= ended_s
         ]
-        return (ended_s - began_s) * 1e3 / (len(firsts) - 1), gaps
+        return self._num_prefill * (ended_s - began_s) * 1e3 / (len(firsts) - 1), gaps
 
     async def _absolute(self, length: int, output: int) -> Times:
         """Returns the moments at which each token came."""
@@ -135,6 +145,7 @@ async def probe(
     model: str,
     context_tokens: int,
     vocab_size: int,
+    workers: tuple[int, int],
     *,
     beside: bool,
     repeats: int,
@@ -142,4 +153,6 @@ async def probe(
 ) -> StepTimings:
     """Measures the cluster behind a router's public port. Raises the client's errors."""
     async with AsyncClient(target, retry=ONCE, options=channel_options()) as client:
-        return await Probe(client, model, context_tokens, vocab_size, repeats).timings(beside=beside, tell=tell)
+        return await Probe(client, model, context_tokens, vocab_size, workers, repeats).timings(
+            beside=beside, tell=tell
+        )
