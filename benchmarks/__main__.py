@@ -9,6 +9,7 @@ serve       streams over gRPC and HTTP against the engine alone, on one core
 end_to_end  a cluster's start, handoffs of long prompts, memory
 overload    goodput at one, two and three times a cluster's capacity
 tracing     the cost of spans
+sim         the simulator against real processes; not part of a run without --only
 dtype       what --dtype auto chooses between, on lesser CPUs too; not part of a run without --only
 
 Beside other engines: `python -m benchmarks.peers`. Pictures of results: `python -m benchmarks.plots`.
@@ -29,8 +30,8 @@ from benchmarks.result import Result
 from benchmarks.settings import add_flags, read
 from benchmarks.works import WorkSettings
 
-NAMES = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing", "dtype")
-_BY_DEFAULT = ",".join(name for name in NAMES if name != "dtype")
+NAMES = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing", "dtype", "sim")
+_BY_DEFAULT = ",".join(name for name in NAMES if name not in ("dtype", "sim"))
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result) -> None:
     """Runs the benchmarks that need a model, and torch, which takes long to load."""
-    from benchmarks import dtype, end_to_end, engine, overload, split, tracing, transfer
+    from benchmarks import dtype, end_to_end, engine, overload, simulated, split, tracing, transfer
     from services.cli.model_cache import DEFAULT_MODEL
     from services.cli.model_names import resolve_model
 
@@ -92,6 +93,8 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         result.add(overload.measure(name, precision, repeats))
     if "tracing" in chosen:
         result.add(tracing.measure(name, precision, repeats))
+    if "sim" in chosen:
+        result.add(simulated.measure(name, precision, repeats, read(replay.ReplaySettings, arguments)))
     if "dtype" in chosen:
         result.add(dtype.measure(model, arguments.prompt_tokens, repeats))
 

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.chart import Axis, Chart
 from benchmarks.figure import Series
 from benchmarks.result import read_series
+from services.sim.chart import Axis, Chart
 
 CHARTS = {
     "itl": Chart(
@@ -32,6 +32,18 @@ CHARTS = {
         Axis("output, tokens/s"),
         Axis("time per output token, p95, ms"),
     ),
+    **{
+        f"sim_{name}": Chart(
+            f"{title}: simulated against measured",
+            Axis("time to first token and time per output token, ms", logarithmic=True),
+            Axis("requests that took no longer, %"),
+            markers=False,
+        )
+        for name, title in (
+            ("split", "1 prefill + 1 decode worker"),
+            ("mixed", "1 mixed worker"),
+        )
+    },
     "step_batch": Chart(
         "Decode step over batch", Axis("sequences in the step", logarithmic=True), Axis("step time, ms")
     ),

@@ -15,7 +15,8 @@ from benchmarks.answers import Answer, Objective, goodput, percentile
 from benchmarks.cluster import request_of
 from benchmarks.settings import setting
 from benchmarks.streaming import stream_grpc
-from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
+from services.sim.trace import NUM_TOKEN_IDS, TracedRequest, scaled, synthetic_trace
+from services.sim.trace_files import read_trace
 
 _ANSWER_WITHIN_S = 300.0
 
@@ -85,11 +86,17 @@ class Level:
         return [answer for answer in self.answers if answer.complete]
 
 
-async def replay(address: str, requests: Sequence[TracedRequest], seed: object, at_least_s: float) -> Level:
-    """Sends the requests to a router and waits for their ends."""
+async def replay(
+    address: str,
+    requests: Sequence[TracedRequest],
+    seed: object,
+    at_least_s: float,
+    num_token_ids: int = NUM_TOKEN_IDS,
+) -> Level:
+    """Sends the requests to a router and waits for their ends. Their prompts are of ids below `num_token_ids`."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        messages = [request_of(request.prompt(seed), request.output_tokens) for request in requests]
+        messages = [request_of(request.prompt(seed, num_token_ids), request.output_tokens) for request in requests]
         began_s = time.perf_counter()
 
         async def send(number: int) -> Answer:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import math
 import re
+import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from services.cli.arguments import Parser
-from services.cli.simulate import add_workload, read_profiles, read_workload
+from services.cli.arguments import Parser, add_control
+from services.cli.live import read_live
+from services.cli.simulate import add_workload, read_profiles, read_workload, scaled_as_asked, write_whole
 from services.core.errors import ConfigError
+from services.sim.chart import Axis, Chart
+from services.sim.profile import WorkerProfile
 from services.sim.report import PERCENTS
 from services.sim.search import METRICS, Candidate, Found, Goal, search
+from services.sim.trace import TracedRequest
 
 _MOST_WORKERS = 64
 
@@ -27,12 +35,19 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     parser.add_argument("--cost", default="", metavar="COSTS", help="of workers an hour: prefill=2,decode=1")
     parser.add_argument("--max-workers", type=int, default=8, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="plan for what the router at --target has served in the last hour, on workers as it has them",
+    )
+    add_control(parser)
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--plot", default="", metavar="FILE", help="draw cost against attainment there, as SVG")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
     goal, costs = parse_goal(arguments.slo), _costs(arguments.cost)
-    profile, of_decode = read_profiles(arguments)
+    trace, (profile, of_decode), served = _workload(arguments, goal)
     of_decode = of_decode or profile
     profile = dataclasses.replace(profile, cost_per_hour=costs.get("prefill", profile.cost_per_hour))
     of_decode = dataclasses.replace(of_decode, cost_per_hour=costs.get("decode", of_decode.cost_per_hour))
@@ -40,9 +55,32 @@ def main(argv: Sequence[str], prog: str) -> int:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    found = search(read_workload(arguments), profile, of_decode, goal, arguments.max_workers, tell)
-    print(json.dumps(_plain(found)) if arguments.json else _text(found, goal, arguments.max_workers))
+    found = search(trace, profile, of_decode, goal, arguments.max_workers, tell)
+    if arguments.json:
+        print(json.dumps(_plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})))
+    else:
+        if served:
+            print(f"served: {served[1]} requests in the last hour, {served[0] / served[1]:.1%} within the bounds")
+        print(_text(found, goal, arguments.max_workers))
+    if arguments.plot:
+        write_whole(Path(arguments.plot), picture(found), "--plot")
     return 0 if found.best is not None else 1
+
+
+def _workload(
+    arguments: argparse.Namespace, goal: Goal
+) -> tuple[list[TracedRequest], tuple[WorkerProfile, WorkerProfile | None], tuple[int, int] | None]:
+    """Returns the requests, the profiles of workers and of decode workers, and, of a running router, how many requests
+    it has served within the bounds and how many in all."""
+    if not arguments.live:
+        return read_workload(arguments), read_profiles(arguments), None
+    if arguments.trace:
+        raise ConfigError("--live: takes the place of --trace; give one of them")
+    live = read_live(arguments.target, arguments.cluster_token_file, arguments.timeout, goal.objective)
+    profiles: tuple[WorkerProfile, WorkerProfile | None] = (live.profile, None)
+    if arguments.decode_profile or arguments.set or Path(arguments.profile.partition("#")[0]).is_file():
+        profiles = read_profiles(arguments)
+    return scaled_as_asked(live.trace, arguments), profiles, live.attainment
 
 
 def parse_goal(text: str) -> Goal:
@@ -83,25 +121,75 @@ def _text(found: Found, goal: Goal, most_workers: int) -> str:
         ]
         return "\n".join(lines + ([_line("nearest", found.nearest, goal)] if found.nearest is not None else []))
     lines = [f"{asked}; {found.num_simulated} clusters simulated", _line("cheapest", found.best, goal)]
-    if found.runner_up is not None:
-        lines.append(_line("runner-up", found.runner_up, goal))
-    if found.unsplit is not None:
-        lines.append(_line("unsplit", found.unsplit, goal))
-        if found.unsplit.margin >= found.best.margin:
-            lines.append("splitting does not pay here: mixed workers at the same cost keep a larger margin")
-    elif found.best.plan.mixed:
-        lines.append("splitting does not pay here: no split cluster at this cost meets it")
-    return "\n".join(lines)
+    for name, candidate in (("runner-up", found.runner_up), ("unsplit", found.unsplit), ("split", found.split)):
+        if candidate is not None:
+            lines.append(_line(name, candidate, goal))
+    lines += [_line(name, candidate, goal) for name, candidate in found.sensitivity.items()]
+    return "\n".join(lines + why_not_split(found, goal))
+
+
+def why_not_split(found: Found, goal: Goal) -> list[str]:
+    """Returns what is to be said where mixed workers do no worse for the same money, in lines."""
+    best = found.best
+    if best is None:
+        return []
+    if best.plan.decode:
+        if found.unsplit is None or found.unsplit.figures is None or found.unsplit.margin < best.margin:
+            return []
+        return [
+            "splitting does not pay here: mixed workers at the same cost keep a larger margin",
+            *_limits(found.unsplit, best, found, goal),
+        ]
+    if found.split is None:
+        return ["splitting does not pay here: no split cluster can be had for that money"]
+    if found.split.meets_it and found.split.margin > best.margin:
+        return []
+    return [
+        "splitting does not pay here: a split cluster for that money does worse",
+        *_limits(best, found.split, found, goal),
+    ]
+
+
+def _limits(mixed: Candidate, split: Candidate, found: Found, goal: Goal) -> list[str]:
+    """Returns why mixed workers do as well as split ones of the same cost, as far as figures tell."""
+    lines, profile = [], mixed.plan.profile
+    chunk_ms = profile.prefill_ms(profile.max_num_batched_tokens, profile.max_num_batched_tokens**2 / 2)
+    tightest_ms = min((bound for name, bound in goal.bounds_ms.items() if name.startswith("itl")), default=None)
+    if tightest_ms is None:
+        lines.append(
+            f"  a chunk of a prompt stops streams for {chunk_ms:.0f} ms on mixed workers, which no bound of itl forbids"
+        )
+    elif chunk_ms < tightest_ms:
+        allowed = f"itl <= {tightest_ms:g} ms allows"
+        lines.append(f"  a chunk of a prompt stops streams for {chunk_ms:.0f} ms on mixed workers, which {allowed}")
+    whole = f"prompts are {found.prompt_share:.0%} of the work, which whole workers of one phase do not divide"
+    if split.figures is None:
+        return [*lines, f"  {split.name}: {split.broken} is broken by far; {whole}"]
+    of_role = {
+        role: statistics.mean(values)
+        for role in ("prefill", "decode")
+        if (values := [share for name, share in split.figures["busy"].items() if name.startswith(role)])
+    }
+    worst = min(goal.margins(split.figures).items(), key=lambda item: item[1])
+    shares = " and ".join(f"{role} workers {share:.0%}" for role, share in of_role.items())
+    lines.append(
+        f"  {split.name}: {worst[0]} is the tightest ({worst[1]:+.0%}) while {shares} of the time compute; {whole}"
+    )
+    return lines
 
 
 def _line(what: str, candidate: Candidate, goal: Goal) -> str:
-    figures = ", ".join(
-        f"{name} {candidate.figures[f'{metric}_ms'][percent]:.1f} ms"
+    cost = f"{what:<10} {candidate.name}: {candidate.plan.cost_per_hour:g} an hour"
+    figures = candidate.figures
+    if figures is None:
+        return f"{cost}, {candidate.broken} is broken: at most {candidate.attainment:.1%} of requests within the bounds"
+    times = ", ".join(
+        f"{name} {figures[f'{metric}_ms'][percent]:.1f} ms"
         for name in goal.bounds_ms
         for metric, _, percent in [name.partition("_")]
     )
-    verdict = f"margin {candidate.margin:.0%}" if candidate.margin >= 0 else "does not meet it"
-    return f"{what:<10} {candidate.name}: {candidate.plan.cost_per_hour:g} an hour, {figures}, {verdict}"
+    verdict = f"margin {candidate.margin:.0%}" if candidate.meets_it else "does not meet it"
+    return f"{cost}, {times}, {candidate.attainment:.1%} of requests within the bounds, {verdict}"
 
 
 def _plain(found: Found) -> dict[str, Any]:
@@ -109,15 +197,49 @@ def _plain(found: Found) -> dict[str, Any]:
         if candidate is None:
             return None
         return {
+            "workers": {role: getattr(candidate.plan, role) for role in ("prefill", "decode", "mixed")},
             "cost_per_hour": candidate.plan.cost_per_hour,
-            "margin": candidate.margin,
-            "figures": dict(candidate.figures),
+            "meets_it": candidate.meets_it,
+            "margin": candidate.margin if math.isfinite(candidate.margin) else None,
+            "attainment": candidate.attainment,
+            "figures": None if candidate.figures is None else dict(candidate.figures),
         }
 
     return {
         "best": plain(found.best),
         "runner_up": plain(found.runner_up),
         "unsplit": plain(found.unsplit),
+        "split": plain(found.split),
         "nearest": plain(found.nearest),
+        "sensitivity": {name: plain(candidate) for name, candidate in found.sensitivity.items()},
+        "tried": [plain(candidate) for candidate in found.tried],
         "num_simulated": found.num_simulated,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+def picture(found: Found) -> str:
+    """Returns cost against attainment of all that was tried, as SVG. Raises ConfigError if nothing was."""
+    if not found.tried:
+        raise ConfigError("--plot: nothing was simulated, so there is nothing to draw")
+    kinds: dict[str, list[Candidate]] = {}
+    for each in found.tried:
+        kind = "mixed" if not each.plan.decode else "prefill, decode and mixed" if each.plan.mixed else "split"
+        kinds.setdefault(f"{kind}, meets the objective" if each.meets_it else kind, []).append(each)
+    chart = Chart(
+        "Cost against attainment",
+        Axis("cost an hour"),
+        Axis("requests within the bounds, %"),
+        joined=False,
+    )
+    return chart.svg(
+        [
+            _Kind(kind, tuple((each.plan.cost_per_hour, 100 * each.attainment) for each in of_kind))
+            for kind, of_kind in sorted(kinds.items())
+        ]
+    )

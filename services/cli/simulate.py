@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,14 +16,20 @@ from services.cli.arguments import Parser
 from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
+from services.router.policy import PolicyConfig
+from services.router.policy.terms import LOOKING_AT_PROMPTS, TERMS
+from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
-from services.sim.report import Objective, summary, text
-from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
+from services.sim.report import Objective, picture, summary, text
+from services.sim.trace import TracedRequest, scaled, synthetic_trace
+from services.sim.trace_files import read_trace
+from services.sim.worker import WorkerRules
 
 PROFILE = "profile.json"
 """The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""
 _MOST_WORKERS = 1024
+_BAR = 30
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -42,6 +50,23 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser.add_argument(
         "--slow", action="append", default=[], metavar="WORKER=X", help="its steps take X times as long: decode-0=2"
     )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
+    parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
+    parser.add_argument("--static-batching", action="store_true", help="nobody joins or leaves a worker's batch")
+    parser.add_argument(
+        "--weight",
+        action="append",
+        default=[],
+        metavar="PHASE.TERM=W",
+        help="changes or adds a term of the policy: prefill.prefix_placed=4, decode.near=0",
+    )
+    parser.add_argument(
+        "--ablations",
+        action="store_true",
+        help="compare with clusters that lack one thing each: continuous batching, prefix caches, chunks, splitting; "
+        "on as many mixed workers as workers are asked for",
+    )
+    parser.add_argument("--plot", default="", metavar="FILE", help="draw the times of requests there, as SVG")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
@@ -50,17 +75,51 @@ def main(argv: Sequence[str], prog: str) -> int:
         if not 0 < getattr(arguments, flag) < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
     plan, trace = _plan(arguments), read_workload(arguments)
-    outcome = simulate(plan, trace, _progress(len(trace)))
     objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
+    if arguments.ablations:
+        return _ablations(arguments, plan, trace, objective)
+    outcome = simulate(plan, trace, _progress(len(trace)))
     figures = summary(plan, outcome, objective)
+    if arguments.plot:
+        write_whole(Path(arguments.plot), picture(outcome), "--plot")
     if arguments.json == "-":
         print(json.dumps(figures))
         return 0
     if arguments.json:
-        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
+        write_whole(Path(arguments.json), json.dumps(figures, indent=1) + "\n", "--json")
     print(text(figures))
     return 0
+
+
+def _ablations(
+    arguments: argparse.Namespace, plan: SimPlan, trace: Sequence[TracedRequest], objective: Objective
+) -> int:
+    count = len(plan.worker_ids)
+    if count < 2:
+        raise ConfigError("--ablations: one worker cannot be split; ask for two or more")
+    shown = _progress_line if sys.stderr.isatty() else lambda line: None
+    found = ablations(trace, plan.profile, count, objective, shown)
+    plain = json.dumps([{**dataclasses.asdict(each), "gain": each.gain} for each in found], indent=1)
+    if arguments.json == "-":
+        print(plain)
+        return 0
+    if arguments.json:
+        write_whole(Path(arguments.json), plain + "\n", "--json")
+    print(table(found))
+    return 0
+
+
+def _progress_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def write_whole(path: Path, content: str, flag: str) -> None:
+    """Writes a file that a flag names. Raises ConfigError, which names the flag."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +167,34 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
     deaths = [Death(*_of_worker("--die", text, "@", plan)) for text in arguments.die]
     slowness = [_of_worker("--slow", text, "=", plan) for text in arguments.slow]
     return dataclasses.replace(
-        plan, deaths=tuple(deaths), cold_start_s=arguments.cold_start_s, slowness=tuple(slowness)
+        plan,
+        deaths=tuple(deaths),
+        cold_start_s=arguments.cold_start_s,
+        slowness=tuple(slowness),
+        rules=WorkerRules(
+            prefix_caching=not arguments.no_prefix_caching,
+            chunked=not arguments.no_chunking,
+            static=arguments.static_batching,
+        ),
+        router=dataclasses.replace(plan.router, policy=_weighted(plan.router.policy, arguments.weight)),
+    )
+
+
+def _weighted(policy: PolicyConfig, weights: Sequence[str]) -> PolicyConfig:
+    """Returns the policy with the weights of PHASE.TERM=W. Prompts are hashed where a term looks at them. Raises
+    ConfigError."""
+    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
+    hash_prompts = policy.hash_prompts
+    for weight in weights:
+        match = re.fullmatch(r"(prefill|decode)\.(\w+)=(\d+(?:\.\d+)?)", weight)
+        term = TERMS.get(match[2]) if match is not None else None
+        if match is None or term is None:
+            raise ConfigError(f"--weight: {weight!r} is not like prefill.short_queue=4; there are {', '.join(TERMS)}")
+        others = tuple(each for each in terms[match[1]] if each[1] is not term)
+        terms[match[1]] = (*others, (float(match[3]), term))
+        hash_prompts = hash_prompts or term in LOOKING_AT_PROMPTS
+    return dataclasses.replace(
+        policy, hash_prompts=hash_prompts, prefill_terms=terms["prefill"], decode_terms=terms["decode"]
     )
 
 
@@ -136,7 +222,7 @@ def read_profiles(arguments: argparse.Namespace) -> tuple[WorkerProfile, WorkerP
 
 
 def _changed(profile: WorkerProfile, settings: Sequence[str]) -> WorkerProfile:
-    types = {field.name: field.type for field in dataclasses.fields(profile) if field.name != "name"}
+    types = {field.name: field.type for field in dataclasses.fields(profile) if field.type in ("int", "float")}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in types:
@@ -159,15 +245,8 @@ def _read_profile(named: str, flag: str) -> WorkerProfile:
 
 def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
     """Returns the requests that the flags of `add_workload` name. Raises ConfigError, which names the flag."""
-    for flag in ("rate_scale", "length_scale"):
-        if not 0 < getattr(arguments, flag) <= 1e6:
-            raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")
-    if arguments.seconds and not duration(arguments.seconds):
-        raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
     if not 1 <= arguments.requests <= 10_000_000:
         raise ConfigError("--requests: must be from 1 to 10000000")
-    if not 2 <= arguments.most_tokens <= 100_000_000:
-        raise ConfigError("--most-tokens: must be from 2 to 100000000")
     try:
         whole = (
             read_trace(Path(arguments.trace))
@@ -178,6 +257,18 @@ def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
         raise ConfigError(f"--trace: {arguments.trace} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"--trace: {error}") from error
+    return scaled_as_asked(whole, arguments)
+
+
+def scaled_as_asked(whole: Sequence[TracedRequest], arguments: argparse.Namespace) -> list[TracedRequest]:
+    """Returns the requests scaled by the flags of `add_workload`. Raises ConfigError, which names the flag."""
+    for flag in ("rate_scale", "length_scale"):
+        if not 0 < getattr(arguments, flag) <= 1e6:
+            raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")
+    if arguments.seconds and not duration(arguments.seconds):
+        raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
+    if not 2 <= arguments.most_tokens <= 100_000_000:
+        raise ConfigError("--most-tokens: must be from 2 to 100000000")
     return scaled(
         whole,
         length=arguments.length_scale,
@@ -188,13 +279,19 @@ def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
 
 
 def _progress(total: int) -> Callable[[int], None]:
-    """Returns what shows on a terminal how much is done."""
+    """Returns what shows a bar on a terminal."""
     if not sys.stderr.isatty():
         return lambda done: None
+    began_s = time.monotonic()
 
     def show(done: int) -> None:
-        if done % max(1, total // 100) == 0 or done == total:
-            end = "\n" if done == total else ""
-            print(f"\r{done} of {total} requests", end=end, file=sys.stderr, flush=True)
+        if done % max(1, total // 100) and done != total:
+            return
+        elapsed_s = time.monotonic() - began_s
+        left_s = elapsed_s / done * (total - done)
+        bar = ("#" * (_BAR * done // total)).ljust(_BAR, ".")
+        end = "\n" if done == total else ""
+        line = f"\r[{bar}] {done} of {total} requests, {elapsed_s:.0f} s, {left_s:.0f} s left "
+        print(line, end=end, file=sys.stderr, flush=True)
 
     return show

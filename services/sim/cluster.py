@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 from services.core.errors import BatonError
+from services.core.hashing import BlockHash, block_hash
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
     Action,
@@ -18,6 +19,7 @@ from services.router.coordinator.actions import (
     Defect,
     EmitFailed,
     EmitFinished,
+    EmitStarted,
     EmitTokens,
     SendLeg,
 )
@@ -25,9 +27,10 @@ from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Load, Role
+from services.sim.pool import PromptParts
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest
-from services.sim.worker import SimWorker
+from services.sim.worker import SimWorker, WorkerRules
 from services.sim.world import World
 
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
@@ -59,6 +62,7 @@ class SimPlan:
     """How long after its death a worker is back, with nothing in its memory; infinite for never."""
     slowness: tuple[tuple[str, float], ...] = ()
     """Workers whose steps take so many times as long."""
+    rules: WorkerRules = field(default_factory=WorkerRules)
 
     @property
     def worker_ids(self) -> list[str]:
@@ -78,10 +82,13 @@ class Served:
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    priority: int = 0
     queue_s: float = 0.0
     ttft_s: float | None = None
     total_s: float | None = None
     """None if it failed."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that a prefix cache had."""
     num_retries: int = 0
     error: str = ""
 
@@ -107,23 +114,38 @@ class Outcome:
 
 
 def simulate(
-    plan: SimPlan, trace: Sequence[TracedRequest], progress: Callable[[int], None] = lambda done: None
+    plan: SimPlan,
+    trace: Sequence[TracedRequest],
+    progress: Callable[[int], None] = lambda done: None,
+    on_end: Callable[[Served], None] = lambda served: None,
 ) -> Outcome:
-    """Returns what becomes of the trace's requests. `progress` is called with the number of requests that have ended.
+    """Returns what becomes of the trace's requests. `progress` is called with the number of requests that have ended,
+    `on_end` with each that ends; what they raise ends the simulation.
 
     The same plan and trace give the same outcome. Every request ends once, and no block is left in use.
     """
-    return _Simulation(plan, trace, progress).run()
+    return _Simulation(plan, trace, progress, on_end).run()
 
 
 class _Simulation:
-    def __init__(self, plan: SimPlan, trace: Sequence[TracedRequest], progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        plan: SimPlan,
+        trace: Sequence[TracedRequest],
+        progress: Callable[[int], None],
+        on_end: Callable[[Served], None],
+    ) -> None:
         self._world = World()
         self._coordinator = Coordinator(plan.router)
         self._trace = trace
         self._progress = progress
+        self._on_end = on_end
         self._served: list[Served] = []
         self._live: dict[str, Served] = {}
+        self._prompts: dict[str, PromptParts] = {}
+        """Of those that live."""
+        self._rules = plan.rules
+        self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
         self._gaps: dict[float, int] = {}
         self._ticking = False
@@ -149,7 +171,15 @@ class _Simulation:
             profile.max_num_seqs,
             host_id=worker_id,
         )
-        worker = self._workers[worker_id] = SimWorker(self._world, info, profile, self._tell, self._note_gap)
+        worker = self._workers[worker_id] = SimWorker(
+            self._world,
+            info,
+            profile,
+            self._tell,
+            self._note_gap,
+            rules=self._rules,
+            host=self._workers.values() if profile.shares_host else (),
+        )
         self._coordinator.worker_joined(info, self._world.now)
         self._coordinator.session_opened(worker_id, incarnation, self._world.now)
         self._coordinator.worker_events(worker_id, incarnation, (), worker.load(), self._world.now)
@@ -204,18 +234,27 @@ class _Simulation:
             self._submit(number, traced)
             self._arrive(number + 1)
 
-        self._world.at(traced.at_s, arrive)
+        self._world.at(traced.at_s + self._reading_s, arrive)
 
     def _submit(self, number: int, traced: TracedRequest) -> None:
-        served = Served(traced.at_s, traced.prompt_tokens, traced.output_tokens)
+        served = Served(traced.at_s, traced.prompt_tokens, traced.output_tokens, traced.priority)
         self._served.append(served)
-        spec = RequestSpec(str(number), _tokens(traced.prompt_tokens), traced.output_tokens)
+        prompt = PromptParts(traced.part_names(), traced.block_tokens)
+        spec = RequestSpec(
+            str(number),
+            (1,) * traced.prompt_tokens,
+            traced.output_tokens,
+            traced.priority,
+            conversation=traced.session,
+            tenant=traced.caller,
+            block_hashes={size: _block_hashes(prompt, size) for size in self._coordinator.block_sizes_to_hash()},
+        )
         try:
             self._coordinator.submit(spec, self._world.now)
         except BatonError as error:
             self._end(served, error)
             return
-        self._live[spec.request_id] = served
+        self._live[spec.request_id], self._prompts[spec.request_id] = served, prompt
         if not self._ticking:
             self._ticking = True
             self._world.after(TICK_S, self._tick)
@@ -250,39 +289,49 @@ class _Simulation:
     def _do(self, action: Action) -> None:
         match action:
             case SendLeg():
-                worker = self._workers[action.worker_id]
-                self._world.after(MESSAGE_S, lambda: worker.receive(action))
+                worker, prompt = self._workers[action.worker_id], self._prompts[action.spec.request_id]
+                self._world.after(MESSAGE_S, lambda: worker.receive(action, prompt))
             case CancelLeg():
                 worker, leg = self._workers[action.worker.worker_id], action.leg
                 self._world.after(MESSAGE_S, lambda: worker.cancel(leg))
+            case EmitStarted():
+                self._live[action.request_id].cached_tokens = action.cached_tokens
             case EmitTokens():
                 served = self._live[action.request_id]
                 if served.ttft_s is None:
                     served.ttft_s = self._world.now - served.at_s
             case EmitFinished():
-                served = self._live.pop(action.request_id)
+                served = self._ended(action.request_id)
                 served.total_s = self._world.now - served.at_s
                 served.queue_s, served.num_retries = action.summary.queue_s, action.summary.num_retries
                 assert action.summary.num_output_tokens == served.output_tokens
                 self._end(served, None)
             case EmitFailed():
-                self._end(self._live.pop(action.request_id), action.error)
+                self._end(self._ended(action.request_id), action.error)
             case Defect():
                 raise action.error
             case _:
                 pass
 
+    def _ended(self, request_id: str) -> Served:
+        del self._prompts[request_id]
+        return self._live.pop(request_id)
+
     def _end(self, served: Served, error: BatonError | None) -> None:
         served.error = "" if error is None else error.reason
         self._num_ended += 1
         self._progress(self._num_ended)
+        self._on_end(served)
 
     def _note_gap(self, seconds: float, count: int) -> None:
         key = float(f"{seconds:.3g}")
         self._gaps[key] = self._gaps.get(key, 0) + count
 
 
-@cache
-def _tokens(count: int) -> tuple[int, ...]:
-    """Returns a prompt of so many tokens; those of one length are one object."""
-    return (1,) * count
+def _block_hashes(prompt: PromptParts, block_size: int) -> tuple[BlockHash, ...]:
+    """Returns a name for each full block of the parts: that of the part in which it ends, and its number."""
+    num_blocks = len(prompt.names) * prompt.part_tokens // block_size
+    return tuple(
+        block_hash(prompt.names[((number + 1) * block_size - 1) // prompt.part_tokens], (number,))
+        for number in range(num_blocks)
+    )

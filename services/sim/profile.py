@@ -1,9 +1,10 @@
 """Describes a worker by what its steps cost. Pure but for reading and writing files.
 
 A step computes one token for each decoding sequence, and chunks of prompts. Its time has the form that Splitwise's
-measurements and Baton's own cost model have (arXiv 2311.18677, section IV): a fixed part, a part for each prompt token,
-and parts for each decoding sequence and for each token that these attend to. In a step with both, the weights are read
-once, so that only the longer of the two fixed parts counts.
+measurements and Baton's own cost model have (arXiv 2311.18677, section IV): a fixed part, a part for each prompt token
+and each token that these attend to, and parts for each decoding sequence and for each token that these attend to. In a
+step with both, the weights are read once, so that only the longer of the two fixed parts counts. Where a table has
+measured steps of many sizes, its points take the place of the fixed parts and of those for each token and sequence.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import contextlib
 import csv
 import dataclasses
 import json
+import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.core.errors import ConfigError
+
+Points = tuple[tuple[float, float], ...]
+"""Measured (size, milliseconds), by size. Between two, and beyond the last, values are on a straight line."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,23 @@ class WorkerProfile:
     ms_per_prefill_step: float = 0.0
     ms_per_context_token: float = 0.0
     """What each token adds that a decoding sequence attends to."""
+    ms_per_attended_token: float = 0.0
+    """What each token adds that a prompt token attends to: a prompt of n tokens has n * n / 2 of these pairs."""
+    ms_per_prompt: float = 0.0
+    """What each prompt that a step has completed keeps its worker from the next: its lease, its handoff."""
+    ms_per_request: float = 0.0
+    """What a request takes outside of the workers: to be read, tokenised, sent and written."""
+    prefill_beside_factor: float = 1.0
+    """How many times as long a step with prompts takes while another worker of the host computes."""
+    decode_beside_factor: float = 1.0
+    """The same of a step without prompts. With either above 1, all workers are on one host."""
+    prefill_points: Points = ()
+    """Over the prompt tokens of a step."""
+    decode_points: Points = ()
+    """Over its decoding sequences."""
+    mixed_factor: float = 0.0
+    """If not 0: a step with prompts and decodes takes so many times what one of as many prompt tokens takes, as in
+    Splitwise's simulator."""
     num_blocks: int = 4096
     block_size: int = 16
     max_model_len: int = 32768
@@ -48,6 +71,9 @@ class WorkerProfile:
             value = getattr(self, field.name)
             if field.name == "name":
                 continue
+            if field.name.endswith("_points"):
+                self._check_points(field.name, value)
+                continue
             is_whole = field.type == "int"
             if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
                 raise ConfigError(f"profile {self.name!r}: {field.name} is {value!r}, and must be a number")
@@ -55,25 +81,70 @@ class WorkerProfile:
             if not least <= value <= 1e15 or (field.name in _POSITIVE and not value):
                 raise ConfigError(f"profile {self.name!r}: {field.name} is {value}, which is out of range")
 
+    def _check_points(self, name: str, points: Points) -> None:
+        sizes = [size for size, _ in points]
+        good = all(0 <= size <= 1e15 and 0 < ms <= 1e15 for size, ms in points) and len(points) != 1
+        if not good or sizes != sorted(set(sizes)):
+            raise ConfigError(f"profile {self.name!r}: {name} must be two points or more, by growing size")
+
     def slowed(self, times: float) -> WorkerProfile:
         """Returns the profile of a worker whose steps take so many times as long."""
         if times == 1.0:
             return self
-        names = [field.name for field in dataclasses.fields(self) if field.name.startswith("ms_per_")]
-        return dataclasses.replace(self, **{name: getattr(self, name) * times for name in names})
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith("ms_per_") and field.name != "ms_per_request":
+                changes[field.name] = value * times
+            elif field.name.endswith("_points"):
+                changes[field.name] = tuple((size, ms * times) for size, ms in value)
+        return dataclasses.replace(self, **changes)
 
-    def step_s(self, prompt_tokens: int, num_decodes: int, context_tokens: float) -> float:
-        """Returns the seconds of a step; `context_tokens` is the sum over its decoding sequences."""
-        prefill_ms = self.ms_per_prefill_step + prompt_tokens * self.ms_per_prefill_token if prompt_tokens else 0.0
-        if not num_decodes:
-            return prefill_ms / 1e3
+    def prefill_ms(self, prompt_tokens: int, attended_tokens: float = 0.0) -> float:
+        """Returns the milliseconds of a step that computes so many prompt tokens and nothing else; `attended_tokens` is
+        the sum of what each of them attends to."""
+        if not prompt_tokens:
+            return 0.0
+        if self.prefill_points:
+            return _at(self.prefill_points, prompt_tokens) + attended_tokens * self.ms_per_attended_token
+        of_tokens_ms = prompt_tokens * self.ms_per_prefill_token + attended_tokens * self.ms_per_attended_token
+        return self.ms_per_prefill_step + of_tokens_ms
+
+    def decode_ms(self, num_decodes: int, context_tokens: float = 0.0) -> float:
+        """Returns the milliseconds of a step that only decodes; `context_tokens` is the sum over its sequences."""
+        if self.decode_points:
+            return _at(self.decode_points, num_decodes) + context_tokens * self.ms_per_context_token
         more_ms = (num_decodes - 1) * self.ms_per_decode_sequence + context_tokens * self.ms_per_context_token
-        return (max(self.ms_per_decode_step, prefill_ms) + more_ms) / 1e3
+        return self.ms_per_decode_step + more_ms
+
+    def step_s(
+        self, prompt_tokens: int, num_decodes: int, context_tokens: float, attended_tokens: float = 0.0
+    ) -> float:
+        """Returns the seconds of a step."""
+        if not num_decodes:
+            return self.prefill_ms(prompt_tokens, attended_tokens) / 1e3
+        decode_ms = self.decode_ms(num_decodes, context_tokens)
+        if not prompt_tokens:
+            return decode_ms / 1e3
+        if self.mixed_factor:
+            return self.mixed_factor * self.prefill_ms(prompt_tokens + num_decodes, attended_tokens) / 1e3
+        fixed_ms = _at(self.decode_points, 1) if self.decode_points else self.ms_per_decode_step
+        return (max(fixed_ms, self.prefill_ms(prompt_tokens, attended_tokens)) + decode_ms - fixed_ms) / 1e3
+
+    @property
+    def shares_host(self) -> bool:
+        return self.prefill_beside_factor > 1 or self.decode_beside_factor > 1
 
     def decode_s(self, num_steps: int, num_decodes: int, context_tokens: float) -> float:
         """Returns the seconds of so many steps in a row that only decode, in each of which every context grows."""
         growth = num_decodes * num_steps * (num_steps - 1) / 2 * self.ms_per_context_token / 1e3
-        return num_steps * self.step_s(0, num_decodes, context_tokens) + growth
+        return num_steps * self.decode_ms(num_decodes, context_tokens) / 1e3 + growth
+
+
+def _at(points: Points, size: float) -> float:
+    place = min(max(bisect_right(points, (size, float("inf"))), 1), len(points) - 1)
+    (left, left_ms), (right, right_ms) = points[place - 1], points[place]
+    return left_ms + (right_ms - left_ms) * (size - left) / (right - left)
 
 
 _POSITIVE = {"ms_per_prefill_token", "ms_per_decode_step", "transfer_bytes_per_s"}
@@ -113,33 +184,51 @@ def _of(path: Path, content: Mapping[str, Any]) -> WorkerProfile:
     if unknown := sorted(content.keys() - known):
         raise ConfigError(f"{path}: {', '.join(unknown)} is not known")
     try:
-        return WorkerProfile(**content)
-    except TypeError as error:
+        points = {key: tuple((x, y) for x, y in value) for key, value in content.items() if key.endswith("_points")}
+        return WorkerProfile(**{**content, **points})
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def _from_table(path: Path, rows: Sequence[Mapping[str, str]], name: str) -> WorkerProfile:
-    """Fits the parts of a step to the measured points of one model on one kind of hardware, by least squares."""
+    """Takes the measured points of one model on one kind of hardware and one number of GPUs: medians, by the tokens of
+    a prompt or the sequences of a step. The other figures are fitted to them by least squares."""
     kinds = sorted({f"{row.get('model')}:{row.get('hardware')}" for row in rows})
+    kind, gpus = name, ""
     if name not in kinds:
-        raise ConfigError(f"{path}: has {', '.join(kinds)}; name one of them as FILE#MODEL:HARDWARE")
-    of_kind = [row for row in rows if f"{row['model']}:{row['hardware']}" == name]
+        kind, _, gpus = name.rpartition(":")
+    if kind not in kinds:
+        raise ConfigError(f"{path}: has {', '.join(kinds)}; name one of them as FILE#MODEL:HARDWARE[:GPUS]")
+    of_kind = [row for row in rows if f"{row['model']}:{row['hardware']}" == kind]
+    numbers = sorted({row.get("tensor_parallel", "") for row in of_kind}, key=lambda text: (len(text), text))
+    if gpus and gpus not in numbers:
+        raise ConfigError(f"{path}: {kind} was measured on {', '.join(numbers)} GPUs, not on {gpus}")
+    chosen = [row for row in of_kind if row.get("tensor_parallel", "") == (gpus or numbers[-1])]
     try:
-        points = [
-            tuple(float(row[column]) for column in ("prompt_size", "batch_size", "prompt_time", "token_time"))
-            for row in of_kind
-        ]
+        prefills = _medians(
+            (int(row["prompt_size"]) * int(row["batch_size"]), float(row["prompt_time"])) for row in chosen
+        )
+        decodes = _medians((int(row["batch_size"]), float(row["token_time"])) for row in chosen)
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    fixed_ms, token_ms = _line((prompt * batch, prompt_ms) for prompt, batch, prompt_ms, _ in points)
-    step_ms, sequence_ms = _line((batch - 1, step) for _, batch, _, step in points)
+    fixed_ms, token_ms = _line(prefills)
+    step_ms, sequence_ms = _line((sequences - 1, ms) for sequences, ms in decodes)
     return WorkerProfile(
         name,
         ms_per_prefill_token=max(token_ms, 1e-6),
         ms_per_prefill_step=max(fixed_ms, 0.0),
         ms_per_decode_step=max(step_ms, 1e-6),
         ms_per_decode_sequence=max(sequence_ms, 0.0),
+        prefill_points=prefills if len(prefills) > 1 else (),
+        decode_points=decodes if len(decodes) > 1 else (),
     )
+
+
+def _medians(points: Iterable[tuple[float, float]]) -> Points:
+    of_size: dict[float, list[float]] = {}
+    for size, ms in points:
+        of_size.setdefault(size, []).append(ms)
+    return tuple((size, statistics.median(values)) for size, values in sorted(of_size.items()))
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.sim.chart import Axis, Chart
 from services.sim.cluster import Outcome, Served, SimPlan
 
 PERCENTS = (50, 95, 99)
@@ -31,6 +32,7 @@ def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, 
     ended = [served for served in outcome.requests if served.total_s is not None]
     good = sum(map(objective.met_by, outcome.requests))
     output_tokens = sum(served.output_tokens for served in ended)
+    prompt_tokens = sum(served.prompt_tokens for served in ended)
     seconds = outcome.seconds or 1.0
     return {
         "workers": {"prefill": plan.prefill, "decode": plan.decode, "mixed": plan.mixed},
@@ -47,6 +49,8 @@ def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, 
         "objective_ms": {"ttft": objective.ttft_s * 1e3, "tpot": objective.tpot_s * 1e3},
         "goodput_per_s": good / seconds,
         "attainment": good / len(outcome.requests) if outcome.requests else 0.0,
+        "by_priority": _by_priority(outcome.requests, objective),
+        "hit_rate": sum(served.cached_tokens for served in ended) / prompt_tokens if prompt_tokens else 0.0,
         "busy": outcome.busy,
         "bytes_moved": outcome.bytes_moved,
         "num_preemptions": outcome.num_preemptions,
@@ -72,11 +76,74 @@ def text(figures: Mapping[str, Any]) -> str:
     lines += [
         f"good  {figures['attainment']:.1%} (TTFT <= {objective['ttft']:.0f} ms, TPOT <= {objective['tpot']:.0f} ms), "
         f"{figures['goodput_per_s']:.2f} requests/s",
+        *(
+            f"      priority {priority}: {of['attainment']:.1%} of {of['num_requests']}"
+            for priority, of in figures["by_priority"].items()
+        ),
         f"busy  {busy}",
+        f"cache {figures['hit_rate']:.1%} of prompt tokens were in a prefix cache",
         f"KV moved {figures['bytes_moved'] / 1e9:.2f} GB, {figures['num_preemptions']} preemptions, "
         f"{figures['num_retries']} retries, failed: {failed}, cost {figures['cost']:.4g}",
     ]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+def picture(outcome: Outcome) -> str:
+    """Returns the distributions of TTFT, TPOT, ITL and queueing, as SVG. Times below a tenth of a millisecond are drawn
+    as that."""
+    chart = Chart(
+        "Times of requests",
+        Axis("milliseconds", logarithmic=True),
+        Axis("requests (or tokens) that waited no longer, %"),
+        markers=False,
+    )
+    ended = [served for served in outcome.requests if served.total_s is not None]
+    of_requests: dict[str, list[float | None]] = {
+        "TTFT": [served.ttft_s for served in ended],
+        "TPOT": [served.tpot_s for served in ended],
+        "queue": [served.queue_s for served in ended],
+    }
+    counts: dict[str, Mapping[float, int]] = {
+        name: Counter(value for value in values if value is not None) for name, values in of_requests.items()
+    }
+    return chart.svg(
+        [
+            _Distribution(name, _cumulated(weights))
+            for name, weights in (counts | {"ITL": outcome.gaps_s}).items()
+            if weights
+        ]
+    )
+
+
+def _cumulated(counts: Mapping[float, int]) -> tuple[tuple[float, float], ...]:
+    """Returns about two hundred points (milliseconds, percent of what is no larger)."""
+    total, seen, points = sum(counts.values()), 0, list[tuple[float, float]]()
+    for value, count in sorted(counts.items()):
+        seen += count
+        share = 100 * seen / total
+        if not points or share - points[-1][1] >= 0.5 or seen == total:
+            points.append((max(value * 1e3, 0.1), share))
+    return tuple(points)
+
+
+def _by_priority(requests: Sequence[Served], objective: Objective) -> dict[str, dict[str, float]]:
+    """Returns how many requests of each priority there were and which share of them was good; nothing if all are of
+    one priority."""
+    groups: dict[int, list[Served]] = {}
+    for served in requests:
+        groups.setdefault(served.priority, []).append(served)
+    if len(groups) < 2:
+        return {}
+    return {
+        str(priority): {"num_requests": len(group), "attainment": sum(map(objective.met_by, group)) / len(group)}
+        for priority, group in sorted(groups.items(), reverse=True)
+    }
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

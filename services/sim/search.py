@@ -1,4 +1,10 @@
-"""Searches the cheapest cluster that meets an objective, by simulating clusters in the order of their cost."""
+"""Searches the cheapest cluster that meets an objective, by simulating clusters in the order of their cost.
+
+Few are simulated. Those that could not finish the work in the trace's time, however well it was spread, are left out;
+so are those with fewer prefill workers than meet the bounds of TTFT beside plenty of decode workers, and with fewer
+decode workers than meet those of TPOT and ITL beside plenty of prefill workers: more workers make these no worse. A
+simulation ends as soon as so many requests are late that a bound must be broken.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.sim.cluster import SimPlan, simulate
+from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.report import Objective, summary
 from services.sim.trace import TracedRequest
 
 METRICS = ("ttft", "tpot", "itl", "queue")
+_OF_PREFILL, _OF_DECODE = ("ttft", "queue"), ("tpot", "itl")
+_MOST_OF_ALL_KINDS = 12
+"""The most clusters of prefill, decode and mixed workers together that are tried."""
+
+
+class Hopeless(Exception):
+    """Says that a bound is broken by far, whatever the requests do that have not ended."""
+
+    def __init__(self, bound: str, attainment: float) -> None:
+        """`attainment` is the largest share of requests that may still be good."""
+        super().__init__(f"{bound} is broken")
+        self.bound = bound
+        self.attainment = attainment
 
 
 @dataclass(frozen=True)
@@ -22,29 +41,74 @@ class Goal:
 
     bounds_ms: Mapping[str, float]
 
-    def margin(self, figures: Mapping[str, Any]) -> float:
-        """Returns by which share the tightest bound is kept; negative if one is broken, or if a request failed."""
-        if figures["num_failed"]:
-            return -1.0
-        margins: list[float] = []
+    @property
+    def objective(self) -> Objective:
+        """Returns what one request must keep to count as good: the tightest bound of each metric."""
+        tightest = dict.fromkeys(METRICS, math.inf)
+        for name, bound in self.bounds_ms.items():
+            metric = name.partition("_")[0]
+            tightest[metric] = min(tightest[metric], bound / 1e3)
+        return Objective(tightest["ttft"], tightest["tpot"])
+
+    def margins(self, figures: Mapping[str, Any]) -> dict[str, float]:
+        """Returns by which share each bound is kept; negative if it is broken."""
+        found = {}
         for name, bound in self.bounds_ms.items():
             metric, _, percent = name.partition("_")
-            margins.append(1 - figures[f"{metric}_ms"][percent] / bound)
-        return min(margins)
+            found[name] = 1 - figures[f"{metric}_ms"][percent] / bound
+        return found
+
+    def margin(self, figures: Mapping[str, Any]) -> float:
+        """Returns by which share the tightest bound is kept; negative if one is broken, or if a request failed."""
+        return -1.0 if figures["num_failed"] else min(self.margins(figures).values())
+
+    def of(self, metrics: Sequence[str]) -> Goal:
+        return Goal({name: bound for name, bound in self.bounds_ms.items() if name.partition("_")[0] in metrics})
+
+
+class Watch:
+    """Ends a simulation whose requests are late so often that a bound is broken by far: twice as many as may be."""
+
+    def __init__(self, goal: Goal, num_requests: int) -> None:
+        self._bounds: list[tuple[str, str, float, float]] = []
+        for name, bound in goal.bounds_ms.items():
+            metric, _, percent = name.partition("_p")
+            if metric in ("ttft", "tpot"):
+                self._bounds.append((name, metric, bound / 1e3, 2 * (100 - int(percent)) / 100 * num_requests + 1))
+        self._num_late = [0] * len(self._bounds)
+        self._num_requests = num_requests
+
+    def look(self, served: Served) -> None:
+        for number, (name, metric, bound_s, most) in enumerate(self._bounds):
+            time_s = served.ttft_s if metric == "ttft" else served.tpot_s
+            if served.error or (time_s is not None and time_s > bound_s):
+                self._num_late[number] += 1
+                if self._num_late[number] > most:
+                    raise Hopeless(name, 1 - self._num_late[number] / self._num_requests)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Keeps a cluster that was simulated, what it costs an hour, and its margin."""
+    """Keeps a cluster that was simulated, and how well it kept the bounds."""
 
     plan: SimPlan
-    figures: Mapping[str, Any]
+    figures: Mapping[str, Any] | None
+    """None if a bound was broken by far before the end."""
     margin: float
+    """Negative if it does not meet the goal."""
+    attainment: float
+    """The share of requests within all bounds of single requests; of a hopeless one, the most that it could be."""
+    broken: str = ""
+    """The bound that is broken by far, of a hopeless one."""
+
+    @property
+    def meets_it(self) -> bool:
+        return self.margin >= 0
 
     @property
     def name(self) -> str:
-        workers = self.figures["workers"].items()
-        return ", ".join(f"{count} {role}" for role, count in workers if count)
+        counts = (("prefill", self.plan.prefill), ("decode", self.plan.decode), ("mixed", self.plan.mixed))
+        return ", ".join(f"{count} {role}" for role, count in counts if count)
 
 
 @dataclass(frozen=True)
@@ -56,11 +120,20 @@ class Found:
     """The next cheapest of another shape that meets the goal too."""
     unsplit: Candidate | None
     """Mixed workers alone, as many as cost no more than the best, whether they meet the goal or not."""
-    num_simulated: int
+    split: Candidate | None
+    """If the best is not split: the best of the clusters at its cost that are, whether it meets the goal or not."""
     nearest: Candidate | None
     """Of those simulated, the one with the largest margin, if none meets the goal."""
     fewest: SimPlan
     """The fewest prefill, decode and mixed workers that could do the work at all, in a split and a mixed cluster."""
+    tried: tuple[Candidate, ...]
+    """All that were simulated, in that order."""
+    sensitivity: Mapping[str, Candidate]
+    """The best with another workload."""
+    prompt_share: float
+    """Which share of the work prompts are."""
+    num_simulated: int
+    """All of `tried`, and those that were simulated to find the fewest workers of a phase."""
 
 
 def search(
@@ -71,65 +144,189 @@ def search(
     most_workers: int,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Found:
-    """Simulates clusters of at most so many workers, the cheapest first, until one meets the goal and another too.
+    """Simulates clusters of at most so many workers, the cheapest first, until one meets the goal and another too."""
+    return _Search(trace, profile, decode_profile, goal, most_workers, progress).found()
 
-    Those that could not finish the work in the trace's time, however well it was spread, are left out.
-    """
-    objective = Objective(math.inf, math.inf)
-    fewest = _fewest(trace, profile, decode_profile)
-    good: list[Candidate] = []
-    nearest: Candidate | None = None
-    num_simulated = 0
 
-    def run(plan: SimPlan) -> Candidate:
-        nonlocal num_simulated
-        num_simulated += 1
-        progress(f"simulating {plan.prefill} prefill, {plan.decode} decode, {plan.mixed} mixed")
-        figures = summary(plan, simulate(plan, trace), objective)
-        candidate = Candidate(plan, figures, goal.margin(figures))
-        progress(f"{candidate.name}: {'meets it' if candidate.margin >= 0 else 'does not'} ({candidate.margin:+.0%})")
+class _Search:
+    def __init__(
+        self,
+        trace: Sequence[TracedRequest],
+        profile: WorkerProfile,
+        decode_profile: WorkerProfile | None,
+        goal: Goal,
+        most_workers: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._trace = trace
+        self._goal = goal
+        self._most = most_workers
+        self._progress = progress
+        self._fewest = _fewest(trace, profile, decode_profile)
+        self._tried: dict[tuple[int, int, int], Candidate] = {}
+        self._num_simulated = 0
+
+    def found(self) -> Found:
+        good: list[Candidate] = []
+        num_of_all_kinds = 0
+        for plan in self._by_cost():
+            if plan.mixed and plan.decode:
+                num_of_all_kinds += 1
+                if num_of_all_kinds > _MOST_OF_ALL_KINDS:
+                    continue
+            candidate = self._run(plan)
+            if candidate.meets_it:
+                good.append(candidate)
+                if len(good) == 2:
+                    break
+        best, runner_up = (*good, None, None)[:2]
+        tried = list(self._tried.values())
+        unsplit, split = self._alternatives(best)
+        sensitivity = self._sensitivity(best.plan) if best is not None else {}
+        return Found(
+            best,
+            runner_up,
+            unsplit,
+            split,
+            None if good else max(tried, key=lambda each: (each.margin, each.attainment), default=None),
+            self._fewest,
+            tuple(self._tried.values()),
+            sensitivity,
+            self._work_share(),
+            self._num_simulated,
+        )
+
+    def _run(self, plan: SimPlan, goal: Goal | None = None) -> Candidate:
+        """Returns the cluster's figures; those of one that was simulated before are remembered, but not for another
+        `goal`."""
+        key = (plan.prefill, plan.decode, plan.mixed)
+        if goal is None and key in self._tried:
+            return self._tried[key]
+        self._num_simulated += 1
+        candidate = self._simulated(plan, self._trace, goal or self._goal)
+        verdict = "meets it" if candidate.meets_it else "does not"
+        margin = "a bound is broken by far" if candidate.margin < -1 else f"{candidate.margin:+.0%}"
+        what = f" ({', '.join((goal or self._goal).bounds_ms)} only)" if goal is not None else ""
+        self._progress(f"{candidate.name}: {verdict}{what} ({margin})")
+        if goal is None:
+            self._tried[key] = candidate
         return candidate
 
-    for plan in _by_cost(fewest, most_workers):
-        candidate = run(plan)
-        if nearest is None or candidate.margin > nearest.margin:
-            nearest = candidate
-        if candidate.margin >= 0:
-            good.append(candidate)
-            if len(good) == 2:
-                break
-    unsplit = None
-    if good and good[0].plan.mixed == 0:
-        count = int(good[0].plan.cost_per_hour / profile.cost_per_hour) if profile.cost_per_hour else most_workers
-        if 1 <= count <= most_workers:
-            unsplit = run(dataclasses.replace(good[0].plan, prefill=0, decode=0, mixed=count))
-    best, runner_up = (*good, None, None)[:2]
-    return Found(best, runner_up, unsplit, num_simulated, None if good else nearest, fewest)
+    def _simulated(self, plan: SimPlan, trace: Sequence[TracedRequest], goal: Goal) -> Candidate:
+        try:
+            outcome = simulate(plan, trace, on_end=Watch(goal, len(trace)).look)
+        except Hopeless as hopeless:
+            return Candidate(plan, None, -math.inf, hopeless.attainment, hopeless.bound)
+        figures = summary(plan, outcome, goal.objective)
+        return Candidate(plan, figures, goal.margin(figures), figures["attainment"])
+
+    def _by_cost(self) -> Iterator[SimPlan]:
+        """Yields the clusters that could meet the goal, the cheapest first. Of those that cost the same, mixed workers
+        alone come first, then split ones, the most even first, then those of all kinds, the fewest mixed first.
+
+        Of a need of two phases that rounds up to so many workers each, all kinds together can save one by sharing.
+        """
+        prefill, decode = self._least("prefill"), self._least("decode")
+        fewest, most = self._fewest, self._most
+        plans = [SimPlan(0, 0, mixed, profile=fewest.profile) for mixed in range(fewest.mixed, most + 1)]
+        for mixed in range(most - 1):
+            plans += [
+                dataclasses.replace(fewest, prefill=some, decode=others, mixed=mixed)
+                for some in range(max(1, prefill - mixed), most - mixed)
+                for others in range(max(1, decode - mixed), most - mixed - some + 1)
+                if some + others + mixed >= prefill + decode - 1
+            ]
+        yield from sorted(plans, key=_order)
+
+    def _least(self, role: str) -> int:
+        """Returns the fewest workers of a role with which the bounds of its phase are kept beside plenty of the other,
+        by halving; what the work needs at least if the goal has no such bounds."""
+        fewest = self._fewest
+        low, high = (fewest.prefill if role == "prefill" else fewest.decode), self._most
+        part = self._goal.of(_OF_PREFILL if role == "prefill" else _OF_DECODE)
+        if not part.bounds_ms or low >= high:
+            return low
+        plenty = dataclasses.replace(fewest, prefill=self._most, decode=self._most, mixed=0)
+        while low < high:
+            middle = (low + high) // 2
+            prefill, decode = (middle, self._most) if role == "prefill" else (self._most, middle)
+            if self._run(dataclasses.replace(plenty, prefill=prefill, decode=decode), part).meets_it:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _alternatives(self, best: Candidate | None) -> tuple[Candidate | None, Candidate | None]:
+        """Returns mixed workers for the cost of a split cluster, or a split cluster for that of mixed workers."""
+        if best is None:
+            return None, None
+        cost, profile = best.plan.cost_per_hour, self._fewest.profile
+        if best.plan.decode:
+            count = int(cost / profile.cost_per_hour + 1e-9) if profile.cost_per_hour else self._most
+            if not 1 <= count <= self._most:
+                return None, None
+            return self._run(SimPlan(0, 0, count, profile=profile)), None
+        plans = [
+            dataclasses.replace(self._fewest, prefill=prefill, decode=decode, mixed=0)
+            for prefill in range(1, self._most)
+            for decode in range(1, self._most - prefill + 1)
+        ]
+        affordable = [plan for plan in plans if plan.cost_per_hour <= cost + 1e-9]
+        # The dearest of them, nearest to the proportion of the work; its neighbours are not tried.
+        wanted = self._work_share()
+        dearest = max((plan.cost_per_hour for plan in affordable), default=0.0)
+        of_cost = [plan for plan in affordable if plan.cost_per_hour >= dearest - 1e-9]
+        plan = min(of_cost, key=lambda plan: abs(plan.prefill / (plan.prefill + plan.decode) - wanted), default=None)
+        return None, None if plan is None else self._run(plan)
+
+    def _work_share(self) -> float:
+        """Returns which share of the work prompts are."""
+        prefill, decode = _work_s(self._trace, self._fewest)
+        return prefill / (prefill + decode) if prefill + decode else 0.5
+
+    def _sensitivity(self, plan: SimPlan) -> dict[str, Candidate]:
+        longest = min(plan.profile.max_model_len, plan.profile.num_blocks * plan.profile.block_size)
+        faster = [dataclasses.replace(each, at_s=each.at_s / 1.2) for each in self._trace]
+        longer = [
+            dataclasses.replace(
+                each,
+                prompt_tokens=min(2 * each.prompt_tokens, max(each.prompt_tokens, longest - each.output_tokens)),
+                block_tokens=2 * each.block_tokens,
+            )
+            for each in self._trace
+        ]
+        found = {}
+        for name, trace in (("rate +20 %", faster), ("prompts twice as long", longer)):
+            found[name] = self._simulated(plan, trace, self._goal)
+            self._progress(f"{name}: {'meets it' if found[name].meets_it else 'does not'}")
+        return found
+
+
+def _order(plan: SimPlan) -> tuple[float, int, int, int]:
+    kind = 0 if not plan.decode else 1 if not plan.mixed else 2
+    return round(plan.cost_per_hour, 9), kind, plan.mixed if kind == 2 else 0, abs(plan.prefill - plan.decode)
+
+
+def _work_s(trace: Sequence[TracedRequest], plan: SimPlan) -> tuple[float, float]:
+    """Returns the seconds that prompts and outputs keep one worker busy at least."""
+    profile, of_decode = plan.profile, plan.decode_profile or plan.profile
+    chunk = profile.max_num_batched_tokens
+    whole_ms = min(profile.prefill_ms(size) / size for size in (chunk, max(1, chunk // 2), max(1, chunk // 4)))
+    # The least time that a token takes: in the largest batch there can be.
+    token_ms = min(of_decode.decode_ms(size) / size for size in (1, 2, 4, 8, 16, 32, 64, of_decode.max_num_seqs))
+    prefill_s = sum(request.prompt_tokens for request in trace) * whole_ms / 1e3
+    return prefill_s, sum(request.output_tokens for request in trace) * max(0.0, token_ms) / 1e3
 
 
 def _fewest(trace: Sequence[TracedRequest], profile: WorkerProfile, decode_profile: WorkerProfile | None) -> SimPlan:
     """Returns how many workers of each role the work needs at least, however well it is spread."""
-    of_decode = decode_profile or profile
+    plan = SimPlan(profile=profile, decode_profile=decode_profile)
     seconds = max(trace[-1].at_s, 1e-9) if trace else 1.0
-    prefill_s = sum(request.prompt_tokens for request in trace) * profile.ms_per_prefill_token / 1e3
-    # The least time that a token takes: in the largest batch there can be.
-    token_ms = (of_decode.ms_per_decode_step - of_decode.ms_per_decode_sequence) / of_decode.max_num_seqs
-    token_ms = max(0.0, token_ms) + of_decode.ms_per_decode_sequence
-    decode_s = sum(request.output_tokens for request in trace) * token_ms / 1e3
+    if any(request.block_ids for request in trace):
+        return dataclasses.replace(plan, prefill=1, decode=1, mixed=1)  # caches may save most of it
+    prefill_s, decode_s = _work_s(trace, plan)
     # Work may end some time after the last arrival, so a little too few workers are tried as well.
     prefill, decode, mixed = (
         max(1, math.floor(0.8 * work_s / seconds)) for work_s in (prefill_s, decode_s, max(prefill_s, decode_s))
     )
-    return SimPlan(prefill, decode, mixed, profile=profile, decode_profile=decode_profile)
-
-
-def _by_cost(fewest: SimPlan, most_workers: int) -> Iterator[SimPlan]:
-    """Yields the clusters that could do the work at all: split ones and mixed ones, the cheapest first."""
-    plans = [
-        dataclasses.replace(fewest, prefill=prefill, decode=decode, mixed=0)
-        for prefill in range(fewest.prefill, most_workers)
-        for decode in range(fewest.decode, most_workers - prefill + 1)
-    ]
-    plans += [SimPlan(0, 0, mixed, profile=fewest.profile) for mixed in range(fewest.mixed, most_workers + 1)]
-    # Of clusters that cost the same, the most even one is tried first.
-    yield from sorted(plans, key=lambda plan: (plan.cost_per_hour, abs(plan.prefill - plan.decode), plan.mixed))
+    return dataclasses.replace(plan, prefill=prefill, decode=decode, mixed=mixed)

@@ -183,3 +183,37 @@ class DrainResponse(_message.Message):
     num_finished: int
     num_migrated: int
     def __init__(self, num_finished: _Optional[int] = ..., num_migrated: _Optional[int] = ...) -> None: ...
+
+class ListRecentRequestsRequest(_message.Message):
+    __slots__ = ("model", "within_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    within_ms: int
+    def __init__(self, model: _Optional[str] = ..., within_ms: _Optional[int] = ...) -> None: ...
+
+class ListRecentRequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RecentRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ...) -> None: ...
+
+class RecentRequest(_message.Message):
+    __slots__ = ("age_us", "prompt_tokens", "output_tokens", "max_tokens", "priority", "ttft_us", "total_us", "failed")
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTFT_US_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_US_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    age_us: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int
+    ttft_us: int
+    total_us: int
+    failed: bool
+    def __init__(self, age_us: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., ttft_us: _Optional[int] = ..., total_us: _Optional[int] = ..., failed: _Optional[bool] = ...) -> None: ...

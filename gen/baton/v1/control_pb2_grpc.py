@@ -44,6 +44,11 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ListRecentRequests = channel.unary_unary(
+                '/baton.v1.ControlService/ListRecentRequests',
+                request_serializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -64,6 +69,13 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRecentRequests(self, request, context):
+        """Requests that have ended lately: when they arrived, their lengths and times. No text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'ListRecentRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRecentRequests,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +149,33 @@ class ControlService:
             '/baton.v1.ControlService/Drain',
             baton_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRecentRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/ListRecentRequests',
+            baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -133,6 +133,7 @@ class Intake:
             min_tokens=_fewest_tokens(request.stopping),
             payload=request,
         )
+        record.asked(len(token_ids), spec.max_tokens, spec.priority)
         model.conductor.submit(spec, answer, trace, record)
         return answer
 

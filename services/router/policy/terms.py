@@ -5,7 +5,7 @@ A new criterion is one more `Term` in `PolicyConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from services.router.policy.views import Job, Role, Source, WorkerView
@@ -61,6 +61,14 @@ def prefix_placed(worker: WorkerView, job: Job, source: Source | None, now: floa
 def same_conversation(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
     """Returns 1 where the job's conversation was placed lately, else 0."""
     return 1.0 if worker.placed is not None and worker.placed.has_conversation(job.conversation) else 0.0
+
+
+TERMS: Mapping[str, Term] = {
+    term.__name__: term
+    for term in (short_queue, free_memory, small_batch, dedicated, near, trusted, prefix_placed, same_conversation)
+}
+LOOKING_AT_PROMPTS = frozenset({prefix_placed, same_conversation})
+"""Terms that need `PolicyConfig.hash_prompts`."""
 
 
 @dataclass(frozen=True)

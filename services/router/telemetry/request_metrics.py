@@ -14,6 +14,7 @@ from baton.v1 import inference_pb2, types_pb2
 from services.core import errors
 from services.router.coordinator.actions import StageEnded
 from services.router.coordinator.events import FinishReason
+from services.router.telemetry.recent_requests import RecentRequest, RecentRequests
 from services.router.telemetry.slo import Grade, grade, grade_failed
 from services.router.telemetry.tracing import error_outcome
 from services.rpc import names
@@ -135,6 +136,7 @@ class ModelMetrics:
         self.inter_token = instruments.inter_token.labels(model_id)
         self.prompt_tokens = instruments.prompt_tokens.labels(model_id)
         self.output_tokens = instruments.output_tokens.labels(model_id)
+        self.recent = RecentRequests()
         self._model_id = model_id
         self._retries = instruments.retries.labels(model_id)
         self._queue = instruments.queue.labels(model_id)
@@ -213,6 +215,11 @@ class RequestRecord:
         self._first_token_s: float | None = None
         self._last_token_s = arrived_s
         self._num_tokens = 0
+        self._asked: tuple[int, int | None, int] | None = None
+
+    def asked(self, num_prompt_tokens: int, max_tokens: int | None, priority: int) -> None:
+        """Notes what is asked for, so that the request is remembered when it ends, also if it is refused."""
+        self._asked = (num_prompt_tokens, max_tokens, priority)
 
     def accepted(self, num_prompt_tokens: int) -> None:
         self._metrics.accepted(num_prompt_tokens)
@@ -235,6 +242,7 @@ class RequestRecord:
 
     def finished(self, reason: FinishReason, timings: types_pb2.PhaseTimings, now: float) -> None:
         elapsed_s, metrics = now - self._arrived_s, self._metrics
+        self._remember(now, failed=False)
         metrics.finished(reason)
         metrics.duration(self._operation, elapsed_s)
         metrics.graded("e2e", grade(elapsed_s, metrics.targets_s["e2e"]))
@@ -248,8 +256,27 @@ class RequestRecord:
         elapsed_s, metrics = now - self._arrived_s, self._metrics
         if isinstance(error, asyncio.CancelledError):  # the task was: its client has left
             error = errors.Cancelled("the client has left")
+        self._remember(now, failed=True)
         metrics.failed(error)
         metrics.duration(self._operation, elapsed_s, error_outcome(error))
         metrics.graded("e2e", grade_failed(error, elapsed_s, metrics.targets_s["e2e"]))
         if self._first_token_s is None:
             metrics.graded("ttft", grade_failed(error, elapsed_s, metrics.targets_s["ttft"]))
+
+    def _remember(self, now: float, *, failed: bool) -> None:
+        if self._asked is None:
+            return
+        num_prompt_tokens, max_tokens, priority = self._asked
+        first_s = self._first_token_s
+        self._metrics.recent.add(
+            RecentRequest(
+                self._arrived_s,
+                num_prompt_tokens,
+                self._num_tokens,
+                max_tokens,
+                priority,
+                None if first_s is None else first_s - self._arrived_s,
+                now - self._arrived_s,
+                failed,
+            )
+        )

@@ -14,6 +14,7 @@ from services.router.conductor import Conductor
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
 from services.router.policy.health import Health, HealthRecord
+from services.router.telemetry.recent_requests import LONGEST_S, RecentRequest
 from services.router.workers.description import check_worker_id
 from services.rpc.interceptors import CallContext
 
@@ -89,6 +90,18 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         num_finished, num_migrated = await conductor.drain_worker(request.worker_id, deadline_s)
         return control_pb2.DrainResponse(num_finished=num_finished, num_migrated=num_migrated)
 
+    async def ListRecentRequests(
+        self, request: control_pb2.ListRecentRequestsRequest, context: Any
+    ) -> control_pb2.ListRecentRequestsResponse:
+        within_ms = request.within_ms if request.HasField("within_ms") else LONGEST_S * 1000
+        if within_ms < 0:
+            raise InvalidRequest("within_ms", f"is {within_ms}; it must not be negative")
+        now, model = self._clock.now(), self._catalogue.get(request.model or None)
+        since_s = now - min(within_ms / 1000, LONGEST_S)
+        return control_pb2.ListRecentRequestsResponse(
+            requests=[_recent(each, now) for each in model.metrics.recent.since(since_s)]
+        )
+
     def _worker(self, conductor: Conductor, worker: Worker) -> control_pb2.WorkerStatus:
         description = worker.info.description
         assert description is not None, "every worker has described itself"
@@ -121,6 +134,19 @@ def _model(model: ServedModel) -> control_pb2.ModelStatus:
         num_queued=phases[Phase.QUEUED],
         num_live=phases.total(),
         kv_groups=[control_pb2.KVGroup(kv=kv, worker_ids=ids) for kv, ids in coordinator.kv_groups()],
+    )
+
+
+def _recent(request: RecentRequest, now: float) -> control_pb2.RecentRequest:
+    return control_pb2.RecentRequest(
+        age_us=round((now - request.arrived_s) * 1e6),
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        ttft_us=None if request.ttft_s is None else round(request.ttft_s * 1e6),
+        total_us=round(request.total_s * 1e6),
+        failed=request.failed,
     )
 
 

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.chart import Axis, Chart
 from benchmarks.figure import Series
 from benchmarks.plots import CHARTS, draw
+from services.sim.chart import Axis, Chart
 
 LINES = [
     Series("itl", "split & apart", ((10.0, 0.0), (100.0, 100.0))),

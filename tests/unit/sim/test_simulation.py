@@ -125,6 +125,10 @@ def test_profiles_are_kept_and_wrong_ones_are_named(tmp_path: Path) -> None:
         (path.read_text().replace("10.0", "-1"), "ms_per_decode_step is -1"),
         (path.read_text().replace("10.0", "NaN"), "ms_per_decode_step is nan"),
         (path.read_text().replace("4096", "0.5"), "num_blocks is 0.5"),
+        (path.read_text().replace('"decode_points": []', '"decode_points": [[1, 5]]'), "decode_points must be two"),
+        (path.read_text().replace('"decode_points": []', '"decode_points": [[2, 5], [1, 6]]'), "by growing size"),
+        (path.read_text().replace('"decode_points": []', '"decode_points": [5]'), "bad.json: "),
+        (path.read_text().replace('"decode_points": []', '"decode_points": [[1, "x"], [2, 6]]'), "bad.json: "),
     ):
         bad = tmp_path / "bad.json"
         bad.write_text(content)
@@ -132,17 +136,53 @@ def test_profiles_are_kept_and_wrong_ones_are_named(tmp_path: Path) -> None:
             read_profile(bad)
 
 
-def test_a_table_of_measurements_is_fitted(tmp_path: Path) -> None:
-    rows = ["model,hardware,prompt_size,batch_size,prompt_time,token_time"]
+def test_a_table_of_measurements_is_taken_point_by_point(tmp_path: Path) -> None:
+    rows = ["model,hardware,prompt_size,batch_size,prompt_time,token_time,tensor_parallel"]
     rows += [
-        f"m,h,{size},{batch},{5 + 0.2 * size * batch},{30 + 2 * (batch - 1)}" for size in (128, 512) for batch in (1, 4)
+        f"m,h,{size},{batch},{5 + 0.2 * size * batch + noise},{30 + 2 * (batch - 1)},{gpus}"
+        for size in (128, 512)
+        for batch in (1, 4)
+        for gpus, noise in ((8, -1), (8, 0), (8, 0.5), (4, 1000))
     ]
     path = tmp_path / "table.csv"
     path.write_text("\n".join(rows) + "\n")
     profile = read_profile(path, "m:h")
-    assert profile.ms_per_prefill_step == pytest.approx(5)
+    assert [size for size, _ in profile.prefill_points] == [128, 512, 2048]
+    assert [ms for _, ms in profile.prefill_points] == pytest.approx([30.6, 107.4, 414.6])
+    assert profile.decode_points == ((1, 30), (4, 36))
     assert profile.ms_per_prefill_token == pytest.approx(0.2)
+    assert profile.ms_per_prefill_step == pytest.approx(5)
     assert profile.ms_per_decode_step == pytest.approx(30)
     assert profile.ms_per_decode_sequence == pytest.approx(2)
-    with pytest.raises(ConfigError, match="has m:h; name one"):
-        read_profile(path, "m:other")
+    assert read_profile(path, "m:h:4").prefill_ms(128) == pytest.approx(1030.6)
+    assert profile.prefill_ms(320) == pytest.approx((30.6 + 107.4) / 2)
+    assert profile.decode_ms(7) == pytest.approx(42), "beyond the last point the line goes on"
+    assert profile.slowed(2.0).prefill_ms(320) == pytest.approx(2 * profile.prefill_ms(320))
+    write_profile(tmp_path / "points.json", profile)
+    assert read_profile(tmp_path / "points.json") == profile
+    for name, reason in (("m:other", "has m:h; name one"), ("m:h:2", "m:h was measured on 4, 8 GPUs, not on 2")):
+        with pytest.raises(ConfigError, match=reason):
+            read_profile(path, name)
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    profile = dataclasses.replace(PROFILE, ms_per_prefill_step=3.0, ms_per_attended_token=0.0001)
+    assert profile.step_s(100, 0, 0, 5000) == pytest.approx((3 + 10 + 0.5) / 1e3)
+    assert profile.step_s(0, 4, 1000) == pytest.approx((10 + 3 + 1) / 1e3)
+    assert profile.step_s(100, 4, 1000, 5000) == pytest.approx((13.5 + 3 + 1) / 1e3), "weights are read once"
+    assert profile.step_s(10, 4, 1000) == pytest.approx((10 + 3 + 1) / 1e3)
+    assert dataclasses.replace(profile, mixed_factor=1.1).step_s(96, 4, 1000) == pytest.approx(1.1 * 13 / 1e3)
+
+
+def test_a_long_prompt_costs_more_by_its_attention_in_chunks_as_in_one() -> None:
+    profile = dataclasses.replace(PROFILE, ms_per_attended_token=0.0001)
+    for chunk in (128, 512, 4096):
+        plan = SimPlan(1, 1, 0, profile=dataclasses.replace(profile, max_num_batched_tokens=chunk))
+        (served,) = simulate(plan, [TracedRequest(0.0, 2000, 1)]).requests
+        assert served.ttft_s == pytest.approx(0.2 + 2000 * 1000 * 0.0001 / 1e3 + 2 * MESSAGE_S)
+
+
+def test_the_time_of_a_request_outside_of_workers_counts_before_its_first_token() -> None:
+    profile = dataclasses.replace(PROFILE, ms_per_request=7.0)
+    (served,) = simulate(SimPlan(1, 1, 0, profile=profile), [TracedRequest(0.0, 1000, 11)]).requests
+    assert served.ttft_s == pytest.approx(0.107 + 2 * MESSAGE_S)

@@ -1,4 +1,4 @@
-"""Tests traces: both formats, bad lines, scaling, and prompts made of them."""
+"""Tests traces: all formats, bad lines, scaling, and prompts made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.answers import Answer, Objective
 from benchmarks.replay import Level, ReplaySettings
-from services.sim.trace import TracedRequest, read_trace, scaled, synthetic_trace
+from services.sim.trace import TracedRequest, scaled, synthetic_trace
+from services.sim.trace_files import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -45,7 +46,84 @@ def test_mooncake_is_read_with_its_blocks(tmp_path: Path) -> None:
     assert ours[:512] != first.prompt("another seed")[:512]
 
 
+def test_lines_may_say_who_asked(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 5, "output_length": 6, "caller": "a", "session": "s", "priority": 3}
+    path = tmp_path / "who.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (request,) = read_trace(path)
+    assert (request.caller, request.session, request.priority) == ("a", "s", 3)
+    path = tmp_path / "who.csv"
+    path.write_text(f"{HEAD},Caller,Session,Priority\n{GOOD},a,s,3\n{GOOD},,,\n")
+    request, other = read_trace(path)
+    assert (request.caller, request.session, request.priority) == ("a", "s", 3)
+    assert (other.caller, other.session, other.priority) == ("", "", 0)
+    (small,) = scaled([request], length=0.5, rate=1.0, seconds=1.0, most_tokens=2048)
+    assert (small.caller, small.session, small.priority, small.prompt_tokens) == ("a", "s", 3, 187)
+
+
+def test_conversations_become_requests_that_begin_alike(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.jsonl"
+    path.write_text(f"{TALK}\n{TALK.replace('t1', 't2')}\n")
+    trace = read_trace(path)
+    assert trace == read_trace(path), "the same each time"
+    assert [request.at_s for request in trace] == sorted(request.at_s for request in trace)
+    first, second = (request for request in trace if request.session == "t1")
+    assert (first.prompt_tokens, first.output_tokens) == (100, 25)
+    assert (second.prompt_tokens, second.output_tokens) == (135, 2)
+    assert second.at_s - first.at_s > 25 * 0.05
+    assert second.block_ids[:6] == first.block_ids
+    assert second.part_names()[:6] == first.part_names()
+
+
+def test_what_baton_has_recorded_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    later = root(9.0, 10, **{"gen_ai.usage.output_tokens": 2, "gen_ai.conversation.id": "c", "baton.priority": 7})
+    failed, vague = root(7.5, 50, **{"gen_ai.request.max_tokens": 8}), root(8.0, 50)
+    lines = [spans(later, span("queue", 1.0)), spans(failed, vague), SPANS]
+    path.write_text("\n".join(lines) + "\n" + SPANS[:50])  # one is being written
+    trace = read_trace(path)
+    assert [(each.at_s, each.prompt_tokens, each.output_tokens) for each in trace] == [
+        (0.0, 374, 44),
+        (2.5, 50, 8),
+        (4.0, 10, 2),
+    ]
+    assert (trace[-1].session, trace[-1].priority) == ("c", 7)
+
+
 HEAD, GOOD = AZURE.splitlines()[:2]
+TALK = json.dumps(
+    {
+        "id": "t1",
+        "conversations": [
+            {"from": "human", "value": "x" * 400},
+            {"from": "gpt", "value": "y" * 100},
+            {"from": "human", "value": "z" * 40},
+            {"from": "gpt", "value": "w" * 8},
+        ],
+    }
+)
+
+
+def span(name: str, start_s: float, **attributes: int | str) -> dict[str, object]:
+    return {
+        "name": name,
+        "startTimeUnixNano": str(int(start_s * 1e9)),
+        "attributes": [
+            {"key": key, "value": {"intValue" if isinstance(value, int) else "stringValue": str(value)}}
+            for key, value in attributes.items()
+        ],
+    }
+
+
+def spans(*of: dict[str, object]) -> str:
+    return json.dumps({"resourceSpans": [{"resource": {}, "scopeSpans": [{"spans": list(of)}]}]})
+
+
+def root(start_s: float, prompt: int, **more: int | str) -> dict[str, object]:
+    return span("baton.request", start_s, **{"gen_ai.usage.input_tokens": prompt, **more})
+
+
+SPANS = spans(root(5.0, 374, **{"gen_ai.usage.output_tokens": 44}))
 ROW = '{"timestamp": 1, "input_length": 5, "output_length": 6}'
 
 
@@ -63,11 +141,22 @@ ROW = '{"timestamp": 1, "input_length": 5, "output_length": 6}'
         ("b.jsonl", [ROW, ROW.replace("1,", "NaN,", 1)], ":2: it arrives at nan"),
         ("b.jsonl", [ROW, ROW.replace("1,", '"x",', 1)], ":2: makes no sense"),
         ("b.jsonl", [ROW, ROW.replace("1,", "0,", 1)], ":2: it arrives before the one above it"),
+        ("b.jsonl", [ROW, ROW[:-1] + ', "hash_ids": [1e300]}'], ":2: "),
+        ("b.jsonl", [ROW, ROW[:-1] + ', "priority": 99999999999}'], ":2: its priority is 99999999999"),
+        ("b.jsonl", [ROW, "[" * 100_000], ":2: "),
+        ("b.jsonl", [ROW, "\udcff\udcfe"], ":2: "),
+        ("a.csv", [HEAD, GOOD, "2023-11-16 18:16:50.9951690," + "1" * 200_000 + ",2"], ":3: field larger"),
+        ("c.jsonl", [TALK, '{"conversations": [{"from": "human"}]}'], ":2: 'human' has said NoneType, not text"),
+        ("c.jsonl", [TALK, '{"conversations": 5}'], ":2: "),
+        ("c.jsonl", [TALK, TALK[:30]], ":2: "),
+        ("d.jsonl", [SPANS, '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}'], ":2: 'name' is missing"),
+        ("d.jsonl", [SPANS, SPANS[:90]], ":2: "),
+        ("d.jsonl", [SPANS, SPANS.replace('"374"', '"-1"')], ":2: the prompt has -1 tokens"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, name: str, lines: list[str], reason: str) -> None:
     path = tmp_path / name
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
     with pytest.raises(ValueError, match=re.escape(f"{path}{reason}")):
         read_trace(path)
 

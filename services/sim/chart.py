@@ -8,9 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from xml.sax.saxutils import escape
 
-from benchmarks.figure import Series
+
+class Line(Protocol):
+    """Has a name, and points (x, y) in the units of the axes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def points(self) -> Sequence[tuple[float, float]]: ...
+
 
 _WIDTH, _HEIGHT = 760, 460
 """Without the legend, which stands below, a row for each line."""
@@ -51,8 +61,10 @@ class Chart:
     y: Axis
     markers: bool = True
     """Whether each point is shown; a distribution has too many."""
+    joined: bool = True
+    """Whether the points of a line are joined."""
 
-    def svg(self, lines: Sequence[Series]) -> str:
+    def svg(self, lines: Sequence[Line]) -> str:
         """Returns the whole picture. Raises ValueError if there is no point to draw."""
         points = [point for line in lines for point in line.points]
         if not points:
@@ -87,9 +99,10 @@ class Chart:
     def _line(self, number: int, points: Sequence[tuple[float, float]]) -> list[str]:
         colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
         path = " ".join(f"{x},{y}" for x, y in points)
-        parts = [
-            f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='2.2' stroke-dasharray='{dash}'/>"
-        ]
+        parts = []
+        if self.joined:
+            stroke = f"stroke='{colour}' stroke-width='2.2' stroke-dasharray='{dash}'"
+            parts.append(f"<polyline points='{path}' fill='none' {stroke}/>")
         if self.markers:
             parts += [f"<circle cx='{x}' cy='{y}' r='4' fill='{colour}'/>" for x, y in points]
         return parts

@@ -1,0 +1,61 @@
+"""Reads the last hour of a running router as a workload: what `baton plan --live` plans for."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.v1 import control_pb2
+from services.cli.calibrate import profile_of
+from services.cli.client import control
+from services.core.errors import ConfigError
+from services.sim.profile import WorkerProfile
+from services.sim.report import Objective
+from services.sim.trace import TracedRequest
+
+
+@dataclass(frozen=True)
+class LiveWorkload:
+    trace: list[TracedRequest]
+    profile: WorkerProfile
+    """What the workers have measured of themselves."""
+    attainment: tuple[int, int]
+    """How many requests were within the objective, and how many there were."""
+
+
+def read_live(target: str, token_file: str, timeout_s: float | None, objective: Objective) -> LiveWorkload:
+    """Raises ConfigError if too few requests have come; NoWorker if no worker has measured its steps."""
+    with control(target, token_file) as call:
+        recent = call("ListRecentRequests", control_pb2.ListRecentRequestsRequest(), timeout_s).requests
+        status = call("GetStatus", control_pb2.GetStatusRequest(), timeout_s)
+    if len(recent) < 2:
+        raise ConfigError(f"--live: {target} has had {len(recent)} requests in the last hour, too few to plan for")
+    good = sum(_met(objective, each) for each in recent)
+    return LiveWorkload(workload_of(recent), profile_of(status.workers, cost_per_hour=1.0), (good, len(recent)))
+
+
+def workload_of(recent: Sequence[Any]) -> list[TracedRequest]:
+    """Returns the requests, in the order of their arrival. One that failed counts with the output that it had asked
+    for, but no more than usual: it would have ended by itself."""
+    usual = statistics.median([each.output_tokens for each in recent if not each.failed] or [1])
+    first_us = max(each.age_us for each in recent)
+    requests = []
+    for each in recent:
+        output_tokens = each.output_tokens
+        if each.failed:
+            most = each.max_tokens if each.HasField("max_tokens") else usual
+            output_tokens = max(output_tokens, min(most, usual))
+        at_s = (first_us - each.age_us) / 1e6
+        requests.append(
+            TracedRequest(at_s, max(1, each.prompt_tokens), max(1, round(output_tokens)), priority=each.priority)
+        )
+    return sorted(requests, key=lambda request: request.at_s)
+
+
+def _met(objective: Objective, request: Any) -> bool:
+    if request.failed or not request.HasField("ttft_us") or request.ttft_us > objective.ttft_s * 1e6:
+        return False
+    num_after = int(request.output_tokens) - 1
+    return num_after < 1 or bool((request.total_us - request.ttft_us) / num_after <= objective.tpot_s * 1e6)

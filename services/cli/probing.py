@@ -1,0 +1,158 @@
+"""Measures a cluster that does nothing else by sending requests to its router, and timing what comes back.
+
+Owns: what is sent, and when. Never: what the timings mean (`services/sim/fitting.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+
+from baton.v1 import inference_pb2, types_pb2
+from baton_client import ONCE, AsyncClient
+from services.rpc.options import channel_options
+from services.sim.fitting import StepTimings
+from services.sim.trace import NUM_TOKEN_IDS, random_tokens
+
+_PROMPTS = (8, 32, 64, 128, 256, 512, 1024, 1536)
+_BATCHES = (1, 2, 4, 8, 16)
+_SHORT, _LONG = 48, 1024
+_LONG_BATCH = 4
+_GAPS = 24
+_SATURATING = 8
+"""Prompts that wait for one another, for each repeat."""
+_STREAM_TOKENS = 400
+"""Of the streams beside them: they last longer than the prompts, or the prompts end with them."""
+
+Times = list[float]
+
+
+class Probe:
+    def __init__(
+        self,
+        client: AsyncClient,
+        model: str,
+        context_tokens: int,
+        vocab_size: int,
+        workers: tuple[int, int],
+        repeats: int,
+    ) -> None:
+        """`workers` are how many take prompts, and how many decode: the load is for each of them."""
+        self._client = client
+        self._model = model
+        self._context_tokens = context_tokens
+        self._repeats = repeats
+        self._vocab_size = vocab_size
+        self._num_prefill, self._num_decode = workers
+        self._num_asked = 0
+
+    async def timings(self, *, beside: bool, tell: Callable[[str], None]) -> StepTimings:
+        """Returns what was measured. `beside` says that the phases have workers of their own on one host: then each is
+        measured while the other computes, too."""
+        tell("prompts alone")
+        for _ in range(2):
+            await self._answer(64, 8)  # whatever happens only once has happened
+        lengths = [size for size in _PROMPTS if size < self._context_tokens - 1]
+        prefill_ms: dict[int, Times] = {size: [] for size in lengths}
+        second_ms: dict[int, Times] = {}
+        for _ in range(self._repeats):
+            for size in lengths:
+                times = await self._answer(size, 3 if size <= 512 else 1)
+                prefill_ms[size].append(times[0] * 1e3)
+                if len(times) > 1:
+                    second_ms.setdefault(size, []).append((times[1] - times[0]) * 1e3)
+        decode_ms: dict[tuple[int, int], Times] = {}
+        for number, length in [*((number, _SHORT) for number in _BATCHES), (_LONG_BATCH, _LONG)]:
+            if length + _GAPS * 3 >= self._context_tokens:
+                continue
+            tell(f"{number} streams of {length} tokens")
+            for _ in range(self._repeats):
+                gaps = await self._streams(number * self._num_decode, length)
+                decode_ms.setdefault((number, length + 2 * _GAPS), []).extend(gaps)
+        tell("prompts that wait for one another" + (", beside streams" if beside else ""))
+        saturated_ms: dict[int, float] = {}
+        beside_ms = Times()
+        for size in [size for size in (64, 512) if size in lengths]:
+            saturated_ms[size], gaps = await self._saturated(size, self._num_decode * _LONG_BATCH if beside else 0)
+            beside_ms += gaps
+        return StepTimings(prefill_ms, decode_ms, second_ms, saturated_ms, beside_ms, _LONG_BATCH if beside else 0)
+
+    async def _answer(self, num_prompt_tokens: int, num_output_tokens: int) -> Times:
+        """Returns the seconds after which each token came."""
+        self._num_asked += 1
+        prompt = random_tokens(("probe", self._num_asked), num_prompt_tokens, min(NUM_TOKEN_IDS, self._vocab_size))
+        request = inference_pb2.GenerateRequest(
+            model=self._model,
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            sampling=types_pb2.SamplingParams(temperature=0.0),
+            stopping=types_pb2.StoppingParams(max_tokens=num_output_tokens, ignore_eos=True),
+        )
+        times, began_s = Times(), time.perf_counter()
+        async for event in self._client.generate_stream(request):
+            if event.WhichOneof("event") == "chunk":
+                times += [time.perf_counter() - began_s] * len(event.chunk.token_ids)
+        return times
+
+    async def _streams(self, number: int, length: int) -> Times:
+        """Returns the gaps, in milliseconds, while as many streams run at once as were asked for."""
+        output = _GAPS + number * 8
+        streams = await asyncio.gather(*(self._absolute(length, output) for _ in range(number)))
+        # The first gap of a stream holds its handoff.
+        all_run_s, first_end_s = max(times[1] for times in streams), min(times[-1] for times in streams)
+        return [
+            (now - before) * 1e3
+            for times in streams
+            for before, now in itertools.pairwise(times)
+            if before >= all_run_s and now <= first_end_s
+        ]
+
+    async def _saturated(self, size: int, num_streams: int) -> tuple[float, Times]:
+        """Returns the milliseconds from one prompt's first token to the next one's, of prompts that are handed over and
+        of which another always waits; and the gaps between tokens of streams meanwhile, in milliseconds."""
+        output = min(_STREAM_TOKENS, self._context_tokens - _SHORT - 1)
+        streams = [asyncio.create_task(self._absolute(_SHORT, output)) for _ in range(num_streams)]
+        await self._absolute(_SHORT, 8)  # until they all run
+        ended, firsts, most = asyncio.Event(), Times(), _SATURATING * self._repeats * self._num_prefill
+
+        async def prompts() -> None:
+            while not ended.is_set():
+                firsts.append((await self._absolute(size, 2))[0])
+                if len(firsts) >= most or any(stream.done() for stream in streams):
+                    ended.set()
+
+        await asyncio.gather(*(prompts() for _ in range(2 * self._num_prefill)))
+        firsts.sort()
+        running = await asyncio.gather(*streams)
+        began_s, ended_s = firsts[0], firsts[-1]
+        gaps = [
+            (now - before) * 1e3
+            for times in running
+            for before, now in itertools.pairwise(times)
+            if began_s <= before and now <= ended_s
+        ]
+        return self._num_prefill * (ended_s - began_s) * 1e3 / (len(firsts) - 1), gaps
+
+    async def _absolute(self, length: int, output: int) -> Times:
+        """Returns the moments at which each token came."""
+        now = time.perf_counter()
+        return [now + at_s for at_s in await self._answer(length, output)]
+
+
+async def probe(
+    target: str,
+    model: str,
+    context_tokens: int,
+    vocab_size: int,
+    workers: tuple[int, int],
+    *,
+    beside: bool,
+    repeats: int,
+    tell: Callable[[str], None],
+) -> StepTimings:
+    """Measures the cluster behind a router's public port. Raises the client's errors."""
+    async with AsyncClient(target, retry=ONCE, options=channel_options()) as client:
+        return await Probe(client, model, context_tokens, vocab_size, workers, repeats).timings(
+            beside=beside, tell=tell
+        )

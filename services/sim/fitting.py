@@ -1,0 +1,141 @@
+"""Computes a profile from how long requests took on a cluster that did nothing else. Pure.
+
+What is known beside it (pool, model, limits) comes from the workers' own descriptions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.core.errors import BatonError
+from services.sim.profile import Points, WorkerProfile
+
+_LEAST_MS = 1e-3
+
+
+@dataclass(frozen=True)
+class StepTimings:
+    """Holds measurements, each a few times repeated, in milliseconds."""
+
+    prefill_ms: Mapping[int, Sequence[float]]
+    """Times to first token of prompts alone, by their tokens. Some are short, some longer than a step's tokens."""
+    decode_ms: Mapping[tuple[int, int], Sequence[float]]
+    """Gaps between tokens, by (sequences in the step, tokens of each). At least two numbers of sequences, and one of
+    them with two lengths."""
+    second_ms: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Gaps between the first token and the second, of requests alone, by the tokens of their prompts."""
+    saturated_ms: Mapping[int, float] = field(default_factory=dict)
+    """From one prompt's first token to the next one's while another always waits and each is handed over, by the tokens
+    of each. If the phases have workers of their own on one host, decode workers are busy meanwhile."""
+    beside_ms: Sequence[float] = ()
+    """Gaps between tokens of `beside_streams` meanwhile."""
+    beside_streams: int = 0
+
+
+def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
+    """Returns the profile of the measured cluster's workers; `known` has everything that is not measured here.
+
+    Raises BatonError if there are too few measurements.
+    """
+    gaps = {key: statistics.median(values) for key, values in timings.decode_ms.items() if values}
+    firsts = {size: statistics.median(values) for size, values in timings.prefill_ms.items() if values}
+    if len({sequences for sequences, _ in gaps}) < 2 or len(firsts) < 2:
+        raise BatonError("too few answers came to measure what steps cost")
+    context_ms = _context_ms(gaps)
+    decode_points = _growing(
+        (sequences, ms - context_ms * sequences * tokens) for (sequences, tokens), ms in sorted(_shortest(gaps).items())
+    )
+    # The shortest prompt is computed in a step that takes about as long as one of a single sequence.
+    shortest = min(firsts)
+    request_ms = max(0.0, firsts[shortest] - decode_points[0][1])
+    attended_ms = _attended_ms(firsts, request_ms, known.max_num_batched_tokens)
+    prefill_points = _growing(
+        (size, ms - request_ms - attended_ms * size * size / 2)
+        for size, ms in sorted(firsts.items())
+        if size <= known.max_num_batched_tokens
+    )
+    (first, first_ms), (last, last_ms) = prefill_points[0], prefill_points[-1]
+    (few, few_ms), (many, many_ms) = decode_points[0], decode_points[-1]
+    measured = dataclasses.replace(
+        known,
+        ms_per_prefill_token=max(_LEAST_MS, (last_ms - first_ms) / (last - first)),
+        ms_per_decode_step=few_ms,
+        ms_per_decode_sequence=max(0.0, (many_ms - few_ms) / (many - few)),
+        ms_per_context_token=context_ms,
+        ms_per_attended_token=attended_ms,
+        ms_per_request=request_ms,
+        prefill_points=prefill_points,
+        decode_points=decode_points,
+        transfer_latency_ms=_latency_ms(timings.second_ms, gaps) if timings.second_ms else known.transfer_latency_ms,
+    )
+    return _beside(measured, timings)
+
+
+def _beside(profile: WorkerProfile, timings: StepTimings) -> WorkerProfile:
+    """Adds what a prompt costs its worker after its step, and how much slower workers of one host are together."""
+    times = [
+        (profile.prefill_ms(size, size * size / 2), ms) for size, ms in sorted(timings.saturated_ms.items()) if ms > 0
+    ]
+    if not times:
+        return profile
+    factor = 1.0
+    if timings.beside_ms and len(times) > 1:
+        (short, short_ms), (long, long_ms) = times[0], times[-1]
+        factor = max(1.0, (long_ms - short_ms) / (long - short))
+    return dataclasses.replace(
+        profile,
+        ms_per_prompt=max(0.0, statistics.median(ms - factor * alone for alone, ms in times)),
+        prefill_beside_factor=factor,
+        decode_beside_factor=(
+            max(1.0, statistics.median(timings.beside_ms) / profile.decode_ms(timings.beside_streams))
+            if timings.beside_ms
+            else 1.0
+        ),
+    )
+
+
+def _context_ms(gaps: Mapping[tuple[int, int], float]) -> float:
+    """Returns the milliseconds that a token of context adds, by the steps that differ in it alone."""
+    slopes = []
+    for sequences in {sequences for sequences, _ in gaps}:
+        of_length = sorted((tokens, ms) for (number, tokens), ms in gaps.items() if number == sequences)
+        (short, short_ms), (long, long_ms) = of_length[0], of_length[-1]
+        if long > short:
+            slopes.append((long_ms - short_ms) / (long - short) / sequences)
+    return max(0.0, statistics.median(slopes)) if slopes else 0.0
+
+
+def _shortest(gaps: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Returns the steps over the shortest contexts, of each number of sequences."""
+    least: dict[int, int] = {}
+    for sequences, tokens in gaps:
+        least[sequences] = min(tokens, least.get(sequences, tokens))
+    return {(sequences, tokens): gaps[sequences, tokens] for sequences, tokens in least.items()}
+
+
+def _attended_ms(firsts: Mapping[int, float], request_ms: float, chunk: int) -> float:
+    """Returns the milliseconds for each token that a prompt token attends to, by what the longest prompt took beyond
+    as many chunks of a shorter one."""
+    longest, whole = max(firsts), max((size for size in firsts if size <= chunk), default=0)
+    if longest <= whole or not whole:
+        return 0.0
+    more_ms = (firsts[longest] - request_ms) - longest / whole * (firsts[whole] - request_ms)
+    return max(0.0, more_ms / ((longest * longest - longest * whole) / 2))
+
+
+def _growing(points: Iterable[tuple[float, float]]) -> Points:
+    """Returns the points without those that take less time than a smaller one: noise, which would make a step of more
+    cost less."""
+    kept: list[tuple[float, float]] = []
+    for size, ms in points:
+        kept.append((size, max(ms, _LEAST_MS, kept[-1][1] if kept else 0.0)))
+    return tuple(kept)
+
+
+def _latency_ms(second_ms: Mapping[int, Sequence[float]], gaps: Mapping[tuple[int, int], float]) -> float:
+    step_ms = min(ms for (sequences, _), ms in gaps.items() if sequences == 1)
+    shortest = statistics.median(second_ms[min(second_ms)])
+    return max(0.0, shortest - step_ms)
