@@ -91,7 +91,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.DrainResponse(num_finished=num_finished, num_migrated=num_migrated)
 
     async def ListRecentRequests(
-        self, request: control_pb2.ListRecentRequestsRequest, context: Any
+        self, request: control_pb2.ListRecentRequestsRequest, context: CallContext
     ) -> control_pb2.ListRecentRequestsResponse:
         within_ms = request.within_ms if request.HasField("within_ms") else LONGEST_S * 1000
         if within_ms < 0:
