@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-Part = Mapping[str, Any]
+TokenizerPart = Mapping[str, Any]
 
 _COMPATIBLE = 18
 """The most characters that a character becomes under NFKC and NFKD (U+FDFA; Unicode annex 15, expansion factors)."""
@@ -57,27 +57,27 @@ class UnknownPart(ValueError):
     """The description has a kind of part that is not known here. The message names it."""
 
 
-def normaliser_growth(part: Part | None) -> float:
+def normaliser_growth(part: TokenizerPart | None) -> float:
     """Returns how many times as long a normaliser may make a text."""
     return math.prod(_normaliser(one) for one in leaves(part))
 
 
-def pre_tokeniser_growth(part: Part | None) -> float:
+def pre_tokeniser_growth(part: TokenizerPart | None) -> float:
     """Returns how many times as long a pre-tokenizer may make a text."""
     return math.prod(_known(_PRE_TOKENISERS, one) for one in leaves(part))
 
 
-def decoder_growth(part: Part | None) -> float:
+def decoder_growth(part: TokenizerPart | None) -> float:
     """Returns how many times as long as the tokens' entries a decoder may make the text of them."""
     return math.prod(_decoder(one) for one in leaves(part))
 
 
-def num_added(part: Part | None) -> float:
+def num_added(part: TokenizerPart | None) -> float:
     """Returns how many tokens a post-processor may add to a text's own; infinity if it may repeat those."""
     return sum(_processor(one) for one in leaves(part))
 
 
-def leaves(part: Part | None) -> Iterator[Part]:
+def leaves(part: TokenizerPart | None) -> Iterator[TokenizerPart]:
     """Yields the parts that are no sequences of others, in their order."""
     if part is None:
         return
@@ -89,18 +89,18 @@ def leaves(part: Part | None) -> Iterator[Part]:
             yield from leaves(one)
 
 
-def has_expression(part: Part | None) -> bool:
+def has_expression(part: TokenizerPart | None) -> bool:
     """Returns whether a part searches for a regular expression, which may take any time."""
     return any("Regex" in (one.get("pattern") or ()) for one in leaves(part))
 
 
-def _known(kinds: Mapping[str, int], part: Part) -> float:
+def _known(kinds: Mapping[str, int], part: TokenizerPart) -> float:
     if part["type"] not in kinds:
         raise UnknownPart(f"its part {str(part['type'])[:40]!r} is not known")
     return kinds[part["type"]]
 
 
-def _normaliser(part: Part) -> float:
+def _normaliser(part: TokenizerPart) -> float:
     match part["type"]:
         case "Replace":
             return _replacement(part)
@@ -112,7 +112,7 @@ def _normaliser(part: Part) -> float:
             return _known(_NORMALISERS, part)
 
 
-def _decoder(part: Part) -> float:
+def _decoder(part: TokenizerPart) -> float:
     match part["type"]:
         case "Replace":
             return _replacement(part)
@@ -124,7 +124,7 @@ def _decoder(part: Part) -> float:
             return _known(_DECODERS, part)
 
 
-def _replacement(part: Part) -> float:
+def _replacement(part: TokenizerPart) -> float:
     replaced = len(part["pattern"].get("String", ""))  # an expression may match nothing, between any two characters
     return max(1.0, len(part["content"]) / replaced if replaced else 1.0 + len(part["content"]))
 
@@ -140,7 +140,7 @@ def _charsmap(encoded: str) -> float:
     return max([1.0, *(float(len(each)) for each in replacements.split(b"\0"))])
 
 
-def _processor(part: Part) -> float:
+def _processor(part: TokenizerPart) -> float:
     match part["type"]:
         case "ByteLevel":
             return 0.0
@@ -152,7 +152,7 @@ def _processor(part: Part) -> float:
             raise UnknownPart(f"its part {str(kind)[:40]!r} is not known")
 
 
-def _added_by(part: Part, pieces: Sequence[Mapping[str, Any]]) -> float:
+def _added_by(part: TokenizerPart, pieces: Sequence[Mapping[str, Any]]) -> float:
     texts = [piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece]
     if len(set(texts)) < len(texts):
         return math.inf
