@@ -27,8 +27,8 @@ REFUSED_WITHIN_S = 2.0
 
 
 async def test_three_times_too_much(cluster: RealCluster, reference: GreedyReference) -> None:
-    """Two pools of 96 blocks and a queue of 24 keep about 40 of these at a time."""
-    jobs = mixed_jobs(random.Random(3), 120, range(50, 150), range(10, 40))
+    """Two pools of 96 blocks and a queue of 24 keep about 40 of these at a time, longer than it takes to send all."""
+    jobs = mixed_jobs(random.Random(3), 160, range(50, 150), range(60, 100))  # some tenths of a second on any machine
     lengths: list[int] = []
     watching = asyncio.create_task(_watch_queue(cluster, lengths))
     outcomes = await asyncio.gather(*(_ask(cluster, job) for job in jobs))
