@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from services.core.errors import ConfigError
 from services.core.model_files import TOKENIZER
-from services.router.panics import panics_are_errors
+from services.router.panics import LibraryPanic, panics_are_errors
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.confinement import serve
 from services.router.text.growth import (
@@ -124,9 +124,13 @@ def _probe(tokenizer: Tokenizer) -> None:
             num_tokens = len(tokenizer.encode(text, add_special_tokens=special).ids)
             if num_tokens > _MOST_PROBE_TOKENS:
                 raise ConfigError(f"{TOKENIZER}: the text {text!r} has {num_tokens} tokens")
-    ids = heapq.nlargest(_NUM_LONGEST, tokenizer.get_vocab().items(), key=lambda entry: len(entry[0]))
+    decode = panics_are_errors(tokenizer.decode)
+    ids = heapq.nlargest(_NUM_LONGEST, tokenizer.get_vocab().items(), key=lambda entry: (len(entry[0]), entry[0]))
     for _, token_id in ids:
-        num_chars = len(tokenizer.decode([token_id], skip_special_tokens=False))
+        try:
+            num_chars = len(decode([token_id], skip_special_tokens=False))
+        except LibraryPanic:
+            continue  # an answer with this token ends its request, and harms no other
         if num_chars > _MOST_TOKEN_CHARS:
             raise ConfigError(f"{TOKENIZER}: token {token_id} becomes {num_chars} characters")
 
