@@ -94,8 +94,6 @@ FORCED floats exponentials(floats x) {
     return sum * (floats)((whole + 127) << 23);
 }
 
-static inline float exponential(float x) { return exponentials((floats){0} + x)[0]; }
-
 FORCED float largest_lane(floats x) {
     float result = x[0];
     for (int i = 1; i < LANES; i++) result = x[i] > result ? x[i] : result;

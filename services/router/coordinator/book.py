@@ -243,19 +243,8 @@ class Book:
         if request.decode is not None:
             self._move(request, Phase.BINDING if request.decode.admitted_s is None else Phase.DECODING, now)
             return
-        if len(request.setbacks.crashes) >= self.config.max_crashes:
-            error = WorkerFailed(
-                f"workers failed {len(request.setbacks.crashes)} times under this request",
-                retry_after_s=self.config.retry_after_s,
-            )
-            self.fail(request, error, now)
-            return
-        if request.prefill is None and request.setbacks.num_fruitless_starts >= self.config.max_fruitless_starts:
-            error = WorkerFailed(
-                f"its prompt was computed {request.setbacks.num_fruitless_starts} times without a token",
-                retry_after_s=self.config.retry_after_s,
-            )
-            self.fail(request, error, now)
+        if why := self._why_given_up(request):
+            self.fail(request, WorkerFailed(why, retry_after_s=self.config.retry_after_s), now)
             return
         before = request.phase
         if request.prefill is None:
@@ -270,6 +259,15 @@ class Book:
             request.story.num_retries += 1
         if after is not before and not refused:
             request.waiting_since_s = now
+
+    def _why_given_up(self, request: Request) -> str:
+        """Returns why the request is placed no more; an empty text if it may be."""
+        num_crashes, num_starts = len(request.setbacks.crashes), request.setbacks.num_fruitless_starts
+        if num_crashes >= self.config.max_crashes:
+            return f"workers failed {num_crashes} times under this request"
+        if request.prefill is None and num_starts >= self.config.max_fruitless_starts:
+            return f"its prompt was computed {num_starts} times without a token"
+        return ""
 
     def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None, now: float) -> None:
         self._end_request(request, now, "done")
