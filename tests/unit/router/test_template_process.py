@@ -97,19 +97,25 @@ def test_the_next_chat_is_rendered_by_another_process() -> None:
         assert template.render(saying("x")) == "fine"
 
 
+def rendering(template: TemplateProcess) -> tuple[threading.Thread, list[Exception]]:
+    """Returns a thread that renders with the template, and the list to which its refusal is added."""
+    failures: list[Exception] = []
+
+    def render() -> None:
+        try:
+            template.render(MESSAGES)
+        except InvalidRequest as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    return thread, failures
+
+
 def test_other_threads_go_on_meanwhile() -> None:
     """The one operation would hold their interpreter's lock until its end."""
     with process(EQUAL, within_s=2.0) as template:
-        failures: list[Exception] = []
-
-        def render() -> None:
-            try:
-                template.render(MESSAGES)
-            except InvalidRequest as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=render)
-        thread.start()
+        thread, failures = rendering(template)
         num_turns = 0
         while thread.is_alive():
             thread.join(0.01)
@@ -156,16 +162,7 @@ def test_it_is_given_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_closing_ends_a_chat_that_is_being_rendered() -> None:
     template = TemplateProcess(EQUAL, {}, within_s=300.0)
-    failures: list[Exception] = []
-
-    def render() -> None:
-        try:
-            template.render(MESSAGES)
-        except InvalidRequest as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=render)
-    thread.start()
+    thread, failures = rendering(template)
     while (pid := template.pid) is None:
         thread.join(0.01)
     template.close()
