@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import json
 import pathlib
-import resource
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.core.errors import ConfigError
+from services.core.memory import peak_memory_bytes
 from services.core.model_files import TOKENIZER
 from services.router.panics import LibraryPanic, panics_are_errors
 from services.router.text.chat_template import ChatTemplate
@@ -34,8 +34,8 @@ from services.router.text.token_bounds import text_bound
 from services.router.text.tokenisation import MOST_NORMALISED_GROWTH, check_growth, load_tokenizer, read_facts
 
 _MEMORY_BYTES = 2 << 30
-_MOST_READ_KIB = 1 << 20
-"""The most memory that reading a tokenizer may take, in KiB: one of 256,000 tokens takes a fifth of it."""
+_MOST_READ_BYTES = 1 << 30
+"""The most memory that reading a tokenizer may take: one of 256,000 tokens takes a fifth of it."""
 _MOST_TEMPLATE_BYTES = 64 << 10
 _MOST_ENTRY_CHARS = 1024
 """The longest entry of a vocabulary, and the longest special token."""
@@ -58,11 +58,13 @@ def vet(folder: pathlib.Path) -> dict[str, Any]:
             raise ConfigError(f"its chat template has {num_bytes} bytes; at most {_MOST_TEMPLATE_BYTES} are allowed")
         ChatTemplate(facts.template, facts.special_tokens)
     _check_lengths("a special token", facts.special_tokens.values())
-    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before_bytes = peak_memory_bytes()
     tokenizer = load_tokenizer(folder)
-    read_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-    if read_kib > _MOST_READ_KIB:
-        raise ConfigError(f"reading {TOKENIZER} takes {read_kib >> 10} MiB; at most {_MOST_READ_KIB >> 10} are allowed")
+    read_bytes = peak_memory_bytes() - before_bytes
+    if read_bytes > _MOST_READ_BYTES:
+        raise ConfigError(
+            f"reading {TOKENIZER} takes {read_bytes >> 20} MiB; at most {_MOST_READ_BYTES >> 20} are allowed"
+        )
     content = json.loads(tokenizer.to_str())
     growth, longest_chars = _check_parts(content), _check_vocabulary(content)
     _probe(tokenizer)
