@@ -20,8 +20,8 @@ _SHRINKS = (1.0, 0.93, 0.86)
 """Parts of a group's range that rounding to 4 bits tries: a narrower one rounds what is inside it more finely, and cuts
 off what is outside."""
 
-_LEAST = 2.0**-126
-"""The least normal number of float32; groups of smaller inputs count as zeros."""
+_LEAST = 2.0**-120
+"""Groups of smaller inputs count as zeros: 127 divided by one of them would be infinite in float32, or nearly."""
 
 
 @dataclass(frozen=True, slots=True)

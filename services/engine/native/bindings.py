@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.engine.native.instruction_sets import WITHOUT_KERNELS, usable
+from services.engine.native.instruction_sets import SOURCES_SYMBOL, WITHOUT_KERNELS, sources_digest, usable
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,15 @@ class Kernels:
     """Calls the functions of one library. Each uses as many threads as torch does."""
 
     def __init__(self, name: str, path: Path) -> None:
-        """Loads the library at `path`, for the instruction set `name`. Raises OSError if that fails."""
+        """Loads the library at `path`, for the instruction set `name`.
+
+        Raises OSError if that fails, and if the library was built from other sources: it might take its arguments in
+        another form, and a kernel checks nothing.
+        """
         self.name = name
         library = ctypes.CDLL(str(path))
+        if _sources_of(library) != sources_digest():
+            raise OSError("it was built from other sources than those that are here; build it again")
         pointer, number, real = c_void_p, c_long, c_float
         self._attention = _functions(library, "attention", pointer)
         self._rms_norm = _functions(library, "rms_norm", *[pointer] * 3, *[number] * 2, *[real] * 2, c_int)
@@ -216,6 +222,15 @@ class Kernels:
         if self._quantised_product(ctypes.byref(product)):
             raise MemoryError(f"no memory for {inputs.numel()} rounded inputs")
         return outputs
+
+
+def _sources_of(library: ctypes.CDLL) -> str:
+    """Returns the digest of what the library was built from; an empty text if it does not say."""
+    try:
+        digest = (ctypes.c_char * len(sources_digest())).in_dll(library, SOURCES_SYMBOL)
+    except ValueError:
+        return ""
+    return digest.raw.decode(errors="replace")
 
 
 def _functions(library: ctypes.CDLL, kernel: str, *types: type, result: type | None = None) -> _Functions:

@@ -26,7 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.engine.native.instruction_sets import WITHOUT_KERNELS, InstructionSet, instruction_sets
+from services.engine.native.instruction_sets import (
+    SOURCES_SYMBOL,
+    WITHOUT_KERNELS,
+    InstructionSet,
+    instruction_sets,
+    sources_digest,
+)
 
 _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
@@ -175,9 +181,9 @@ def _zig(environment: dict[str, str]) -> Compiler:
 
 
 def _build_all(compiler: Compiler) -> int:
-    wanted = instruction_sets()
+    wanted, sources = instruction_sets(), sources_digest()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        errors = dict(zip(wanted, pool.map(lambda each: _build(compiler, each), wanted), strict=True))
+        errors = dict(zip(wanted, pool.map(lambda each: _build(compiler, each, sources), wanted), strict=True))
     for each, error in errors.items():
         if error:
             print(f"no CPU kernels for {each.name}: {error}", file=sys.stderr)
@@ -189,10 +195,13 @@ def _build_all(compiler: Compiler) -> int:
     return 0
 
 
-def _build(compiler: Compiler, wanted: InstructionSet) -> str:
-    """Builds one library; returns why it could not, or an empty text."""
+def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
+    """Builds one library, which says of which sources it is; returns why it could not, or an empty text."""
     with tempfile.TemporaryDirectory(dir=wanted.shared_object.parent) as folder:
-        objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(_PARTS)}
+        origin = Path(folder, "origin.c")
+        origin.write_text(f'const char {SOURCES_SYMBOL}[] = "{sources}";\n')
+        parts = (*_PARTS, (str(origin), ()))
+        objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(parts)}
         library = Path(folder, wanted.shared_object.name)
         for arguments in (
             *(
