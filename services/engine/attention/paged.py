@@ -125,9 +125,11 @@ def verify(
 ) -> None:
     """Raises AssertionError if the backend differs from the reference on a batch of decodes and chunks.
 
-    It compares them with and without a sliding window. It raises what the backend raises, too.
+    It compares them with and without a sliding window and a bound of the scores. One chunk is long enough that a
+    backend which divides chunks into tiles has several, the last of them not whole. It raises what the backend raises,
+    too.
     """
-    query_lens, context_lens = (1, 1, 1, 2, 19, 7), (1, 40, 17, 16, 19, 50)
+    query_lens, context_lens = (1, 1, 1, 2, 19, 7, 205), (1, 40, 17, 16, 19, 50, 243)
     tables, next_block = [], 0
     for context_len in context_lens:
         count = num_blocks_for(context_len, block_size)
@@ -138,10 +140,10 @@ def verify(
     cache = torch.randn(next_block, 2, block_size, num_kv_heads, head_dim, generator=generator).to(device, dtype)
     query = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(device, dtype)
     tolerance = 2e-4 if dtype == torch.float32 else 4e-2
-    for window in (None, 11):
-        scoring = Scoring(head_dim**-0.5, sliding_window=window)
+    for window, softcap in ((None, None), (11, None), (None, 2.0)):
+        scoring = Scoring(head_dim**-0.5, sliding_window=window, softcap=softcap)
         found, expected = (
             attend(query, cache[:, 0], cache[:, 1], layout, scoring).float() for attend in (backend, reference)
         )
         error = (found - expected).abs().max().item()
-        assert error < tolerance, f"differs from the reference by {error:.2e} (window {window})"
+        assert error < tolerance, f"differs from the reference by {error:.2e} (window {window}, bound {softcap})"

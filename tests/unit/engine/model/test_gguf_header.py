@@ -1,4 +1,4 @@
-"""A header of a GGUF file that claims what cannot be is refused at once, with the reason."""
+"""Tests that headers of GGUF files that claim what cannot be are refused at once, with the reason."""
 
 from __future__ import annotations
 
