@@ -37,6 +37,8 @@ class EngineConfig:
     """Most tokens of a sequence, prompt and output. With None, the model's positions are the limit."""
     max_num_batched_tokens: int = 512
     """Most tokens that one step computes, over all its sequences."""
+    decode_graphs: bool = True
+    """Whether steps of decodes run as CUDA graphs, on a CUDA device, where that is faster and computes the same."""
     threads: int | None = None
     """CPU threads of torch in this process, which has one such number. None leaves torch's choice."""
     limit_leased_blocks: bool = False

@@ -22,6 +22,8 @@ from services.engine.cpu.host_memory import keep_freed_memory
 from services.engine.cpu.quantisation import num_weight_bytes, quantise
 from services.engine.engine import Engine
 from services.engine.model import fingerprint, servable, verification, weights
+from services.engine.model.cuda_graph import CudaCapture
+from services.engine.model.decode_graphs import DecodeGraphs
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.model.paged_model import ModelShape, PagedModel, register_attention
 from services.engine.runner import DeviceRunner
@@ -66,7 +68,14 @@ def load(config: EngineConfig) -> Loaded:
     verification.verify(model, kv_shape, expected, rounds_inputs=bool(scheme))
     num_blocks = _num_blocks(config, device, kv_shape, weight_bytes)
     max_model_len = _max_model_len(config, shape, num_blocks)
-    cache = KVCache(kv_shape, num_blocks, device)
+    uses_graphs = config.decode_graphs and device.type == "cuda"
+    # Behind the pool's blocks there is one for the rows of a graph that have no sequence.
+    cache = KVCache(kv_shape, num_blocks + uses_graphs, device)
+    graphs = None
+    if uses_graphs:
+        attend, capture = choice.for_graphs(backend), CudaCapture(device)
+        limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": max_model_len}
+        graphs = DecodeGraphs(model, cache, attend, capture, **limits)
     info = EngineInfo(
         model_id=config.model_id,
         weights_digest=fingerprint.quantised_digest(weights_digest, scheme),
@@ -85,7 +94,7 @@ def load(config: EngineConfig) -> Loaded:
         kernels=f"{attention} attention; {fast_paths}",
     )
     logger.info("loaded %s in %.1f s: %s", config.model_id, time.perf_counter() - started, info)
-    return Loaded(info, cache, DeviceRunner(model, cache), touch=cache.touch)
+    return Loaded(info, cache, DeviceRunner(model, cache, graphs), touch=cache.touch)
 
 
 def _device(name: str) -> torch.device:

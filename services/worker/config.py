@@ -58,6 +58,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = option(
         512, "most tokens in one step; longer prompts run in chunks", check=positive, must="must be positive"
     )
+    decode_graphs: bool = option(True, "on a GPU, run steps of decodes as CUDA graphs where that is faster")
     threads: int = option(
         0,
         "compute threads; 0 takes one per core it may use",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from services.engine.attention import dense, varlen
+from services.engine.attention.decode import DecodeAttention, GatheredDecode
 from services.engine.attention.native import NativeAttention
 from services.engine.attention.paged import PagedAttention, reference, verify
 from services.engine.native.bindings import DTYPES, kernels
@@ -33,6 +34,12 @@ def select(
         logger.info("attention backend %s", name)
         return name, backend
     return "reference", reference
+
+
+def for_graphs(backend: PagedAttention) -> DecodeAttention:
+    """Returns the attention of decodes that a CUDA graph can capture where `backend` was chosen."""
+    over_tables = isinstance(backend, varlen.VarlenAttention) and backend.over_tables
+    return varlen.VarlenDecode() if over_tables else GatheredDecode()
 
 
 def _candidates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, PagedAttention]]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from services.core.sealed_memory import SealedMemory
+from services.engine.model.device_copies import DeviceCopies
 from services.kv.layout import BlockShape, block_bytes, block_shape
-from services.kv.regions import Region
+from services.kv.regions import Buffer, Region
 
 _COPY_DTYPE = torch.uint8
 _TOUCHED_AHEAD_BYTES = 256 << 20
@@ -62,8 +63,8 @@ class KVCache:
         else:
             self._blocks = torch.zeros(dimensions, dtype=shape.dtype, device=device)
         self._region = Region(self._blocks.data_ptr(), num_blocks * self.block_bytes, str(self._blocks.device))
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = self._blocks.view(num_blocks, -1).view(_COPY_DTYPE)  # [num_blocks, block_bytes]
+        self._copies = DeviceCopies(self._bytes) if device.type == "cuda" else None
         self._tokens = self._blocks.view(-1, shape.num_kv_heads * shape.head_dim)
         self._keys = [self._blocks[:, layer, 0] for layer in range(shape.num_layers)]
         self._values = [self._blocks[:, layer, 1] for layer in range(shape.num_layers)]
@@ -135,35 +136,35 @@ class KVCache:
         """Returns where the block is: on a GPU, its device's address."""
         return self._region.part(block_id * self.block_bytes, self.block_bytes)
 
-    def read_block(self, block_id: int) -> memoryview:
-        """Returns the block's bytes: on a CPU a read-only view of the memory itself, elsewhere a copy (see
-        `copy_block`)."""
-        with torch.cuda.stream(self._copies):
-            data = self._bytes[block_id].cpu()
-        return data.numpy().data.toreadonly()
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Returns the blocks' bytes: on a CPU read-only views of the memory itself, elsewhere copies."""
+        if self._copies is not None:
+            return self._copies.read(block_ids)
+        return [self._view(block_id).toreadonly() for block_id in block_ids]
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
-        """Copies the block's bytes to `target`, host memory of `block_bytes` bytes.
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """Copies each block's bytes to one of the targets, host memory of `block_bytes` bytes each. All are there when
+        it returns."""
+        if self._copies is not None:
+            self._copies.copy(block_ids, targets)
+            return
+        for block_id, target in zip(block_ids, targets, strict=True):
+            target[:] = self._view(block_id)
 
-        On a GPU it uses a CUDA stream of its own, while a step may run. The two need no synchronisation: a block is
-        announced only after the step that wrote it has completed on the device.
-        """
-        with torch.cuda.stream(self._copies):  # without effect if there is no such stream
-            torch.frombuffer(target, dtype=_COPY_DTYPE).copy_(self._bytes[block_id])
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        """Replaces the bytes of blocks. The caller holds them, and no step reads them yet. All are in the pool when it
+        returns. Raises ValueError unless there are `block_bytes` bytes for each."""
+        for num_bytes in [memoryview(source).nbytes for source in data]:
+            if num_bytes != self.block_bytes:
+                raise ValueError(f"{num_bytes} bytes for a block of {self.block_bytes}")
+        if self._copies is not None:
+            self._copies.write(block_ids, data)
+            return
+        for block_id, source in zip(block_ids, data, strict=True):
+            self._view(block_id)[:] = memoryview(source).cast("B")
 
-    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        """Replaces the bytes of a block. The caller holds the block, and no step reads it yet. Raises ValueError unless
-        `data` has `block_bytes` bytes."""
-        source = memoryview(data).cast("B")
-        if source.nbytes != self.block_bytes:
-            raise ValueError(f"{source.nbytes} bytes for a block of {self.block_bytes}")
-        if self.device.type == "cpu":
-            self._bytes[block_id].numpy().data[:] = source
-        else:
-            copy = torch.frombuffer(bytearray(source), dtype=_COPY_DTYPE)
-            # A step may run meanwhile. The copy is complete when this returns.
-            with torch.cuda.stream(self._copies):
-                self._bytes[block_id].copy_(copy)
+    def _view(self, block_id: int) -> memoryview:
+        return self._bytes[block_id].numpy().data
 
     def close(self) -> None:
         """Closes the memfd. Peers keep what they have mapped; the memory is freed with the last mapping."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from services.engine.attention.paged import PagedAttention, Scoring
-from services.engine.model.inputs import StepInputs
+from services.engine.model.inputs import StepInputs, StepTokens
 from services.engine.model.kv_cache import KVCache
 
 _NAME = "baton_paged"
@@ -89,17 +89,24 @@ def register_attention() -> str:
     return _NAME
 
 
+class LayerAttention(Protocol):
+    """Computes one layer's attention of the step's tokens, whose KV is in the pool already."""
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring) -> Tensor:
+        """Returns [num_tokens, num_heads, head_dim]. The arguments are as in `PagedAttention`."""
+        ...
+
+
 class PagedForward:
     """Writes one step's KV into the pool and attends over the pool. It is an `Attend`.
 
     The model's layers call it in order, and each call uses the next layer of the pool.
     """
 
-    def __init__(self, inputs: StepInputs, cache: KVCache, attention: PagedAttention) -> None:
-        self._inputs = inputs
+    def __init__(self, tokens: StepTokens, cache: KVCache, attention: LayerAttention) -> None:
         self._cache = cache
         self._attention = attention
-        self._rows = cache.rows(inputs.slot_blocks, inputs.slot_offsets)
+        self._rows = cache.rows(tokens.slot_blocks, tokens.slot_offsets)
         self._layer = 0
 
     def __call__(
@@ -118,7 +125,7 @@ class PagedForward:
             softcap=kwargs.get("softcap"),
         )
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        return self._attention(query[0].transpose(0, 1), keys, values, self._inputs.layout, scoring)[None].to(dtype)
+        return self._attention(query[0].transpose(0, 1), keys, values, scoring)[None].to(dtype)
 
 
 class PagedModel:
@@ -134,9 +141,18 @@ class PagedModel:
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Computes the step's tokens, writes their KV to `cache`, and returns the logits of `inputs.sample_rows`:
         [num_samples, vocab_size]."""
-        arguments = {"logits_to_keep": inputs.sample_rows} if self._selects_logits else {}
-        with attending(PagedForward(inputs, cache, self._attention)):
+
+        def attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring) -> Tensor:
+            return self._attention(query, key_cache, value_cache, inputs.layout, scoring)
+
+        return self.compute(inputs, cache, attend)
+
+    @torch.inference_mode()
+    def compute(self, tokens: StepTokens, cache: KVCache, attention: LayerAttention) -> Tensor:
+        """Computes the tokens as `forward` does, with this attention."""
+        arguments = {"logits_to_keep": tokens.sample_rows} if self._selects_logits else {}
+        with attending(PagedForward(tokens, cache, attention)):
             logits: Tensor = self.module(
-                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False, **arguments
+                input_ids=tokens.token_ids[None], position_ids=tokens.positions[None], use_cache=False, **arguments
             ).logits[0]
-        return logits if self._selects_logits else logits[inputs.sample_rows]
+        return logits if self._selects_logits else logits[tokens.sample_rows]

@@ -76,12 +76,26 @@ def verify(model: PagedModel, kv_shape: KVShape, plain: PlainLogits, *, rounds_i
             wanted += [expected[part.seq_id][part.start + part.num_tokens - 1] for part in step]
     finally:
         cache.close()
-    difference = _difference(torch.cat(found), torch.stack(wanted))
+    difference = require_agreement(
+        torch.cat(found), torch.stack(wanted), model, kv_shape, "paged logits", rounds_inputs=rounds_inputs
+    )
     logger.info("paged logits differ from eager ones by %.1e of their spread", difference)
+    return difference
+
+
+def require_agreement(
+    found: Tensor, expected: Tensor, model: PagedModel, kv_shape: KVShape, what: str, *, rounds_inputs: bool = False
+) -> float:
+    """Returns the root mean square of the difference of two sets of logits of the model, relative to their spread.
+
+    found, expected: [num_rows, vocab_size]. what: a name of `found`, for the error message. rounds_inputs: see
+    `verify`. Raises UnsupportedModel if the difference is beyond the tolerance.
+    """
+    difference = _difference(found, expected)
     tolerance = max(_TOLERANCE[model.shape.dtype], _TOLERANCE[kv_shape.dtype], _OF_ROUNDED_INPUTS * rounds_inputs)
     if not difference <= tolerance:  # written so that NaN fails too
         kind = model.module.config.model_type
-        raise UnsupportedModel(f"{kind}: paged logits differ from transformers' by {difference:.2g} of their spread")
+        raise UnsupportedModel(f"{kind}: {what} differ from transformers' by {difference:.2g} of their spread")
     return difference
 
 
