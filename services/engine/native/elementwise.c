@@ -8,6 +8,7 @@
 
 /* Elements from which on threads share the work: for fewer, waking them takes longer. */
 #define MANY 65536
+#define MANY_GATES 8192 /* each takes an exponential, and a batch of 32 rows is worth it */
 
 static void normalise(const element *x, const element *weight, element *y, long dim, float epsilon, float offset) {
     floats squares = {0};
@@ -83,7 +84,7 @@ static void gate_rows(const void *job, long from, long to) {
 void NAME(silu_gate)(
     const element *gates, const element *x, element *y, long rows, long dim, long stride, int threads) {
     Gate job = {gates, x, y, dim, stride};
-    share_evenly(gate_rows, &job, rows, threads, rows * dim > MANY);
+    share_evenly(gate_rows, &job, rows, threads, rows * dim > MANY_GATES);
 }
 
 static void rotate(element *x, const element *cosines, const element *sines, long heads, long dim) {
