@@ -1,8 +1,8 @@
 """Measures what fewer bits cost in quality: perplexity, and distance from the model in float32.
 
 `python -m benchmarks.quality [--of weights|kv] [--model NAME] [--json FILE]`. The texts of `benchmarks/data` are read
-in windows; the first tokens of each are context only. Beside the schemes of `--quantization` it measures bfloat16 alone.
-With `--of kv`, keys and values are rounded instead of weights, to what `--kv-dtype` would keep.
+in windows; the first tokens of each are context only. Beside the schemes of `--quantization` it measures bfloat16
+alone. With `--of kv`, keys and values are rounded instead of weights, to what `--kv-dtype` would keep.
 """
 
 from __future__ import annotations
