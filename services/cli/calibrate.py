@@ -20,10 +20,9 @@ from services.cli.probing import probe
 from services.cli.simulate import PROFILE
 from services.core.errors import ConfigError, NoWorker
 from services.core.home import baton_home
+from services.kv.layout import token_bytes
 from services.sim.fitting import fitted
 from services.sim.profile import WorkerProfile, write_profile
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -107,7 +106,6 @@ def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
 
     prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
     worker, layout = measured[0].worker, measured[0].worker.layout
-    element_bytes = _ELEMENT_BYTES[layout.dtype]
     return WorkerProfile(
         f"{layout.model_id} on {worker.device}",
         ms_per_prefill_token=median("ms_per_prefill_token", prefill),
@@ -117,6 +115,6 @@ def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
         block_size=layout.block_size,
         max_model_len=worker.max_model_len,
         max_num_seqs=worker.max_num_seqs,
-        kv_bytes_per_token=2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * element_bytes,
+        kv_bytes_per_token=token_bytes(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
         cost_per_hour=cost_per_hour,
     )

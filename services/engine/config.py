@@ -20,7 +20,7 @@ class EngineConfig:
     dtype: str = "auto"
     """Type of weights and activations: "auto" (as saved), "float32", "bfloat16" or "float16"."""
     kv_dtype: str = "auto"
-    """Type of the KV cache: "auto" (that of activations), or one of the others."""
+    """Type of the KV cache: "auto" (that of activations), one of the others, or "int8" (see `attention.int8_rows`)."""
     quantization: str = "none"
     """Bits in which weights are kept: "none" (as saved), "int8", "int4", or "gguf" (those of a GGUF file as they are
     there). See `cpu.quantisation`."""

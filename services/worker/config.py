@@ -15,6 +15,7 @@ from services.core.config import (
     DTYPES,
     FEWEST_BLOCKS,
     KV_DTYPE_HELP,
+    KV_DTYPES,
     LOG_INTERVAL_HELP,
     QUANTIZATION,
     QUANTIZATION_HELP,
@@ -36,7 +37,7 @@ class WorkerConfig:
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
     device: str = option("cpu", "cpu, cuda, or one GPU such as cuda:0", check=is_device, must=A_DEVICE)
     dtype: str = option("auto", DTYPE_HELP, choices=DTYPES)
-    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=DTYPES)
+    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=KV_DTYPES)
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     dtype_reason: str = ""
     """Why `dtype` has its value, if "auto" was asked for. It is not a flag."""

@@ -21,13 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 def select(
-    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    *,
+    over_int8: bool = False,
 ) -> tuple[str, PagedAttention]:
     """Returns the first backend, fastest first, that agrees with the reference on this device, else the reference; and
-    its name."""
+    its name. For `over_int8` see `paged.verify`."""
     for name, backend in _candidates(device, dtype):
         try:
-            verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size)
+            verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size, over_int8=over_int8)
         except (RuntimeError, ValueError, AssertionError) as error:
             logger.info("attention backend %s is not used: %s", name, error)
             continue

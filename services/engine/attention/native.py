@@ -40,8 +40,8 @@ class StepPart:
 
 
 class NativeAttention:
-    """Computes attention as `paged.PagedAttention` defines it, on CPUs in float32, bfloat16 and float16. Raises
-    ValueError for heads beyond the kernel's limits."""
+    """Computes attention as `paged.PagedAttention` defines it, on CPUs in float32, bfloat16 and float16, over keys and
+    values of the same type or in 8 bits. Raises ValueError for heads beyond the kernel's limits."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -49,7 +49,7 @@ class NativeAttention:
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
     ) -> Tensor:
-        head_dim = key_cache.shape[-1]
+        head_dim = query.shape[-1]
         if query.shape[1] > MAX_HEADS or head_dim > MAX_HEAD_DIM or head_dim % 16:
             raise ValueError(f"heads {query.shape[1]} x {head_dim}: not within the kernel's limits")
         if query.dtype != torch.bfloat16 or not dense.has_amx():
@@ -67,7 +67,6 @@ class NativeAttention:
         query = query if query.stride(2) == 1 else query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype)
         rows, query_lens, context_lens, table_starts = (each.data_ptr() for each in extents.of_sequences)
-        block_stride, token_stride, num_kv_heads, head_dim = *key_cache.stride()[:2], *key_cache.shape[2:]
         self._kernels.attention(
             query.dtype,
             AttentionArguments(
@@ -82,18 +81,18 @@ class NativeAttention:
                 extents.tables.data_ptr(),
                 len(layout.query_lens),
                 query.shape[1],
-                num_kv_heads,
-                head_dim,
+                key_cache.shape[2],
+                query.shape[2],
                 key_cache.shape[1],
                 scoring.sliding_window or 0,
                 query.stride(0),
                 query.stride(1),
-                block_stride,
-                token_stride,
+                *key_cache.stride()[:3],
                 scoring.scale,
                 scoring.softcap or 0.0,
                 torch.get_num_threads(),
             ),
+            over_int8=key_cache.dtype == torch.int8,
         )
         return output
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from services.core.sealed_memory import SealedMemory
+from services.engine.attention.int8_rows import pack
 from services.engine.model.device_copies import DeviceCopies
-from services.kv.layout import BlockShape, block_bytes, block_shape
+from services.kv.layout import BlockShape, block_bytes, block_shape, row_length
 from services.kv.regions import Buffer, Region
 
 _COPY_DTYPE = torch.uint8
@@ -24,8 +25,8 @@ _TOUCHED_AT_ONCE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Describes a block: [num_layers, 2 (key, value), block_size, num_kv_heads, head_dim] contiguous elements of
-    `dtype`."""
+    """Describes a block: [num_layers, 2 (key, value), block_size, num_kv_heads, row] contiguous elements of `dtype`. A
+    row is [head_dim], and with int8 has its scale behind that (see `attention.int8_rows`)."""
 
     num_layers: int
     num_kv_heads: int
@@ -36,16 +37,20 @@ class KVShape:
     @property
     def dimensions(self) -> BlockShape:
         """Returns the sizes of the dimensions, in the order above."""
-        return block_shape(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
+        row = row_length(self.head_dim, str(self.dtype).removeprefix("torch."))
+        return block_shape(self.num_layers, self.block_size, self.num_kv_heads, row)
 
     @property
     def block_bytes(self) -> int:
         return block_bytes(self.dimensions, self.dtype.itemsize)
 
+    def computed_in(self, activations: torch.dtype) -> torch.dtype:
+        """Returns the type in which attention over such blocks computes, in a model with these activations."""
+        return activations if self.dtype == torch.int8 else self.dtype
+
 
 class KVCache:
-    """Holds one tensor of all blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], zero at
-    first."""
+    """Holds one tensor of all blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, row], zero at first."""
 
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
@@ -65,7 +70,7 @@ class KVCache:
         self._region = Region(self._blocks.data_ptr(), num_blocks * self.block_bytes, str(self._blocks.device))
         self._bytes = self._blocks.view(num_blocks, -1).view(_COPY_DTYPE)  # [num_blocks, block_bytes]
         self._copies = DeviceCopies(self._bytes) if device.type == "cuda" else None
-        self._tokens = self._blocks.view(-1, shape.num_kv_heads * shape.head_dim)
+        self._tokens = self._blocks.flatten(-2).view(-1, dimensions[-2] * dimensions[-1])
         self._keys = [self._blocks[:, layer, 0] for layer in range(shape.num_layers)]
         self._values = [self._blocks[:, layer, 1] for layer in range(shape.num_layers)]
 
@@ -76,18 +81,17 @@ class KVCache:
         return None if self._memory is None else self._memory.fd
 
     def keys(self, layer: int) -> Tensor:
-        """Returns one layer's keys in all blocks: [num_blocks, block_size, num_kv_heads, head_dim], a strided view."""
+        """Returns one layer's keys in all blocks: [num_blocks, block_size, num_kv_heads, row], a strided view."""
         return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
-        """Returns one layer's values in all blocks: [num_blocks, block_size, num_kv_heads, head_dim], a strided
-        view."""
+        """Returns one layer's values in all blocks: [num_blocks, block_size, num_kv_heads, row], a strided view."""
         return self._values[layer]
 
     def rows(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
         """Returns the rows of the pool to which `write` puts keys and values: [num_layers, 2 * num_tokens] int64.
 
-        Each layer has the rows of all keys, then those of all values. A row is [num_kv_heads * head_dim].
+        Each layer has the rows of all keys, then those of all values. Here a row is that of all kv heads.
         block_ids, offsets: [num_tokens] int64, each token's block and its place in it.
         """
         layers, _, size, _, _ = self.shape.dimensions
@@ -99,9 +103,12 @@ class KVCache:
         """Writes the KV of new tokens in one layer.
 
         rows: [2 * num_tokens], what the method `rows` returned for that layer.
-        key, value: [num_tokens, num_kv_heads, head_dim].
+        key, value: [num_tokens, num_kv_heads, head_dim] of any type if the cache is int8, otherwise of the cache's.
         """
-        self._tokens.index_copy_(0, rows, torch.cat((key.flatten(1), value.flatten(1))))
+        both = torch.cat((key, value))
+        if self.shape.dtype == torch.int8:
+            both = pack(both)
+        self._tokens.index_copy_(0, rows, both.flatten(1))
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zeroes blocks that the next step begins and does not fill.

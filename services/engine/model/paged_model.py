@@ -114,9 +114,10 @@ class PagedForward:
     ) -> Tensor:
         layer = self._layer
         self._layer += 1
-        dtype, kv_dtype = query.dtype, self._cache.shape.dtype
-        if dtype != kv_dtype:  # attention computes in the type of the KV cache
-            query, key, value = query.to(kv_dtype), key.to(kv_dtype), value.to(kv_dtype)
+        dtype = query.dtype
+        wanted = self._cache.shape.computed_in(dtype)
+        if dtype != wanted:
+            query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
         self._cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
         scale = kwargs.get("scaling")
         scoring = Scoring(

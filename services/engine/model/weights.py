@@ -17,7 +17,10 @@ from services.core.errors import UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types in which a model can be served, by the names that flags and layouts use."""
+KV_DTYPES = {**DTYPES, "int8": torch.int8}
+"""Types in which keys and values can be kept, by the same names."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+KV_DTYPE_NAMES = {dtype: name for name, dtype in KV_DTYPES.items()}
 
 
 def load_model(directory: Path, dtype: str, device: torch.device, attention: str) -> PreTrainedModel:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from services.engine.native.instruction_sets import SOURCES_SYMBOL, WITHOUT_KERNELS, sources_digest, usable
+from services.kv.layout import SCALE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("query", "keys", "values", "output")),
         *((name, c_void_p) for name in ("rows", "query_lens", "context_lens", "table_starts", "tables")),
         *((name, c_long) for name in ("sequences", "heads", "kv_heads", "head_dim", "block_size", "window")),
-        *((name, c_long) for name in ("query_row", "query_head", "block", "token")),
+        *((name, c_long) for name in ("query_row", "query_head", "block", "token", "head")),
         ("scale", c_float),
         ("softcap", c_float),
         ("threads", c_int),
@@ -98,6 +99,8 @@ class Kernels:
             raise OSError("it was built from other sources than those that are here; build it again")
         pointer, number, real = c_void_p, c_long, c_float
         self._attention = _functions(library, "attention", pointer)
+        self._attention_int8 = _functions(library, "attention_int8", pointer)
+        self._pack_rows = _functions(library, "pack_rows", *[pointer] * 2, *[number] * 2, c_int)
         self._rms_norm = _functions(library, "rms_norm", *[pointer] * 3, *[number] * 2, *[real] * 2, c_int)
         self._add_rms_norm = _functions(library, "add_rms_norm", *[pointer] * 4, *[number] * 2, *[real] * 2, c_int)
         self._silu_gate = _functions(library, "silu_gate", *[pointer] * 3, *[number] * 3, c_int)
@@ -105,9 +108,23 @@ class Kernels:
         self._linear = _functions(library, "linear", pointer, result=c_int)
         self._quantised_product = _function(library, "baton_quantised_product", (pointer,), c_int)
 
-    def attention(self, dtype: torch.dtype, arguments: AttentionArguments) -> None:
-        """Computes attention over the pool, and writes it to `arguments.output`. All tensors have this dtype."""
-        self._attention[dtype](ctypes.byref(arguments))
+    def attention(self, dtype: torch.dtype, arguments: AttentionArguments, *, over_int8: bool = False) -> None:
+        """Computes attention over the pool, and writes it to `arguments.output`.
+
+        Queries and output have this dtype, and so have keys and values, unless they are rows as `pack_rows` makes them:
+        then `over_int8` is set.
+        """
+        functions = self._attention_int8 if over_int8 else self._attention
+        functions[dtype](ctypes.byref(arguments))
+
+    def pack_rows(self, rows: Tensor) -> Tensor:
+        """Returns rows [..., dim] in 8 bits: [..., dim + 4] int8, the same bytes as `attention.int8_rows.packed`."""
+        rows, dim = rows.contiguous(), rows.shape[-1]
+        result = torch.empty(*rows.shape[:-1], dim + SCALE_BYTES, dtype=torch.int8)
+        self._pack_rows[rows.dtype](
+            rows.data_ptr(), result.data_ptr(), rows.numel() // dim, dim, torch.get_num_threads()
+        )
+        return result
 
     def rms_norm(self, inputs: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
         """Returns the root mean square norm of inputs [..., dim], with weight [dim]; for `offset` see elementwise.c."""

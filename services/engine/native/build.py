@@ -36,16 +36,16 @@ from services.engine.native.instruction_sets import (
 
 _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
+_OF_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
 _PARTS = (
-    *(
-        (source, (f"-D{each}",))
-        for source in ("attention.c", "elementwise.c", "linear.c")
-        for each in ("FLOAT32", "BFLOAT16", "FLOAT16")
-    ),
+    *((source, (f"-D{each}",)) for source in ("attention.c", "elementwise.c", "linear.c") for each in _OF_ELEMENTS),
+    *(("attention.c", (f"-D{each}", "-DINT8_ROWS")) for each in _OF_ELEMENTS),
+    *(("int8_rows.c", (f"-D{each}", "-fno-fast-math", "-ffp-contract=off")) for each in _OF_ELEMENTS),
     ("quantised.c", ("-fno-fast-math",)),
 )
-"""The files of a library and the flags of each. Those with a macro are compiled for each type of elements (elements.h).
-Quantised products round where they say they do, so that instruction sets never differ by a step."""
+"""The files of a library and the flags of each. Those with a macro of `_OF_ELEMENTS` are compiled for each type of
+elements (elements.h), attention also over keys and values of 8 bits (stored_rows.h). What rounds to 8 bits does so
+where it says it does, so that instruction sets never differ by a step."""
 
 _TRIAL = """
 #include <stdint.h>
