@@ -14,6 +14,7 @@ from torch.nn.functional import linear, pad
 
 from services.engine.cpu.replacement import ROUNDINGS, relative_difference
 from services.engine.native.bindings import PANEL, Kernels
+from services.engine.native.layer_arguments import Product
 
 _NUM_ROWS = 5
 """Rows of random input for which a packed layer is compared with the plain one."""
@@ -59,6 +60,10 @@ class NativeLinear(_PackedLinear):
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the output, [..., out_features], for inputs [..., in_features]."""
         return self._native.linear(inputs, self._panels, self._float_bias, self.out_features)
+
+    def product(self, dtype: torch.dtype) -> Product:
+        """Returns the same for inputs of this dtype as a call for layers.c."""
+        return self._native.linear_product(dtype, self.in_features, self.out_features, self._panels, self._float_bias)
 
 
 def narrowest_dtype(weight: Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ through block tables), and the forward pass. Never: which models can be served (
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -96,29 +96,41 @@ class PagedForward:
     """
 
     def __init__(self, inputs: StepInputs, cache: KVCache, attention: PagedAttention) -> None:
-        self._inputs = inputs
-        self._cache = cache
-        self._attention = attention
-        self._rows = cache.rows(inputs.slot_blocks, inputs.slot_offsets)
+        self.inputs = inputs
+        self.cache = cache
+        self.attention = attention
+        self._rows: Tensor | None = None  # what `cache.rows` returns, once it is needed
         self._layer = 0
+
+    def take_layers(self, count: int) -> int:
+        """Returns the number of the next layer of the pool, and goes on after `count` of them."""
+        layer = self._layer
+        self._layer += count
+        return layer
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        layer = self._layer
-        self._layer += 1
-        dtype, kv_dtype = query.dtype, self._cache.shape.dtype
+        layer = self.take_layers(1)
+        dtype, kv_dtype = query.dtype, self.cache.shape.dtype
         if dtype != kv_dtype:  # attention computes in the type of the KV cache
             query, key, value = query.to(kv_dtype), key.to(kv_dtype), value.to(kv_dtype)
-        self._cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
-        scale = kwargs.get("scaling")
-        scoring = Scoring(
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            sliding_window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-        )
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        return self._attention(query[0].transpose(0, 1), keys, values, self._inputs.layout, scoring)[None].to(dtype)
+        if self._rows is None:
+            self._rows = self.cache.rows(self.inputs.slot_blocks, self.inputs.slot_offsets)
+        self.cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
+        scoring = scoring_of(query.shape[-1], kwargs)
+        keys, values = self.cache.keys(layer), self.cache.values(layer)
+        return self.attention(query[0].transpose(0, 1), keys, values, self.inputs.layout, scoring)[None].to(dtype)
+
+
+def scoring_of(head_dim: int, arguments: Mapping[str, Any]) -> Scoring:
+    """Returns how a layer scores, from the keyword arguments that it passes to attention."""
+    scale = arguments.get("scaling")
+    return Scoring(
+        scale=head_dim**-0.5 if scale is None else scale,
+        sliding_window=arguments.get("sliding_window"),
+        softcap=arguments.get("softcap"),
+    )
 
 
 class PagedModel:

@@ -33,7 +33,7 @@ _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
 _PARTS = (
     *(
         (source, (f"-D{each}",))
-        for source in ("attention.c", "elementwise.c", "linear.c")
+        for source in ("attention.c", "elementwise.c", "layers.c", "linear.c")
         for each in ("FLOAT32", "BFLOAT16", "FLOAT16")
     ),
     ("quantised.c", ("-fno-fast-math",)),
