@@ -14,6 +14,7 @@ from torch.nn.functional import linear, pad
 
 from services.engine.cpu.replacement import ROUNDINGS, relative_difference, worst_column
 from services.engine.native.bindings import PANEL, Kernels
+from services.engine.native.layer_arguments import Product
 
 _NUMS_ROWS = (1, 2, 3, 4, 13)
 """Rows of random input for which a packed layer is compared with the plain one: those that linear.c computes in ways of
@@ -62,6 +63,10 @@ class NativeLinear(_PackedLinear):
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the output, [..., out_features], for inputs [..., in_features]."""
         return self._native.linear(inputs, self._panels, self._float_bias, self.out_features)
+
+    def product(self, dtype: torch.dtype) -> Product:
+        """Returns the same for inputs of this dtype as a call for layers.c."""
+        return self._native.linear_product(dtype, self.in_features, self.out_features, self._panels, self._float_bias)
 
 
 def narrowest_dtype(weight: Tensor) -> torch.dtype:

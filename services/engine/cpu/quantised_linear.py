@@ -17,6 +17,7 @@ from torch.nn.functional import linear, pad
 from services.engine.cpu.replacement import relative_difference
 from services.engine.model.grouped_weights import GROUP, GroupedWeights, joined, round_inputs
 from services.engine.native.bindings import COLUMNS, EIGHT, EIGHT_BY_16, FOUR, QuantisedPanels, kernels
+from services.engine.native.layer_arguments import Product
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,12 @@ class QuantisedLinear(nn.Module):
         if inputs.dtype == torch.float16:
             return self._kernels.quantised_linear(inputs.float(), self._packed, self._bias).half()
         return self._kernels.quantised_linear(inputs, self._packed, self._bias)
+
+    def product(self, dtype: torch.dtype) -> Product | None:
+        """Returns the same for inputs of this dtype as a call for layers.c; None if torch computes it, or a part."""
+        if self._packed is None or self._kernels is None or dtype == torch.float16:
+            return None
+        return self._kernels.quantised_product(dtype, self._packed, self._bias)
 
     @property
     def nbytes(self) -> int:

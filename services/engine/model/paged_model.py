@@ -8,7 +8,7 @@ through block tables), and the forward pass. Never: which models can be served (
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from services.engine.attention.paged import PagedAttention, Scoring
+from services.engine.attention.paged import PagedAttention, Scoring, StepLayout
 from services.engine.model.inputs import StepInputs, StepTokens
 from services.engine.model.kv_cache import KVCache
 
@@ -97,6 +97,17 @@ class LayerAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepAttention:
+    """Computes a step's attention with a backend. It is a `LayerAttention`."""
+
+    backend: PagedAttention
+    layout: StepLayout
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring) -> Tensor:
+        return self.backend(query, key_cache, value_cache, self.layout, scoring)
+
+
 class PagedForward:
     """Writes one step's KV into the pool and attends over the pool. It is an `Attend`.
 
@@ -104,29 +115,42 @@ class PagedForward:
     """
 
     def __init__(self, tokens: StepTokens, cache: KVCache, attention: LayerAttention) -> None:
-        self._cache = cache
-        self._attention = attention
-        self._rows = cache.rows(tokens.slot_blocks, tokens.slot_offsets)
+        self.tokens = tokens
+        self.cache = cache
+        self.attention = attention
+        self._rows: Tensor | None = None  # what `cache.rows` returns, once it is needed
         self._layer = 0
+
+    def take_layers(self, count: int) -> int:
+        """Returns the number of the next layer of the pool, and goes on after `count` of them."""
+        layer = self._layer
+        self._layer += count
+        return layer
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        layer = self._layer
-        self._layer += 1
+        layer = self.take_layers(1)
         dtype = query.dtype
-        wanted = self._cache.shape.computed_in(dtype)
+        wanted = self.cache.shape.computed_in(dtype)
         if dtype != wanted:
             query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
-        self._cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
-        scale = kwargs.get("scaling")
-        scoring = Scoring(
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            sliding_window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-        )
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        return self._attention(query[0].transpose(0, 1), keys, values, scoring)[None].to(dtype)
+        if self._rows is None:
+            self._rows = self.cache.rows(self.tokens.slot_blocks, self.tokens.slot_offsets)
+        self.cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
+        scoring = scoring_of(query.shape[-1], kwargs)
+        keys, values = self.cache.keys(layer), self.cache.values(layer)
+        return self.attention(query[0].transpose(0, 1), keys, values, scoring)[None].to(dtype)
+
+
+def scoring_of(head_dim: int, arguments: Mapping[str, Any]) -> Scoring:
+    """Returns how a layer scores, from the keyword arguments that it passes to attention."""
+    scale = arguments.get("scaling")
+    return Scoring(
+        scale=head_dim**-0.5 if scale is None else scale,
+        sliding_window=arguments.get("sliding_window"),
+        softcap=arguments.get("softcap"),
+    )
 
 
 class PagedModel:
@@ -142,11 +166,7 @@ class PagedModel:
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Computes the step's tokens, writes their KV to `cache`, and returns the logits of `inputs.sample_rows`:
         [num_samples, vocab_size]."""
-
-        def attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring) -> Tensor:
-            return self._attention(query, key_cache, value_cache, inputs.layout, scoring)
-
-        return self.compute(inputs, cache, attend)
+        return self.compute(inputs, cache, StepAttention(self._attention, inputs.layout))
 
     @torch.inference_mode()
     def compute(self, tokens: StepTokens, cache: KVCache, attention: LayerAttention) -> Tensor:

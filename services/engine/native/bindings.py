@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from services.engine.native.instruction_sets import SOURCES_SYMBOL, WITHOUT_KERNELS, sources_digest, usable
+from services.engine.native.layer_arguments import Layers, Product, Seconds, product
 from services.kv.layout import SCALE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,9 @@ class Kernels:
         self._rotate = _functions(library, "rotate", *[pointer] * 3, *[number] * 4, c_int)
         self._linear = _functions(library, "linear", pointer, result=c_int)
         self._quantised_product = _function(library, "baton_quantised_product", (pointer,), c_int)
+        self._layers = _functions(library, "layers", pointer, result=c_int)
+        self.layer_seconds: Seconds | None = None
+        """Where `layers` adds the seconds of each kind of kernels, if they are to be measured."""
 
     def attention(self, dtype: torch.dtype, arguments: AttentionArguments, *, over_int8: bool = False) -> None:
         """Computes attention over the pool, and writes it to `arguments.output`.
@@ -199,18 +203,10 @@ class Kernels:
         outputs = inputs.new_empty(*inputs.shape[:-1], out_features)
         if not outputs.numel():
             return outputs
-        product = _Linear(
-            inputs.data_ptr(),
-            outputs.data_ptr(),
-            panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            inputs.numel() // inputs.shape[-1],
-            inputs.shape[-1],
-            out_features,
-            inputs.dtype == torch.float32,
-            torch.get_num_threads(),
-        )
-        if self._linear[panels.dtype](ctypes.byref(product)):
+        arguments = _linear_arguments(inputs.dtype, inputs.shape[-1], out_features, panels, bias)
+        arguments.x, arguments.y = inputs.data_ptr(), outputs.data_ptr()
+        arguments.rows, arguments.threads = inputs.numel() // inputs.shape[-1], torch.get_num_threads()
+        if self._linear[panels.dtype](ctypes.byref(arguments)):
             raise MemoryError(f"no memory for {inputs.numel()} inputs in float32")
         return outputs
 
@@ -221,24 +217,58 @@ class Kernels:
         outputs = inputs.new_empty(*inputs.shape[:-1], weights.out_features)
         if not outputs.numel():
             return outputs
-        product = _QuantisedProduct(
-            inputs.data_ptr(),
-            outputs.data_ptr(),
-            weights.panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            inputs.numel() // weights.in_features,
-            weights.in_features,
-            weights.out_features,
-            weights.panels.shape[2],
-            weights.kind,
-            weights.has_minimums,
-            weights.half_scales,
-            inputs.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
-        if self._quantised_product(ctypes.byref(product)):
+        arguments = _quantised_arguments(inputs.dtype, weights, bias)
+        arguments.x, arguments.y = inputs.data_ptr(), outputs.data_ptr()
+        arguments.rows, arguments.threads = inputs.numel() // weights.in_features, torch.get_num_threads()
+        if self._quantised_product(ctypes.byref(arguments)):
             raise MemoryError(f"no memory for {inputs.numel()} rounded inputs")
         return outputs
+
+    def linear_product(
+        self, dtype: torch.dtype, in_features: int, out_features: int, panels: Tensor, bias: Tensor | None
+    ) -> Product:
+        """Returns what `linear` does for inputs of this dtype as a call for layers.c. Panels and bias must be kept as
+        long as it."""
+        arguments = _linear_arguments(dtype, in_features, out_features, panels, bias)
+        return product(self._linear[panels.dtype], arguments)
+
+    def quantised_product(self, dtype: torch.dtype, weights: QuantisedPanels, bias: Tensor | None) -> Product:
+        """Returns what `quantised_linear` does for inputs of this dtype as a call for layers.c. Weights and bias must
+        be kept as long as it."""
+        return product(self._quantised_product, _quantised_arguments(dtype, weights, bias))
+
+    def layers(self, dtype: torch.dtype, arguments: Layers) -> None:
+        """Computes whole decoder layers in place, as layers.c describes it. Raises MemoryError."""
+        arguments.threads = torch.get_num_threads()
+        arguments.seconds = None if self.layer_seconds is None else ctypes.addressof(self.layer_seconds)
+        if self._layers[dtype](ctypes.byref(arguments)):
+            raise MemoryError(f"no memory for the products of {arguments.rows} tokens")
+
+
+def _linear_arguments(
+    dtype: torch.dtype, in_features: int, out_features: int, panels: Tensor, bias: Tensor | None
+) -> _Linear:
+    return _Linear(
+        panels=panels.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        in_float=dtype == torch.float32,
+    )
+
+
+def _quantised_arguments(dtype: torch.dtype, weights: QuantisedPanels, bias: Tensor | None) -> _QuantisedProduct:
+    return _QuantisedProduct(
+        panels=weights.panels.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        in_features=weights.in_features,
+        out_features=weights.out_features,
+        block=weights.panels.shape[2],
+        kind=weights.kind,
+        has_minimums=weights.has_minimums,
+        half_scales=weights.half_scales,
+        bf16=dtype == torch.bfloat16,
+    )
 
 
 def _sources_of(library: ctypes.CDLL) -> str:

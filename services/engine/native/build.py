@@ -38,7 +38,11 @@ _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
 _OF_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
 _PARTS = (
-    *((source, (f"-D{each}",)) for source in ("attention.c", "elementwise.c", "linear.c") for each in _OF_ELEMENTS),
+    *(
+        (source, (f"-D{each}",))
+        for source in ("attention.c", "elementwise.c", "layers.c", "linear.c")
+        for each in _OF_ELEMENTS
+    ),
     *(("attention.c", (f"-D{each}", "-DINT8_ROWS")) for each in _OF_ELEMENTS),
     *(("int8_rows.c", (f"-D{each}", "-fno-fast-math", "-ffp-contract=off")) for each in _OF_ELEMENTS),
     ("quantised.c", ("-fno-fast-math",)),

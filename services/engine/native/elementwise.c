@@ -3,7 +3,7 @@
  * Results are rounded to the tensor's type wherever transformers rounds them, so they differ from its results by no
  * more than another order of sums makes.
  */
-#include "elements.h"
+#include "elementwise.h"
 #include "threads.h"
 
 /* Elements from which on threads share the work: for fewer, waking them takes longer. */
@@ -58,6 +58,23 @@ void NAME(add_rms_norm)(
     float offset, int threads) {
     Norm norm = {x, more, weight, y, dim, epsilon, offset};
     share_evenly(normalise_rows, &norm, rows, threads, rows * dim > MANY);
+}
+
+typedef struct {
+    element *x;
+    const element *more;
+    long dim;
+} Sum;
+
+static void add_some_rows(const void *job, long from, long to) {
+    const Sum *s = job;
+    add(s->x + from * s->dim, s->more + from * s->dim, (to - from) * s->dim);
+}
+
+/* Computes x += more, `rows` times `dim` elements. */
+void NAME(add_rows)(element *x, const element *more, long rows, long dim, int threads) {
+    Sum job = {x, more, dim};
+    share_evenly(add_some_rows, &job, rows, threads, rows * dim > MANY);
 }
 
 static void gate(const element *gates, const element *x, element *y, long count) {
