@@ -92,7 +92,7 @@ def test_tensors(change: Callable[[Tensors], Any], reason: str, saved: Path) -> 
 
 
 def test_a_plain_model_that_lacks_a_weight_is_refused_too(tmp_path: Path) -> None:
-    """transformers would fill in random ones."""
+    """The transformers library would fill in random ones."""
     model = tiny_model("llama", tmp_path)
     change_tensors(model, lambda tensors: tensors.pop(f"{LAYER}.weight"))
     assert f"lacks 1 of the model's weights, such as {LAYER}.weight: fetch it again" in refused(model)
@@ -140,7 +140,7 @@ def test_sizes_that_the_files_do_not_have_are_not_allocated(fields: dict[str, in
 
 
 def test_a_header_that_lies(saved: Path) -> None:
-    """safetensors compares it with the size of the file."""
+    """The header is compared with the size of the file."""
     path = saved / "model.safetensors"
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]

@@ -122,7 +122,7 @@ def test_types_of_16_bits(dtype: str, tmp_path: Path) -> None:
 
 
 def test_layers_that_cannot_be_kept_are_dequantised(tmp_path: Path) -> None:
-    """Groups of 16 inputs share no scale among 32."""
+    """Each set of 32 inputs has to lie within a group, and groups of 16 are smaller."""
     saved, plain = write_checkpoint(tiny_model("llama", tmp_path), Form(group_size=16))
     reference = GreedyReference(plain)
     with drive(saved, quantization="gptq") as driver:
