@@ -38,11 +38,13 @@ KV_DTYPE_HELP = (
     "on a CPU, rounds it to about half of 16 bits"
 )
 
-QUANTIZATION = ("auto", "none", "int8", "int4", "gguf")
+KEPT_WEIGHTS = ("gguf", "gptq", "awq")
+"""Kinds of quantised checkpoints whose weights may stay as they are, as `--quantization` names them."""
+QUANTIZATION = ("auto", "none", "int8", "int4", *KEPT_WEIGHTS)
 QUANTIZATION_HELP = (
-    "bits of weights on a CPU, the same on all workers; none: as saved, and those of a GGUF file in 16 bits; int8 and "
-    "int4 round them at load; gguf: those of a GGUF file stay as they are there; auto: gguf where a timing shows that "
-    "to be faster and --dtype is auto too, else none"
+    "bits of weights on a CPU, the same on all workers; none: as saved, and quantised ones in the type of --dtype; "
+    "int8 and int4 round them at load; gguf, gptq and awq: those of a GGUF file or of a checkpoint of that kind stay "
+    "as they are there; auto: one of these where a timing shows that to be faster and --dtype is auto too, else none"
 )
 KEPT_BLOCKS_FILE = "gguf-blocks"
 """The file in a model's directory with the weights of the GGUF file that it was converted from, as safetensors. Its

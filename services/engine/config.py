@@ -22,8 +22,8 @@ class EngineConfig:
     kv_dtype: str = "auto"
     """Type of the KV cache: "auto" (that of activations), one of the others, or "int8" (see `attention.int8_rows`)."""
     quantization: str = "none"
-    """Bits in which weights are kept: "none" (as saved), "int8", "int4", or "gguf" (those of a GGUF file as they are
-    there). See `cpu.quantisation`."""
+    """Bits in which weights are kept: "none" (as saved), "int8", "int4", or "gguf", "gptq" and "awq" (those of such a
+    checkpoint as they are there). See `cpu.quantisation`."""
     block_size: int = 16
     """Tokens of a block."""
     num_blocks: int | None = None

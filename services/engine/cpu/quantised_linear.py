@@ -7,6 +7,7 @@ Owns: the layout of packed weights. Never: which layers are quantised, or how (`
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ class QuantisedLinear(nn.Module):
         self.weight = nn.Parameter(like.new_empty(0), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._order = weights.order
+        weights = dataclasses.replace(weights, order=None)  # of inputs that are in that order already
         self._weights: GroupedWeights | None = weights
         self._packed: QuantisedPanels | None = None
         self._kernels = kernels()
@@ -47,6 +50,9 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns [..., out_features] for inputs [..., in_features]."""
+        return self._product(inputs if self._order is None else inputs[..., self._order])
+
+    def _product(self, inputs: Tensor) -> Tensor:
         if self._packed is None or self._kernels is None:
             return self._plain(inputs)
         if inputs.dtype == torch.float16:
@@ -54,8 +60,9 @@ class QuantisedLinear(nn.Module):
         return self._kernels.quantised_linear(inputs, self._packed, self._bias)
 
     def product(self, dtype: torch.dtype) -> Product | None:
-        """Returns the same for inputs of this dtype as a call for layers.c; None if torch computes it, or a part."""
-        if self._packed is None or self._kernels is None or dtype == torch.float16:
+        """Returns the same for inputs of this dtype as a call for layers.c; None if torch computes it, or a part, or
+        puts the inputs in another order."""
+        if self._packed is None or self._kernels is None or self._order is not None or dtype == torch.float16:
             return None
         return self._kernels.quantised_product(dtype, self._packed, self._bias)
 
@@ -64,26 +71,30 @@ class QuantisedLinear(nn.Module):
         """Returns the bytes that the weights take."""
         if self._packed is not None:
             return self._packed.panels.nbytes
-        kept = self.grouped
+        kept = self._in_order
         return sum(each.nbytes for each in (kept.values, kept.scales, kept.minimums) if each is not None)
 
     @property
     def grouped(self) -> GroupedWeights:
         """Returns the weights as they were given."""
+        return dataclasses.replace(self._in_order, order=self._order)
+
+    @property
+    def _in_order(self) -> GroupedWeights:
         if self._weights is not None:
             return self._weights
         assert self._packed is not None, "one of the two is always there"
         return unpack(self._packed)
 
     def _plain(self, inputs: Tensor) -> Tensor:
-        return linear(round_inputs(inputs), self.grouped.dequantised(), self._bias).to(inputs.dtype)
+        return linear(round_inputs(inputs), self._in_order.dequantised(), self._bias).to(inputs.dtype)
 
     def _use_kernel(self, weights: GroupedWeights) -> None:
         """Packs the weights and gives up the others, if the products agree with torch's."""
         inputs = torch.randn(_NUM_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
         expected = self._plain(inputs)
         self._packed = pack(weights)
-        difference = max(relative_difference(self.forward(inputs[:rows]), expected[:rows]) for rows in (1, _NUM_ROWS))
+        difference = max(relative_difference(self._product(inputs[:rows]), expected[:rows]) for rows in (1, _NUM_ROWS))
         if difference <= _TOLERANCE:
             self._weights = None
         else:
