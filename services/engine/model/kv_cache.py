@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +159,8 @@ class KVCache:
         if source.nbytes != self.block_bytes:
             raise ValueError(f"{source.nbytes} bytes for a block of {self.block_bytes}")
         if self.device.type == "cpu":
-            self._bytes[block_id].numpy().data[:] = source
+            # Steps go on meanwhile: numpy lets go of the interpreter's lock while it copies, a memoryview keeps it.
+            np.copyto(self._bytes[block_id].numpy(), np.frombuffer(source, dtype=np.uint8))
         else:
             copy = torch.frombuffer(bytearray(source), dtype=_COPY_DTYPE)
             # A step may run meanwhile. The copy is complete when this returns.
