@@ -72,7 +72,8 @@ def test_a_report_is_taken_up_before_the_next_step(one_core: None) -> None:
         info = EngineInfo("m", "d", "c", "n", "float32", 1, 1, 4, 4, 16, 64, 100, (2,), "cpu")
         return Loaded(info, cache, runner)
 
-    with Taker(Engine(EngineConfig("", "m"), loader)) as driver:
+    driver = Taker(Engine(EngineConfig("", "m"), loader))
+    with driver:
         runner.driver = driver
         driver.thread.start()
         driver.wait(driver.submit([1, 2, 3], NUM_STEPS))
