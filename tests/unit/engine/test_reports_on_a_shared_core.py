@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -85,7 +86,16 @@ def test_a_report_is_taken_up_before_the_next_step(one_core: None) -> None:
     assert sum(runner.in_time) > NUM_STEPS // 2, runner.in_time
 
 
-def test_a_copy_into_the_pool_keeps_no_lock() -> None:
+@pytest.fixture
+def no_forced_turns() -> Iterator[None]:
+    """Lets a thread run only where another lets go of the interpreter by itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_copy_into_the_pool_keeps_no_lock(no_forced_turns: None) -> None:
     """A thread that waits for the interpreter runs during the copy of a block, before its last byte is there."""
     cache = KVCache(KVShape(1, 1, 64, 1 << 16, torch.float32), 1, torch.device("cpu"))
     last = cache.read_block(0)[-1:]
