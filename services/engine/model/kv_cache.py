@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,7 +169,8 @@ class KVCache:
             self._copies.write(block_ids, data)
             return
         for block_id, source in zip(block_ids, data, strict=True):
-            self._view(block_id)[:] = memoryview(source).cast("B")
+            # Steps go on meanwhile: numpy lets go of the interpreter's lock while it copies, a memoryview keeps it.
+            np.copyto(self._bytes[block_id].numpy(), np.frombuffer(source, dtype=np.uint8))
 
     def _view(self, block_id: int) -> memoryview:
         return self._bytes[block_id].numpy().data

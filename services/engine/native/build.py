@@ -201,7 +201,7 @@ def _build_all(compiler: Compiler) -> int:
 
 def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
     """Builds one library, which says of which sources it is; returns why it could not, or an empty text."""
-    with tempfile.TemporaryDirectory(dir=wanted.shared_object.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix="building-", dir=wanted.shared_object.parent) as folder:
         origin = Path(folder, "origin.c")
         origin.write_text(f'const char {SOURCES_SYMBOL}[] = "{sources}";\n')
         parts = (*_PARTS, (str(origin), ()))
