@@ -39,7 +39,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         help="the router's port for clients: send it requests for a minute or two, beside which nothing may run, and "
         "take what they show; without it, what the workers have measured of themselves",
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of each measurement (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds of measurements (default: 3)")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.repeats <= 1000:
         raise ConfigError(f"--repeats: {arguments.repeats} is not from 1 to 1000")
@@ -80,6 +80,7 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
                 context_tokens,
                 min(each.worker.vocab_size for each in workers),
                 (sum(prefill in roles for roles in own), sum(decode in roles for roles in own)),
+                handed_over=dedicated,
                 beside=dedicated and one_host,
                 repeats=repeats,
                 tell=tell,
