@@ -7,7 +7,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -17,7 +16,6 @@ from google.rpc import error_details_pb2
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.hashing import block_hashes, short_hashes
-from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import Job, PolicyConfig, WorkerView
 from services.router.policy.terms import prefix_cached
 from services.router.text.tokenisation import ModelText
@@ -250,7 +248,7 @@ async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_block
     policy = PolicyConfig(hash_prompts=True, prefill_terms=terms, decode_terms=terms)
     monkeypatch.setattr("services.router.front.intake.block_hashes", hashing)
     monkeypatch.setattr("services.router.front.intake._INLINE_TOKENS", 64)
-    monkeypatch.setattr("services.router.main.CoordinatorConfig", partial(CoordinatorConfig, policy=policy))
+    monkeypatch.setattr("services.router.main.PolicyConfig", lambda: policy)
     cluster = Cluster(replace(CONFIG, model=model))
     await cluster.start()
     for role in ("prefill", "decode"):
