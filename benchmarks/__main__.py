@@ -10,6 +10,7 @@ end_to_end  a cluster's start, handoffs of long prompts, memory
 overload    goodput at one, two and three times a cluster's capacity
 tracing     the cost of spans
 sim         the simulator against real processes; not part of a run without --only
+plan        a plan against the cluster it names; not part of a run without --only
 dtype       what --dtype auto chooses between, on lesser CPUs too; not part of a run without --only
 
 Beside other engines: `python -m benchmarks.peers`. Pictures of results: `python -m benchmarks.plots`.
@@ -24,14 +25,14 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks import interference, replay, router, serve
+from benchmarks import interference, planned, replay, router, serve
 from benchmarks.precision import Precision
 from benchmarks.result import Result
 from benchmarks.settings import add_flags, read
 from benchmarks.works import WorkSettings
 
-NAMES = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing", "dtype", "sim")
-_BY_DEFAULT = ",".join(name for name in NAMES if name not in ("dtype", "sim"))
+NAMES = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing", "dtype", "sim", "plan")
+_BY_DEFAULT = ",".join(name for name in NAMES if name not in ("dtype", "sim", "plan"))
 
 
 def main() -> None:
@@ -65,6 +66,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "split: prompts beside streams", interference.InterferenceSettings)
     add_flags(parser, "split: a replayed trace", replay.ReplaySettings)
     add_flags(parser, "serve", serve.ServeSettings)
+    add_flags(parser, "plan", planned.PlannedSettings)
 
 
 def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result) -> None:
@@ -95,6 +97,9 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         result.add(tracing.measure(name, precision, repeats))
     if "sim" in chosen:
         result.add(simulated.measure(name, precision, repeats, read(replay.ReplaySettings, arguments)))
+    if "plan" in chosen:
+        settings = read(planned.PlannedSettings, arguments)
+        result.add(planned.measure(name, precision, repeats, read(replay.ReplaySettings, arguments), settings))
     if "dtype" in chosen:
         result.add(dtype.measure(model, arguments.prompt_tokens, repeats))
 

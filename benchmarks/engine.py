@@ -17,6 +17,7 @@ from services.engine.config import EngineConfig, StepReport
 from services.engine.engine import Engine
 from services.engine.loading import torch_engine
 from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams, Token
+from services.engine.worker_engine import OnStep
 
 _GREEDY = SamplingParams(temperature=0.0)
 _BLOCKS = 2048
@@ -39,6 +40,8 @@ class Load:
         self.token_times_s: list[float] = []
         self.decode_steps_ms: dict[int, list[float]] = {}
         """Of the last run: milliseconds of each step that only decoded, by the number of its sequences."""
+        self.also: OnStep | None = None
+        """What is called with each step's report as well."""
         engine.start(self._on_step)
 
     def run(self, count: int, num_prompt_tokens: int, max_tokens: int) -> float:
@@ -59,6 +62,8 @@ class Load:
         if report.step_number and report.num_tokens == report.num_decodes:
             steps = self.decode_steps_ms.setdefault(report.num_decodes, [])
             steps.append((report.ended_s - report.started_s) * 1e3)
+        if self.also is not None:
+            self.also(report)
         for event in report.events:
             if isinstance(event, Token):
                 self.token_times_s.append(event.now)

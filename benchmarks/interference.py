@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -30,15 +31,18 @@ class InterferenceSettings:
     arriving_output: int = setting(16, "output tokens of a prompt that arrives")
     every_s: float = setting(4.0, "seconds from one prompt to the next")
     arrivals: int = setting(10, "prompts in a round")
+    undisturbed_s: float = setting(10.0, "seconds in which the streams run before the first prompt arrives")
 
 
 @dataclass
 class Interference:
     """Holds the measurements of one round."""
 
-    gaps_ms: list[float] = field(default_factory=list)
-    """Between tokens of the running streams."""
-    ttft_ms: list[float] = field(default_factory=list)
+    gaps_ms: list[float]
+    """Between tokens of the running streams, while prompts arrive."""
+    undisturbed_gaps_ms: list[float]
+    """The same before the first prompt arrives: what the machine does to steps without any."""
+    ttft_ms: list[float]
     """Of the prompts that arrived."""
 
 
@@ -53,6 +57,8 @@ async def interfere(address: str, seed: object, settings: InterferenceSettings) 
         ]
         try:
             await _all_run(running, streams)
+            undisturbed_s = time.perf_counter()
+            await asyncio.sleep(settings.undisturbed_s)
             began_s = time.perf_counter()
             arriving = [
                 asyncio.create_task(_arrive(stub, (seed, number), began_s + number * settings.every_s, settings))
@@ -65,8 +71,11 @@ async def interfere(address: str, seed: object, settings: InterferenceSettings) 
             for task in streams:
                 task.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
-    gaps = [gap for answer in running for gap in answer.gaps_within(began_s, ended_s)]
-    return Interference(gaps, [task.result().ttft_ms for task in arriving])
+    return Interference(
+        _gaps_ms(running, began_s, ended_s),
+        _gaps_ms(running, undisturbed_s, began_s),
+        [task.result().ttft_ms for task in arriving],
+    )
 
 
 async def idle_prompts(address: str, seed: object, count: int, tokens: int, output: int) -> list[Answer]:
@@ -76,6 +85,10 @@ async def idle_prompts(address: str, seed: object, count: int, tokens: int, outp
         return [
             _whole(await stream_grpc(stub, make_request((seed, number), tokens, output))) for number in range(count)
         ]
+
+
+def _gaps_ms(answers: Sequence[Answer], from_s: float, to_s: float) -> list[float]:
+    return [gap for answer in answers for gap in answer.gaps_within(from_s, to_s)]
 
 
 async def _stream(

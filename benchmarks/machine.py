@@ -25,6 +25,7 @@ _VARIABLES = (
     "MKL_ENABLE_INSTRUCTIONS",
     "OMP_NUM_THREADS",
     "GOMP_SPINCOUNT",
+    "OMP_PROC_BIND",
 )
 """Variables that change what the processor is used for."""
 

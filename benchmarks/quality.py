@@ -1,24 +1,30 @@
-"""Measures what packing weights into fewer bits costs in quality: perplexity, and distance from the model in float32.
+"""Measures what fewer bits cost in quality: perplexity, and distance from the model in float32.
 
-`python -m benchmarks.quality [--model NAME] [--json FILE]`. The texts of `benchmarks/data` are read in windows; the
-first tokens of each are context only. Beside the schemes of `--quantization` it measures bfloat16 alone.
+`python -m benchmarks.quality [--of weights|kv] [--model NAME] [--json FILE]`. The texts of `benchmarks/data` are read
+in windows; the first tokens of each are context only. Beside the schemes of `--quantization` it measures bfloat16
+alone. With `--of kv`, keys and values are rounded instead of weights, to what `--kv-dtype` would keep.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from benchmarks.figure import Figure
 from benchmarks.result import Result
 from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.config import KEPT_BLOCKS_FILE
+from services.engine.attention.int8_rows import as_numbers, packed
 from services.engine.cpu.quantisation import quantise
 from services.engine.model import weights
 
@@ -27,6 +33,8 @@ _WINDOW, _CONTEXT = 512, 32
 """Tokens of a window, and those at its begin that are not counted."""
 _SCHEMES = (("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"))
 _SCHEMES += (("float32", "int4"), ("bfloat16", "int4"))
+_KV_SCHEMES = (("float32", "float32"), ("float32", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8"))
+"""Types of weights and activations, and of keys and values."""
 
 
 class _Sums:
@@ -71,6 +79,43 @@ def _model(directory: Path, dtype: str, quantization: str) -> PreTrainedModel:
     return model
 
 
+def measure_kv(directory: Path) -> list[Figure]:
+    """Returns the figures of each type of keys and values."""
+    for kv_dtype in ("bfloat16", "int8"):
+        AttentionInterface.register(f"rounded_{kv_dtype}", partial(_attend_rounded, weights.KV_DTYPES[kv_dtype]))
+        AttentionMaskInterface.register(f"rounded_{kv_dtype}", sdpa_mask)
+    models = {
+        (dtype, kv_dtype): weights.load_model(
+            directory, dtype, torch.device("cpu"), "sdpa" if dtype == kv_dtype else f"rounded_{kv_dtype}"
+        )
+        for dtype, kv_dtype in _KV_SCHEMES
+    }
+    sums = {scheme: _Sums() for scheme in _KV_SCHEMES}
+    for window in _windows(directory):
+        reference = _log_probabilities(models["float32", "float32"], window)
+        for scheme, model in models.items():
+            sums[scheme].add(_log_probabilities(model, window), reference, window[_CONTEXT + 1 :])
+    return [figure for (dtype, kv), each in sums.items() for figure in each.figures(f"{dtype}, {kv} KV")]
+
+
+def _attend_rounded(
+    kv_dtype: torch.dtype,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Computes attention as transformers does, over keys and values as a pool would keep them."""
+
+    def kept(rows: Tensor) -> Tensor:
+        rounded = packed(rows) if kv_dtype == torch.int8 else rows.to(kv_dtype)
+        return as_numbers(rounded, rows.dtype).to(rows.dtype)
+
+    return sdpa_attention_forward(module, query, kept(key), kept(value), mask, **kwargs)
+
+
 def _windows(directory: Path) -> list[Tensor]:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     windows = []
@@ -89,12 +134,13 @@ def _log_probabilities(model: PreTrainedModel, window: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser.add_argument("--of", choices=("weights", "kv"), default="weights", help="what is rounded")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--json", type=Path, default=Path("out/quality.json"))
     arguments = parser.parse_args()
     model = resolve_model(arguments.model)
     result = Result({"model": model.model_id, "texts": sorted(path.name for path in _DATA.glob("*.txt"))})
-    result.add(measure(model.path))
+    result.add(measure_kv(model.path) if arguments.of == "kv" else measure(model.path))
     result.write(arguments.json)
 
 

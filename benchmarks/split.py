@@ -95,6 +95,7 @@ def _interference_figures(
             Figure("  ITL p95", "ms", tuple(p95)),
             Figure("  ITL p99", "ms", tuple(p99)),
             ratio("  ITL p99 over p50", p99, p50, "<= 1.3" if ours else ""),
+            *_undisturbed(some),
             Figure("  the prompts' TTFT p50", "ms", tuple(ttft_ms)),
             Figure("  the prompts' TTFT p95", "ms", tuple(percentile(each.ttft_ms, 95) for each in some)),
             ratio("  TTFT p50 over that on one core alone", ttft_ms, alone_ms, "<= 1.15" if ours else ""),
@@ -103,6 +104,14 @@ def _interference_figures(
         gaps = [gap for each in some for gap in each.gaps_ms]
         found.append(Series("itl", name, distribution(gaps)))
     return found
+
+
+def _undisturbed(rounds: Sequence[Interference]) -> list[Figure]:
+    """Returns what the machine does to the streams without any prompt; nothing if that was not measured."""
+    if not all(each.undisturbed_gaps_ms for each in rounds):
+        return []
+    p99, p50 = ([percentile(each.undisturbed_gaps_ms, percent) for each in rounds] for percent in (99, 50))
+    return [ratio("  the same before the first prompt", p99, p50)]
 
 
 def _second_gap(rounds: Sequence[Sequence[Answer]], target: str) -> Figure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from services.core.sealed_memory import SealedMemory
 from services.kv.imports import ImportTable
 from services.kv.layout import Layout
 from services.kv.lease_table import LeaseTable
+from services.kv.regions import Buffer
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.client import BlockFetcher, FetchOrder
 from services.kvtransfer.servicer import KVTransferServicer
@@ -45,13 +47,14 @@ class _Pool:
         self.fd, self._map = self._memory.fd, self._memory.map
         self._view = memoryview(self._map)
         for block_id in range(self.num_blocks):
-            self.write_block(block_id, bytes([block_id]) * self.block_bytes)
+            self.write_blocks([block_id], [bytes([block_id]) * self.block_bytes])
 
-    def read_block(self, block_id: int) -> memoryview:
-        return self._view[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [self._view[each * self.block_bytes : (each + 1) * self.block_bytes] for each in block_ids]
 
-    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        self.read_block(block_id)[:] = data
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        for target, source in zip(self.read_blocks(block_ids), data, strict=True):
+            target[:] = source
 
 
 def measure(repeats: int) -> Findings:
@@ -75,8 +78,7 @@ def _copy_gb_s() -> float:
     source, target = _Pool(), _Pool()
     for _ in range(2):
         started = time.perf_counter()
-        for block_id in range(_NUM_BLOCKS):
-            target.write_block(block_id, source.read_block(block_id))
+        target.write_blocks(range(_NUM_BLOCKS), source.read_blocks(range(_NUM_BLOCKS)))
         seconds = time.perf_counter() - started
     return _NUM_BLOCKS * _LAYOUT.block_bytes / seconds / 1e9
 

@@ -20,10 +20,9 @@ from services.cli.probing import probe
 from services.cli.simulate import PROFILE
 from services.core.errors import ConfigError, NoWorker
 from services.core.home import baton_home
+from services.kv.layout import token_bytes
 from services.sim.fitting import fitted
 from services.sim.profile import WorkerProfile, write_profile
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -40,7 +39,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         help="the router's port for clients: send it requests for a minute or two, beside which nothing may run, and "
         "take what they show; without it, what the workers have measured of themselves",
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of each measurement (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds of measurements (default: 3)")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.repeats <= 1000:
         raise ConfigError(f"--repeats: {arguments.repeats} is not from 1 to 1000")
@@ -81,6 +80,7 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
                 context_tokens,
                 min(each.worker.vocab_size for each in workers),
                 (sum(prefill in roles for roles in own), sum(decode in roles for roles in own)),
+                handed_over=dedicated,
                 beside=dedicated and one_host,
                 repeats=repeats,
                 tell=tell,
@@ -107,7 +107,6 @@ def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
 
     prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
     worker, layout = measured[0].worker, measured[0].worker.layout
-    element_bytes = _ELEMENT_BYTES[layout.dtype]
     return WorkerProfile(
         f"{layout.model_id} on {worker.device}",
         ms_per_prefill_token=median("ms_per_prefill_token", prefill),
@@ -117,6 +116,6 @@ def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
         block_size=layout.block_size,
         max_model_len=worker.max_model_len,
         max_num_seqs=worker.max_num_seqs,
-        kv_bytes_per_token=2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * element_bytes,
+        kv_bytes_per_token=token_bytes(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
         cost_per_hour=cost_per_hour,
     )

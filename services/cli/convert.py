@@ -12,6 +12,7 @@ import sys
 
 from services.core.errors import BatonError
 from services.core.lifecycle import Lifecycle
+from services.core.printable import printable
 from services.engine.cpu.openmp import expect_shared_cores
 
 
@@ -27,7 +28,7 @@ def main() -> int:
         if os.environ.get("BATON_DEBUG"):
             raise
         name = "" if isinstance(error, BatonError) else f"{type(error).__name__}: "
-        print(f"{name}{' '.join(str(error).split())}")
+        print(printable(f"{name}{' '.join(str(error).split())}"))
         return 1
     return 0
 

@@ -1,5 +1,6 @@
 """Decides what `--dtype auto` and `--quantization auto` mean on this machine: the type the model was saved in, or
-float32 where that is faster; and the weights of a GGUF file as they are there, where that is faster still.
+float32 where that is faster; and the weights of a GGUF file, or of a GPTQ or AWQ checkpoint, as they are there, where
+that is faster still.
 
 Owns: the choice, made once per host and model from a timing and kept in a file, so that workers on the same host never
 choose differently: with different types they could not hand over to each other. Never: the timing itself, which a child
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.cli.child import Lifeline
-from services.core.config import KEPT_BLOCKS_FILE
+from services.core.config import KEPT_BLOCKS_FILE, KEPT_WEIGHTS
 from services.core.home import baton_home
 from services.engine.cpu import kept_timings
 
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 """The request that a choice is made for: the medians of conversations (Splitwise, arXiv 2311.18677, §III)."""
 MIN_SPEEDUP = 1.1
-"""Float32 must be this many times as fast to be chosen, since it takes twice the memory; and so must the weights of a
-GGUF file, since inputs are rounded to 8 bits for them."""
-_VERSION = 3
+"""Float32 must be this many times as fast to be chosen, since it takes twice the memory; and so must weights of few
+bits, since inputs are rounded to 8 bits for them."""
+_VERSION = 4
 """The version of the way of timing. Increase it to make earlier choices void."""
 _TIMING_LIMIT_S = 180.0
 """The time limit in seconds. A timing takes seconds, but more on a machine that is busy with other things."""
@@ -43,6 +44,7 @@ _SAVED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors format allows."""
 _CHOOSABLE = ("bfloat16", "float16")
+_IN_WORDS = {"gguf": "the GGUF file's weights", "gptq": "the GPTQ weights", "awq": "the AWQ weights"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Choice:
 class Timings:
     of: Mapping[str, tuple[float, float]]
     """For each way (milliseconds per prompt token, milliseconds per decode step), on one thread. A way is the name of a
-    type, or "TYPE+gguf" over the weights of the GGUF file."""
+    type, or "TYPE+KIND" over weights of one of `KEPT_WEIGHTS`."""
     capability: str
     """The instruction sets that torch uses, in its words."""
 
@@ -96,9 +98,9 @@ def choose_dtype(
     saved = saved_dtype(model)
     if saved not in _CHOOSABLE:
         return Choice(dtype, "", explicit)
-    ways = tuple(_name(name, "gguf" if explicit == "gguf" else "") for name in (saved, "float32"))
-    if quantization == "auto" and (model / KEPT_BLOCKS_FILE).is_file():
-        ways += tuple(_name(name, "gguf") for name in (saved, "float32"))
+    ways = tuple(_name(name, explicit if explicit in KEPT_WEIGHTS else "") for name in (saved, "float32"))
+    if quantization == "auto" and (kept := kept_weights(model)):
+        ways += tuple(_name(name, kept) for name in (saved, "float32"))
     measure = measure_in_child if measure is None else measure
     subject = {**kept_timings.host(), "model": _digest(model / "config.json"), "ways": ways, "version": _VERSION}
     entry = (folder or baton_home() / "dtype") / f"{model.name}-{kept_timings.digest_of(subject)}.json"
@@ -112,8 +114,9 @@ def choose_dtype(
             choice = decide(saved, measure(model, saved, ways))
         except TimingFailed as error:
             reason = f"as saved, since nothing could be timed ({error})"
-            return {"dtype": saved, "packed": False, "reason": reason, "for": subject, "failed_at_s": time.time()}
-        return {"dtype": choice.dtype, "packed": choice.quantization == "gguf", "reason": choice.reason, "for": subject}
+            choice = Choice(saved, reason)
+            return {**_content(choice), "for": subject, "failed_at_s": time.time()}
+        return {**_content(choice), "for": subject}
 
     choice = kept_timings.once_per_host(
         entry, lambda content: _choice(content, saved), find, limit_s=_LOCK_LIMIT_S, what="the choice for --dtype auto"
@@ -124,15 +127,16 @@ def choose_dtype(
 
 
 def decide(saved: str, timings: Timings) -> Choice:
-    """Chooses float32 if it is clearly faster for the usual request, else the saved type; and the weights of the GGUF
-    file if they were timed, and are clearly faster still."""
+    """Chooses float32 if it is clearly faster for the usual request, else the saved type; and the quantised weights as
+    they are if they were timed, and are clearly faster still."""
     whole_s = {name: (PROMPT_TOKENS * each[0] + OUTPUT_TOKENS * each[1]) / 1e3 for name, each in timings.of.items()}
 
     def better(weights: str) -> str:
         whole, half = _name("float32", weights), _name(saved, weights)
         return whole if whole_s[whole] * MIN_SPEEDUP < whole_s[half] else half
 
-    packed = better("gguf") if _name(saved, "gguf") in whole_s else None
+    kept = next((name.partition("+")[2] for name in whole_s if "+" in name), "")
+    packed = better(kept) if kept else None
     plain = better("") if saved in whole_s else None
     if packed is None or (plain is not None and whole_s[packed] * MIN_SPEEDUP >= whole_s[plain]):
         packed = None
@@ -141,7 +145,7 @@ def decide(saved: str, timings: Timings) -> Choice:
     dtype = chosen.partition("+")[0]
     how = "as saved" if chosen == saved else f"faster here than {saved} as saved"
     if packed is not None:
-        how = f"over the GGUF file's weights, faster here than {plain}" if plain else "over the GGUF file's weights"
+        how = f"over {_IN_WORDS[kept]}" + (f", faster here than {plain}" if plain else "")
     figures = ", ".join(
         f"{name} {each[0]:.3g} ms a prompt token, {each[1]:.3g} ms a decode, {whole_s[name]:.3g} s"
         for name, each in timings.of.items()
@@ -150,12 +154,24 @@ def decide(saved: str, timings: Timings) -> Choice:
         dtype,
         f"{how}; one thread of this {timings.capability} CPU, {PROMPT_TOKENS} tokens in and {OUTPUT_TOKENS} out: "
         f"{figures}",
-        "gguf" if packed else "none",
+        kept if packed else "none",
     )
 
 
 def _name(dtype: str, weights: str) -> str:
     return f"{dtype}+{weights}" if weights else dtype
+
+
+def kept_weights(model: pathlib.Path) -> str:
+    """Returns which of `KEPT_WEIGHTS` the model has, or ""."""
+    if (model / KEPT_BLOCKS_FILE).is_file():
+        return "gguf"
+    try:
+        fields = json.loads((model / "config.json").read_text()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return ""  # the engine says what is wrong
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    return method if method in ("gptq", "awq") else ""
 
 
 def saved_dtype(model: pathlib.Path) -> str:
@@ -214,13 +230,18 @@ def _digest(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
+def _content(choice: Choice) -> dict[str, object]:
+    """Returns the choice as it is kept in a file."""
+    return {"dtype": choice.dtype, "quantization": choice.quantization, "reason": choice.reason}
+
+
 def _choice(content: Any, saved: str) -> Choice | None:
     """Returns the choice that was kept, or None if it is time to try again. Raises ValueError, KeyError or TypeError if
     it makes no sense."""
-    dtype, packed, reason = content["dtype"], content["packed"], content["reason"]
+    dtype, quantization, reason = content["dtype"], content["quantization"], content["reason"]
     failed_at_s = content.get("failed_at_s")
     if failed_at_s is not None and not 0 <= time.time() - failed_at_s < _FAILURE_KEPT_S:
         return None
-    if dtype not in (saved, "float32") or not isinstance(reason, str) or not isinstance(packed, bool):
-        raise ValueError(f"it names the type {dtype!r}")
-    return Choice(dtype, " ".join(reason.split()), "gguf" if packed else "none")
+    if dtype not in (saved, "float32") or not isinstance(reason, str) or quantization not in ("none", *KEPT_WEIGHTS):
+        raise ValueError(f"it names the type {dtype!r} and the bits {quantization!r}")
+    return Choice(dtype, " ".join(reason.split()), quantization)

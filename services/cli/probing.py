@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
 from baton_client import ONCE, AsyncClient
@@ -22,11 +23,24 @@ _SHORT, _LONG = 48, 1024
 _LONG_BATCH = 4
 _GAPS = 24
 _SATURATING = 8
-"""Prompts that wait for one another, for each repeat."""
+"""Prompts that wait for one another, of each size in each round."""
 _STREAM_TOKENS = 400
 """Of the streams beside them: they last longer than the prompts, or the prompts end with them."""
 
 Times = list[float]
+
+
+@dataclass
+class _Answer:
+    times_s: Times
+    """After which each token came."""
+    computed_ms: float = 0.0
+    """Of the time to the first token: what its worker took to compute the prompt."""
+
+    @property
+    def around_ms(self) -> float:
+        """Returns the rest of the time to the first token."""
+        return max(0.0, self.times_s[0] * 1e3 - self.computed_ms)
 
 
 class Probe:
@@ -48,39 +62,45 @@ class Probe:
         self._num_prefill, self._num_decode = workers
         self._num_asked = 0
 
-    async def timings(self, *, beside: bool, tell: Callable[[str], None]) -> StepTimings:
-        """Returns what was measured. `beside` says that the phases have workers of their own on one host: then each is
-        measured while the other computes, too."""
-        tell("prompts alone")
+    async def timings(self, *, handed_over: bool, beside: bool, tell: Callable[[str], None]) -> StepTimings:
+        """Returns what was measured. `handed_over` says that prompts leave the workers that compute them: then it is
+        measured what that takes of these workers. `beside` says that the others compute on the same host meanwhile:
+        then each is measured while they do, too.
+
+        Each round measures everything, so that a machine that is slower for some seconds is so for all figures.
+        """
         for _ in range(2):
             await self._answer(64, 8)  # whatever happens only once has happened
-        lengths = [size for size in _PROMPTS if size < self._context_tokens - 1]
-        prefill_ms: dict[int, Times] = {size: [] for size in lengths}
-        second_ms: dict[int, Times] = {}
-        for _ in range(self._repeats):
-            for size in lengths:
-                times = await self._answer(size, 3 if size <= 512 else 1)
-                prefill_ms[size].append(times[0] * 1e3)
-                if len(times) > 1:
-                    second_ms.setdefault(size, []).append((times[1] - times[0]) * 1e3)
-        decode_ms: dict[tuple[int, int], Times] = {}
-        for number, length in [*((number, _SHORT) for number in _BATCHES), (_LONG_BATCH, _LONG)]:
-            if length + _GAPS * 3 >= self._context_tokens:
+        timings = StepTimings({}, {}, beside_streams=_LONG_BATCH if beside else 0)
+        for number in range(1, self._repeats + 1):
+            tell(f"round {number} of {self._repeats}: prompts alone")
+            await self._prompts_alone(timings)
+            tell("  streams")
+            for streams, length in [*((streams, _SHORT) for streams in _BATCHES), (_LONG_BATCH, _LONG)]:
+                if length + _GAPS * 3 < self._context_tokens:
+                    gaps = await self._streams(streams * self._num_decode, length)
+                    timings.decode_ms.setdefault((streams, length + 2 * _GAPS), []).extend(gaps)
+            if not handed_over:
                 continue
-            tell(f"{number} streams of {length} tokens")
-            for _ in range(self._repeats):
-                gaps = await self._streams(number * self._num_decode, length)
-                decode_ms.setdefault((number, length + 2 * _GAPS), []).extend(gaps)
-        tell("prompts that wait for one another" + (", beside streams" if beside else ""))
-        saturated_ms: dict[int, float] = {}
-        beside_ms = Times()
-        for size in [size for size in (64, 512) if size in lengths]:
-            saturated_ms[size], gaps = await self._saturated(size, self._num_decode * _LONG_BATCH if beside else 0)
-            beside_ms += gaps
-        return StepTimings(prefill_ms, decode_ms, second_ms, saturated_ms, beside_ms, _LONG_BATCH if beside else 0)
+            tell("  prompts that wait for one another" + (", beside streams" if beside else ""))
+            for size in (64, 512):
+                if size < self._context_tokens - 1:
+                    ms, gaps = await self._saturated(size, self._num_decode * _LONG_BATCH if beside else 0)
+                    timings.saturated_ms.setdefault(size, []).append(ms)
+                    timings.beside_ms.extend(gaps)
+        return timings
 
-    async def _answer(self, num_prompt_tokens: int, num_output_tokens: int) -> Times:
-        """Returns the seconds after which each token came."""
+    async def _prompts_alone(self, timings: StepTimings) -> None:
+        for size in _PROMPTS:
+            if size >= self._context_tokens - 1:
+                continue
+            answer = await self._answer(size, 3 if size <= 512 else 1)
+            timings.prefill_ms.setdefault(size, []).append(answer.computed_ms)
+            timings.around_ms.append(answer.around_ms)
+            if len(answer.times_s) > 1:
+                timings.second_ms.setdefault(size, []).append((answer.times_s[1] - answer.times_s[0]) * 1e3)
+
+    async def _answer(self, num_prompt_tokens: int, num_output_tokens: int) -> _Answer:
         self._num_asked += 1
         prompt = random_tokens(("probe", self._num_asked), num_prompt_tokens, min(NUM_TOKEN_IDS, self._vocab_size))
         request = inference_pb2.GenerateRequest(
@@ -89,11 +109,13 @@ class Probe:
             sampling=types_pb2.SamplingParams(temperature=0.0),
             stopping=types_pb2.StoppingParams(max_tokens=num_output_tokens, ignore_eos=True),
         )
-        times, began_s = Times(), time.perf_counter()
+        answer, began_s = _Answer([]), time.perf_counter()
         async for event in self._client.generate_stream(request):
             if event.WhichOneof("event") == "chunk":
-                times += [time.perf_counter() - began_s] * len(event.chunk.token_ids)
-        return times
+                answer.times_s += [time.perf_counter() - began_s] * len(event.chunk.token_ids)
+            elif event.WhichOneof("event") == "completion":
+                answer.computed_ms = event.completion.timings.prefill_compute_ms
+        return answer
 
     async def _streams(self, number: int, length: int) -> Times:
         """Returns the gaps, in milliseconds, while as many streams run at once as were asked for."""
@@ -114,7 +136,7 @@ class Probe:
         output = min(_STREAM_TOKENS, self._context_tokens - _SHORT - 1)
         streams = [asyncio.create_task(self._absolute(_SHORT, output)) for _ in range(num_streams)]
         await self._absolute(_SHORT, 8)  # until they all run
-        ended, firsts, most = asyncio.Event(), Times(), _SATURATING * self._repeats * self._num_prefill
+        ended, firsts, most = asyncio.Event(), Times(), _SATURATING * self._num_prefill
 
         async def prompts() -> None:
             while not ended.is_set():
@@ -137,7 +159,7 @@ class Probe:
     async def _absolute(self, length: int, output: int) -> Times:
         """Returns the moments at which each token came."""
         now = time.perf_counter()
-        return [now + at_s for at_s in await self._answer(length, output)]
+        return [now + at_s for at_s in (await self._answer(length, output)).times_s]
 
 
 async def probe(
@@ -147,6 +169,7 @@ async def probe(
     vocab_size: int,
     workers: tuple[int, int],
     *,
+    handed_over: bool,
     beside: bool,
     repeats: int,
     tell: Callable[[str], None],
@@ -154,5 +177,5 @@ async def probe(
     """Measures the cluster behind a router's public port. Raises the client's errors."""
     async with AsyncClient(target, retry=ONCE, options=channel_options()) as client:
         return await Probe(client, model, context_tokens, vocab_size, workers, repeats).timings(
-            beside=beside, tell=tell
+            handed_over=handed_over, beside=beside, tell=tell
         )

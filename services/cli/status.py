@@ -73,7 +73,8 @@ def _kernels(status: dict[str, Any]) -> list[str]:
     names: dict[str, list[str]] = {}
     for worker in (worker for worker in status["workers"] if worker.get("worker", {}).get("kernels")):
         description = worker["worker"]
-        words = f"{description['fingerprint']['numerics']}; {description['kernels']}"
+        numerics, kv_dtype = description["fingerprint"]["numerics"], description.get("layout", {}).get("dtype")
+        words = f"{numerics}; {f'{_clip(kv_dtype)} KV; ' if kv_dtype else ''}{description['kernels']}"
         names.setdefault(words, []).append(_id(worker))
     return [f"{_listed(ids)}: {words}" for words, ids in names.items()]
 

@@ -40,6 +40,7 @@ from services.core.config import (
     DTYPES,
     FEWEST_BLOCKS,
     KV_DTYPE_HELP,
+    KV_DTYPES,
     QUANTIZATION,
     QUANTIZATION_HELP,
     duration_or_zero,
@@ -100,7 +101,7 @@ class UpConfig:
         must=A_DEVICE,
     )
     dtype: str = option("auto", DTYPE_HELP, choices=DTYPES)
-    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=DTYPES)
+    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=KV_DTYPES)
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     threads: int | None = option(
         None,
@@ -131,6 +132,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     _require_writable(config.trace_file)
     demand_torch("a worker")
     machine.demand_device(config.device)
+    configuration.demand_kv_dtype(config.kv_dtype, config.device)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     model = resolve_model(config.model)
     demand_weights(model)

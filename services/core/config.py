@@ -32,13 +32,19 @@ DTYPE_HELP = (
     "type of weights, activations and KV cache, the same on all workers; auto: as the model was saved, or on a CPU "
     "float32 where a timing shows that to be faster"
 )
-KV_DTYPE_HELP = "type of the KV cache, the same on all workers; auto: that of --dtype; 16 bits beside float32 halve it"
+KV_DTYPES = (*DTYPES, "int8")
+KV_DTYPE_HELP = (
+    "type of the KV cache, the same on all workers; auto: that of --dtype; 16 bits beside float32 halve it; int8, only "
+    "on a CPU, rounds it to about half of 16 bits"
+)
 
-QUANTIZATION = ("auto", "none", "int8", "int4", "gguf")
+KEPT_WEIGHTS = ("gguf", "gptq", "awq")
+"""Kinds of quantised checkpoints whose weights may stay as they are, as `--quantization` names them."""
+QUANTIZATION = ("auto", "none", "int8", "int4", *KEPT_WEIGHTS)
 QUANTIZATION_HELP = (
-    "bits of weights on a CPU, the same on all workers; none: as saved, and those of a GGUF file in 16 bits; int8 and "
-    "int4 round them at load; gguf: those of a GGUF file stay as they are there; auto: gguf where a timing shows that "
-    "to be faster and --dtype is auto too, else none"
+    "bits of weights on a CPU, the same on all workers; none: as saved, and quantised ones in the type of --dtype; "
+    "int8 and int4 round them at load; gguf, gptq and awq: those of a GGUF file or of a checkpoint of that kind stay "
+    "as they are there; auto: one of these where a timing shows that to be faster and --dtype is auto too, else none"
 )
 KEPT_BLOCKS_FILE = "gguf-blocks"
 """The file in a model's directory with the weights of the GGUF file that it was converted from, as safetensors. Its
@@ -91,6 +97,12 @@ A_DEVICE = "must be cpu, cuda, or one GPU such as cuda:0"
 A_DURATION = "must be in [0.001, 86400]"
 A_DURATION_OR_ZERO = "must be in [0, 86400]"
 A_LOG_INTERVAL = "must be 0, or in [0.001, 86400]"
+
+
+def demand_kv_dtype(kv_dtype: str, device: str) -> None:
+    """Raises ConfigError if keys and values cannot be kept in this type on the device."""
+    if kv_dtype == "int8" and device != "cpu":
+        raise ConfigError(f"--kv-dtype: int8 works only on a CPU; give bfloat16 or auto for --device {device}")
 
 
 def port(value: int) -> bool:

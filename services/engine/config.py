@@ -20,10 +20,10 @@ class EngineConfig:
     dtype: str = "auto"
     """Type of weights and activations: "auto" (as saved), "float32", "bfloat16" or "float16"."""
     kv_dtype: str = "auto"
-    """Type of the KV cache: "auto" (that of activations), or one of the others."""
+    """Type of the KV cache: "auto" (that of activations), one of the others, or "int8" (see `attention.int8_rows`)."""
     quantization: str = "none"
-    """Bits in which weights are kept: "none" (as saved), "int8", "int4", or "gguf" (those of a GGUF file as they are
-    there). See `cpu.quantisation`."""
+    """Bits in which weights are kept: "none" (as saved), "int8", "int4", or "gguf", "gptq" and "awq" (those of such a
+    checkpoint as they are there). See `cpu.quantisation`."""
     block_size: int = 16
     """Tokens of a block."""
     num_blocks: int | None = None
@@ -37,6 +37,8 @@ class EngineConfig:
     """Most tokens of a sequence, prompt and output. With None, the model's positions are the limit."""
     max_num_batched_tokens: int = 512
     """Most tokens that one step computes, over all its sequences."""
+    decode_graphs: bool = True
+    """Whether steps of decodes run as CUDA graphs, on a CUDA device, where that is faster and computes the same."""
     threads: int | None = None
     """CPU threads of torch in this process, which has one such number. None leaves torch's choice."""
     limit_leased_blocks: bool = False

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from services.core.config import demand_kv_dtype
 from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.engine.attention import choice
@@ -22,6 +23,8 @@ from services.engine.cpu.host_memory import keep_freed_memory
 from services.engine.cpu.quantisation import num_weight_bytes, quantise
 from services.engine.engine import Engine
 from services.engine.model import fingerprint, servable, verification, weights
+from services.engine.model.cuda_graph import CudaCapture
+from services.engine.model.decode_graphs import DecodeGraphs
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.model.paged_model import ModelShape, PagedModel, register_attention
 from services.engine.runner import DeviceRunner
@@ -48,6 +51,7 @@ def load(config: EngineConfig) -> Loaded:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = _device(config.device)
+    demand_kv_dtype(config.kv_dtype, config.device)
     started = time.perf_counter()
     module = weights.load_model(Path(config.model_path), config.dtype, device, register_attention())
     servable.check_config(module.config)
@@ -57,22 +61,35 @@ def load(config: EngineConfig) -> Loaded:
     weight_bytes = num_weight_bytes(module)
     expected = verification.plain_logits(module, shape.vocab_size)
     fast_paths = use_fast_paths(module, baton_home() / "kernels")
-    kv_dtype = shape.dtype if config.kv_dtype == "auto" else weights.DTYPES[config.kv_dtype]
+    kv_dtype = shape.dtype if config.kv_dtype == "auto" else weights.KV_DTYPES[config.kv_dtype]
+    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, kv_dtype)
     attention, backend = choice.select(
-        device, kv_dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size
+        device,
+        kv_shape.computed_in(shape.dtype),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        config.block_size,
+        over_int8=kv_dtype == torch.int8,
     )
     model = PagedModel(module, shape, backend)
-    kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, kv_dtype)
     verification.verify(model, kv_shape, expected, rounds_inputs=bool(scheme))
     num_blocks = _num_blocks(config, device, kv_shape, weight_bytes)
     max_model_len = _max_model_len(config, shape, num_blocks)
-    cache = KVCache(kv_shape, num_blocks, device)
+    uses_graphs = config.decode_graphs and device.type == "cuda"
+    # Behind the pool's blocks there is one for the rows of a graph that have no sequence.
+    cache = KVCache(kv_shape, num_blocks + uses_graphs, device)
+    graphs = None
+    if uses_graphs:
+        attend, capture = choice.for_graphs(backend), CudaCapture(device)
+        limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": max_model_len}
+        graphs = DecodeGraphs(model, cache, attend, capture, **limits)
     info = EngineInfo(
         model_id=config.model_id,
         weights_digest=fingerprint.quantised_digest(weights_digest, scheme),
         config_digest=fingerprint.config_digest(module.config, shape.eos_token_ids),
         numerics=fingerprint.numerics(module, scheme),
-        dtype=weights.DTYPE_NAMES[kv_dtype],
+        dtype=weights.KV_DTYPE_NAMES[kv_dtype],
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -85,7 +102,7 @@ def load(config: EngineConfig) -> Loaded:
         kernels=f"{attention} attention; {fast_paths}",
     )
     logger.info("loaded %s in %.1f s: %s", config.model_id, time.perf_counter() - started, info)
-    return Loaded(info, cache, DeviceRunner(model, cache), touch=cache.touch)
+    return Loaded(info, cache, DeviceRunner(model, cache, graphs), touch=cache.touch)
 
 
 def _device(name: str) -> torch.device:

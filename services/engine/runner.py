@@ -11,12 +11,14 @@ from collections.abc import Callable
 from itertools import islice
 
 import torch
+from torch import Tensor
 
-from services.engine.model.inputs import flatten
+from services.engine.model.decode_graphs import DecodeGraphs
+from services.engine.model.inputs import flatten, partly_filled
 from services.engine.model.kv_cache import KVCache
 from services.engine.model.paged_model import PagedModel
 from services.engine.sampling.sampler import sample
-from services.engine.schedule.sequence import StepPlan, StepResult
+from services.engine.schedule.sequence import ScheduledSequence, StepPlan, StepResult
 from services.engine.warm_up import WARM_DECODES
 
 logger = logging.getLogger(__name__)
@@ -28,12 +30,14 @@ _FEW_TOKENS = 2
 class DeviceRunner:
     """Runs the steps of a loaded model over its pool. It is a `warm_up.Runner`."""
 
-    def __init__(self, model: PagedModel, cache: KVCache) -> None:
+    def __init__(self, model: PagedModel, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
+        """Takes the graphs by which steps of decodes are to run, if any; `tune` has them captured."""
         self.threads_of_few: int | None = None
         """CPU threads of steps of at most `_FEW_TOKENS` tokens. With None, which it always is on accelerators, all
         steps use torch's number."""
         self._model = model
         self._cache = cache
+        self._graphs = graphs
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs a step (see `Runner.run`). Raises what torch raises, such as OutOfMemoryError."""
@@ -49,15 +53,16 @@ class DeviceRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
-        inputs = flatten(plan.sequences, self._cache.shape.block_size, self._cache.device)
-        self._cache.clear(inputs.partly_filled)
+        compute = self._prepared(plan.sequences)
+        self._cache.clear(partly_filled(plan.sequences, self._cache.shape.block_size))
         ready = time.perf_counter()
-        logits = self._model.forward(inputs, self._cache)
+        logits = compute()
         forwarded = time.perf_counter()
         rows = [row for part in plan.sequences for row in part.rows]
         tokens = iter(sample(logits, rows) if rows else [])
         if self._cache.device.type != "cpu":
-            torch.accelerator.synchronize(self._cache.device)
+            # Copies of blocks run on streams of their own, and the step does not wait for them.
+            torch.accelerator.current_stream(self._cache.device).synchronize()
         sampled = {part.seq_id: tuple(islice(tokens, len(part.rows))) for part in plan.sequences if part.rows}
         return StepResult(
             sampled,
@@ -65,6 +70,15 @@ class DeviceRunner:
             model_s=forwarded - ready,
             sample_s=time.perf_counter() - forwarded,
         )
+
+    def _prepared(self, parts: tuple[ScheduledSequence, ...]) -> Callable[[], Tensor]:
+        """Puts the step's inputs on the device. Returns the function that computes the logits of its rows."""
+        graph = None if self._graphs is None else self._graphs.for_step(parts)
+        if graph is not None:
+            graph.load(parts)
+            return graph.run
+        inputs = flatten(parts, self._cache.shape.block_size, self._cache.device)
+        return lambda: self._model.forward(inputs, self._cache)
 
     def reclaim(self) -> None:
         """Cleans up after a failed step (see `Runner.reclaim`). Raises what torch raises if the device is lost."""
@@ -74,12 +88,28 @@ class DeviceRunner:
             torch.cuda.empty_cache()
 
     def tune(self, decode: Callable[[], float]) -> None:
-        """Lets steps of few tokens run on one CPU thread, if a decode of one sequence is faster on one.
+        """Chooses by a decode of one sequence: graphs or none, and on a CPU one thread for steps of few tokens or
+        all."""
+        if self._graphs is not None:
+            self._choose_graphs(self._graphs, decode)
+        if self._cache.device.type == "cpu" and torch.get_num_threads() > 1:
+            self._choose_threads(decode)
+
+    def _choose_graphs(self, graphs: DecodeGraphs, decode: Callable[[], float]) -> None:
+        plain_ms = min(decode() for _ in range(WARM_DECODES))
+        graphs.prepare()
+        if not len(graphs):
+            return
+        graph_ms = min(decode() for _ in range(WARM_DECODES))
+        logger.info("a decode takes %.1f ms, and %.1f ms by one of %d graphs", plain_ms, graph_ms, len(graphs))
+        if graph_ms > plain_ms:
+            graphs.drop()
+
+    def _choose_threads(self, decode: Callable[[], float]) -> None:
+        """Lets steps of few tokens run on one CPU thread, if a decode is faster on one.
 
         Such a step consists of hundreds of short operators. Dividing each among threads may cost more than it saves.
         """
-        if self._cache.device.type != "cpu" or torch.get_num_threads() == 1:
-            return
         many_ms = min(decode() for _ in range(WARM_DECODES))
         self.threads_of_few = 1
         one_ms = min(decode() for _ in range(WARM_DECODES))

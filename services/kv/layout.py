@@ -15,24 +15,38 @@ from typing import TypeAlias
 from services.core.hashing import num_blocks_for
 
 LAYOUT_VERSION = 2
-"""The version of the order of bytes in a block ([layer, key/value, token, kv head, head_dim], C order) and of what the
-digests cover."""
+"""The version of the order of bytes in a block ([layer, key/value, token, kv head, row], C order), of rows, and of what
+the digests cover."""
 
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCALE_BYTES = 4
+"""Bytes of the scale behind a row of int8: a float32, by which each of the row's numbers is multiplied."""
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 BlockShape: TypeAlias = tuple[int, int, int, int, int]
-"""A block's shape: [layer, key/value, token, kv head, head_dim]."""
+"""A block's shape: [layer, key/value, token, kv head, row]."""
 
 
-def block_shape(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int) -> BlockShape:
-    """Returns a block's shape, [layer, key/value, token, kv head, head_dim], in the order of its bytes."""
-    return num_layers, 2, block_size, num_kv_heads, head_dim
+def row_length(head_dim: int, dtype: str) -> int:
+    """Returns the elements of a row, which is what a token has for a kv head in a layer: head_dim numbers, with their
+    scale behind them if they are int8."""
+    return head_dim + SCALE_BYTES if dtype == "int8" else head_dim
+
+
+def block_shape(num_layers: int, block_size: int, num_kv_heads: int, row_length: int) -> BlockShape:
+    """Returns a block's shape, [layer, key/value, token, kv head, row], in the order of its bytes."""
+    return num_layers, 2, block_size, num_kv_heads, row_length
 
 
 def block_bytes(shape: BlockShape, element_bytes: int) -> int:
     """Returns the bytes of one block over all layers."""
     return math.prod(shape) * element_bytes
+
+
+def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Returns the bytes of one token over all layers. Raises KeyError for an unknown dtype."""
+    return block_bytes(block_shape(num_layers, 1, num_kv_heads, row_length(head_dim, dtype)), _ELEMENT_BYTES[dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,7 @@ class Layout:
     weights_digest: str
     config_digest: str
     dtype: str
-    """The cache's type: float32, bfloat16 or float16."""
+    """The cache's type: float32, bfloat16, float16 or int8."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -60,8 +74,7 @@ class Layout:
     @property
     def block_bytes(self) -> int:
         """Returns the bytes of one block over all layers. Raises KeyError for an unknown dtype."""
-        shape = block_shape(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
-        return block_bytes(shape, _ELEMENT_BYTES[self.dtype])
+        return self.block_size * token_bytes(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Returns how many blocks hold `num_tokens` tokens; the last block may be partial."""

@@ -5,6 +5,7 @@ Owns: what a region is, and what the regions of a pool must be like. Never: the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -49,16 +50,18 @@ class BlockMemory(Protocol):
         """Returns where the block is. It stays there until the memory is freed."""
         ...
 
-    def read_block(self, block_id: int) -> Buffer:
-        """Returns the block's bytes: a view of them, or a copy off the device."""
+    def read_blocks(self, block_ids: Sequence[int]) -> Sequence[Buffer]:
+        """Returns the blocks' bytes: views of them, or copies off the device."""
         ...
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
-        """Writes the block's bytes to `target`, host memory of `block_bytes`. They are in place when it returns."""
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """Writes each block's bytes to one of `targets`, host memory of `block_bytes` each. They are in place when it
+        returns."""
         ...
 
-    def write_block(self, block_id: int, data: Buffer) -> None:
-        """Replaces the block's bytes. The data is in place when it returns."""
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        """Replaces the bytes of each block. The data is in place when it returns; nothing is written after that, also
+        if it raises."""
         ...
 
 

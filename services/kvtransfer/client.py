@@ -205,7 +205,10 @@ class BlockFetcher:
         )
 
     async def _pull(self, order: FetchOrder, stream: FetchStream, copier: Copier, progress: _Progress) -> Seal:
-        """Copies and acknowledges every announcement in order, and returns the seal. Raises ProtocolViolation."""
+        """Copies and acknowledges every announcement in order, and returns the seal. Raises ProtocolViolation.
+
+        The last one is not acknowledged if the seal is here already: the Release, which follows at once, says the same.
+        """
         end = order.first_block + len(order.targets)
         while not isinstance(item := await stream.next(), Seal):
             upto = progress.copied + copier.count(item)
@@ -218,7 +221,8 @@ class BlockFetcher:
                 progress.first_copy_s = self._clock.now()
             await self._copy(order.import_, copier, item, targets)
             progress.copied = upto
-            await stream.ack(upto)
+            if not stream.only_seal_left:
+                await stream.ack(upto)
         if not item.finished and (progress.copied != end or self._layout.num_blocks(item.num_tokens) != end):
             raise ProtocolViolation(f"sealed {item.num_tokens} tokens after {progress.copied} of {end} blocks")
         return item

@@ -85,6 +85,12 @@ class FetchStream:
         self._inbox: asyncio.Queue[kvtransfer_pb2.FetchBlocks | Seal | Exception]
         self._inbox = asyncio.Queue(_CARRIED_AHEAD if carried else 0)
         self._reader: asyncio.Task[None] | None = None
+        self._is_sealed = False
+
+    @property
+    def only_seal_left(self) -> bool:
+        """Returns whether the seal is here, and every announcement before it was returned by `next`."""
+        return self._is_sealed and self._inbox.qsize() == 1
 
     async def __aenter__(self) -> FetchStream:
         return self
@@ -137,6 +143,7 @@ class FetchStream:
             if item.finished:
                 self._forget_announced()
             await self._inbox.put(item)
+            self._is_sealed = True
         except grpc.aio.AioRpcError as error:
             failure = as_transfer_error(error, self._error_of)
             failure.__cause__ = error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from services.core.errors import BatonError
@@ -20,17 +20,21 @@ _LEAST_MS = 1e-3
 class StepTimings:
     """Holds measurements, each a few times repeated, in milliseconds."""
 
-    prefill_ms: Mapping[int, Sequence[float]]
-    """Times to first token of prompts alone, by their tokens. Some are short, some longer than a step's tokens."""
-    decode_ms: Mapping[tuple[int, int], Sequence[float]]
+    prefill_ms: dict[int, list[float]]
+    """Times in which workers computed prompts alone, by their tokens. Some are short, some longer than a step's
+    tokens."""
+    decode_ms: dict[tuple[int, int], list[float]]
     """Gaps between tokens, by (sequences in the step, tokens of each). At least two numbers of sequences, and one of
     them with two lengths."""
-    second_ms: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    around_ms: list[float] = field(default_factory=list)
+    """What the times to first token of prompts alone were beyond those in which they were computed."""
+    second_ms: dict[int, list[float]] = field(default_factory=dict)
     """Gaps between the first token and the second, of requests alone, by the tokens of their prompts."""
-    saturated_ms: Mapping[int, float] = field(default_factory=dict)
-    """From one prompt's first token to the next one's while another always waits and each is handed over, by the tokens
-    of each. If the phases have workers of their own on one host, decode workers are busy meanwhile."""
-    beside_ms: Sequence[float] = ()
+    saturated_ms: dict[int, list[float]] = field(default_factory=dict)
+    """From one prompt's first token to the next one's while another always waits and each is handed over to another
+    worker, by the tokens of each. If the phases have workers of their own on one host, decode workers are busy
+    meanwhile."""
+    beside_ms: list[float] = field(default_factory=list)
     """Gaps between tokens of `beside_streams` meanwhile."""
     beside_streams: int = 0
 
@@ -40,7 +44,8 @@ def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
 
     Raises BatonError if there are too few measurements.
     """
-    gaps = {key: statistics.median(values) for key, values in timings.decode_ms.items() if values}
+    # Means, as the time per output token of a request is one of its gaps: a few long ones count.
+    gaps = {key: statistics.fmean(values) for key, values in timings.decode_ms.items() if values}
     firsts = {size: statistics.median(values) for size, values in timings.prefill_ms.items() if values}
     if len({sequences for sequences, _ in gaps}) < 2 or len(firsts) < 2:
         raise BatonError("too few answers came to measure what steps cost")
@@ -48,12 +53,9 @@ def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
     decode_points = _growing(
         (sequences, ms - context_ms * sequences * tokens) for (sequences, tokens), ms in sorted(_shortest(gaps).items())
     )
-    # The shortest prompt is computed in a step that takes about as long as one of a single sequence.
-    shortest = min(firsts)
-    request_ms = max(0.0, firsts[shortest] - decode_points[0][1])
-    attended_ms = _attended_ms(firsts, request_ms, known.max_num_batched_tokens)
+    attended_ms = _attended_ms(firsts, known.max_num_batched_tokens)
     prefill_points = _growing(
-        (size, ms - request_ms - attended_ms * size * size / 2)
+        (size, ms - attended_ms * size * size / 2)
         for size, ms in sorted(firsts.items())
         if size <= known.max_num_batched_tokens
     )
@@ -66,7 +68,7 @@ def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
         ms_per_decode_sequence=max(0.0, (many_ms - few_ms) / (many - few)),
         ms_per_context_token=context_ms,
         ms_per_attended_token=attended_ms,
-        ms_per_request=request_ms,
+        ms_per_request=statistics.median(timings.around_ms) if timings.around_ms else 0.0,
         prefill_points=prefill_points,
         decode_points=decode_points,
         transfer_latency_ms=_latency_ms(timings.second_ms, gaps) if timings.second_ms else known.transfer_latency_ms,
@@ -77,7 +79,8 @@ def fitted(known: WorkerProfile, timings: StepTimings) -> WorkerProfile:
 def _beside(profile: WorkerProfile, timings: StepTimings) -> WorkerProfile:
     """Adds what a prompt costs its worker after its step, and how much slower workers of one host are together."""
     times = [
-        (profile.prefill_ms(size, size * size / 2), ms) for size, ms in sorted(timings.saturated_ms.items()) if ms > 0
+        (profile.prefill_ms(size, size * size / 2), statistics.median(values))
+        for size, values in sorted(timings.saturated_ms.items())
     ]
     if not times:
         return profile
@@ -90,7 +93,7 @@ def _beside(profile: WorkerProfile, timings: StepTimings) -> WorkerProfile:
         ms_per_prompt=max(0.0, statistics.median(ms - factor * alone for alone, ms in times)),
         prefill_beside_factor=factor,
         decode_beside_factor=(
-            max(1.0, statistics.median(timings.beside_ms) / profile.decode_ms(timings.beside_streams))
+            max(1.0, statistics.fmean(timings.beside_ms) / profile.decode_ms(timings.beside_streams))
             if timings.beside_ms
             else 1.0
         ),
@@ -116,26 +119,26 @@ def _shortest(gaps: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], fl
     return {(sequences, tokens): gaps[sequences, tokens] for sequences, tokens in least.items()}
 
 
-def _attended_ms(firsts: Mapping[int, float], request_ms: float, chunk: int) -> float:
+def _attended_ms(firsts: Mapping[int, float], chunk: int) -> float:
     """Returns the milliseconds for each token that a prompt token attends to, by what the longest prompt took beyond
     as many chunks of a shorter one."""
     longest, whole = max(firsts), max((size for size in firsts if size <= chunk), default=0)
     if longest <= whole or not whole:
         return 0.0
-    more_ms = (firsts[longest] - request_ms) - longest / whole * (firsts[whole] - request_ms)
+    more_ms = firsts[longest] - longest / whole * firsts[whole]
     return max(0.0, more_ms / ((longest * longest - longest * whole) / 2))
 
 
 def _growing(points: Iterable[tuple[float, float]]) -> Points:
-    """Returns the points without those that take less time than a smaller one: noise, which would make a step of more
-    cost less."""
+    """Returns the points without noise that would make a step of more cost less. Noise only ever adds to a time, so the
+    longer one of such two is the one that is wrong."""
     kept: list[tuple[float, float]] = []
-    for size, ms in points:
-        kept.append((size, max(ms, _LEAST_MS, kept[-1][1] if kept else 0.0)))
-    return tuple(kept)
+    for size, ms in reversed(list(points)):
+        kept.append((size, max(_LEAST_MS, min(ms, kept[-1][1]) if kept else ms)))
+    return tuple(reversed(kept))
 
 
-def _latency_ms(second_ms: Mapping[int, Sequence[float]], gaps: Mapping[tuple[int, int], float]) -> float:
+def _latency_ms(second_ms: Mapping[int, list[float]], gaps: Mapping[tuple[int, int], float]) -> float:
     step_ms = min(ms for (sequences, _), ms in gaps.items() if sequences == 1)
     shortest = statistics.median(second_ms[min(second_ms)])
     return max(0.0, shortest - step_ms)

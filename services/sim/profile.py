@@ -42,7 +42,8 @@ class WorkerProfile:
     ms_per_attended_token: float = 0.0
     """What each token adds that a prompt token attends to: a prompt of n tokens has n * n / 2 of these pairs."""
     ms_per_prompt: float = 0.0
-    """What each prompt that a step has completed keeps its worker from the next: its lease, its handoff."""
+    """What each prompt that a step has completed keeps its worker from the next: its lease, its handoff. A mixed worker
+    keeps most of its prompts, and goes on at once."""
     ms_per_request: float = 0.0
     """What a request takes outside of the workers: to be read, tokenised, sent and written."""
     prefill_beside_factor: float = 1.0

@@ -77,7 +77,10 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[Numbered]:
         except (ValueError, RecursionError) as error:
             if not line.endswith("\n") and line.startswith('{"resourceSpans"'):
                 return  # a process is still writing it
-            raise ValueError(f"{path}:{number}: {error}") from error
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):  # whose own words count lines from this one on
+                reason = f"no JSON from column {error.colno} on: {error.msg}"
+            raise ValueError(f"{path}:{number}: {reason}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number}: is no object")
         yield number, row
@@ -224,14 +227,15 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[TracedRequest]:
         raise ValueError(f"{path}:{reader.line_num + 1}: {error}") from error
 
 
-def _azure_request(row: Mapping[str, str]) -> TracedRequest:
+def _azure_request(row: Mapping[str, str | None]) -> TracedRequest:
+    cells = {name: cell for name, cell in row.items() if cell is not None}  # a line that is cut off has fewer
     return TracedRequest(
-        _seconds(row["TIMESTAMP"]),
-        int(row["ContextTokens"]),
-        int(row["GeneratedTokens"]),
-        caller=row.get("Caller") or "",
-        session=row.get("Session") or "",
-        priority=int(row.get("Priority") or 0),
+        _seconds(cells["TIMESTAMP"]),
+        int(cells["ContextTokens"]),
+        int(cells["GeneratedTokens"]),
+        caller=cells.get("Caller", ""),
+        session=cells.get("Session", ""),
+        priority=int(cells.get("Priority") or 0),
     )
 
 

@@ -424,7 +424,8 @@ class SimWorker:
 
     def _prompt_done(self, work: SimLeg, events: list[LegEvent]) -> None:
         self._keep(work)
-        self._free_s = max(self._free_s, self._world.now) + self.profile.ms_per_prompt / 1e3
+        if self.info.roles is not Role.MIXED:
+            self._free_s = max(self._free_s, self._world.now) + self.profile.ms_per_prompt / 1e3
         if work.preempted:
             work.preempted, work.decoding = False, True
             return

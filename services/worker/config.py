@@ -15,6 +15,7 @@ from services.core.config import (
     DTYPES,
     FEWEST_BLOCKS,
     KV_DTYPE_HELP,
+    KV_DTYPES,
     LOG_INTERVAL_HELP,
     QUANTIZATION,
     QUANTIZATION_HELP,
@@ -36,7 +37,7 @@ class WorkerConfig:
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
     device: str = option("cpu", "cpu, cuda, or one GPU such as cuda:0", check=is_device, must=A_DEVICE)
     dtype: str = option("auto", DTYPE_HELP, choices=DTYPES)
-    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=DTYPES)
+    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=KV_DTYPES)
     quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
     dtype_reason: str = ""
     """Why `dtype` has its value, if "auto" was asked for. It is not a flag."""
@@ -58,6 +59,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = option(
         512, "most tokens in one step; longer prompts run in chunks", check=positive, must="must be positive"
     )
+    decode_graphs: bool = option(True, "on a GPU, run steps of decodes as CUDA graphs where that is faster")
     threads: int = option(
         0,
         "compute threads; 0 takes one per core it may use",

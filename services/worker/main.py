@@ -122,6 +122,7 @@ def engine_config(config: WorkerConfig, roles: Collection[types_pb2.WorkerRole])
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len or None,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        decode_graphs=config.decode_graphs,
         threads=config.threads or None,
         limit_leased_blocks=len(roles) > 1,  # so that leases leave room for decodes
     )

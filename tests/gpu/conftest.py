@@ -1,4 +1,4 @@
-"""Skips everything here without a CUDA device; the rest of the suite needs none."""
+"""Marks everything here `gpu`, and skips it without a CUDA device; the rest of the suite needs none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """This hook sees the items of the whole run."""
-    if torch.cuda.is_available():
-        return
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False"))

@@ -71,12 +71,12 @@ def test_blocks_are_read_beside_a_step_that_runs() -> None:
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
     cache = KVCache(shape, 5, torch.device(CUDA))
     data = random.Random(1).randbytes(cache.block_bytes)
-    cache.write_block(1, data)
+    cache.write_blocks([1], [data])
     torch.cuda.synchronize()
     done = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # cycles of the device: about a second
     done.record()
-    assert bytes(cache.read_block(1)) == data
+    assert bytes(cache.read_blocks([1])[0]) == data
     assert not done.query()
     torch.cuda.synchronize()
     cache.close()
@@ -95,14 +95,14 @@ def test_blocks_come_and_go() -> None:
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
     cache = KVCache(shape, 5, torch.device(CUDA))
     data = random.Random(0).randbytes(cache.block_bytes)
-    cache.write_block(3, data)
-    assert bytes(cache.read_block(3)) == data
+    cache.write_blocks([3], [data])
+    assert bytes(cache.read_blocks([3])[0]) == data
     target = bytearray(cache.block_bytes)
-    cache.copy_block(3, memoryview(target))
+    cache.copy_blocks([3], [memoryview(target)])
     assert target == data
-    assert not any(cache.read_block(2))
+    assert not any(cache.read_blocks([2])[0])
     cache.clear([3])
-    assert not any(cache.read_block(3))
+    assert not any(cache.read_blocks([3])[0])
     cache.close()
 
 

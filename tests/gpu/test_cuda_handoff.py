@@ -40,6 +40,19 @@ async def test_split_output_is_transformers_own(transport: str, tmp_path: Path) 
             assert answer.completion.timings.transport == TRANSPORTS[transport]
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_split_equals_unsplit_on_one_gpu(transport: str, tmp_path: Path) -> None:
+    directory = tiny_model("llama", tmp_path)
+    chance = random.Random(3)
+    prompts = [chance.choices(range(3, VOCAB_SIZE), k=length) for length in (1, 16, 33, 100, 257)]
+    answers = []
+    for roles in ([MIXED], [PREFILL, DECODE]):
+        devices = [{"device": "cuda:0"}] * len(roles)
+        async with running_cluster(directory, roles, each=devices, transport=transport, kv_blocks=300) as cluster:
+            answers.append([(await cluster.greedy(prompt, 20)).token_ids for prompt in prompts])
+    assert answers[0] == answers[1]
+
+
 async def test_a_gpu_and_a_cpu_worker_meet(tmp_path: Path) -> None:
     directory = tiny_model("llama", tmp_path)
     reference = GreedyReference(directory)

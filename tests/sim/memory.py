@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from services.core.hashing import BlockHash
 from services.kv.pool import BlockPool, Holder
-from services.kv.regions import Region
+from services.kv.regions import Buffer, Region
 from services.kvtransfer.transports.shm_source import ShmSource
 from services.kvtransfer.transports.staging import Staging, StagingArea
 from services.worker.host import WorkerHost
@@ -76,13 +76,18 @@ class SimMemory:
         """Returns where the block lies, in a machine whose memory this is."""
         return Region(block_id * self.block_bytes, self.block_bytes, "sim")
 
-    def read_block(self, block_id: int) -> bytes:
-        return bytes(self._view(block_id))
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        return [bytes(self._view(block_id)) for block_id in block_ids]
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
-        target[:] = self._view(block_id)
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
+        for block_id, target in zip(block_ids, targets, strict=True):
+            target[:] = self._view(block_id)
 
-    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        for block_id, each in zip(block_ids, data, strict=True):
+            self._write_block(block_id, each)
+
+    def _write_block(self, block_id: int, data: Buffer) -> None:
         self._require_writable(block_id, Holder.IMPORT)
         self._view(block_id)[:] = data
         if self.num_bits_to_flip:

@@ -73,7 +73,6 @@ class FlippingMemory:
 
     def __init__(self, host: WorkerHost) -> None:
         self.num_flips = 0
-        self._flipped = False
         self._memory: Any = host.engine.cache
         host.fetcher._memory = self
 
@@ -81,17 +80,16 @@ class FlippingMemory:
     def block_bytes(self) -> int:
         return int(self._memory.block_bytes)
 
-    def read_block(self, block_id: int) -> Any:
-        self._flipped = False  # the message is complete: it is verified
-        return self._memory.read_block(block_id)
+    def read_blocks(self, block_ids: Any) -> Any:
+        return self._memory.read_blocks(block_ids)
 
-    def write_block(self, block_id: int, data: Any) -> None:
-        if self.num_flips and not self._flipped:
+    def write_blocks(self, block_ids: Any, data: Any) -> None:
+        if self.num_flips:
             self.num_flips -= 1
-            self._flipped = True
-            data = bytearray(data)
-            data[len(data) // 2] ^= 1
-        self._memory.write_block(block_id, data)
+            first = bytearray(data[0])
+            first[len(first) // 2] ^= 1
+            data = [first, *data[1:]]
+        self._memory.write_blocks(block_ids, data)
 
 
 class BadSource(kvtransfer_pb2_grpc.KVTransferServiceServicer):

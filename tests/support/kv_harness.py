@@ -74,23 +74,28 @@ class MemfdMemory:
     def region(self, block_id: int) -> Region:
         return self._region.part(block_id * self.block_bytes, self.block_bytes)
 
-    def read_block(self, block_id: int) -> memoryview:
+    def block(self, block_id: int) -> memoryview:
         return memoryview(self._map)[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
-        with self.read_block(block_id) as block:
-            target[:] = block
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [self.block(block_id) for block_id in block_ids]
 
-    def write_block(self, block_id: int, data: Buffer) -> None:
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
+        for block_id, target in zip(block_ids, targets, strict=True):
+            with self.block(block_id) as block:
+                target[:] = block
+
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
         if self.gate is not None:
             self.gate.enter()
-        with self.read_block(block_id) as block:
-            block[:] = data
-            if self.corrupts:
-                block[self.block_bytes // 2] ^= 1
+        for block_id, each in zip(block_ids, data, strict=True):
+            with self.block(block_id) as block:
+                block[:] = each
+                if self.corrupts:
+                    block[self.block_bytes // 2] ^= 1
 
     def fill(self, block_id: int, seed: int) -> None:
-        with self.read_block(block_id) as block:
+        with self.block(block_id) as block:
             block[:] = content(seed, self.block_bytes)
 
     def close(self) -> None:
@@ -110,10 +115,10 @@ class DeviceMemory(MemfdMemory):
         self.fd = None
         self.read_gate: Gate | None = None
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
         if self.read_gate is not None:
             self.read_gate.enter()
-        super().copy_block(block_id, target)
+        super().copy_blocks(block_ids, targets)
 
 
 def content(seed: int, num_bytes: int) -> bytes:
@@ -297,7 +302,7 @@ class Destination:
         return asyncio.create_task(self.fetcher.fetch(order))
 
     def holds(self, block_ids: Sequence[int]) -> list[bytes]:
-        return [bytes(self.memory.read_block(block_id)) for block_id in block_ids]
+        return [bytes(block) for block in self.memory.read_blocks(block_ids)]
 
     def assert_idle(self) -> None:
         assert len(self.table) == 0

@@ -51,14 +51,16 @@ class ScriptedMemory:
     def region(self, block_id: int) -> Region:
         return self._region.part(block_id * self.block_bytes, self.block_bytes)
 
-    def read_block(self, block_id: int) -> Buffer:
-        return self._block(block_id).toreadonly()
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [self._block(block_id).toreadonly() for block_id in block_ids]
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
-        target[:] = self._block(block_id)
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
+        for block_id, target in zip(block_ids, targets, strict=True):
+            target[:] = self._block(block_id)
 
-    def write_block(self, block_id: int, data: Buffer) -> None:
-        self._block(block_id)[:] = data
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        for block_id, each in zip(block_ids, data, strict=True):
+            self._block(block_id)[:] = each
 
     def put(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
         for position, token_id in enumerate(token_ids, start):

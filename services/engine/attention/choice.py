@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from services.engine.attention import dense, varlen
+from services.engine.attention.decode import DecodeAttention, GatheredDecode
 from services.engine.attention.native import NativeAttention
 from services.engine.attention.paged import PagedAttention, reference, verify
 from services.engine.native.bindings import DTYPES, kernels
@@ -20,19 +21,32 @@ logger = logging.getLogger(__name__)
 
 
 def select(
-    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    *,
+    over_int8: bool = False,
 ) -> tuple[str, PagedAttention]:
     """Returns the first backend, fastest first, that agrees with the reference on this device, else the reference; and
-    its name."""
+    its name. For `over_int8` see `paged.verify`."""
     for name, backend in _candidates(device, dtype):
         try:
-            verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size)
+            verify(backend, device, dtype, num_heads, num_kv_heads, head_dim, block_size, over_int8=over_int8)
         except (RuntimeError, ValueError, AssertionError) as error:
             logger.info("attention backend %s is not used: %s", name, error)
             continue
         logger.info("attention backend %s", name)
         return name, backend
     return "reference", reference
+
+
+def for_graphs(backend: PagedAttention) -> DecodeAttention:
+    """Returns the attention of decodes that a CUDA graph can capture where `backend` was chosen."""
+    over_tables = isinstance(backend, varlen.VarlenAttention) and backend.over_tables
+    return varlen.VarlenDecode() if over_tables else GatheredDecode()
 
 
 def _candidates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, PagedAttention]]:

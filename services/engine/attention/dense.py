@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.engine.attention.dense_products import Chunk, DecodeGroup, products_of
+from services.engine.attention.int8_rows import as_numbers
 from services.engine.attention.paged import Scoring, StepLayout
 
 _MAX_BLOCK_DIAGONAL_WIDTH = 1024
@@ -37,8 +38,8 @@ def paged_attention(
         attend = _decode_by_products if decode_by_products else _decode_fused
         output[group.rows] = attend(query[group.rows], key_cache, value_cache, group, scoring)
     for chunk in products.chunks:
-        keys = _gather(key_cache, chunk.blocks)[chunk.keys]
-        values = _gather(value_cache, chunk.blocks)[chunk.keys]
+        keys = _gather(key_cache, chunk.blocks, query.dtype)[chunk.keys]
+        values = _gather(value_cache, chunk.blocks, query.dtype)[chunk.keys]
         if chunk_by_products:
             _chunk_by_products(query[chunk.rows], keys, values, output[chunk.rows], chunk, scoring)
         else:
@@ -56,9 +57,13 @@ def has_amx() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
-def _gather(blocks: Tensor, index: Tensor) -> Tensor:
-    """Copies some blocks: [num_blocks, block_size, heads, head_dim] -> [len(index) * block_size, heads, head_dim]."""
-    return blocks.flatten(1).index_select(0, index).view(-1, *blocks.shape[2:])
+def _gather(blocks: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies some blocks as numbers of this type: [len(index) * block_size, heads, head_dim].
+
+    blocks: [num_blocks, block_size, heads, head_dim] of the same type, or rows in 8 bits.
+    """
+    rows = blocks.flatten(1).index_select(0, index).view(-1, *blocks.shape[2:])
+    return as_numbers(rows, dtype)
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
@@ -73,8 +78,8 @@ def _decode_fused(
 ) -> Tensor:
     batch, _, head_dim = query.shape
     heads = key_cache.shape[2]
-    keys = _gather(key_cache, group.blocks).view(batch, -1, heads, head_dim)
-    values = _gather(value_cache, group.blocks).view(batch, -1, heads, head_dim)
+    keys = _gather(key_cache, group.blocks, query.dtype).view(batch, -1, heads, head_dim)
+    values = _gather(value_cache, group.blocks, query.dtype).view(batch, -1, heads, head_dim)
     bias: Tensor | None = group.bias
     if group.only_keys is not None:
         keys, values, bias = keys[:, group.only_keys], values[:, group.only_keys], None
@@ -94,8 +99,8 @@ def _decode_by_products(
     if scoring.softcap is None and (group.only_keys is not None or heads * head_dim > _MAX_BLOCK_DIAGONAL_WIDTH):
         return _decode_fused(query, key_cache, value_cache, group, scoring)
     # Each head's query, padded with zeros, multiplies the keys of all heads without a copy: [keys, heads * head_dim].
-    keys = _gather(key_cache, group.blocks).view(batch, -1, heads * head_dim)
-    values = _gather(value_cache, group.blocks).view(batch, -1, heads * head_dim)
+    keys = _gather(key_cache, group.blocks, query.dtype).view(batch, -1, heads * head_dim)
+    values = _gather(value_cache, group.blocks, query.dtype).view(batch, -1, heads * head_dim)
     queries = (query * scoring.scale).view(batch, heads, -1, 1, head_dim)
     queries = (queries * _identity(heads, query)).view(batch, num_heads, heads * head_dim)
     scores = _capped(torch.bmm(queries, keys.transpose(1, 2)), scoring.softcap).add_(group.bias)

@@ -40,8 +40,8 @@ class StepPart:
 
 
 class NativeAttention:
-    """Computes attention as `paged.PagedAttention` defines it, on CPUs in float32, bfloat16 and float16. Raises
-    ValueError for heads beyond the kernel's limits."""
+    """Computes attention as `paged.PagedAttention` defines it, on CPUs in float32, bfloat16 and float16, over keys and
+    values of the same type or in 8 bits. Raises ValueError for heads beyond the kernel's limits."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -49,10 +49,10 @@ class NativeAttention:
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
     ) -> Tensor:
-        head_dim = key_cache.shape[-1]
+        head_dim = query.shape[-1]
         if query.shape[1] > MAX_HEADS or head_dim > MAX_HEAD_DIM or head_dim % 16:
             raise ValueError(f"heads {query.shape[1]} x {head_dim}: not within the kernel's limits")
-        if query.dtype != torch.bfloat16 or not dense.has_amx():
+        if self.reads_in_place(query.dtype, layout):
             return self._attend(query, key_cache, value_cache, layout, scoring)
         output = torch.empty(query.shape, dtype=query.dtype)
         for part in layout.derived("parts", lambda: _parts(layout)):
@@ -60,42 +60,53 @@ class NativeAttention:
             output[part.rows] = attend(query[part.rows], key_cache, value_cache, part.layout, scoring)
         return output
 
+    def reads_in_place(self, dtype: torch.dtype, layout: StepLayout) -> bool:
+        """Returns whether the kernel computes all sequences of such a step."""
+        return dtype != torch.bfloat16 or not dense.has_amx() or max(layout.query_lens) == 1
+
     def _attend(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
     ) -> Tensor:
-        extents = layout.derived("native", lambda: _extents(layout))
-        query = query if query.stride(2) == 1 else query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype)
-        rows, query_lens, context_lens, table_starts = (each.data_ptr() for each in extents.of_sequences)
-        block_stride, token_stride, num_kv_heads, head_dim = *key_cache.stride()[:2], *key_cache.shape[2:]
-        self._kernels.attention(
-            query.dtype,
-            AttentionArguments(
-                query.data_ptr(),
-                key_cache.data_ptr(),
-                value_cache.data_ptr(),
-                output.data_ptr(),
-                rows,
-                query_lens,
-                context_lens,
-                table_starts,
-                extents.tables.data_ptr(),
-                len(layout.query_lens),
-                query.shape[1],
-                num_kv_heads,
-                head_dim,
-                key_cache.shape[1],
-                scoring.sliding_window or 0,
-                query.stride(0),
-                query.stride(1),
-                block_stride,
-                token_stride,
-                scoring.scale,
-                scoring.softcap or 0.0,
-                torch.get_num_threads(),
-            ),
-        )
+        query = query if query.stride(2) == 1 else query.contiguous()
+        arguments = arguments_of(query, key_cache, value_cache, output, layout, scoring)
+        self._kernels.attention(query.dtype, arguments, over_int8=key_cache.dtype == torch.int8)
         return output
+
+
+def arguments_of(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, layout: StepLayout, scoring: Scoring
+) -> AttentionArguments:
+    """Returns the kernel's arguments. All tensors, and the layout, must be kept as long as they.
+
+    query: [num_tokens, num_heads, head_dim], heads contiguous; output: the same shape, contiguous; caches: see
+    `PagedAttention`.
+    """
+    extents = layout.derived("native", lambda: _extents(layout))
+    rows, query_lens, context_lens, table_starts = (each.data_ptr() for each in extents.of_sequences)
+    return AttentionArguments(
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        output.data_ptr(),
+        rows,
+        query_lens,
+        context_lens,
+        table_starts,
+        extents.tables.data_ptr(),
+        len(layout.query_lens),
+        query.shape[1],
+        key_cache.shape[2],
+        query.shape[2],
+        key_cache.shape[1],
+        scoring.sliding_window or 0,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        scoring.scale,
+        scoring.softcap or 0.0,
+        torch.get_num_threads(),
+    )
 
 
 def _parts(layout: StepLayout) -> list[StepPart]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.core.hashing import num_blocks_for
+from services.engine.attention.int8_rows import as_numbers, packed
 
 T = TypeVar("T")
 
@@ -77,7 +78,9 @@ class PagedAttention(Protocol):
         """Computes attention of each sequence's newest tokens over themselves and all tokens before them.
 
         query: [num_tokens, num_heads, head_dim], the rows of `layout`.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]; the new tokens are written already.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] in the type of `query`, or rows in 8
+        bits, [num_blocks, block_size, num_kv_heads, head_dim + 4] (see `int8_rows`). The new tokens are written
+        already.
         Returns [num_tokens, num_heads, head_dim]. May raise RuntimeError or ValueError for what it does not support.
         """
         ...
@@ -92,8 +95,10 @@ def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: Ste
     for table, query_len, context_len in layout.sequences():
         blocks = torch.tensor(table, device=query.device)
         queries = query[start : start + query_len].float()
-        keys = key_cache[blocks].flatten(0, 1)[:context_len].float().repeat_interleave(group, 1)
-        values = value_cache[blocks].flatten(0, 1)[:context_len].float().repeat_interleave(group, 1)
+        keys, values = (
+            as_numbers(cache[blocks].flatten(0, 1)[:context_len], torch.float32).float().repeat_interleave(group, 1)
+            for cache in (key_cache, value_cache)
+        )
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * scoring.scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -122,12 +127,16 @@ def verify(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
+    *,
+    over_int8: bool = False,
 ) -> None:
     """Raises AssertionError if the backend differs from the reference on a batch of decodes and chunks.
 
-    It compares them with and without a sliding window. It raises what the backend raises, too.
+    over_int8: whether keys and values are kept in 8 bits; otherwise they are of `dtype`, as queries are. It compares
+    them with and without a sliding window and a bound of the scores. One chunk is long enough that a backend which
+    divides chunks into tiles has several, the last of them not whole. It raises what the backend raises, too.
     """
-    query_lens, context_lens = (1, 1, 1, 2, 19, 7), (1, 40, 17, 16, 19, 50)
+    query_lens, context_lens = (1, 1, 1, 2, 19, 7, 205), (1, 40, 17, 16, 19, 50, 243)
     tables, next_block = [], 0
     for context_len in context_lens:
         count = num_blocks_for(context_len, block_size)
@@ -136,12 +145,13 @@ def verify(
     layout = StepLayout(tuple(tables), query_lens, context_lens)
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(next_block, 2, block_size, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    cache = packed(cache) if over_int8 else cache
     query = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(device, dtype)
     tolerance = 2e-4 if dtype == torch.float32 else 4e-2
-    for window in (None, 11):
-        scoring = Scoring(head_dim**-0.5, sliding_window=window)
+    for window, softcap in ((None, None), (11, None), (None, 2.0)):
+        scoring = Scoring(head_dim**-0.5, sliding_window=window, softcap=softcap)
         found, expected = (
             attend(query, cache[:, 0], cache[:, 1], layout, scoring).float() for attend in (backend, reference)
         )
         error = (found - expected).abs().max().item()
-        assert error < tolerance, f"differs from the reference by {error:.2e} (window {window})"
+        assert error < tolerance, f"differs from the reference by {error:.2e} (window {window}, bound {softcap})"

@@ -2,7 +2,7 @@
 
 There are two forms. One passes block tables, and needs a version of flash attention that takes blocks of this size; the
 other gathers the keys first, and works with any version. `choice.select` tries them in that order. Flash attention does
-not take float32, and layers with a softcap go to `dense`.
+not take float32, and layers with a softcap are computed by products. `VarlenDecode` is the first form for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from services.engine.attention import dense
+from services.engine.attention.decode import DecodeTables, GatheredDecode
 from services.engine.attention.paged import Scoring, StepLayout
 
 
@@ -47,37 +48,82 @@ class VarlenAttention:
     tables."""
 
     def __init__(self, over_tables: bool) -> None:
-        self._over_tables = over_tables
+        self.over_tables = over_tables
 
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
     ) -> Tensor:
         if scoring.softcap is not None:
             return dense.paged_attention(query, key_cache, value_cache, layout, scoring)
-        device, window = query.device, scoring.sliding_window
+        device = query.device
         extents = layout.derived("varlen", lambda: _extents(layout, device))
         key, value = key_cache, value_cache
-        if not self._over_tables:
+        if not self.over_tables:
             block_size = key_cache.shape[1]
             blocks, offsets = layout.derived("tokens", lambda: _tokens(layout, block_size, device))
             key, value = key_cache[blocks, offsets], value_cache[blocks, offsets]
-        mixed = varlen_attn(
+        return _attend(
             query,
             key,
             value,
             extents.query_starts,
-            None if self._over_tables else extents.key_starts,
+            None if self.over_tables else extents.key_starts,
             max(layout.query_lens),
             max(layout.context_lens),
-            scale=scoring.scale,
-            # The window is (tokens before the query's own, tokens after it); -1 is no limit, so (-1, 0) is causal.
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key_cache.shape[2],
-            seqused_k=extents.context_lens if self._over_tables else None,
-            block_table=extents.tables if self._over_tables else None,
+            DecodeTables(extents.tables, extents.context_lens) if self.over_tables else None,
+            scoring,
         )
-        assert isinstance(mixed, Tensor)
-        return mixed
+
+
+class VarlenDecode:
+    """Computes attention as `decode.DecodeAttention` defines it, over block tables."""
+
+    gathers = False
+
+    def __init__(self) -> None:
+        self._with_softcap = GatheredDecode()
+
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: DecodeTables, scoring: Scoring
+    ) -> Tensor:
+        if scoring.softcap is not None:
+            return self._with_softcap(query, key_cache, value_cache, tables, scoring)
+        num_sequences, width = tables.blocks.shape
+        starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=query.device)
+        longest = width * key_cache.shape[1]  # a graph keeps this number, so it is the most that tables can have
+        return _attend(query, key_cache, value_cache, starts, None, 1, longest, tables, scoring)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor | None,
+    longest_query: int,
+    longest_context: int,
+    tables: DecodeTables | None,
+    scoring: Scoring,
+) -> Tensor:
+    """Calls flash attention over gathered keys, which `key_starts` divides, or over blocks, which `tables` lists."""
+    window = scoring.sliding_window
+    mixed = varlen_attn(
+        query,
+        key,
+        value,
+        query_starts,
+        key_starts,
+        longest_query,
+        longest_context,
+        scale=scoring.scale,
+        # The window is (tokens before the query's own, tokens after it); -1 is no limit, so (-1, 0) is causal.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[-2],
+        seqused_k=None if tables is None else tables.context_lens,
+        block_table=None if tables is None else tables.blocks,
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed
 
 
 def _extents(layout: StepLayout, device: torch.device) -> VarlenExtents:

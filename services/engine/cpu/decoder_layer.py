@@ -42,28 +42,44 @@ class NativeDecoderLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
         query, key, value = (_linear(attention, f"{part}_proj") for part in "qkv")
-        self._native, self._of_attention = native, of_attention
-        self._head_dim = head_dim
-        self._num_heads, self._num_kv_heads = (linear.out_features // head_dim for linear in (query, key))
+        self._native, self.of_attention = native, of_attention
+        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads = (linear.out_features // head_dim for linear in (query, key))
         self.input_layernorm = cast(NativeRMSNorm, layer.get_submodule("input_layernorm"))
         self.post_attention_layernorm = cast(NativeRMSNorm, layer.get_submodule("post_attention_layernorm"))
         self.qkv_proj: nn.Module = _side_by_side(query, key, value)
         self.o_proj: nn.Module = _linear(attention, "o_proj")
         self.gate_up_proj: nn.Module = _side_by_side(_linear(mlp, "gate_proj"), _linear(mlp, "up_proj"))
         self.down_proj: nn.Module = _linear(mlp, "down_proj")
+        self.inner_size = _linear(mlp, "down_proj").in_features
+
+    @property
+    def linears(self) -> tuple[nn.Module, ...]:
+        """Returns the linear layers, in the order in which they compute."""
+        return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
+
+    @property
+    def norms(self) -> tuple[NativeRMSNorm, NativeRMSNorm]:
+        """Returns the norms, in the order in which they compute."""
+        return self.input_layernorm, self.post_attention_layernorm
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Returns what layers must share to be computed in one call."""
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.inner_size, self.of_attention
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **unused: Any) -> Tensor:
         """Returns the layer's output, [1, num_tokens, hidden_size].
 
         hidden_states: the same shape. position_embeddings: cosines and sines, [1, num_tokens, head_dim] each.
         """
-        num_tokens, num_heads, num_kv_heads = hidden_states.shape[1], self._num_heads, self._num_kv_heads
+        num_tokens, num_heads, num_kv_heads = hidden_states.shape[1], self.num_heads, self.num_kv_heads
         sums = hidden_states.clone()
         rows = self.qkv_proj(self.input_layernorm(sums))[0]
         self._native.rotate(rows, num_heads + num_kv_heads, *position_embeddings)
-        heads = rows.view(1, num_tokens, -1, self._head_dim).transpose(1, 2)
+        heads = rows.view(1, num_tokens, -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        mixed = current_attention()(self, query, key, value, None, **self._of_attention)
+        mixed = current_attention()(self, query, key, value, None, **self.of_attention)
         attended = self.o_proj(mixed.reshape(1, num_tokens, -1))
         norm = self.post_attention_layernorm
         inner = self._native.add_rms_norm(sums, attended, norm.weight, norm.epsilon, norm.offset)

@@ -1,5 +1,5 @@
 """Measures how fast this CPU computes a model in several ways: in the type it was saved in, in float32, and in both
-over the weights of its GGUF file.
+over the quantised weights that it was saved with.
 
 It is the program `python -m services.engine.cpu.dtype_timing MODEL SAVED WAY...`, a process of its own, so that its
 memory is freed afterwards. It computes on one thread, counts that thread's processor time, and measures the ways in
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from services.core.config import KEPT_WEIGHTS
 from services.core.hashing import num_blocks_for
 from services.core.lifecycle import Lifecycle
 from services.engine.attention import choice
@@ -46,6 +47,7 @@ _ROUNDS = 3
 """Number of timed rounds, of which the shortest time counts: first uses are slow, and another process may evict this
 one's data from the CPU's caches."""
 _BLOCK_SIZE = 16
+_WAYS = [name + weights for name in DTYPES for weights in ("", *(f"+{kind}" for kind in KEPT_WEIGHTS))]
 
 
 class Timing(NamedTuple):
@@ -58,9 +60,9 @@ class Timing(NamedTuple):
 def time_ways(directory: Path, saved: str, ways: Sequence[str]) -> dict[str, Any]:
     """Returns the timings of the ways for the same numbers of tokens, as the parent process reads them.
 
-    A way is a dtype, or "DTYPE+gguf"; without the kernels in C, which make the weights of a GGUF file worth while, the
-    latter are left out. "timings" has a `Timing` for each way, "rows" the prompt tokens and "layers" the layers of the
-    timed model, and "capability" torch's name of the CPU's instruction set.
+    A way is a dtype, or "DTYPE+KIND" with one of `KEPT_WEIGHTS`; without the kernels in C, which make such weights
+    worth while, the latter are left out. "timings" has a `Timing` for each way, "rows" the prompt tokens and "layers"
+    the layers of the timed model, and "capability" torch's name of the CPU's instruction set.
     """
     if kernels() is None and any("+" not in way for way in ways):
         ways = [way for way in ways if "+" not in way]
@@ -147,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("saved", choices=[name for name in DTYPES if name != "float32"])
-    parser.add_argument("ways", nargs="+", choices=[name + weights for name in DTYPES for weights in ("", "+gguf")])
+    parser.add_argument("ways", nargs="+", choices=_WAYS)
     parser.add_argument("--lifeline-fd", type=int)
     arguments = parser.parse_args()
     # This process ends with the one that started it.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from services.engine.cpu.decoder_layer import layer_for
 from services.engine.cpu.linear_plan import pack_linears
+from services.engine.cpu.native_layers import join_layers
 from services.engine.cpu.native_modules import NativeGatedMLP, NativeRMSNorm
 from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.cpu.replacement import largest_difference, relative_difference, replace_modules
@@ -36,7 +37,11 @@ def use_fast_paths(module: nn.Module, keep_in: Path | None = None) -> str:
     ways = {**pack_linears(module, keep_in), "quantised.c": num_quantised}
     linears = ", ".join(f"{count} by {way}" for way, count in sorted(ways.items()) if count)
     native = kernels()
-    named = f"{native.name} kernels: {num_parts} norms and gates, {num_layers} whole layers; " if native else ""
+    named = ""
+    if native is not None:
+        num_joined = join_layers(module, native)  # last, since it calls what computes the linear layers
+        layers = f"{num_layers} whole layers" + (f" ({num_joined} in one call)" if num_joined else "")
+        named = f"{native.name} kernels: {num_parts} norms and gates, {layers}; "
     words = f"{named}linear layers: {linears or 'none'}"
     logger.info("%s", words)
     return words

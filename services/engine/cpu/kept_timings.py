@@ -8,12 +8,15 @@ module does not import torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
+import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -25,6 +28,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.1
+_MOST_BYTES = 1 << 20
+"""Bytes of a file that are read. Findings have a few thousand."""
+_SENSELESS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What JSON of any content raises, where it is parsed or taken for a finding."""
 _VARIABLES = (
     "BATON_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
@@ -49,8 +56,8 @@ def once_per_host(
 ) -> T:
     """Returns what `read` makes of the content of `entry`, a JSON file; without one, of what `find` returns.
 
-    The latter is written into the file, if it can be. `read` returns None for what is out of date, and raises
-    ValueError, KeyError or TypeError for what makes no sense; neither may be so of what `find` returns. A process waits
+    The latter is written into the file, if it can be. `read` returns None for what is out of date, and raises one of
+    `_SENSELESS` for what makes no sense; neither may be so of what `find` returns. A process waits
     for others that find the same for `limit_s` seconds. `what` names the finding in the log, and `level` is that of the
     line which says that it cannot be kept.
     """
@@ -99,12 +106,25 @@ def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 def _read(entry: Path, read: Callable[[Any], T | None], what: str, level: int) -> T | None:
     """Returns None if there is nothing, or what is there is out of date or makes no sense; the last is logged."""
     try:
-        return read(json.loads(entry.read_text()))
+        with open(_opened(entry, os.O_RDONLY), "rb") as file:
+            content = file.read(_MOST_BYTES)
     except OSError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    try:
+        return read(json.loads(content))
+    except _SENSELESS as error:
         logger.log(level, "%s does not tell %s (%s): timing again", entry, what, error)
         return None
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Opens a plain file, which no link stands for: others may write to the folder. Raises OSError for anything else,
+    and never waits, as a pipe without a writer would have it do."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is no plain file", str(path))
 
 
 @contextlib.contextmanager
@@ -112,7 +132,7 @@ def _only_one(entry: Path, limit_s: float, what: str, level: int) -> Iterator[bo
     """Waits until no other process makes the same entry. Yields whether it can be kept."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(entry.with_suffix(".lock"), "w")  # noqa: SIM115 closed below
+        lock = open(_opened(entry.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT), "wb")  # noqa: SIM115 closed below
     except OSError as error:
         logger.log(level, "%s cannot be kept: %s", what, error)
         yield False
@@ -139,9 +159,11 @@ def _locked(fd: int, what: str) -> bool:
 
 def _write(entry: Path, content: Mapping[str, object], what: str, level: int) -> None:
     """Writes the content whole or not at all, since readers take no lock."""
-    partial = entry.with_suffix(f".{os.getpid()}.partial")
+    # Containers that share the folder may have processes of one number.
+    partial = entry.with_suffix(f".{secrets.token_hex(8)}.partial")
     try:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
+        with open(_opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
         partial.replace(entry)
     except OSError as error:
         logger.log(level, "%s cannot be kept: %s", what, error)

@@ -44,3 +44,14 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
     """
     difference = (found.float() - expected.float()).norm()
     return (difference / expected.float().norm()).item() if difference else 0.0
+
+
+def worst_column(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference of a column, in root mean squares, relative to that of the column plus that of all
+    of `expected`; 0 if they are equal.
+
+    A wrong column among thousands makes little of a `relative_difference`. Both are [rows, columns].
+    """
+    differences = (found.float() - expected.float()).square().mean(0).sqrt()
+    sizes = expected.float().square()
+    return (differences / (sizes.mean(0).sqrt() + sizes.mean().sqrt()).clamp_min(1e-30)).max().item()

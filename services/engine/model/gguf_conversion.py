@@ -1,7 +1,8 @@
 """Converts a GGUF file to a model directory with transformers.
 
 Owns: the corrections of what that conversion leaves out or gets wrong: end-of-sequence ids, chat template, digit
-splitting. Never: the file format itself, which the package `gguf` of llama.cpp reads.
+splitting, and weights that are missing. Never: the file format itself, which the package `gguf` of llama.cpp reads
+after `gguf_header` has checked it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from services.core.errors import UnsupportedModel
 from services.engine.model import kept_blocks
+from services.engine.model.gguf_header import check_header
 
 _END_OF_TEXT = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -32,6 +34,7 @@ def convert_gguf(path: Path, directory: Path) -> None:
     """
     if directory.exists():
         return
+    check_header(path)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         partial = Path(scratch) / "model"
@@ -49,9 +52,15 @@ def convert_gguf(path: Path, directory: Path) -> None:
 def _write(path: Path, directory: Path) -> None:
     metadata = _metadata(path)
     folder, name = str(path.parent), path.name
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        output_loading_info=True,
     )
+    if missing := sorted(found["missing_keys"]):  # transformers has filled in random ones
+        raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
     with contextlib.suppress(AttributeError):  # the saved weights are not quantised any more
         del model.config.quantization_config
     model.generation_config = GenerationConfig(

@@ -20,8 +20,8 @@ _SHRINKS = (1.0, 0.93, 0.86)
 """Parts of a group's range that rounding to 4 bits tries: a narrower one rounds what is inside it more finely, and cuts
 off what is outside."""
 
-_LEAST = 2.0**-126
-"""The least normal number of float32; groups of smaller inputs count as zeros."""
+_LEAST = 2.0**-120
+"""Groups of smaller inputs count as zeros: 127 divided by one of them would be infinite in float32, or nearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class GroupedWeights:
     group: int
     """Inputs that share a scale: 32, or 16 with 8 bits and no minimums."""
     in_features: int
+    order: Tensor | None = None
+    """The input that belongs to each column, [in_features], int64; None if each column is of the input at its place."""
 
     @property
     def out_features(self) -> int:
@@ -52,14 +54,14 @@ class GroupedWeights:
         if self.minimums is not None:
             grouped += self.minimums[:, :, None]
         weights: Tensor = grouped.flatten(1)[:, : self.in_features]
-        return weights
+        return weights if self.order is None else weights[:, self.order.argsort()]
 
 
 def joined(parts: list[GroupedWeights]) -> GroupedWeights | None:
     """Returns one matrix with the rows of all parts, or None if they differ in form."""
     first = parts[0]
     forms = {(part.bits, part.group, part.in_features, part.minimums is None) for part in parts}
-    if len(forms) > 1:
+    if len(forms) > 1 or not all(_same_order(part.order, first.order) for part in parts):
         return None
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return GroupedWeights(
@@ -69,7 +71,12 @@ def joined(parts: list[GroupedWeights]) -> GroupedWeights | None:
         first.bits,
         first.group,
         first.in_features,
+        first.order,
     )
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def round_weights(weight: Tensor, bits: int) -> GroupedWeights:

@@ -16,8 +16,8 @@ from services.engine.schedule.sequence import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Keeps the inputs of one step, one sequence after the other in the plan's order. Tensors are int64 on the
+class StepTokens:
+    """Keeps the tokens of one step, one sequence after the other in the plan's order. Tensors are int64 on the
     device."""
 
     token_ids: Tensor
@@ -30,10 +30,14 @@ class StepInputs:
     """Each token's place in that block: [num_tokens]."""
     sample_rows: Tensor
     """Rows whose logits are sampled, in the order of the plan's `ScheduledSequence.rows`: [num_samples]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs(StepTokens):
+    """Keeps the inputs of one step: its tokens, and how its sequences lie in the pool."""
+
     layout: StepLayout
     """Lengths and blocks of the sequences, for attention."""
-    partly_filled: tuple[int, ...]
-    """Blocks whose first slot this step writes, and whose last it does not."""
 
 
 def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: torch.device) -> StepInputs:
@@ -59,12 +63,15 @@ def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: t
             query_lens=tuple(sequence.num_tokens for sequence in sequences),
             context_lens=tuple(sequence.start + sequence.num_tokens for sequence in sequences),
         ),
-        partly_filled=tuple(block for sequence in sequences for block in _partly_filled(sequence, block_size)),
     )
 
 
+def partly_filled(sequences: tuple[ScheduledSequence, ...], block_size: int) -> tuple[int, ...]:
+    """Returns the blocks whose first slot a step of these sequences writes, and whose last it does not."""
+    return tuple(block for sequence in sequences for block in _partly_filled(sequence, block_size))
+
+
 def _partly_filled(sequence: ScheduledSequence, block_size: int) -> tuple[int, ...]:
-    """Returns the block that the sequence begins in this step and does not fill, if there is one."""
     end = sequence.start + sequence.num_tokens
     last = end // block_size
     return (sequence.block_ids[last],) if end % block_size and sequence.start <= last * block_size else ()

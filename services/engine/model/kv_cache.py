@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.core.sealed_memory import SealedMemory
-from services.kv.layout import BlockShape, block_bytes, block_shape
-from services.kv.regions import Region
+from services.engine.attention.int8_rows import pack
+from services.engine.model.device_copies import DeviceCopies
+from services.kv.layout import BlockShape, block_bytes, block_shape, row_length
+from services.kv.regions import Buffer, Region
 
 _COPY_DTYPE = torch.uint8
 _TOUCHED_AHEAD_BYTES = 256 << 20
@@ -23,8 +26,8 @@ _TOUCHED_AT_ONCE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Describes a block: [num_layers, 2 (key, value), block_size, num_kv_heads, head_dim] contiguous elements of
-    `dtype`."""
+    """Describes a block: [num_layers, 2 (key, value), block_size, num_kv_heads, row] contiguous elements of `dtype`. A
+    row is [head_dim], and with int8 has its scale behind that (see `attention.int8_rows`)."""
 
     num_layers: int
     num_kv_heads: int
@@ -35,16 +38,20 @@ class KVShape:
     @property
     def dimensions(self) -> BlockShape:
         """Returns the sizes of the dimensions, in the order above."""
-        return block_shape(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
+        row = row_length(self.head_dim, str(self.dtype).removeprefix("torch."))
+        return block_shape(self.num_layers, self.block_size, self.num_kv_heads, row)
 
     @property
     def block_bytes(self) -> int:
         return block_bytes(self.dimensions, self.dtype.itemsize)
 
+    def computed_in(self, activations: torch.dtype) -> torch.dtype:
+        """Returns the type in which attention over such blocks computes, in a model with these activations."""
+        return activations if self.dtype == torch.int8 else self.dtype
+
 
 class KVCache:
-    """Holds one tensor of all blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], zero at
-    first."""
+    """Holds one tensor of all blocks: [num_blocks, num_layers, 2, block_size, num_kv_heads, row], zero at first."""
 
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
@@ -62,9 +69,9 @@ class KVCache:
         else:
             self._blocks = torch.zeros(dimensions, dtype=shape.dtype, device=device)
         self._region = Region(self._blocks.data_ptr(), num_blocks * self.block_bytes, str(self._blocks.device))
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = self._blocks.view(num_blocks, -1).view(_COPY_DTYPE)  # [num_blocks, block_bytes]
-        self._tokens = self._blocks.view(-1, shape.num_kv_heads * shape.head_dim)
+        self._copies = DeviceCopies(self._bytes) if device.type == "cuda" else None
+        self._tokens = self._blocks.flatten(-2).view(-1, dimensions[-2] * dimensions[-1])
         self._keys = [self._blocks[:, layer, 0] for layer in range(shape.num_layers)]
         self._values = [self._blocks[:, layer, 1] for layer in range(shape.num_layers)]
 
@@ -75,18 +82,17 @@ class KVCache:
         return None if self._memory is None else self._memory.fd
 
     def keys(self, layer: int) -> Tensor:
-        """Returns one layer's keys in all blocks: [num_blocks, block_size, num_kv_heads, head_dim], a strided view."""
+        """Returns one layer's keys in all blocks: [num_blocks, block_size, num_kv_heads, row], a strided view."""
         return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
-        """Returns one layer's values in all blocks: [num_blocks, block_size, num_kv_heads, head_dim], a strided
-        view."""
+        """Returns one layer's values in all blocks: [num_blocks, block_size, num_kv_heads, row], a strided view."""
         return self._values[layer]
 
     def rows(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
         """Returns the rows of the pool to which `write` puts keys and values: [num_layers, 2 * num_tokens] int64.
 
-        Each layer has the rows of all keys, then those of all values. A row is [num_kv_heads * head_dim].
+        Each layer has the rows of all keys, then those of all values. Here a row is that of all kv heads.
         block_ids, offsets: [num_tokens] int64, each token's block and its place in it.
         """
         layers, _, size, _, _ = self.shape.dimensions
@@ -98,9 +104,12 @@ class KVCache:
         """Writes the KV of new tokens in one layer.
 
         rows: [2 * num_tokens], what the method `rows` returned for that layer.
-        key, value: [num_tokens, num_kv_heads, head_dim].
+        key, value: [num_tokens, num_kv_heads, head_dim] of any type if the cache is int8, otherwise of the cache's.
         """
-        self._tokens.index_copy_(0, rows, torch.cat((key.flatten(1), value.flatten(1))))
+        both = torch.cat((key, value))
+        if self.shape.dtype == torch.int8:
+            both = pack(both)
+        self._tokens.index_copy_(0, rows, both.flatten(1))
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zeroes blocks that the next step begins and does not fill.
@@ -135,35 +144,36 @@ class KVCache:
         """Returns where the block is: on a GPU, its device's address."""
         return self._region.part(block_id * self.block_bytes, self.block_bytes)
 
-    def read_block(self, block_id: int) -> memoryview:
-        """Returns the block's bytes: on a CPU a read-only view of the memory itself, elsewhere a copy (see
-        `copy_block`)."""
-        with torch.cuda.stream(self._copies):
-            data = self._bytes[block_id].cpu()
-        return data.numpy().data.toreadonly()
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Returns the blocks' bytes: on a CPU read-only views of the memory itself, elsewhere copies."""
+        if self._copies is not None:
+            return self._copies.read(block_ids)
+        return [self._view(block_id).toreadonly() for block_id in block_ids]
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
-        """Copies the block's bytes to `target`, host memory of `block_bytes` bytes.
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """Copies each block's bytes to one of the targets, host memory of `block_bytes` bytes each. All are there when
+        it returns."""
+        if self._copies is not None:
+            self._copies.copy(block_ids, targets)
+            return
+        for block_id, target in zip(block_ids, targets, strict=True):
+            target[:] = self._view(block_id)
 
-        On a GPU it uses a CUDA stream of its own, while a step may run. The two need no synchronisation: a block is
-        announced only after the step that wrote it has completed on the device.
-        """
-        with torch.cuda.stream(self._copies):  # without effect if there is no such stream
-            torch.frombuffer(target, dtype=_COPY_DTYPE).copy_(self._bytes[block_id])
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        """Replaces the bytes of blocks. The caller holds them, and no step reads them yet. All are in the pool when it
+        returns. Raises ValueError unless there are `block_bytes` bytes for each."""
+        for num_bytes in [memoryview(source).nbytes for source in data]:
+            if num_bytes != self.block_bytes:
+                raise ValueError(f"{num_bytes} bytes for a block of {self.block_bytes}")
+        if self._copies is not None:
+            self._copies.write(block_ids, data)
+            return
+        for block_id, source in zip(block_ids, data, strict=True):
+            # Steps go on meanwhile: numpy lets go of the interpreter's lock while it copies, a memoryview keeps it.
+            np.copyto(self._bytes[block_id].numpy(), np.frombuffer(source, dtype=np.uint8))
 
-    def write_block(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        """Replaces the bytes of a block. The caller holds the block, and no step reads it yet. Raises ValueError unless
-        `data` has `block_bytes` bytes."""
-        source = memoryview(data).cast("B")
-        if source.nbytes != self.block_bytes:
-            raise ValueError(f"{source.nbytes} bytes for a block of {self.block_bytes}")
-        if self.device.type == "cpu":
-            self._bytes[block_id].numpy().data[:] = source
-        else:
-            copy = torch.frombuffer(bytearray(source), dtype=_COPY_DTYPE)
-            # A step may run meanwhile. The copy is complete when this returns.
-            with torch.cuda.stream(self._copies):
-                self._bytes[block_id].copy_(copy)
+    def _view(self, block_id: int) -> memoryview:
+        return self._bytes[block_id].numpy().data
 
     def close(self) -> None:
         """Closes the memfd. Peers keep what they have mapped; the memory is freed with the last mapping."""

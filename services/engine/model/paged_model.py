@@ -8,7 +8,7 @@ through block tables), and the forward pass. Never: which models can be served (
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from services.engine.attention.paged import PagedAttention, Scoring
-from services.engine.model.inputs import StepInputs
+from services.engine.attention.paged import PagedAttention, Scoring, StepLayout
+from services.engine.model.inputs import StepInputs, StepTokens
 from services.engine.model.kv_cache import KVCache
 
 _NAME = "baton_paged"
@@ -89,36 +89,68 @@ def register_attention() -> str:
     return _NAME
 
 
+class LayerAttention(Protocol):
+    """Computes one layer's attention of the step's tokens, whose KV is in the pool already."""
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring) -> Tensor:
+        """Returns [num_tokens, num_heads, head_dim]. The arguments are as in `PagedAttention`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepAttention:
+    """Computes a step's attention with a backend. It is a `LayerAttention`."""
+
+    backend: PagedAttention
+    layout: StepLayout
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring) -> Tensor:
+        return self.backend(query, key_cache, value_cache, self.layout, scoring)
+
+
 class PagedForward:
     """Writes one step's KV into the pool and attends over the pool. It is an `Attend`.
 
     The model's layers call it in order, and each call uses the next layer of the pool.
     """
 
-    def __init__(self, inputs: StepInputs, cache: KVCache, attention: PagedAttention) -> None:
-        self._inputs = inputs
-        self._cache = cache
-        self._attention = attention
-        self._rows = cache.rows(inputs.slot_blocks, inputs.slot_offsets)
+    def __init__(self, tokens: StepTokens, cache: KVCache, attention: LayerAttention) -> None:
+        self.tokens = tokens
+        self.cache = cache
+        self.attention = attention
+        self._rows: Tensor | None = None  # what `cache.rows` returns, once it is needed
         self._layer = 0
+
+    def take_layers(self, count: int) -> int:
+        """Returns the number of the next layer of the pool, and goes on after `count` of them."""
+        layer = self._layer
+        self._layer += count
+        return layer
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        layer = self._layer
-        self._layer += 1
-        dtype, kv_dtype = query.dtype, self._cache.shape.dtype
-        if dtype != kv_dtype:  # attention computes in the type of the KV cache
-            query, key, value = query.to(kv_dtype), key.to(kv_dtype), value.to(kv_dtype)
-        self._cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
-        scale = kwargs.get("scaling")
-        scoring = Scoring(
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            sliding_window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-        )
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        return self._attention(query[0].transpose(0, 1), keys, values, self._inputs.layout, scoring)[None].to(dtype)
+        layer = self.take_layers(1)
+        dtype = query.dtype
+        wanted = self.cache.shape.computed_in(dtype)
+        if dtype != wanted:
+            query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+        if self._rows is None:
+            self._rows = self.cache.rows(self.tokens.slot_blocks, self.tokens.slot_offsets)
+        self.cache.write(self._rows[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
+        scoring = scoring_of(query.shape[-1], kwargs)
+        keys, values = self.cache.keys(layer), self.cache.values(layer)
+        return self.attention(query[0].transpose(0, 1), keys, values, scoring)[None].to(dtype)
+
+
+def scoring_of(head_dim: int, arguments: Mapping[str, Any]) -> Scoring:
+    """Returns how a layer scores, from the keyword arguments that it passes to attention."""
+    scale = arguments.get("scaling")
+    return Scoring(
+        scale=head_dim**-0.5 if scale is None else scale,
+        sliding_window=arguments.get("sliding_window"),
+        softcap=arguments.get("softcap"),
+    )
 
 
 class PagedModel:
@@ -134,9 +166,14 @@ class PagedModel:
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Computes the step's tokens, writes their KV to `cache`, and returns the logits of `inputs.sample_rows`:
         [num_samples, vocab_size]."""
-        arguments = {"logits_to_keep": inputs.sample_rows} if self._selects_logits else {}
-        with attending(PagedForward(inputs, cache, self._attention)):
+        return self.compute(inputs, cache, StepAttention(self._attention, inputs.layout))
+
+    @torch.inference_mode()
+    def compute(self, tokens: StepTokens, cache: KVCache, attention: LayerAttention) -> Tensor:
+        """Computes the tokens as `forward` does, with this attention."""
+        arguments = {"logits_to_keep": tokens.sample_rows} if self._selects_logits else {}
+        with attending(PagedForward(tokens, cache, attention)):
             logits: Tensor = self.module(
-                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False, **arguments
+                input_ids=tokens.token_ids[None], position_ids=tokens.positions[None], use_cache=False, **arguments
             ).logits[0]
-        return logits if self._selects_logits else logits[inputs.sample_rows]
+        return logits if self._selects_logits else logits[tokens.sample_rows]

@@ -32,7 +32,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.4, torch.float16: 0.1}
 """Largest root mean square of the difference, relative to the spread (standard deviation) of the logits. Wrong
 attention gives about 1.4; in bfloat16 transformers' own kinds of attention differ from each other by up to 0.2 on
 random tokens."""
-
+_OF_ROUNDED_KV = 0.2
+"""The tolerance where keys and values are rounded to 8 bits."""
 _OF_ROUNDED_INPUTS = 0.2
 """The tolerance where inputs are rounded to 8 bits: the least difference takes a few of them to the next value, and
 after some layers what is left is the difference that the rounding itself makes."""
@@ -76,12 +77,29 @@ def verify(model: PagedModel, kv_shape: KVShape, plain: PlainLogits, *, rounds_i
             wanted += [expected[part.seq_id][part.start + part.num_tokens - 1] for part in step]
     finally:
         cache.close()
-    difference = _difference(torch.cat(found), torch.stack(wanted))
+    difference = require_agreement(
+        torch.cat(found), torch.stack(wanted), model, kv_shape, "paged logits", rounds_inputs=rounds_inputs
+    )
     logger.info("paged logits differ from eager ones by %.1e of their spread", difference)
-    tolerance = max(_TOLERANCE[model.shape.dtype], _TOLERANCE[kv_shape.dtype], _OF_ROUNDED_INPUTS * rounds_inputs)
+    return difference
+
+
+def require_agreement(
+    found: Tensor, expected: Tensor, model: PagedModel, kv_shape: KVShape, what: str, *, rounds_inputs: bool = False
+) -> float:
+    """Returns the root mean square of the difference of two sets of logits of the model, relative to their spread.
+
+    found, expected: [num_rows, vocab_size]. what: a name of `found`, for the error message. rounds_inputs: see
+    `verify`. Raises UnsupportedModel if the difference is beyond the tolerance.
+    """
+    difference = _difference(found, expected)
+    computed_in = kv_shape.computed_in(model.shape.dtype)
+    tolerance = max(_TOLERANCE[model.shape.dtype], _TOLERANCE[computed_in], _OF_ROUNDED_INPUTS * rounds_inputs)
+    if kv_shape.dtype == torch.int8:
+        tolerance = max(tolerance, _OF_ROUNDED_KV)
     if not difference <= tolerance:  # written so that NaN fails too
         kind = model.module.config.model_type
-        raise UnsupportedModel(f"{kind}: paged logits differ from transformers' by {difference:.2g} of their spread")
+        raise UnsupportedModel(f"{kind}: {what} differ from transformers' by {difference:.2g} of their spread")
     return difference
 
 

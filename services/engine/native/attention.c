@@ -8,7 +8,7 @@
  *
  * It is plain C without headers of torch, so one library serves any version of torch.
  */
-#include "elements.h"
+#include "stored_rows.h"
 #include "threads.h"
 
 #define MAX_HEADS 128
@@ -19,13 +19,15 @@
 #define LOWEST -1e29f /* largest score of a query that has seen no key */
 
 typedef struct {
-    const element *query, *keys, *values;
+    const element *query;
+    const stored *keys, *values;
     element *output;
     /* [sequences]: row of the first query, number of queries, number of tokens, place of its first block in `tables` */
     const int64_t *rows, *query_lens, *context_lens, *table_starts;
     const int64_t *tables; /* blocks of all sequences, one sequence after the other */
     long sequences, heads, kv_heads, head_dim, block_size, window; /* window 0: none */
-    long query_row, query_head, block, token; /* strides, in elements; output is [rows, heads, head_dim] */
+    long query_row, query_head; /* strides, in elements; output is [rows, heads, head_dim] */
+    long block, token, head;    /* strides of keys and values, in what they are stored as */
     float scale, softcap; /* softcap 0: none */
     int threads;
 } Attention;
@@ -77,15 +79,17 @@ typedef struct {
  * `ahead`: elements from here to the same place in the next block, which is prefetched meanwhile, since blocks lie
  * anywhere and the hardware cannot predict it. Inlined with constants, so that sums stay in registers. */
 FORCED void attend_group(
-    const Attention *a, Head *heads, const element *keys, const element *values, long ahead, long count,
+    const Attention *a, Head *heads, const stored *keys, const stored *values, long ahead, long count,
     const long group, const long vectors) {
     floats parts[4][LANES], weights[4];
+    const floats key_scales = scales_of(keys, a->token, LANES * vectors, count);
+    const floats value_scales = scales_of(values, a->token, LANES * vectors, count);
     for (long t = 0; t < count; t++) {
         floats scores[4] = {0};
         for (long v = 0; v < vectors; v++) {
-            const element *from = keys + t * a->token + LANES * v;
-            if (LANES * v * sizeof(element) % 64 == 0) __builtin_prefetch(from + ahead, 0, 2);
-            floats key = widen_lanes(from);
+            const stored *from = keys + t * a->token + LANES * v;
+            if (LANES * v * sizeof(stored) % 64 == 0) __builtin_prefetch(from + ahead, 0, 2);
+            floats key = widen_stored(from);
             for (long g = 0; g < group; g++) scores[g] += heads[g].query[v] * key;
         }
         for (long g = 0; g < group; g++) parts[g][t] = scores[g];
@@ -94,7 +98,7 @@ FORCED void attend_group(
         for (long g = 0; g < group; g++) parts[g][t] = (floats){0};
     for (long g = 0; g < group; g++) {
         Head *head = heads + g;
-        floats scores = sums_of_each(parts[g]);
+        floats scores = sums_of_each(parts[g]) * key_scales;
         if (a->softcap != 0) scores = capped(scores, a->softcap);
         for (long t = count; t < LANES; t++) scores[t] = HIDDEN;
         float highest = largest_lane(scores);
@@ -106,14 +110,15 @@ FORCED void attend_group(
         }
         weights[g] = weights_of((scores - head->largest) * LOG2_E);
         head->total += weights[g];
+        weights[g] *= value_scales;
     }
     for (long v = 0; v < vectors; v++) {
         floats mixed[4];
         for (long g = 0; g < group; g++) mixed[g] = heads[g].mixed[v];
         for (long t = 0; t < count; t++) {
-            const element *from = values + t * a->token + LANES * v;
-            if (LANES * v * sizeof(element) % 64 == 0) __builtin_prefetch(from + ahead, 0, 2);
-            floats value = widen_lanes(from);
+            const stored *from = values + t * a->token + LANES * v;
+            if (LANES * v * sizeof(stored) % 64 == 0) __builtin_prefetch(from + ahead, 0, 2);
+            floats value = widen_stored(from);
             for (long g = 0; g < group; g++) mixed[g] += weights[g][t] * value;
         }
         for (long g = 0; g < group; g++) heads[g].mixed[v] = mixed[g];
@@ -121,10 +126,10 @@ FORCED void attend_group(
 }
 
 FORCED void attend_block(
-    const Attention *a, Head *heads, const element *keys, const element *values, long ahead, long begin, long end,
+    const Attention *a, Head *heads, const stored *keys, const stored *values, long ahead, long begin, long end,
     const long vectors) {
     for (long first = begin; first < end; first += LANES) {
-        const element *some = keys + first * a->token, *others = values + first * a->token;
+        const stored *some = keys + first * a->token, *others = values + first * a->token;
         long count = end - first < LANES ? end - first : LANES, left = a->heads / a->kv_heads;
         Head *next = heads;
         for (; left >= 4; left -= 4, next += 4) attend_group(a, next, some, others, ahead, count, 4, vectors);
@@ -165,8 +170,8 @@ static void attend_decode(const Attention *a, long sequence, long from, long to)
         long begin = i * size < start ? start % size : 0, end = stop - i * size < size ? stop - i * size : size;
         long ahead = (i + 1) * size < stop ? (table[i + 1] - table[i]) * a->block : 0;
         for (long h = from; h < to; h++) {
-            long place = table[i] * a->block + h * a->head_dim;
-            const element *keys = a->keys + place, *values = a->values + place;
+            long place = table[i] * a->block + h * a->head;
+            const stored *keys = a->keys + place, *values = a->values + place;
             Head *some = heads + (h - from) * group;
             if (a->head_dim == 64) attend_block(a, some, keys, values, ahead, begin, end, 64 / LANES);
             else if (a->head_dim == 128) attend_block(a, some, keys, values, ahead, begin, end, 128 / LANES);
@@ -260,6 +265,7 @@ typedef struct {
     unit query[MAX_HEAD_DIM * MAX_HEADS / PER_UNIT]; /* [head_dim / PER_UNIT, width] */
     unit keys[STRETCH * MAX_HEAD_DIM / PER_UNIT];    /* [STRETCH, head_dim / PER_UNIT] */
     unit values[STRETCH * MAX_HEAD_DIM / PER_UNIT];  /* [STRETCH / PER_UNIT, head_dim] */
+    float key_scales[STRETCH], value_scales[STRETCH]; /* of `keys` and `values`, if they are SCALED */
     unit weights[STRETCH * MAX_HEADS / PER_UNIT];    /* [STRETCH / PER_UNIT, width] */
     float scores[STRETCH * MAX_HEADS];               /* [STRETCH, width] */
     float mixed[MAX_HEAD_DIM * MAX_HEADS];           /* [head_dim, width] */
@@ -299,6 +305,17 @@ FORCED void pair_up(const element *first, const element *second, unit *pairs, lo
         *(units *)(pairs + d) = interleaved(both);
     }
 }
+
+/* Returns the row as elements. Whole numbers of 8 bits are exact in bfloat16; `room` takes them. */
+FORCED const element *elements_of(const stored *row, element *room, long dim) {
+#if SCALED
+    for (long d = 0; d < dim; d += LANES) narrow_lanes(widen_stored(row + d), room + d);
+    return room;
+#else
+    (void)room, (void)dim;
+    return row;
+#endif
+}
 #endif
 
 /* Copies keys and values of `count` tokens from token `first` on into the tile, as units. */
@@ -306,20 +323,23 @@ static void load_stretch(const Attention *a, Tile *tile, const int64_t *table, l
     long dim = a->head_dim, size = a->block_size;
 #if PAIRED
     static const element nothing[MAX_HEAD_DIM];
+    element rooms[3][MAX_HEAD_DIM];
     const element *before = nothing; /* values of the token before */
 #endif
     for (long k = 0; k < count; k++) {
-        long token = first + k, place = table[token / size] * a->block + token % size * a->token + kv_head * dim;
-        const element *key = a->keys + place, *value = a->values + place;
+        long token = first + k, place = table[token / size] * a->block + token % size * a->token + kv_head * a->head;
+        const stored *stored_key = a->keys + place, *stored_value = a->values + place;
+        tile->key_scales[k] = scale_of(stored_key, dim), tile->value_scales[k] = scale_of(stored_value, dim);
 #if PAIRED
-        memcpy(tile->keys + k * dim / 2, key, (size_t)dim * sizeof *key);
+        const element *value = elements_of(stored_value, rooms[k % 2], dim);
+        memcpy(tile->keys + k * dim / 2, elements_of(stored_key, rooms[2], dim), (size_t)dim * sizeof *value);
         if (k % 2 == 1) pair_up(before, value, tile->values + k / 2 * dim, dim);
         else if (k + 1 == count) pair_up(value, nothing, tile->values + k / 2 * dim, dim);
         before = value;
 #else
         for (long d = 0; d < dim; d += LANES) {
-            *(floats *)(tile->keys + k * dim + d) = widen_lanes(key + d);
-            *(floats *)(tile->values + k * dim + d) = widen_lanes(value + d);
+            *(floats *)(tile->keys + k * dim + d) = widen_stored(stored_key + d);
+            *(floats *)(tile->values + k * dim + d) = widen_stored(stored_value + d);
         }
 #endif
     }
@@ -329,13 +349,13 @@ static void load_stretch(const Attention *a, Tile *tile, const int64_t *table, l
  * of each lane. */
 FORCED floats score(const Attention *a, Tile *tile, long v, long first, long count, const int masked) {
     floats largest = tile->largest[v];
-    if (!masked && a->softcap == 0 && a->scale > 0) {
+    if (!SCALED && !masked && a->softcap == 0 && a->scale > 0) {
         for (long k = 0; k < count; k++) largest = larger(largest, ((floats *)(tile->scores + k * tile->width))[v]);
         return largest;
     }
     for (long k = 0; k < count; k++) {
         floats *place = (floats *)(tile->scores + k * tile->width) + v;
-        floats scores = *place;
+        floats scores = *place * (SCALED ? tile->key_scales[k] : 1);
         if (a->softcap != 0) scores = capped(scores * a->scale, a->softcap);
         else if (a->scale <= 0) scores *= a->scale;
         if (masked) {
@@ -366,8 +386,10 @@ static void weigh(const Attention *a, Tile *tile, long first, long count, int ma
             if (k + 1 < count)
                 others = weights_of((((floats *)(tile->scores + (k + 1) * tile->width))[v] - largest) * factor);
             total += others;
+            if (SCALED) weights *= tile->value_scales[k], others *= tile->value_scales[k + 1 < count ? k + 1 : k];
             *place = paired(weights, others);
 #else
+            if (SCALED) weights *= tile->value_scales[k];
             *place = weights;
 #endif
         }
@@ -467,7 +489,11 @@ static void attend_items(void *data) { /* takes one item after the other, until 
     }
 }
 
+#if SCALED
+void NAME(attention_int8)(const Attention *a) {
+#else
 void NAME(attention)(const Attention *a) {
+#endif
     Items items = {a, 0};
     run_on_threads(attend_items, &items, a->threads);
 }

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.engine.native.instruction_sets import WITHOUT_KERNELS, usable
+from services.engine.native.instruction_sets import SOURCES_SYMBOL, WITHOUT_KERNELS, sources_digest, usable
+from services.engine.native.layer_arguments import Layers, Product, Seconds, product
+from services.kv.layout import SCALE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("query", "keys", "values", "output")),
         *((name, c_void_p) for name in ("rows", "query_lens", "context_lens", "table_starts", "tables")),
         *((name, c_long) for name in ("sequences", "heads", "kv_heads", "head_dim", "block_size", "window")),
-        *((name, c_long) for name in ("query_row", "query_head", "block", "token")),
+        *((name, c_long) for name in ("query_row", "query_head", "block", "token", "head")),
         ("scale", c_float),
         ("softcap", c_float),
         ("threads", c_int),
@@ -87,21 +89,46 @@ class Kernels:
     """Calls the functions of one library. Each uses as many threads as torch does."""
 
     def __init__(self, name: str, path: Path) -> None:
-        """Loads the library at `path`, for the instruction set `name`. Raises OSError if that fails."""
+        """Loads the library at `path`, for the instruction set `name`.
+
+        Raises OSError if that fails, and if the library was built from other sources: it might take its arguments in
+        another form, and a kernel checks nothing.
+        """
         self.name = name
         library = ctypes.CDLL(str(path))
+        if _sources_of(library) != sources_digest():
+            raise OSError("it was built from other sources than those that are here; build it again")
         pointer, number, real = c_void_p, c_long, c_float
         self._attention = _functions(library, "attention", pointer)
+        self._attention_int8 = _functions(library, "attention_int8", pointer)
+        self._pack_rows = _functions(library, "pack_rows", *[pointer] * 2, *[number] * 2, c_int)
         self._rms_norm = _functions(library, "rms_norm", *[pointer] * 3, *[number] * 2, *[real] * 2, c_int)
         self._add_rms_norm = _functions(library, "add_rms_norm", *[pointer] * 4, *[number] * 2, *[real] * 2, c_int)
         self._silu_gate = _functions(library, "silu_gate", *[pointer] * 3, *[number] * 3, c_int)
         self._rotate = _functions(library, "rotate", *[pointer] * 3, *[number] * 4, c_int)
         self._linear = _functions(library, "linear", pointer, result=c_int)
         self._quantised_product = _function(library, "baton_quantised_product", (pointer,), c_int)
+        self._layers = _functions(library, "layers", pointer, result=c_int)
+        self.layer_seconds: Seconds | None = None
+        """Where `layers` adds the seconds of each kind of kernels, if they are to be measured."""
 
-    def attention(self, dtype: torch.dtype, arguments: AttentionArguments) -> None:
-        """Computes attention over the pool, and writes it to `arguments.output`. All tensors have this dtype."""
-        self._attention[dtype](ctypes.byref(arguments))
+    def attention(self, dtype: torch.dtype, arguments: AttentionArguments, *, over_int8: bool = False) -> None:
+        """Computes attention over the pool, and writes it to `arguments.output`.
+
+        Queries and output have this dtype, and so have keys and values, unless they are rows as `pack_rows` makes them:
+        then `over_int8` is set.
+        """
+        functions = self._attention_int8 if over_int8 else self._attention
+        functions[dtype](ctypes.byref(arguments))
+
+    def pack_rows(self, rows: Tensor) -> Tensor:
+        """Returns rows [..., dim] in 8 bits: [..., dim + 4] int8, the same bytes as `attention.int8_rows.packed`."""
+        rows, dim = rows.contiguous(), rows.shape[-1]
+        result = torch.empty(*rows.shape[:-1], dim + SCALE_BYTES, dtype=torch.int8)
+        self._pack_rows[rows.dtype](
+            rows.data_ptr(), result.data_ptr(), rows.numel() // dim, dim, torch.get_num_threads()
+        )
+        return result
 
     def rms_norm(self, inputs: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
         """Returns the root mean square norm of inputs [..., dim], with weight [dim]; for `offset` see elementwise.c."""
@@ -176,18 +203,10 @@ class Kernels:
         outputs = inputs.new_empty(*inputs.shape[:-1], out_features)
         if not outputs.numel():
             return outputs
-        product = _Linear(
-            inputs.data_ptr(),
-            outputs.data_ptr(),
-            panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            inputs.numel() // inputs.shape[-1],
-            inputs.shape[-1],
-            out_features,
-            inputs.dtype == torch.float32,
-            torch.get_num_threads(),
-        )
-        if self._linear[panels.dtype](ctypes.byref(product)):
+        arguments = _linear_arguments(inputs.dtype, inputs.shape[-1], out_features, panels, bias)
+        arguments.x, arguments.y = inputs.data_ptr(), outputs.data_ptr()
+        arguments.rows, arguments.threads = inputs.numel() // inputs.shape[-1], torch.get_num_threads()
+        if self._linear[panels.dtype](ctypes.byref(arguments)):
             raise MemoryError(f"no memory for {inputs.numel()} inputs in float32")
         return outputs
 
@@ -198,24 +217,67 @@ class Kernels:
         outputs = inputs.new_empty(*inputs.shape[:-1], weights.out_features)
         if not outputs.numel():
             return outputs
-        product = _QuantisedProduct(
-            inputs.data_ptr(),
-            outputs.data_ptr(),
-            weights.panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            inputs.numel() // weights.in_features,
-            weights.in_features,
-            weights.out_features,
-            weights.panels.shape[2],
-            weights.kind,
-            weights.has_minimums,
-            weights.half_scales,
-            inputs.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
-        if self._quantised_product(ctypes.byref(product)):
+        arguments = _quantised_arguments(inputs.dtype, weights, bias)
+        arguments.x, arguments.y = inputs.data_ptr(), outputs.data_ptr()
+        arguments.rows, arguments.threads = inputs.numel() // weights.in_features, torch.get_num_threads()
+        if self._quantised_product(ctypes.byref(arguments)):
             raise MemoryError(f"no memory for {inputs.numel()} rounded inputs")
         return outputs
+
+    def linear_product(
+        self, dtype: torch.dtype, in_features: int, out_features: int, panels: Tensor, bias: Tensor | None
+    ) -> Product:
+        """Returns what `linear` does for inputs of this dtype as a call for layers.c. Panels and bias must be kept as
+        long as it."""
+        arguments = _linear_arguments(dtype, in_features, out_features, panels, bias)
+        return product(self._linear[panels.dtype], arguments)
+
+    def quantised_product(self, dtype: torch.dtype, weights: QuantisedPanels, bias: Tensor | None) -> Product:
+        """Returns what `quantised_linear` does for inputs of this dtype as a call for layers.c. Weights and bias must
+        be kept as long as it."""
+        return product(self._quantised_product, _quantised_arguments(dtype, weights, bias))
+
+    def layers(self, dtype: torch.dtype, arguments: Layers) -> None:
+        """Computes whole decoder layers in place, as layers.c describes it. Raises MemoryError."""
+        arguments.threads = torch.get_num_threads()
+        arguments.seconds = None if self.layer_seconds is None else ctypes.addressof(self.layer_seconds)
+        if self._layers[dtype](ctypes.byref(arguments)):
+            raise MemoryError(f"no memory for the products of {arguments.rows} tokens")
+
+
+def _linear_arguments(
+    dtype: torch.dtype, in_features: int, out_features: int, panels: Tensor, bias: Tensor | None
+) -> _Linear:
+    return _Linear(
+        panels=panels.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        in_float=dtype == torch.float32,
+    )
+
+
+def _quantised_arguments(dtype: torch.dtype, weights: QuantisedPanels, bias: Tensor | None) -> _QuantisedProduct:
+    return _QuantisedProduct(
+        panels=weights.panels.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        in_features=weights.in_features,
+        out_features=weights.out_features,
+        block=weights.panels.shape[2],
+        kind=weights.kind,
+        has_minimums=weights.has_minimums,
+        half_scales=weights.half_scales,
+        bf16=dtype == torch.bfloat16,
+    )
+
+
+def _sources_of(library: ctypes.CDLL) -> str:
+    """Returns the digest of what the library was built from; an empty text if it does not say."""
+    try:
+        digest = (ctypes.c_char * len(sources_digest())).in_dll(library, SOURCES_SYMBOL)
+    except ValueError:
+        return ""
+    return digest.raw.decode(errors="replace")
 
 
 def _functions(library: ctypes.CDLL, kernel: str, *types: type, result: type | None = None) -> _Functions:

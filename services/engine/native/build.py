@@ -26,20 +26,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.engine.native.instruction_sets import WITHOUT_KERNELS, InstructionSet, instruction_sets
+from services.engine.native.instruction_sets import (
+    SOURCES_SYMBOL,
+    WITHOUT_KERNELS,
+    InstructionSet,
+    instruction_sets,
+    sources_digest,
+)
 
 _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
+_OF_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
 _PARTS = (
     *(
         (source, (f"-D{each}",))
-        for source in ("attention.c", "elementwise.c", "linear.c")
-        for each in ("FLOAT32", "BFLOAT16", "FLOAT16")
+        for source in ("attention.c", "elementwise.c", "layers.c", "linear.c")
+        for each in _OF_ELEMENTS
     ),
+    *(("attention.c", (f"-D{each}", "-DINT8_ROWS")) for each in _OF_ELEMENTS),
+    *(("int8_rows.c", (f"-D{each}", "-fno-fast-math", "-ffp-contract=off")) for each in _OF_ELEMENTS),
     ("quantised.c", ("-fno-fast-math",)),
 )
-"""The files of a library and the flags of each. Those with a macro are compiled for each type of elements (elements.h).
-Quantised products round where they say they do, so that instruction sets never differ by a step."""
+"""The files of a library and the flags of each. Those with a macro of `_OF_ELEMENTS` are compiled for each type of
+elements (elements.h), attention also over keys and values of 8 bits (stored_rows.h). What rounds to 8 bits does so
+where it says it does, so that instruction sets never differ by a step."""
 
 _TRIAL = """
 #include <stdint.h>
@@ -175,9 +185,9 @@ def _zig(environment: dict[str, str]) -> Compiler:
 
 
 def _build_all(compiler: Compiler) -> int:
-    wanted = instruction_sets()
+    wanted, sources = instruction_sets(), sources_digest()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        errors = dict(zip(wanted, pool.map(lambda each: _build(compiler, each), wanted), strict=True))
+        errors = dict(zip(wanted, pool.map(lambda each: _build(compiler, each, sources), wanted), strict=True))
     for each, error in errors.items():
         if error:
             print(f"no CPU kernels for {each.name}: {error}", file=sys.stderr)
@@ -189,10 +199,13 @@ def _build_all(compiler: Compiler) -> int:
     return 0
 
 
-def _build(compiler: Compiler, wanted: InstructionSet) -> str:
-    """Builds one library; returns why it could not, or an empty text."""
-    with tempfile.TemporaryDirectory(dir=wanted.shared_object.parent) as folder:
-        objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(_PARTS)}
+def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
+    """Builds one library, which says of which sources it is; returns why it could not, or an empty text."""
+    with tempfile.TemporaryDirectory(prefix="building-", dir=wanted.shared_object.parent) as folder:
+        origin = Path(folder, "origin.c")
+        origin.write_text(f'const char {SOURCES_SYMBOL}[] = "{sources}";\n')
+        parts = (*_PARTS, (str(origin), ()))
+        objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(parts)}
         library = Path(folder, wanted.shared_object.name)
         for arguments in (
             *(

@@ -3,11 +3,12 @@
  * Results are rounded to the tensor's type wherever transformers rounds them, so they differ from its results by no
  * more than another order of sums makes.
  */
-#include "elements.h"
+#include "elementwise.h"
 #include "threads.h"
 
 /* Elements from which on threads share the work: for fewer, waking them takes longer. */
 #define MANY 65536
+#define MANY_GATES 8192 /* each takes an exponential, and a batch of 32 rows is worth it */
 
 static void normalise(const element *x, const element *weight, element *y, long dim, float epsilon, float offset) {
     floats squares = {0};
@@ -59,6 +60,23 @@ void NAME(add_rms_norm)(
     share_evenly(normalise_rows, &norm, rows, threads, rows * dim > MANY);
 }
 
+typedef struct {
+    element *x;
+    const element *more;
+    long dim;
+} Sum;
+
+static void add_some_rows(const void *job, long from, long to) {
+    const Sum *s = job;
+    add(s->x + from * s->dim, s->more + from * s->dim, (to - from) * s->dim);
+}
+
+/* Computes x += more, `rows` times `dim` elements. */
+void NAME(add_rows)(element *x, const element *more, long rows, long dim, int threads) {
+    Sum job = {x, more, dim};
+    share_evenly(add_some_rows, &job, rows, threads, rows * dim > MANY);
+}
+
 static void gate(const element *gates, const element *x, element *y, long count) {
     for (long i = 0; i < count; i += LANES) {
         floats values = widen_some(gates + i, count - i);
@@ -83,7 +101,7 @@ static void gate_rows(const void *job, long from, long to) {
 void NAME(silu_gate)(
     const element *gates, const element *x, element *y, long rows, long dim, long stride, int threads) {
     Gate job = {gates, x, y, dim, stride};
-    share_evenly(gate_rows, &job, rows, threads, rows * dim > MANY);
+    share_evenly(gate_rows, &job, rows, threads, rows * dim > MANY_GATES);
 }
 
 static void rotate(element *x, const element *cosines, const element *sines, long heads, long dim) {

@@ -10,6 +10,7 @@ which takes a name of the list, or by those by which torch and oneDNN are limite
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from pathlib import Path
 from services.core.errors import ConfigError
 
 VARIABLE = "BATON_CPU_ISA"
+SOURCES_SYMBOL = "baton_sources"
+"""The name under which a library has the `sources_digest` of what it was compiled from."""
 WITHOUT_KERNELS = (
     "everything works, but steps on the CPU are slower, most of all in bfloat16, and --quantization gains nothing; "
     "to have them, run python -m services.engine.native.build --fetch-compiler, or install gcc and run it without, and "
@@ -42,7 +45,8 @@ class InstructionSet:
         return Path(__file__).with_name(f"kernels-{self.name}.so")
 
 
-_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+"""What x86-64-v3 means (System V psABI for x86-64, 3.1.1); /proc/cpuinfo calls LZCNT "abm"."""
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _AVX512 | {"avx512_vnni"}
 _X86 = (
@@ -71,6 +75,15 @@ _LIMITS_OF_OTHERS = {
 def instruction_sets(machine: str | None = None) -> tuple[InstructionSet, ...]:
     """Returns those of this architecture (or of `machine`, as `platform.machine` names it), the best first."""
     return (*(_X86 if (machine or platform.machine()) in ("x86_64", "AMD64") else ()), _GENERIC)
+
+
+def sources_digest(folder: Path = Path(__file__).parent) -> str:
+    """Returns 16 hex digits that stand for the C files in the folder: those beside this module, unless it is given."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.[ch]")):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def usable(

@@ -172,7 +172,7 @@ FORCED void round_group(const floats *x, Group *group, const int with_offsets) {
     if (largest >= 0x7f800000) { /* what is not finite must stay visible in the results */
         uint32_t nan = 0x7fc00000;
         memcpy(&group->scale, &nan, sizeof nan);
-    } else if (largest >= 0x00800000) {
+    } else if (largest >= 0x03800000) { /* 2^-120; 127 / size would overflow for smaller ones, which are zeros */
         inverse = 127 / size;
     }
     ints halves[2] = {{0}, {0}};

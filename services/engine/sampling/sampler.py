@@ -34,13 +34,21 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     adjust(logits, rows)
     drawn = [at for at, row in enumerate(rows) if row.sampling.temperature > 0]
     if len(drawn) < len(rows):
-        token_ids = logits.argmax(-1)
+        token_ids = _best(logits)
     else:
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         token_ids[index] = _draw(logits[index], [rows[at] for at in drawn])
     return _with_logprobs(logits, token_ids, rows)
+
+
+def _best(logits: Tensor) -> Tensor:
+    """Returns the token with the largest logit of each row, the first of several: [num_rows]."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    # NumPy compares whole vectors, where torch compares number by number.
+    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -65,7 +65,7 @@ class GrpcAnnouncer:
         return await on_thread(self._reader, lambda: self._read(first_block, pool_blocks))
 
     def _read(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        data = [bytes(self._memory.read_block(block_id)) for block_id in pool_blocks]
+        data = [bytes(block) for block in self._memory.read_blocks(pool_blocks)]
         checksums = [checksum(block) for block in data] if self._checksums else []
         return kvtransfer_pb2.FetchBlocks(first_block=first_block, data=data, checksums=checksums)
 
@@ -83,8 +83,7 @@ class GrpcCopier:
         return len(message.data)
 
     def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
-        for block_id, data in zip(targets, message.data, strict=True):
-            memory.write_block(block_id, data)
+        memory.write_blocks(targets, message.data)
 
     def pin(self) -> None:
         """Does nothing: the message owns its bytes."""

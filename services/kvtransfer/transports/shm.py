@@ -65,7 +65,7 @@ class ShmAnnouncer:
         return kvtransfer_pb2.FetchBlocks(first_block=first_block, pool_blocks=pool_blocks, checksums=checksums)
 
     def _read(self, pool_blocks: Sequence[int]) -> list[int]:
-        return [checksum(self._memory.read_block(block_id)) for block_id in pool_blocks]
+        return [checksum(block) for block in self._memory.read_blocks(pool_blocks)]
 
 
 class ShmServer:

@@ -8,6 +8,7 @@ a socket hands out is mapped only if it belongs to this user and is sealed. Neve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -176,9 +177,9 @@ class ShmCopier:
         return len(message.pool_blocks)
 
     def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
-        for block_id, pool_block in zip(targets, message.pool_blocks, strict=True):
-            with self._mapping.block(pool_block) as data:
-                memory.write_block(block_id, data)
+        with contextlib.ExitStack() as views:
+            blocks = [views.enter_context(self._mapping.block(pool_block)) for pool_block in message.pool_blocks]
+            memory.write_blocks(targets, blocks)
 
     def pin(self) -> None:
         self._mapping.pin()

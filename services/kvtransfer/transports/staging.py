@@ -7,6 +7,7 @@ pool. Never: which fetch has a slot (`services.kv.slots`), the copies out of the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
@@ -57,15 +58,17 @@ class StagingArea:
     def region(self, block_id: int) -> Region:
         return self.whole.part(block_id * self.block_bytes, self.block_bytes)
 
-    def read_block(self, block_id: int) -> memoryview:
-        return self.slot(block_id).toreadonly()
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [self.slot(block_id).toreadonly() for block_id in block_ids]
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
-        target[:] = self.slot(block_id)
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
+        for block_id, target in zip(block_ids, targets, strict=True):
+            target[:] = self.slot(block_id)
 
-    def write_block(self, block_id: int, data: Buffer) -> None:
-        with self.slot(block_id) as block:
-            block[:] = data
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        for block_id, each in zip(block_ids, data, strict=True):
+            with self.slot(block_id) as block:
+                block[:] = each
 
     def slot(self, number: int) -> memoryview:
         return self.bytes[number * self.block_bytes : (number + 1) * self.block_bytes]
@@ -113,10 +116,9 @@ class Staging:
 
     def fill(self, slots: Sequence[int], pool_blocks: Sequence[int], checksums: bool) -> list[int]:
         """Copies blocks into the slots, on the reader's thread. Returns the slots' checksums, if wanted, else []."""
-        for slot, block_id in zip(slots, pool_blocks, strict=True):
-            with self.area.slot(slot) as target:
-                self._memory.copy_block(block_id, target)
-        return [checksum(self.area.read_block(slot)) for slot in slots] if checksums else []
+        with contextlib.ExitStack() as views:
+            self._memory.copy_blocks(pool_blocks, [views.enter_context(self.area.slot(slot)) for slot in slots])
+        return [checksum(block) for block in self.area.read_blocks(slots)] if checksums else []
 
     def filled(self, ticket: FetchTicket, slots: Sequence[int]) -> None:
         """Notes that a copy has ended. Called on the reader's thread, or where a copy was cancelled before it began."""

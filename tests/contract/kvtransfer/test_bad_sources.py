@@ -47,10 +47,17 @@ def sealed(num_tokens: int = 40) -> Response:
     return Response(sealed=kvtransfer_pb2.FetchSealed(num_tokens=num_tokens, first_token=TOKEN))
 
 
-@pytest.mark.parametrize("field", ["weights_digest", "config_digest", "model_id", "layout_version", "dtype"])
-async def test_another_layout_never_pairs(field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        *((field, "other\n\x1b[2J" + "x" * 1000) for field in ("weights_digest", "config_digest", "model_id")),
+        ("layout_version", 1),
+        ("dtype", "bfloat16"),
+        ("dtype", "int8"),
+    ],
+)
+async def test_another_layout_never_pairs(field: str, other: str | int) -> None:
     source = Source(shared=False)
-    other = {"layout_version": 1, "dtype": "bfloat16"}.get(field, "other\n\x1b[2J" + "x" * 1000)
     destination = Destination(dataclasses.replace(LAYOUT, **{field: other}))
     async with running(source, destination):
         lease = source.lease(40, sealed=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.v1 import types_pb2
 from services.core.errors import LeaseInvalid
 from services.kv.imports import ImportState
 from services.kv.lease import FetchEnd, LeaseState
+from services.kvtransfer import client
 from services.kvtransfer.client import lease_may_live
+from services.kvtransfer.fetch_stream import FetchStream
 from services.kvtransfer.servicer import KVTransferServicer
 from tests.support.kv_harness import LAYOUT, TOKEN, Destination, Gate, Source, running, until
 
@@ -57,6 +61,41 @@ async def test_blocks_are_copied_while_the_prompt_is_computed(transport: str) ->
         assert outcome.first_copy_s is not None
         assert outcome.sealed_s - outcome.first_copy_s == pytest.approx(2)
         assert outcome.ended_s == outcome.sealed_s
+
+
+@TRANSPORTS
+async def test_the_last_blocks_are_not_acknowledged_once_the_seal_is_here(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Release follows the last copy at once, and an acknowledgement would only hold it up."""
+    streams: list[FetchStream] = []
+    acknowledged: list[int] = []
+
+    class Seen(FetchStream):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+            streams.append(self)
+
+    monkeypatch.setattr(client, "FetchStream", Seen)
+    source, destination = Source(), Destination()
+    ack = source.table.ack
+    monkeypatch.setattr(
+        source.table, "ack", lambda ticket, upto, now: (acknowledged.append(upto), ack(ticket, upto, now))
+    )
+    async with running(source, destination):
+        lease = source.lease(40)
+        order = destination.order(source, lease, transport=transport)
+        fetch = destination.start(order)
+        source.publish(lease, 16)
+        await until(lambda: acknowledged == [1])
+        destination.memory.gate = gate = Gate()
+        source.seal(lease)
+        await gate.entered()
+        await until(lambda: streams[0].only_seal_left)
+        gate.open()
+        assert (await fetch).ready
+        assert acknowledged == [1]
+        assert destination.holds(order.targets) == source.expected(lease)
 
 
 @TRANSPORTS

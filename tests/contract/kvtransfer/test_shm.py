@@ -66,7 +66,7 @@ async def test_a_mapping_shows_the_pool_as_it_changes(
     mapping = await cache.get(*at(server.name))
     memory.fill(2, 5)
     with mapping.block(2) as block:
-        assert block == memory.read_block(2)
+        assert block == memory.block(2)
     assert await cache.get(*at(server.name)) is mapping
     assert server.num_connections == 1
     cache.close()

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -270,7 +271,7 @@ class TestUnderOurOwnCopy:
 
     async def test_a_read_that_fails_ends_the_fetch_and_gives_its_slots_back(self) -> None:
         class Broken(DeviceMemory):
-            def copy_block(self, block_id: int, target: memoryview) -> None:
+            def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
                 raise OSError("the device is gone")
 
         source, destination = Source(num_slots=2), Destination()
@@ -301,9 +302,9 @@ def test_a_slot_s_region_is_its_memory() -> None:
     area = StagingArea(3, LAYOUT.block_bytes)
     assert (area.whole.length, area.whole.device) == (3 * LAYOUT.block_bytes, "cpu")
     for slot in range(3):
-        area.write_block(slot, os.urandom(LAYOUT.block_bytes))
+        area.write_blocks([slot], [os.urandom(LAYOUT.block_bytes)])
         region = area.region(slot)
-        assert ctypes.string_at(region.address, region.length) == bytes(area.read_block(slot))
+        assert ctypes.string_at(region.address, region.length) == bytes(area.read_blocks([slot])[0])
     check_regions(area, LAYOUT.block_bytes)
     area.close()
 
@@ -321,11 +322,11 @@ def test_nothing_is_left_of_an_area_that_was_closed() -> None:
     area = StagingArea(4, 4096)
     undone: list[bool] = []
     area.before_close = lambda: undone.append(True)
-    area.write_block(3, b"x" * 4096)
+    area.write_blocks([3], [b"x" * 4096])
     target = bytearray(4096)
     with memoryview(target) as view:
-        area.copy_block(3, view)
-    assert bytes(area.read_block(3)) == target == b"x" * 4096
+        area.copy_blocks([3], [view])
+    assert bytes(area.read_blocks([3])[0]) == target == b"x" * 4096
     assert "memfd:baton-staging" in Path("/proc/self/maps").read_text()
     area.close()
     area.close()

@@ -8,7 +8,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,10 @@ async def test_what_the_memory_holds_is_what_is_said(model: Path) -> None:
     async with running_cluster(model, [PREFILL, DECODE], load=ScriptedEngine) as cluster:
         cache, written = scripted(cluster.workers[1]).cache, []
 
-        def write_nothing(block_id: int, data: Any) -> None:
-            written.append(block_id)
+        def write_nothing(block_ids: Sequence[int], data: Any) -> None:
+            written.extend(block_ids)
 
-        cache.write_block = write_nothing  # type: ignore[method-assign]
+        cache.write_blocks = write_nothing  # type: ignore[method-assign]
         answer = await cluster.greedy(PROMPT, NUM_TOKENS)
         right = script(PROMPT, NUM_TOKENS, VOCAB_SIZE)
         assert written

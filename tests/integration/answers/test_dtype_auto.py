@@ -77,7 +77,7 @@ def test_with_avx2_alone_the_default_model_runs_in_the_faster_type(tmp_path: Pat
     (entry,) = (home / "dtype").glob("*.json")
     kept = json.loads(entry.read_text())
     assert kept["dtype"] == said[1]
-    chosen = f"{said[1]}+gguf" if kept["packed"] else said[1]
+    chosen = said[1] if kept["quantization"] == "none" else f"{said[1]}+{kept['quantization']}"
     assert seconds[chosen] <= seconds[best] * MIN_SPEEDUP**2, "each choice may cost a factor"
     assert second.strip() == f"{first.strip()} (kept in {entry})"
 

@@ -100,8 +100,7 @@ def test_prefill_here_and_decode_there(llama: Path, reference: GreedyReference, 
         (prefilled,) = source.wait(source.submit(prompt, 20, mode=Mode.PREFILL_ONLY))
         with target.engine._lock:
             blocks = target.engine._pool.allocate(len(prefilled.block_ids), Holder.IMPORT)
-        for theirs, ours in zip(prefilled.block_ids, blocks, strict=True):
-            target.engine.cache.write_block(ours, source.engine.cache.read_block(theirs))
+        target.engine.cache.write_blocks(blocks, source.engine.cache.read_blocks(prefilled.block_ids))
         source.engine.release(prefilled.block_ids, Holder.LEASE)
         (decoded,) = target.wait(target.adopt(prompt, blocks, prefilled.token_ids[0], 20))
     assert len(decoded.token_ids) == 19
@@ -113,5 +112,5 @@ def test_what_blocks_held_before_does_not_matter(llama: Path, dtype: str) -> Non
     prompts = [prompt_of(length) for length in (1, 17, 40)]
     with drive(llama, dtype=dtype) as clean, drive(llama, dtype=dtype) as dirty:
         for block in range(dirty.engine.info.num_blocks):
-            dirty.engine.cache.write_block(block, b"\xff" * dirty.engine.cache.block_bytes)  # NaN everywhere
+            dirty.engine.cache.write_blocks([block], [b"\xff" * dirty.engine.cache.block_bytes])  # NaN everywhere
         assert dirty.generate(prompts, 30) == clean.generate(prompts, 30)

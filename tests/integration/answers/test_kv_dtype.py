@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.client import plain
+from services.cli.status import text
 from tests.support.cluster import running_cluster
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
@@ -16,7 +18,7 @@ from tests.support.models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.support.workers import DECODE, PREFILL
 
 MAX_TOKENS = 16
-GAP_BOUND = {"bfloat16": 0.1, "float16": 0.02}
+GAP_BOUND = {"bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
 """Logits, of models whose logits spread by about 1: what rounding keys, values and queries to these types may move."""
 
 
@@ -25,24 +27,27 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("family", "kv_dtype"), combinations(FAMILIES, list(GAP_BOUND)))
-def test_the_same_is_said_with_half_the_memory(family: str, kv_dtype: str, tmp_path: Path) -> None:
+def test_the_same_is_said_with_less_memory(family: str, kv_dtype: str, tmp_path: Path) -> None:
     model = tiny_model(family, tmp_path)
     reference = GreedyReference(model, GAP_BOUND[kv_dtype])
     with drive(model, kv_dtype=kv_dtype) as driver:
         assert driver.engine.info.dtype == kv_dtype
         assert "float32 activations" in driver.engine.info.numerics
-        halved = driver.engine.cache.block_bytes
+        fewer = driver.engine.cache.block_bytes
+        head_dim = driver.engine.info.head_dim
         for prompt, found in zip(prompts(), driver.generate(prompts(), MAX_TOKENS), strict=True):
             reference.check_at_once(prompt, found)
     with drive(model) as driver:
-        assert driver.engine.cache.block_bytes == 2 * halved
+        row_bytes = head_dim + 4 if kv_dtype == "int8" else 2 * head_dim
+        assert driver.engine.cache.block_bytes * row_bytes == fewer * 4 * head_dim
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-async def test_a_handoff(transport: str, tmp_path: Path) -> None:
+async def test_a_handoff(transport: str, kv_dtype: str, tmp_path: Path) -> None:
     model = tiny_model("llama", tmp_path)
-    reference = GreedyReference(model, GAP_BOUND["bfloat16"])
-    async with running_cluster(model, [PREFILL, DECODE], kv_dtype="bfloat16", transport=transport) as cluster:
+    reference = GreedyReference(model, GAP_BOUND[kv_dtype])
+    async with running_cluster(model, [PREFILL, DECODE], kv_dtype=kv_dtype, transport=transport) as cluster:
         answers = await asyncio.gather(*(cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts()))
     for prompt, answer in zip(prompts(), answers, strict=True):
         assert answer.completion is not None
@@ -51,8 +56,20 @@ async def test_a_handoff(transport: str, tmp_path: Path) -> None:
 
 
 async def test_workers_of_different_types_do_not_pair(tmp_path: Path) -> None:
-    each = [{"kv_dtype": kv_dtype} for kv_dtype in ("auto", "bfloat16", "float16")]
-    async with running_cluster(tiny_model("llama", tmp_path), [PREFILL, DECODE, DECODE], each=each) as cluster:
+    each = [{"kv_dtype": kv_dtype} for kv_dtype in ("auto", "bfloat16", "float16", "int8")]
+    async with running_cluster(tiny_model("llama", tmp_path), [PREFILL, *[DECODE] * 3], each=each) as cluster:
         status = await cluster.status()
         assert not status.pairs
-        assert len({worker.worker.fingerprint.kv for worker in status.workers}) == 3
+        assert len({worker.worker.fingerprint.kv for worker in status.workers}) == 4
+        assert "w3: float32 weights, float32 activations; int8 KV; " in text("", plain(status))
+
+
+async def test_in_8_bits_split_equals_unsplit(tmp_path: Path) -> None:
+    """A row is rounded on its own, so neither chunks, a handoff, nor a prefix that was cached change what is kept."""
+    model = tiny_model("llama", tmp_path)
+    with drive(model, kv_dtype="int8") as driver:
+        unsplit = driver.generate(prompts(), MAX_TOKENS)
+        assert driver.generate(prompts(), MAX_TOKENS) == unsplit, "from the prefix cache"
+    async with running_cluster(model, [PREFILL, DECODE], kv_dtype="int8", max_num_batched_tokens=24) as cluster:
+        answers = await asyncio.gather(*(cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts()))
+    assert [list(answer.token_ids) for answer in answers] == [list(tokens) for tokens in unsplit]

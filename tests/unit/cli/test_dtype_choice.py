@@ -15,7 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from services.cli import dtype_choice
-from services.cli.dtype_choice import MIN_SPEEDUP, Choice, TimingFailed, Timings, choose_dtype, decide, saved_dtype
+from services.cli.dtype_choice import (
+    MIN_SPEEDUP,
+    Choice,
+    TimingFailed,
+    Timings,
+    choose_dtype,
+    decide,
+    kept_weights,
+    saved_dtype,
+)
 from services.core.config import KEPT_BLOCKS_FILE
 
 EMULATED = Timings({"bfloat16": (46.0, 45.0), "float32": (4.0, 57.0)}, "AVX2")
@@ -117,6 +126,28 @@ def test_what_is_timed_of_a_model_with_a_gguf_files_weights(
     assert ways is None or clockwork.ways == ways
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_is_timed_of_a_quantised_checkpoint(tmp_path: pathlib.Path, method: str) -> None:
+    fields = {"dtype": "float16", "quantization_config": {"quant_method": method, "bits": 4}}
+    model = write_model(tmp_path / "model", fields)
+    ways = ("float16", "float32", f"float16+{method}", f"float32+{method}")
+    clockwork = Clockwork(
+        Timings({name: (each, each) for name, each in zip(ways, (1.0, 2.0, 2.0, 0.5), strict=True)}, "")
+    )
+    for _ in range(2):
+        choice = choose_dtype("auto", "cpu", model, measure=clockwork, folder=tmp_path / "dtype")
+        assert (choice.dtype, choice.quantization) == ("float32", method)
+        assert choice.reason.startswith(f"over the {method.upper()} weights, faster here than float16; ")
+    assert (clockwork.num_calls, clockwork.ways) == (1, ways)
+    assert choose_dtype("bfloat16", "cpu", model) == Choice("bfloat16", "")
+
+
+@pytest.mark.parametrize("fields", [None, [], {"quant_method": "fp8"}, {"quant_method": ["gptq"]}, "gptq"])
+def test_other_checkpoints_have_nothing_to_keep(tmp_path: pathlib.Path, fields: object) -> None:
+    assert kept_weights(write_model(tmp_path / "model", {"quantization_config": fields})) == ""
+    assert kept_weights(tmp_path / "nothing") == ""
+
+
 @pytest.mark.parametrize(
     ("dtype", "device", "saved"),
     [
@@ -194,8 +225,9 @@ def test_processes_side_by_side_choose_once(tmp_path: pathlib.Path, model: pathl
         "[]",
         '{"dtype": "float32"}',
         '{"dtype": "float32", "reason": "x"}',
-        '{"dtype": "int8", "packed": false, "reason": "x"}',
+        '{"dtype": "int8", "quantization": "none", "reason": "x"}',
         '{"dtype": 1, "reason": 2}',
+        '{"dtype": "float32", "quantization": "int2", "reason": "x"}',
         "\x00\xff",
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -88,50 +86,3 @@ def test_a_device_that_is_lost_ends_the_step_thread(calls: list[str], monkeypatc
     made.engine.stop()
     assert "free blocks" not in calls
     made.cache.close()
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Returns the streams that are current, the innermost last."""
-    current: list[object] = []
-
-    @contextlib.contextmanager
-    def stream(of: object) -> Iterator[None]:
-        current.append(of)
-        try:
-            yield
-        finally:
-            current.pop()
-
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    return current
-
-
-_COPIES: dict[str, Callable[[KVCache], object]] = {
-    "read": lambda cache: cache.read_block(3),
-    "copy out": lambda cache: cache.copy_block(3, memoryview(bytearray(cache.block_bytes))),
-    "copy in": lambda cache: cache.write_block(3, bytes(cache.block_bytes)),
-}
-
-
-@pytest.mark.parametrize("name", _COPIES)
-def test_copies_run_beside_steps_on_a_stream_of_their_own(name: str, streams: list[object]) -> None:
-    """A copy on the steps' stream would wait for the step that runs, and the next step for the copy."""
-    cache = KVCache(SHAPE, NUM_BLOCKS, torch.device("cpu"))
-    cache.device = torch.device("cuda")
-    cache._copies = "copies"  # type: ignore[assignment]
-    seen: list[list[object]] = []
-
-    class Watched(torch.Tensor):
-        """Notes on which stream its bytes are moved."""
-
-        @classmethod
-        def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
-            if function in (torch.Tensor.cpu, torch.Tensor.copy_, torch.Tensor.to):
-                seen.append(list(streams))
-            return super().__torch_function__(function, types, arguments, more or {})
-
-    cache._bytes = cache._bytes.as_subclass(Watched)
-    _COPIES[name](cache)
-    cache.close()
-    assert seen == [["copies"]]

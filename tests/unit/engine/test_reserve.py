@@ -3,7 +3,7 @@ nothing, and sequences queued. No prompt is hashed while others wait for the loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -36,13 +36,13 @@ class NoMemory:
     def region(self, block_id: int) -> Region:
         return Region(0, 0, "cpu")
 
-    def read_block(self, block_id: int) -> bytes:
-        return b""
+    def read_blocks(self, block_ids: Iterable[int]) -> list[bytes]:
+        return [b"" for _ in block_ids]
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
+    def copy_blocks(self, block_ids: Iterable[int], targets: Iterable[memoryview]) -> None:
         """There is nothing to copy."""
 
-    def write_block(self, block_id: int, data: object) -> None:
+    def write_blocks(self, block_ids: Iterable[int], data: object) -> None:
         """There is nothing to write."""
 
     def close(self) -> None:

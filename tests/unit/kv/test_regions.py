@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from services.core.errors import LayoutMismatch
@@ -23,13 +25,13 @@ class Blocks:
     def region(self, block_id: int) -> Region:
         return self._regions[block_id]
 
-    def read_block(self, block_id: int) -> Buffer:
+    def read_blocks(self, block_ids: Sequence[int]) -> Sequence[Buffer]:
         raise NotImplementedError
 
-    def copy_block(self, block_id: int, target: memoryview) -> None:
+    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
         raise NotImplementedError
 
-    def write_block(self, block_id: int, data: Buffer) -> None:
+    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
         raise NotImplementedError
 
 

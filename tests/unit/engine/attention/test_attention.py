@@ -75,3 +75,19 @@ def test_verify_notices_a_wrong_backend() -> None:
 
     with pytest.raises(AssertionError, match="window 11"):
         paged.verify(off_by_one, CPU, torch.float32, 4, 2, 16, 16)
+
+
+@pytest.mark.parametrize("wrong", ["bound", "last tile"])
+def test_verify_notices_what_only_some_chunks_show(wrong: str) -> None:
+    def backend(query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring) -> Tensor:
+        if wrong == "bound":
+            return paged.reference(query, key_cache, value_cache, layout, dataclasses.replace(scoring, softcap=None))
+        found = paged.reference(query, key_cache, value_cache, layout, scoring)
+        place = 0
+        for query_len in layout.query_lens:
+            found[place + query_len // 96 * 96 : place + query_len if query_len > 96 else place] = 0
+            place += query_len
+        return found
+
+    with pytest.raises(AssertionError, match="differs from the reference"):
+        paged.verify(backend, CPU, torch.float32, 4, 2, 16, 16)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from services.engine.cpu import linear_plan
 from services.engine.cpu.linear_plan import pack_linears
+from services.engine.cpu.packed_linear import agrees
 from services.engine.native.bindings import DTYPES
 
 WAYS = ("torch", "oneDNN", "linear.c")
@@ -126,3 +127,23 @@ def test_a_way_that_computes_something_else_is_not_used(
 def test_layers_of_other_kinds_stay() -> None:
     assert pack_linears(nn.Linear(4, 4)) == {}
     assert pack_linears(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Conv1d(4, 4, 1))) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", ["the last column", "three rows", "a whole tile"])
+def test_a_kernel_that_is_nearly_right_is_not_used(dtype: torch.dtype, wrong: str) -> None:
+    layer = nn.Linear(32, 40_000).to(dtype)
+
+    class NearlyRight(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = layer(inputs).clone()
+            if wrong == "the last column":
+                outputs[:, -1] = 0
+            elif len(inputs) == 3 and wrong == "three rows":
+                outputs[2] = 0
+            elif len(inputs) >= 12 and wrong == "a whole tile":
+                outputs[11] = 0
+            return outputs
+
+    assert agrees(layer, layer)
+    assert not agrees(NearlyRight(), layer)

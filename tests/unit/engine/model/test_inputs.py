@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.engine.attention.paged import StepLayout
-from services.engine.model.inputs import flatten
+from services.engine.model.inputs import flatten, partly_filled
 from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence
 
 
@@ -36,7 +36,7 @@ def test_drafts_are_sampled_too() -> None:
 
 def test_blocks_begun_and_not_filled() -> None:
     def partly(start: int, count: int) -> tuple[int, ...]:
-        return flatten((part(start, (0,) * count, (10, 11, 12)),), 4, torch.device("cpu")).partly_filled
+        return partly_filled((part(start, (0,) * count, (10, 11, 12)),), 4)
 
     assert partly(0, 1) == (10,)
     assert partly(1, 2) == ()

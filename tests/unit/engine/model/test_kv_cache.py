@@ -33,7 +33,7 @@ def test_layout_is_block_layer_kind_token_head(cache: KVCache) -> None:
     value = torch.randn(2, 2, 4).bfloat16()
     rows = cache.rows(torch.tensor([4, 1]), torch.tensor([3, 0]))
     cache.write(rows[2], key, value)
-    block = torch.frombuffer(bytearray(cache.read_block(4)), dtype=torch.bfloat16).view(3, 2, 4, 2, 4)
+    block = torch.frombuffer(bytearray(cache.read_blocks([4])[0]), dtype=torch.bfloat16).view(3, 2, 4, 2, 4)
     assert block[2, 0, 3].equal(key[0])
     assert block[2, 1, 3].equal(value[0])
     assert block.count_nonzero() == 16
@@ -44,23 +44,23 @@ def test_layout_is_block_layer_kind_token_head(cache: KVCache) -> None:
 
 def test_a_peer_sees_the_same_bytes(cache: KVCache) -> None:
     assert cache.fd is not None
-    cache.write_block(2, bytes(range(192)) * 2)
+    cache.write_blocks([2], [bytes(range(192)) * 2])
     peer = os.open(f"/proc/self/fd/{cache.fd}", os.O_RDONLY)
     with mmap.mmap(peer, NUM_BLOCKS * cache.block_bytes, prot=mmap.PROT_READ) as mapped:
-        assert mapped[2 * cache.block_bytes : 3 * cache.block_bytes] == bytes(cache.read_block(2))
+        assert mapped[2 * cache.block_bytes : 3 * cache.block_bytes] == bytes(cache.read_blocks([2])[0])
         assert not any(mapped[: 2 * cache.block_bytes])
     os.close(peer)
 
 
 def test_blocks_travel_between_caches(cache: KVCache) -> None:
     other = KVCache(SHAPE, 1, torch.device("cpu"))
-    cache.write_block(3, os.urandom(cache.block_bytes))
-    other.write_block(0, cache.read_block(3))
-    assert bytes(other.read_block(0)) == bytes(cache.read_block(3))
+    cache.write_blocks([3], [os.urandom(cache.block_bytes)])
+    other.write_blocks([0], cache.read_blocks([3]))
+    assert bytes(other.read_blocks([0])[0]) == bytes(cache.read_blocks([3])[0])
     slots = bytearray(3 * cache.block_bytes)
     with memoryview(slots)[cache.block_bytes : 2 * cache.block_bytes] as slot:
-        cache.copy_block(3, slot)
-    assert slots == bytes(cache.block_bytes) + cache.read_block(3) + bytes(cache.block_bytes)
+        cache.copy_blocks([3], [slot])
+    assert slots == bytes(cache.block_bytes) + cache.read_blocks([3])[0] + bytes(cache.block_bytes)
     other.close()
 
 
@@ -71,8 +71,8 @@ def test_a_block_s_region_is_its_memory(cache: KVCache) -> None:
         assert region.address == cache.keys(0)[block].data_ptr()
         assert region.length == layout.block_bytes
         assert region.device == "cpu"
-        cache.write_block(block, os.urandom(cache.block_bytes))
-        assert ctypes.string_at(region.address, region.length) == bytes(cache.read_block(block))
+        cache.write_blocks([block], [os.urandom(cache.block_bytes)])
+        assert ctypes.string_at(region.address, region.length) == bytes(cache.read_blocks([block])[0])
     check_regions(cache, layout.block_bytes)
 
 
@@ -85,17 +85,17 @@ def test_the_region_of_a_block_on_a_device_names_it() -> None:
 
 def test_a_block_of_the_wrong_size_is_refused(cache: KVCache) -> None:
     with pytest.raises(ValueError, match="10 bytes"):
-        cache.write_block(0, bytes(10))
+        cache.write_blocks([0], [bytes(10)])
     with pytest.raises(TypeError):
-        cache.read_block(0)[0] = 1
+        cache.read_blocks([0])[0][0] = 1
 
 
 def test_clear_leaves_the_others(cache: KVCache) -> None:
     for block in range(NUM_BLOCKS):
-        cache.write_block(block, b"\xff" * cache.block_bytes)  # NaN everywhere
+        cache.write_blocks([block], [b"\xff" * cache.block_bytes])  # NaN everywhere
     cache.clear((1, 3))
     cache.clear(())
-    assert [any(cache.read_block(block)) for block in range(NUM_BLOCKS)] == [True, False, True, False, True]
+    assert [any(cache.read_blocks([block])[0]) for block in range(NUM_BLOCKS)] == [True, False, True, False, True]
 
 
 def test_close_gives_the_descriptor_back() -> None:
@@ -121,14 +121,14 @@ def test_memory_of_the_next_blocks_is_allocated_ahead(monkeypatch: pytest.Monkey
         assert cache.fd is not None
         return os.fstat(cache.fd).st_blocks * 512 // page
 
-    cache.write_block(1, b"7" * page)
+    cache.write_blocks([1], [b"7" * page])
     assert num_allocated() == 1
     assert cache.touch(0)
     assert num_allocated() == 4
     assert cache.touch(0)
     assert not cache.touch(0)
     assert num_allocated() == 8
-    assert bytes(cache.read_block(1)) == b"7" * page
+    assert bytes(cache.read_blocks([1])[0]) == b"7" * page
     while cache.touch(20):
         pass
     assert num_allocated() == 20, "and never more than there is"

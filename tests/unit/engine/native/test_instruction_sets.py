@@ -9,11 +9,11 @@ import pytest
 from services.core.errors import ConfigError
 from services.engine.native import bindings
 from services.engine.native.bindings import Kernels
-from services.engine.native.instruction_sets import instruction_sets, usable
+from services.engine.native.instruction_sets import instruction_sets, sources_digest, usable
 
-ZEN4 = "fma avx f16c avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16 avx512_vnni"
-SKYLAKE = "fma avx f16c avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl"
-ZEN3 = "fma avx f16c avx2 bmi2"
+ZEN4 = "fma movbe avx f16c abm bmi1 avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16 avx512_vnni"
+SKYLAKE = "fma movbe avx f16c abm bmi1 avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl"
+ZEN3 = "fma movbe avx f16c abm bmi1 avx2 bmi2"
 SANDY_BRIDGE = "avx"
 
 pytestmark = pytest.mark.skipif(len(instruction_sets()) == 1, reason="this architecture has one instruction set")
@@ -35,6 +35,12 @@ def names(cpuinfo: Path, flags: str, **environment: str) -> list[str]:
 )
 def test_what_the_processor_lacks_is_left_out(tmp_path: Path, flags: str, expected: list[str]) -> None:
     assert names(tmp_path / "cpuinfo", flags) == expected
+
+
+@pytest.mark.parametrize("hidden", ["fma", "movbe", "abm", "bmi1"])
+def test_what_a_virtual_machine_hides_counts(tmp_path: Path, hidden: str) -> None:
+    """Compilers use all of x86-64-v3, and a process would end at such an instruction."""
+    assert names(tmp_path / "cpuinfo", ZEN4.replace(hidden, "")) == ["generic"]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +74,26 @@ def test_an_unknown_name_is_refused_with_the_variable(tmp_path: Path) -> None:
 def test_a_machine_that_lists_nothing_has_the_plainest(tmp_path: Path) -> None:
     assert [each.name for each in usable({}, tmp_path / "missing")] == ["generic"]
     assert [each.name for each in instruction_sets("aarch64")] == ["generic"]
+
+
+def test_a_library_of_other_sources_is_not_used(
+    native: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After an upgrade without a build, its kernels would read arguments as another struct has them."""
+    monkeypatch.setattr(bindings, "sources_digest", lambda: "0123456789abcdef")
+    assert bindings.kernels.__wrapped__() is None
+    assert "was built from other sources than those that are here; build it again" in caplog.text
+
+
+def test_what_sources_a_digest_stands_for(tmp_path: Path) -> None:
+    (tmp_path / "one.c").write_text("int x;")
+    first = sources_digest(tmp_path)
+    (tmp_path / "kernels-avx2.so").touch()
+    assert sources_digest(tmp_path) == first
+    (tmp_path / "two.h").touch()
+    second = sources_digest(tmp_path)
+    (tmp_path / "one.c").write_text("int y;")
+    assert len({first, second, sources_digest(tmp_path)}) == 3
 
 
 def test_each_library_loads_where_the_processor_can(native: Kernels) -> None:

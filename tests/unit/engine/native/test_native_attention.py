@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.core.hashing import num_blocks_for
 from services.engine.attention import choice, dense, paged
+from services.engine.attention.int8_rows import packed
 from services.engine.attention.native import NativeAttention
 from services.engine.attention.paged import Scoring, StepLayout
 from services.engine.native.bindings import DTYPES, Kernels
@@ -26,22 +27,25 @@ BLOCKS = [(64, 16), (128, 8), (16, 4), (80, 64), (64, 20), (256, 16)]
 """The size of a head, and how many tokens a block has."""
 
 
-@pytest.mark.parametrize(("dtype", "num_heads", "block"), combinations(tuple(DTYPES), NUM_HEADS, BLOCKS))
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "block", "over_int8"), combinations(tuple(DTYPES), NUM_HEADS, BLOCKS, [False, True])
+)
 def test_it_passes_the_check_at_load(
-    native: Kernels, dtype: torch.dtype, num_heads: tuple[int, int], block: tuple[int, int]
+    native: Kernels, dtype: torch.dtype, num_heads: tuple[int, int], block: tuple[int, int], over_int8: bool
 ) -> None:
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            paged.verify(NativeAttention(native), CPU, dtype, *num_heads, *block)
+            paged.verify(NativeAttention(native), CPU, dtype, *num_heads, *block, over_int8=over_int8)
     finally:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("over_int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_chosen_for_each_dtype(native: Kernels, dtype: torch.dtype) -> None:
-    name, backend = choice.select(CPU, dtype, 6, 2, 64, 16)
+def test_it_is_chosen_for_each_dtype(native: Kernels, dtype: torch.dtype, over_int8: bool) -> None:
+    name, backend = choice.select(CPU, dtype, 6, 2, 64, 16, over_int8=over_int8)
     assert isinstance(backend, NativeAttention)
     assert name == "native"
 
@@ -59,7 +63,7 @@ class Batch:
     """Keeps random sequences in blocks that lie anywhere. Whatever the last owner left behind the
     newest token is NaN."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, *, over_int8: bool = False) -> None:
         chance = random.Random(seed)
         heads, kv_heads = chance.choice(((6, 2), (3, 3), (5, 1)))
         query_lens = [chance.choice((1, 1, 1, 2, 5, 100)) for _ in range(chance.randrange(1, 9))]
@@ -72,6 +76,7 @@ class Batch:
         for table, length in zip(tables, context_lens, strict=True):
             if length % BLOCK_SIZE:
                 cache[table[-1], :, :, length % BLOCK_SIZE :] = torch.nan
+        cache = packed(cache) if over_int8 else cache
         self.scoring = Scoring(0.2, chance.choice((None, 1, 20, 300)), chance.choice((None, 2.0)))
         self.query = torch.randn(heads, sum(query_lens), 64).to(dtype).transpose(0, 1)  # as a model's layers give it
         self.keys, self.values = cache[:, 1, 0], cache[:, 1, 1]
@@ -81,10 +86,11 @@ class Batch:
         return backend(self.query, self.keys, self.values, StepLayout(*self._lengths), self.scoring)
 
 
+@pytest.mark.parametrize("over_int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(20))
-def test_random_batches(native: Kernels, dtype: torch.dtype, seed: int) -> None:
-    batch = Batch(seed, dtype)
+def test_random_batches(native: Kernels, dtype: torch.dtype, seed: int, over_int8: bool) -> None:
+    batch = Batch(seed, dtype, over_int8=over_int8)
     found, expected = batch.attend(NativeAttention(native)), batch.attend(paged.reference)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

@@ -94,6 +94,17 @@ def test_what_is_not_finite_stays_visible(native: Kernels, bad: float, dtype: to
         assert found[[0, 2]].isfinite().all(), name
 
 
+@pytest.mark.parametrize("size", [1e-35, 5e-37, 1e-37, 2e-38, 1e-41])
+def test_tiny_inputs_have_tiny_products(native: Kernels, size: float) -> None:
+    """127 divided by the size of some of them is infinite in float32."""
+    inputs = torch.randn(3, 100).clamp(-3, 3) * size
+    assert (round_inputs(inputs) - inputs).abs().max() <= 3 * size
+    for name, weights in forms(100, 20).items():
+        most = 100 * 6 * size * weights.dequantised().double().abs().max().item()
+        found = native.quantised_linear(inputs, pack(weights), None)
+        assert found.double().abs().max().item() <= most, name
+
+
 def test_instruction_sets_agree() -> None:
     built = [each for each in usable() if each.shared_object.exists()]
     inputs = torch.randn(9, 576)
