@@ -25,6 +25,7 @@ from services.core.hashing import num_blocks_for
 from services.engine.attention import choice
 from services.engine.cpu import quantised_linear
 from services.engine.cpu.fast_paths import use_fast_paths
+from services.engine.cpu.native_layers import NativeLayers
 from services.engine.cpu.quantisation import quantise
 from services.engine.model import servable, weights
 from services.engine.model.inputs import flatten
@@ -100,7 +101,10 @@ def watched(module: nn.Module) -> tuple[list[Tensor], list[Any]]:
         hidden = output[0] if isinstance(output, tuple) else output
         outputs.append(hidden.detach().float().reshape(-1, hidden.shape[-1]).clone())
 
-    return outputs, [layer.register_forward_hook(keep) for layer in module.get_submodule("model.layers").children()]
+    layers = list(module.get_submodule("model.layers").children())
+    if len(layers) == 1 and isinstance(layers[0], NativeLayers):
+        layers = list(layers[0].layers)
+    return outputs, [layer.register_forward_hook(keep) for layer in layers]
 
 
 @torch.inference_mode()
@@ -114,6 +118,7 @@ def plain_pass(model: Path, dtype: str, quantization: str, token_ids: list[int])
 
 @torch.inference_mode()
 def fast_pass(model: Path, dtype: str, quantization: str, token_ids: list[int]) -> tuple[list[Tensor], Tensor]:
+    """Returns the same of the fast path, and asserts that layers in one call compute what they do one by one."""
     module = loaded(model, dtype, quantization, plain=False)
     shape = servable.examine(module)
     use_fast_paths(module)
@@ -124,9 +129,17 @@ def fast_pass(model: Path, dtype: str, quantization: str, token_ids: list[int]) 
     cache = KVCache(kv_shape, num_blocks, cpu)
     row = SampleRow(0, SamplingParams())
     part = ScheduledSequence(0, 0, tuple(token_ids), tuple(range(num_blocks)), (row,))
-    logits = PagedModel(module, shape, backend).forward(flatten((part,), BLOCK_SIZE, cpu), cache)[0].float()
+
+    def logits() -> Tensor:
+        return PagedModel(module, shape, backend).forward(flatten((part,), BLOCK_SIZE, cpu), cache)[0].float()
+
+    at_once = logits()
+    outputs.clear()
+    with mock.patch.object(NativeLayers, "_runs_at_once", return_value=False):
+        one_by_one = logits()
+    assert torch.equal(at_once, one_by_one)
     cache.close()
-    return outputs, logits
+    return outputs, one_by_one
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

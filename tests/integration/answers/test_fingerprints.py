@@ -76,7 +76,7 @@ async def test_workers_of_other_rope_parameters_do_not_pair_and_are_named(
         shown = text("there", plain(status))
         for worker in (each.worker for each in status.workers):  # a timing decides, so the two may differ
             assert re.search(r"\w+ attention; .*linear layers: \d+ by ", worker.kernels)
-            how = f": {worker.fingerprint.numerics}; {worker.kernels}"
+            how = f": {worker.fingerprint.numerics}; float32 KV; {worker.kernels}"
             assert [line for line in shown.splitlines() if line.endswith(how) and worker.worker_id in line]
         await asyncio.sleep(0.5)  # several ticks: it is said once
     said = [record.getMessage() for record in caplog.records if "do not pair" in record.getMessage()]
