@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.core.hashing import ShortHash, short_hashes
 from services.worker.host import WorkerHost
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import Answer, Cluster, running_cluster
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.workers import DECODE, PREFILL, until
 
@@ -51,17 +51,24 @@ async def test_the_router_knows_every_workers_cache(tmp_path: Path) -> None:
 
 
 async def test_prompts_go_where_they_begin(tmp_path: Path) -> None:
-    """Each of two conversations stays on the worker that has its beginning, also when both go on at once."""
+    """Each of six conversations stays on the worker that has its beginning, also when all go on at once."""
     async with running_cluster(tiny_model("llama", tmp_path), [PREFILL, PREFILL, DECODE], router=ROUTER) as cluster:
-        stems = {name: tokens(name, 8 * BLOCK_SIZE) for name in ("one", "two")}
-        first = await asyncio.gather(*(cluster.greedy(stem, 2) for stem in stems.values()))
-        homes = dict(zip(stems, (answer.completion.workers.prefill for answer in first), strict=True))  # type: ignore[union-attr]
-        assert set(homes.values()) == {"w0", "w1"}, "two that come together are divided"
+        stems = [tokens(f"stem {number}", 8 * BLOCK_SIZE) for number in range(6)]
+        homes = [
+            prefill_worker(answer) for answer in await asyncio.gather(*(cluster.greedy(stem, 2) for stem in stems))
+        ]
         for turn in range(4):
-            prompts = {name: [*stem, *tokens(f"{name} {turn}", 5)] for name, stem in stems.items()}
-            answers = await asyncio.gather(*(cluster.greedy(prompt, 2) for prompt in prompts.values()))
-            for name, answer in zip(stems, answers, strict=True):
-                assert answer.completion is not None
-                assert answer.prompt_info is not None
-                assert answer.completion.workers.prefill == homes[name]
-                assert answer.completion.usage.cached_tokens == 8 * BLOCK_SIZE
+            prompts = [[*stem, *tokens(f"end {number} {turn}", 5)] for number, stem in enumerate(stems)]
+            answers = await asyncio.gather(*(cluster.greedy(prompt, 2) for prompt in prompts))
+            assert [prefill_worker(answer) for answer in answers] == homes
+            assert [cached_tokens(answer) for answer in answers] == [8 * BLOCK_SIZE] * 6
+
+
+def prefill_worker(answer: Answer) -> str:
+    assert answer.completion is not None
+    return answer.completion.workers.prefill
+
+
+def cached_tokens(answer: Answer) -> int:
+    assert answer.completion is not None
+    return answer.completion.usage.cached_tokens
