@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +15,7 @@ from services.cli.arguments import Parser
 from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
-from services.router.policy import PolicyConfig
-from services.router.policy.terms import LOOKING_AT_PROMPTS, TERMS
+from services.router.policy import weighted
 from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
@@ -58,7 +56,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         action="append",
         default=[],
         metavar="PHASE.TERM=W",
-        help="changes or adds a term of the policy: prefill.prefix_placed=4, decode.near=0",
+        help="changes or adds a term of the policy: prefill.prefix_cached=4, decode.near=0",
     )
     parser.add_argument(
         "--ablations",
@@ -176,25 +174,7 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
             chunked=not arguments.no_chunking,
             static=arguments.static_batching,
         ),
-        router=dataclasses.replace(plan.router, policy=_weighted(plan.router.policy, arguments.weight)),
-    )
-
-
-def _weighted(policy: PolicyConfig, weights: Sequence[str]) -> PolicyConfig:
-    """Returns the policy with the weights of PHASE.TERM=W. Prompts are hashed where a term looks at them. Raises
-    ConfigError."""
-    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
-    hash_prompts = policy.hash_prompts
-    for weight in weights:
-        match = re.fullmatch(r"(prefill|decode)\.(\w+)=(\d+(?:\.\d+)?)", weight)
-        term = TERMS.get(match[2]) if match is not None else None
-        if match is None or term is None:
-            raise ConfigError(f"--weight: {weight!r} is not like prefill.short_queue=4; there are {', '.join(TERMS)}")
-        others = tuple(each for each in terms[match[1]] if each[1] is not term)
-        terms[match[1]] = (*others, (float(match[3]), term))
-        hash_prompts = hash_prompts or term in LOOKING_AT_PROMPTS
-    return dataclasses.replace(
-        policy, hash_prompts=hash_prompts, prefill_terms=terms["prefill"], decode_terms=terms["decode"]
+        router=dataclasses.replace(plan.router, policy=weighted(plan.router.policy, arguments.weight, "--weight")),
     )
 
 

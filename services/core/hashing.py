@@ -7,12 +7,20 @@ remembers of prompts and the engine's prefix cache must agree on them.
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 BlockHash = bytes
 """The hash of one block, 16 bytes: long enough that a collision, which would serve another prompt's KV, is out of
 reach."""
+
+ShortHash = int
+"""The first half of a block's hash as a number: what routers know of caches. Two blocks that share one, of which there
+are a handful among billions, are mistaken for one another in a guess about caches, and nowhere else."""
+
+HASH_BYTES = 8
+"""Of a short hash, as it travels."""
 
 
 def root_hash(cache_salt: str = "") -> BlockHash:
@@ -34,6 +42,23 @@ def block_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str = ""
         parent = block_hash(parent, token_ids[start : start + block_size])
         hashes.append(parent)
     return hashes
+
+
+def short_hashes(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
+    """Returns the first half of each hash."""
+    return unpack_hashes(pack_hashes(hashes))
+
+
+def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
+    """Returns the first halves of the hashes one after another, 8 bytes each, as they travel."""
+    return b"".join(hash[:HASH_BYTES] for hash in hashes)
+
+
+def unpack_hashes(data: bytes) -> tuple[ShortHash, ...]:
+    """Returns the numbers that `pack_hashes` has packed. Raises ValueError unless they are whole."""
+    if len(data) % HASH_BYTES:
+        raise ValueError(f"{len(data)} bytes are no hashes of {HASH_BYTES} bytes")
+    return struct.unpack(f"<{len(data) // HASH_BYTES}Q", data)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

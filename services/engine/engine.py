@@ -24,6 +24,7 @@ from services.engine.schedule.sequence import Sequence, SequenceEvent, StepPlan,
 from services.engine.step_tally import StepTally
 from services.engine.warm_up import Loaded, warm_up
 from services.engine.worker_engine import BlockReservation, EngineRoom, OnStep
+from services.kv.index_log import IndexChanges, IndexLog
 from services.kv.pool import BlockPool, Holder
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,13 @@ class Engine:
         self.cache = loaded.cache
         self._lock = threading.Lock()
         """Guards `_pool`, `_scheduler` and `_arrivals`. It is held for microseconds, never during a step."""
-        self._pool = BlockPool(loaded.info.num_blocks, loaded.info.block_size)
+        self._index_log = IndexLog()
+        self._pool = BlockPool(
+            loaded.info.num_blocks,
+            loaded.info.block_size,
+            on_index=self._index_log.store,
+            on_evict=self._index_log.remove,
+        )
         self._scheduler = Scheduler(
             self._pool,
             SchedulerConfig(
@@ -152,6 +159,13 @@ class Engine:
         with self._lock:
             self._pool.release(list(block_ids), holder)
         self._wake.set()
+
+    def index_changes(self, after: int | None) -> IndexChanges | None:
+        """Returns what has changed in the prefix index (see `WorkerEngine.index_changes`)."""
+        if after == self._index_log.number:
+            return None  # most steps change nothing, and need no lock to say so
+        with self._lock:
+            return self._index_log.since(after, self._pool.indexed)
 
     def close(self) -> None:
         """Frees the pool's memory. Call it after `stop`."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from services.engine.config import EngineInfo, EngineStats, StepReport
 from services.engine.schedule.sequence import Sequence
 from services.engine.step_tally import StepTally
+from services.kv.index_log import IndexChanges
 from services.kv.pool import Holder
 from services.kv.regions import BlockMemory
 
@@ -147,6 +148,11 @@ class WorkerEngine(Protocol):
 
     def release(self, block_ids: Iterable[int], holder: Holder) -> None:
         """Drops one reference of `holder` to each block. Sequences that wait for blocks are then considered again."""
+        ...
+
+    def index_changes(self, after: int | None) -> IndexChanges | None:
+        """Returns how the prefix index has changed since the change of that number, None if it has not. With None as a
+        number, or one of long ago, it returns the whole index (see `services.kv.index_log`)."""
         ...
 
     def stats(self) -> EngineStats:

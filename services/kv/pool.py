@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.core.errors import Overloaded
@@ -163,6 +163,10 @@ class BlockPool:
         self._hash_of[block_id] = hash
         self._block_of[hash] = block_id
         self._on_index(hash, block_id)
+
+    def indexed(self) -> Iterator[BlockHash]:
+        """Yields the hashes of the prefix index, the newest first."""
+        return reversed(self._block_of)
 
     def class_of(self, block_id: int) -> BlockClass:
         for holder, block_class in _CLASS_OF_HOLDER:

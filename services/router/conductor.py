@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from baton.v1 import control_pb2, worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, unforeseen
+from services.core.hashing import unpack_hashes
 from services.core.timeouts import AwakeClock
 from services.router.answer import Answer, timings_of
 from services.router.coordinator import Coordinator
@@ -138,7 +139,16 @@ class Conductor:
         for worker_id in (info.worker_id, *(self.links.keys() - self.coordinator.worker_ids())):
             self._close_link(worker_id, "")
         number = next(self._session_numbers)
-        link = WorkerLink(info, self, self.incarnation, number, self._times, self._awake, self._dial)
+        link = WorkerLink(
+            info,
+            self,
+            self.incarnation,
+            number,
+            self._times,
+            self._awake,
+            self._dial,
+            follows_cache=self.coordinator.follows_caches,
+        )
         self.links[info.worker_id] = link
         link.start()
         self.act()
@@ -220,6 +230,14 @@ class Conductor:
                 info, now = link.info, self._clock.now()
                 events = self._read(info, message.events)
                 self.coordinator.worker_events(info.worker_id, info.incarnation, events, load, now)
+                if message.HasField("cache"):
+                    self.coordinator.cache_changed(
+                        info.worker_id,
+                        info.incarnation,
+                        whole=message.cache.whole,
+                        stored=unpack_hashes(message.cache.stored),
+                        removed=unpack_hashes(message.cache.removed),
+                    )
                 if message.HasField("live_legs"):
                     listed = message.live_legs
                     legs = frozenset(listed.legs)

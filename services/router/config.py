@@ -81,6 +81,11 @@ class RouterConfig:
         check=positive,
         must="must be positive",
     )
+    policy_weight: tuple[str, ...] = option(
+        (),
+        "changes or adds a term of placement, PHASE.TERM=W: prefill.prefix_cached=8 sends prompts where their "
+        "beginnings are cached; repeatable",
+    )
     tokenizer_threads: int = option(
         0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"
     )

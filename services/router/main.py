@@ -31,6 +31,7 @@ from services.router.front.http.server import HttpServer
 from services.router.front.intake import Intake
 from services.router.front.validation import ModelFacts
 from services.router.malloc import Trimmer, separate_large_blocks
+from services.router.policy import PolicyConfig, weighted
 from services.router.policy.health import HealthConfig
 from services.router.telemetry.activity import activity_log
 from services.router.telemetry.metrics import RouterMetrics
@@ -276,6 +277,7 @@ def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorCon
         no_worker_timeout_s=config.no_worker_timeout_s,
         step_timeout_s=config.step_timeout_s,
         canary_salt=f"canary-{new_request_id()}",
+        policy=weighted(PolicyConfig(), config.policy_weight, "--policy-weight"),
         health=HealthConfig(canaries=config.canaries, recheck_s=config.canary_period_s, starts_slowly=True),
     )
 

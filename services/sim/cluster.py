@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from services.core.errors import BatonError
-from services.core.hashing import BlockHash, block_hash
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
     Action,
@@ -247,7 +246,7 @@ class _Simulation:
             traced.priority,
             conversation=traced.session,
             tenant=traced.caller,
-            block_hashes={size: _block_hashes(prompt, size) for size in self._coordinator.block_sizes_to_hash()},
+            block_hashes={size: prompt.block_hashes(size) for size in self._coordinator.block_sizes_to_hash()},
         )
         try:
             self._coordinator.submit(spec, self._world.now)
@@ -268,9 +267,15 @@ class _Simulation:
             self._world.after(TICK_S, self._tick)
 
     def _tell(self, worker: SimWorker, events: Sequence[LegEvent], load: Load) -> None:
+        stored, removed = worker.take_cache_changes()
+
         def deliver() -> None:
             if not worker.dead:
                 info = worker.info
+                if stored or removed:
+                    self._coordinator.cache_changed(
+                        info.worker_id, info.incarnation, whole=False, stored=stored, removed=removed
+                    )
                 self._coordinator.worker_events(info.worker_id, info.incarnation, events, load, self._world.now)
                 self._turn()
 
@@ -326,12 +331,3 @@ class _Simulation:
     def _note_gap(self, seconds: float, count: int) -> None:
         key = float(f"{seconds:.3g}")
         self._gaps[key] = self._gaps.get(key, 0) + count
-
-
-def _block_hashes(prompt: PromptParts, block_size: int) -> tuple[BlockHash, ...]:
-    """Returns a name for each full block of the parts: that of the part in which it ends, and its number."""
-    num_blocks = len(prompt.names) * prompt.part_tokens // block_size
-    return tuple(
-        block_hash(prompt.names[((number + 1) * block_size - 1) // prompt.part_tokens], (number,))
-        for number in range(num_blocks)
-    )

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.core.hashing import BlockHash
+from services.core.hashing import HASH_BYTES, BlockHash, ShortHash
+
+_ODD = 0x9E3779B97F4A7C15
+_MASK = (1 << 8 * HASH_BYTES) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +23,27 @@ class PromptParts:
     names: tuple[BlockHash, ...] = ()
     part_tokens: int = 1
 
+    def block_hashes(self, block_size: int) -> tuple[ShortHash, ...]:
+        """Returns the hashes of the full blocks of all parts, as they stand for them here and in the router."""
+        return tuple(
+            hash
+            for name, first, count in _blocks_of_parts(self.names, self.part_tokens, block_size)
+            for hash in block_hashes_of(name, first, count)
+        )
+
 
 @dataclass(eq=False, slots=True)
 class Part:
     name: BlockHash
+    first_block: int
     num_blocks: int
     num_users: int = 0
 
 
 class SimPool:
     def __init__(self, num_blocks: int, block_size: int, *, caches: bool = True) -> None:
+        self.changes: dict[ShortHash, bool] = {}
+        """Blocks whose place in the cache has changed since this was emptied last, and whether they are there."""
         self.num_free = num_blocks
         self.num_cached = 0
         """Blocks of parts that nobody uses."""
@@ -49,6 +63,7 @@ class SimPool:
         while self.num_free < count:
             name, part = next(iter(self._unused.items()))
             del self._unused[name], self._parts[name]
+            self.changes.update(dict.fromkeys(block_hashes_of(name, part.first_block, part.num_blocks), False))
             self.num_cached -= part.num_blocks
             self.num_free += part.num_blocks
         self.num_free -= count
@@ -60,7 +75,7 @@ class SimPool:
         """Uses the parts that are here of a sequence's first `num_tokens` tokens. Returns them and how many tokens of
         them are not computed again, in full blocks: the last token always is, and so is the block that it is in."""
         held, num_blocks, most_blocks = list[Part](), 0, (num_tokens - 1) // self._block_size
-        for name, count in self._full_parts(prompt, num_tokens):
+        for name, _, count in self._full_parts(prompt, num_tokens):
             part = self._parts.get(name)
             if part is None or num_blocks >= most_blocks:
                 break
@@ -73,9 +88,10 @@ class SimPool:
         """Names the full parts of a sequence whose first `num_tokens` tokens are computed, but those that are named
         already. Returns the new ones: their blocks, which were the sequence's own, are the cache's now, and used."""
         new = []
-        for name, num_blocks in self._full_parts(prompt, num_tokens):
+        for name, first_block, num_blocks in self._full_parts(prompt, num_tokens):
             if name not in self._parts:
-                part = self._parts[name] = Part(name, num_blocks, num_users=1)
+                part = self._parts[name] = Part(name, first_block, num_blocks, num_users=1)
+                self.changes.update(dict.fromkeys(block_hashes_of(name, first_block, num_blocks), True))
                 new.append(part)
         return new
 
@@ -94,12 +110,25 @@ class SimPool:
             self.num_cached -= part.num_blocks
         part.num_users += 1
 
-    def _full_parts(self, prompt: PromptParts, num_tokens: int) -> Iterator[tuple[BlockHash, int]]:
-        """Yields the name of each part that is full, and how many blocks end in it."""
+    def _full_parts(self, prompt: PromptParts, num_tokens: int) -> Iterator[tuple[BlockHash, int, int]]:
+        """Yields the name of each part that is full, and the first of the blocks that end in it, and how many do."""
         if not self._caches:
-            return
-        num_blocks = 0
-        for number, name in enumerate(prompt.names[: num_tokens // prompt.part_tokens], start=1):
-            until = number * prompt.part_tokens // self._block_size
-            yield name, until - num_blocks
-            num_blocks = until
+            return iter(())
+        full = prompt.names[: num_tokens // prompt.part_tokens]
+        return _blocks_of_parts(full, prompt.part_tokens, self._block_size)
+
+
+def block_hashes_of(name: BlockHash, first_block: int, num_blocks: int) -> list[ShortHash]:
+    """Returns the hashes of blocks that end in the part of that name, by their numbers in the prompt."""
+    start = int.from_bytes(name[:HASH_BYTES], "little")
+    return [(start + number * _ODD) & _MASK for number in range(first_block, first_block + num_blocks)]
+
+
+def _blocks_of_parts(
+    names: Sequence[BlockHash], part_tokens: int, block_size: int
+) -> Iterator[tuple[BlockHash, int, int]]:
+    num_blocks = 0
+    for number, name in enumerate(names, start=1):
+        until = number * part_tokens // block_size
+        yield name, num_blocks, until - num_blocks
+        num_blocks = until

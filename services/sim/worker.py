@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.core.errors import LeaseInvalid
+from services.core.hashing import ShortHash
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -561,6 +562,12 @@ class SimWorker:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.profile.block_size)
+
+    def take_cache_changes(self) -> tuple[list[ShortHash], list[ShortHash]]:
+        """Returns which blocks its prefix cache has and has no more, since it was asked last."""
+        changes, self._pool.changes = self._pool.changes, {}
+        stored = [hash for hash, there in changes.items() if there]
+        return stored, [hash for hash, there in changes.items() if not there]
 
     def _say(self, events: Sequence[LegEvent]) -> None:
         self._tell(self, events, self.load())

@@ -101,6 +101,7 @@ class WorkerHost:
             accept=self._accept,
             load=self.load_snapshot,
             describe=self.describe,
+            index_changes=engine.index_changes,
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
         )

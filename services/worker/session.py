@@ -18,8 +18,10 @@ from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
+from services.kv.index_log import IndexChanges
 from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
+from services.worker.cache_follower import CacheFollower
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class RouterSession:
         """The error that the router is sent at the end; None if the session ends in order."""
         self.newest_leg = 0
         """The highest leg number received, whether or not the leg was accepted."""
+        self.follows_cache = hello.follows_cache
         self._lists_legs_at_s = -math.inf
         self._outbox = Outbox()
         self._wake = asyncio.Event()
@@ -163,8 +166,8 @@ class RouterSession:
 class SessionHost:
     """Answers the Session RPC of every router: at most one session for each.
 
-    `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot, and
-    `describe()` what it is.
+    `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot,
+    `describe()` what it is, and `index_changes(after)` what has changed in its prefix cache.
     `clock` is of awake time, since it judges routers.
     """
 
@@ -176,6 +179,7 @@ class SessionHost:
         accept: Callable[[RouterSession, worker_pb2.SessionRequest], None],
         load: Callable[[], types_pb2.LoadSnapshot],
         describe: Callable[[], control_pb2.WorkerDescription],
+        index_changes: Callable[[int | None], IndexChanges | None],
         heartbeat_s: float,
         silence_s: float,
     ) -> None:
@@ -184,6 +188,7 @@ class SessionHost:
         self._accept = accept
         self._load = load
         self._describe = describe
+        self._index_changes = index_changes
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._sessions: dict[int, RouterSession] = {}
@@ -236,12 +241,21 @@ class SessionHost:
     async def _write(
         self, session: RouterSession, write: Callable[[worker_pb2.SessionResponse], Awaitable[None]], watch: PeerWatch
     ) -> None:
+        cache = CacheFollower(self._index_changes) if session.follows_cache else None
+
         async def send(events: list[worker_pb2.LegEvent]) -> None:
             with watch.writing():
                 live_legs = session.live_legs(self._clock.now(), self._heartbeat_s)
-                worker = None if live_legs is None else self._describe()
-                load = self._load()
-                await write(worker_pb2.SessionResponse(events=events, load=load, live_legs=live_legs, worker=worker))
+                message = worker_pb2.SessionResponse(
+                    events=events,
+                    load=self._load(),
+                    live_legs=live_legs,
+                    worker=None if live_legs is None else self._describe(),
+                    cache=None if cache is None else cache.take(),
+                )
+                await write(message)
+            if cache is not None and cache.has_more:
+                session.flush()
 
         await send([])
         while not session.ended.is_set():

@@ -4,7 +4,7 @@ worker."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -41,7 +41,7 @@ class Owner:
 
 
 class FakeChannel:
-    """Stands for a channel: every session says one thing, and stays open or fails."""
+    """Stands for a channel: every session says what it is, then some things more, and stays open or fails."""
 
     def __init__(
         self,
@@ -49,12 +49,14 @@ class FakeChannel:
         *,
         worker: control_pb2.WorkerDescription | None = None,
         failure: str | None = None,
+        then: Sequence[worker_pb2.SessionResponse] = (),
     ) -> None:
         """`worker`: what the worker says it is. `failure`: what an INTERNAL error that ends the session says; None if
         it stays open."""
         self._worker = worker or control_pb2.WorkerDescription()
         self._load = load or types_pb2.LoadSnapshot(sequence_number=1)
         self._failure = failure
+        self._then = then
 
     def stream_stream(self, *_: Any, **__: Any) -> Any:
         return lambda: self
@@ -63,6 +65,8 @@ class FakeChannel:
 
     async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
         yield worker_pb2.SessionResponse(load=self._load, worker=self._worker)
+        for message in self._then:
+            yield message
         if self._failure is None:
             await asyncio.Event().wait()
         nothing = grpc.aio.Metadata()

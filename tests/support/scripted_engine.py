@@ -28,6 +28,7 @@ from services.engine.schedule.sequence import (
 )
 from services.engine.step_tally import StepTally
 from services.engine.worker_engine import BlockReservation, EngineRoom, OnStep
+from services.kv.index_log import IndexChanges
 from services.kv.pool import BlockPool, Holder, OutOfBlocks
 from tests.support.scripted_memory import ScriptedMemory, next_token
 
@@ -114,6 +115,9 @@ class ScriptedEngine:
                 else:
                     self._leave(self._running[seq_id])
         self._wake.set()
+
+    def index_changes(self, after: int | None) -> IndexChanges | None:
+        return IndexChanges(0, True, (), ()) if after is None else None
 
     def was_admitted(self, sequence: Sequence) -> bool:
         return sequence.admitted_s is not None

@@ -27,15 +27,15 @@ from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/control.proto\x1a\x14\x62\x61ton/v1/types.proto\x1a\x17google/rpc/status.proto\"\x15\n\x13GetModelTextRequest\"2\n\x14GetModelTextResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x9c\x02\n\x0eSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillCommandH\x00\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x17.baton.v1.DecodeCommandH\x00\x12%\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x13.baton.v1.CancelLegH\x00\x12.\n\theartbeat\x18\x05 \x01(\x0b\x32\x19.baton.v1.RouterHeartbeatH\x00\x12\'\n\x05leave\x18\x06 \x01(\x0b\x32\x16.baton.v1.LeaveCommandH\x00\x42\t\n\x07message\"\xaf\x01\n\x0fSessionResponse\x12\"\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x12.baton.v1.LegEvent\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12%\n\tlive_legs\x18\x03 \x01(\x0b\x32\x12.baton.v1.LiveLegs\x12+\n\x06worker\x18\x04 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\"\xf3\x02\n\x08LegEvent\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12+\n\x0blease_ended\x18\x02 \x01(\x0b\x32\x14.baton.v1.LeaseEndedH\x00\x12,\n\x08\x61\x64mitted\x18\x03 \x01(\x0b\x32\x18.baton.v1.DecodeAdmittedH\x00\x12*\n\x07refused\x18\x04 \x01(\x0b\x32\x17.baton.v1.DecodeRefusedH\x00\x12&\n\x05ready\x18\x05 \x01(\x0b\x32\x15.baton.v1.ImportReadyH\x00\x12/\n\rimport_failed\x18\x06 \x01(\x0b\x32\x16.baton.v1.ImportFailedH\x00\x12*\n\x06tokens\x18\x07 \x01(\x0b\x32\x18.baton.v1.SequenceTokensH\x00\x12%\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x13.baton.v1.LegFailedH\x00\x42\x07\n\x05\x65vent\"^\n\x0cSessionHello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x16\n\x0esession_number\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x06\"\xbc\x02\n\x0ePrefillCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\tB\x0b\n\t_logprobsB\x0f\n\r_remaining_ms\"\x80\x03\n\rDecodeCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\'\n\x07handoff\x18\x0c \x01(\x0b\x32\x11.baton.v1.HandoffH\x02\x88\x01\x01\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\x03\x42\x0b\n\t_logprobsB\x0f\n\r_remaining_msB\n\n\x08_handoff\"?\n\x07Handoff\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.baton.v1.KVSource\"\x18\n\tCancelLeg\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"&\n\x0fRouterHeartbeat\x12\x13\n\x0bheld_leases\x18\x01 \x03(\x0c\"$\n\x0cLeaveCommand\x12\x14\n\x0cremaining_ms\x18\x01 \x01(\x03\"j\n\x0ePrefillStarted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12\"\n\x06source\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVSource\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\"U\n\nLeaseEnded\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x18.baton.v1.LeaseEndReason\"4\n\x0e\x44\x65\x63odeAdmitted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\"K\n\rDecodeRefused\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rneeded_blocks\x18\x02 \x01(\x05\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\x05\"\x1a\n\x0bImportReady\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"T\n\x0cImportFailed\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x13\n\x0blease_alive\x18\x02 \x01(\x08\x12\"\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status\"<\n\tLegFailed\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\",\n\x08LiveLegs\x12\x12\n\nnewest_leg\x18\x01 \x01(\x04\x12\x0c\n\x04legs\x18\x02 \x03(\x04*\x8d\x01\n\x0eLeaseEndReason\x12 \n\x1cLEASE_END_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19LEASE_END_REASON_RELEASED\x10\x01\x12\x1c\n\x18LEASE_END_REASON_EXPIRED\x10\x02\x12\x1c\n\x18LEASE_END_REASON_ABORTED\x10\x03\x32\xa4\x01\n\rWorkerService\x12\x42\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x19.baton.v1.SessionResponse(\x01\x30\x01\x12O\n\x0cGetModelText\x12\x1d.baton.v1.GetModelTextRequest\x1a\x1e.baton.v1.GetModelTextResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/control.proto\x1a\x14\x62\x61ton/v1/types.proto\x1a\x17google/rpc/status.proto\"\x15\n\x13GetModelTextRequest\"2\n\x14GetModelTextResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x9c\x02\n\x0eSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillCommandH\x00\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x17.baton.v1.DecodeCommandH\x00\x12%\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x13.baton.v1.CancelLegH\x00\x12.\n\theartbeat\x18\x05 \x01(\x0b\x32\x19.baton.v1.RouterHeartbeatH\x00\x12\'\n\x05leave\x18\x06 \x01(\x0b\x32\x16.baton.v1.LeaveCommandH\x00\x42\t\n\x07message\"\xd5\x01\n\x0fSessionResponse\x12\"\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x12.baton.v1.LegEvent\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12%\n\tlive_legs\x18\x03 \x01(\x0b\x32\x12.baton.v1.LiveLegs\x12+\n\x06worker\x18\x04 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\x12$\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x15.baton.v1.CacheEvents\"M\n\x0b\x43\x61\x63heEvents\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05whole\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\xf3\x02\n\x08LegEvent\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12+\n\x0blease_ended\x18\x02 \x01(\x0b\x32\x14.baton.v1.LeaseEndedH\x00\x12,\n\x08\x61\x64mitted\x18\x03 \x01(\x0b\x32\x18.baton.v1.DecodeAdmittedH\x00\x12*\n\x07refused\x18\x04 \x01(\x0b\x32\x17.baton.v1.DecodeRefusedH\x00\x12&\n\x05ready\x18\x05 \x01(\x0b\x32\x15.baton.v1.ImportReadyH\x00\x12/\n\rimport_failed\x18\x06 \x01(\x0b\x32\x16.baton.v1.ImportFailedH\x00\x12*\n\x06tokens\x18\x07 \x01(\x0b\x32\x18.baton.v1.SequenceTokensH\x00\x12%\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x13.baton.v1.LegFailedH\x00\x42\x07\n\x05\x65vent\"u\n\x0cSessionHello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x16\n\x0esession_number\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x06\x12\x15\n\rfollows_cache\x18\x04 \x01(\x08\"\xbc\x02\n\x0ePrefillCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\tB\x0b\n\t_logprobsB\x0f\n\r_remaining_ms\"\x80\x03\n\rDecodeCommand\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x13\n\x0boutput_base\x18\x04 \x01(\x05\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x06 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\'\n\x07handoff\x18\x0c \x01(\x0b\x32\x11.baton.v1.HandoffH\x02\x88\x01\x01\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\x03\x42\x0b\n\t_logprobsB\x0f\n\r_remaining_msB\n\n\x08_handoff\"?\n\x07Handoff\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.baton.v1.KVSource\"\x18\n\tCancelLeg\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"&\n\x0fRouterHeartbeat\x12\x13\n\x0bheld_leases\x18\x01 \x03(\x0c\"$\n\x0cLeaveCommand\x12\x14\n\x0cremaining_ms\x18\x01 \x01(\x03\"j\n\x0ePrefillStarted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12\"\n\x06source\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVSource\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\"U\n\nLeaseEnded\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x18.baton.v1.LeaseEndReason\"4\n\x0e\x44\x65\x63odeAdmitted\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\"K\n\rDecodeRefused\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x15\n\rneeded_blocks\x18\x02 \x01(\x05\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\x05\"\x1a\n\x0bImportReady\x12\x0b\n\x03leg\x18\x01 \x01(\x04\"T\n\x0cImportFailed\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\x13\n\x0blease_alive\x18\x02 \x01(\x08\x12\"\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status\"<\n\tLegFailed\x12\x0b\n\x03leg\x18\x01 \x01(\x04\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\",\n\x08LiveLegs\x12\x12\n\nnewest_leg\x18\x01 \x01(\x04\x12\x0c\n\x04legs\x18\x02 \x03(\x04*\x8d\x01\n\x0eLeaseEndReason\x12 \n\x1cLEASE_END_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19LEASE_END_REASON_RELEASED\x10\x01\x12\x1c\n\x18LEASE_END_REASON_EXPIRED\x10\x02\x12\x1c\n\x18LEASE_END_REASON_ABORTED\x10\x03\x32\xa4\x01\n\rWorkerService\x12\x42\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x19.baton.v1.SessionResponse(\x01\x30\x01\x12O\n\x0cGetModelText\x12\x1d.baton.v1.GetModelTextRequest\x1a\x1e.baton.v1.GetModelTextResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASEENDREASON']._serialized_start=2540
-  _globals['_LEASEENDREASON']._serialized_end=2681
+  _globals['_LEASEENDREASON']._serialized_start=2680
+  _globals['_LEASEENDREASON']._serialized_end=2821
   _globals['_GETMODELTEXTREQUEST']._serialized_start=106
   _globals['_GETMODELTEXTREQUEST']._serialized_end=127
   _globals['_GETMODELTEXTRESPONSE']._serialized_start=129
@@ -43,39 +43,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=182
   _globals['_SESSIONREQUEST']._serialized_end=466
   _globals['_SESSIONRESPONSE']._serialized_start=469
-  _globals['_SESSIONRESPONSE']._serialized_end=644
-  _globals['_LEGEVENT']._serialized_start=647
-  _globals['_LEGEVENT']._serialized_end=1018
-  _globals['_SESSIONHELLO']._serialized_start=1020
-  _globals['_SESSIONHELLO']._serialized_end=1114
-  _globals['_PREFILLCOMMAND']._serialized_start=1117
-  _globals['_PREFILLCOMMAND']._serialized_end=1433
-  _globals['_DECODECOMMAND']._serialized_start=1436
-  _globals['_DECODECOMMAND']._serialized_end=1820
-  _globals['_HANDOFF']._serialized_start=1822
-  _globals['_HANDOFF']._serialized_end=1885
-  _globals['_CANCELLEG']._serialized_start=1887
-  _globals['_CANCELLEG']._serialized_end=1911
-  _globals['_ROUTERHEARTBEAT']._serialized_start=1913
-  _globals['_ROUTERHEARTBEAT']._serialized_end=1951
-  _globals['_LEAVECOMMAND']._serialized_start=1953
-  _globals['_LEAVECOMMAND']._serialized_end=1989
-  _globals['_PREFILLSTARTED']._serialized_start=1991
-  _globals['_PREFILLSTARTED']._serialized_end=2097
-  _globals['_LEASEENDED']._serialized_start=2099
-  _globals['_LEASEENDED']._serialized_end=2184
-  _globals['_DECODEADMITTED']._serialized_start=2186
-  _globals['_DECODEADMITTED']._serialized_end=2238
-  _globals['_DECODEREFUSED']._serialized_start=2240
-  _globals['_DECODEREFUSED']._serialized_end=2315
-  _globals['_IMPORTREADY']._serialized_start=2317
-  _globals['_IMPORTREADY']._serialized_end=2343
-  _globals['_IMPORTFAILED']._serialized_start=2345
-  _globals['_IMPORTFAILED']._serialized_end=2429
-  _globals['_LEGFAILED']._serialized_start=2431
-  _globals['_LEGFAILED']._serialized_end=2491
-  _globals['_LIVELEGS']._serialized_start=2493
-  _globals['_LIVELEGS']._serialized_end=2537
-  _globals['_WORKERSERVICE']._serialized_start=2684
-  _globals['_WORKERSERVICE']._serialized_end=2848
+  _globals['_SESSIONRESPONSE']._serialized_end=682
+  _globals['_CACHEEVENTS']._serialized_start=684
+  _globals['_CACHEEVENTS']._serialized_end=761
+  _globals['_LEGEVENT']._serialized_start=764
+  _globals['_LEGEVENT']._serialized_end=1135
+  _globals['_SESSIONHELLO']._serialized_start=1137
+  _globals['_SESSIONHELLO']._serialized_end=1254
+  _globals['_PREFILLCOMMAND']._serialized_start=1257
+  _globals['_PREFILLCOMMAND']._serialized_end=1573
+  _globals['_DECODECOMMAND']._serialized_start=1576
+  _globals['_DECODECOMMAND']._serialized_end=1960
+  _globals['_HANDOFF']._serialized_start=1962
+  _globals['_HANDOFF']._serialized_end=2025
+  _globals['_CANCELLEG']._serialized_start=2027
+  _globals['_CANCELLEG']._serialized_end=2051
+  _globals['_ROUTERHEARTBEAT']._serialized_start=2053
+  _globals['_ROUTERHEARTBEAT']._serialized_end=2091
+  _globals['_LEAVECOMMAND']._serialized_start=2093
+  _globals['_LEAVECOMMAND']._serialized_end=2129
+  _globals['_PREFILLSTARTED']._serialized_start=2131
+  _globals['_PREFILLSTARTED']._serialized_end=2237
+  _globals['_LEASEENDED']._serialized_start=2239
+  _globals['_LEASEENDED']._serialized_end=2324
+  _globals['_DECODEADMITTED']._serialized_start=2326
+  _globals['_DECODEADMITTED']._serialized_end=2378
+  _globals['_DECODEREFUSED']._serialized_start=2380
+  _globals['_DECODEREFUSED']._serialized_end=2455
+  _globals['_IMPORTREADY']._serialized_start=2457
+  _globals['_IMPORTREADY']._serialized_end=2483
+  _globals['_IMPORTFAILED']._serialized_start=2485
+  _globals['_IMPORTFAILED']._serialized_end=2569
+  _globals['_LEGFAILED']._serialized_start=2571
+  _globals['_LEGFAILED']._serialized_end=2631
+  _globals['_LIVELEGS']._serialized_start=2633
+  _globals['_LIVELEGS']._serialized_end=2677
+  _globals['_WORKERSERVICE']._serialized_start=2824
+  _globals['_WORKERSERVICE']._serialized_end=2988
 # @@protoc_insertion_point(module_scope)

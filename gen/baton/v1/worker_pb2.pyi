@@ -50,16 +50,30 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelLeg, _Mapping]] = ..., heartbeat: _Optional[_Union[RouterHeartbeat, _Mapping]] = ..., leave: _Optional[_Union[LeaveCommand, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("events", "load", "live_legs", "worker")
+    __slots__ = ("events", "load", "live_legs", "worker", "cache")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LIVE_LEGS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[LegEvent]
     load: _types_pb2.LoadSnapshot
     live_legs: LiveLegs
     worker: _control_pb2.WorkerDescription
-    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ..., worker: _Optional[_Union[_control_pb2.WorkerDescription, _Mapping]] = ...) -> None: ...
+    cache: CacheEvents
+    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ..., worker: _Optional[_Union[_control_pb2.WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("number", "whole", "stored", "removed")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    whole: bool
+    stored: bytes
+    removed: bytes
+    def __init__(self, number: _Optional[int] = ..., whole: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class LegEvent(_message.Message):
     __slots__ = ("started", "lease_ended", "admitted", "refused", "ready", "import_failed", "tokens", "failed")
@@ -82,14 +96,16 @@ class LegEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., admitted: _Optional[_Union[DecodeAdmitted, _Mapping]] = ..., refused: _Optional[_Union[DecodeRefused, _Mapping]] = ..., ready: _Optional[_Union[ImportReady, _Mapping]] = ..., import_failed: _Optional[_Union[ImportFailed, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[LegFailed, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("router_incarnation", "session_number", "worker_incarnation")
+    __slots__ = ("router_incarnation", "session_number", "worker_incarnation", "follows_cache")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_CACHE_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     session_number: int
     worker_incarnation: int
-    def __init__(self, router_incarnation: _Optional[int] = ..., session_number: _Optional[int] = ..., worker_incarnation: _Optional[int] = ...) -> None: ...
+    follows_cache: bool
+    def __init__(self, router_incarnation: _Optional[int] = ..., session_number: _Optional[int] = ..., worker_incarnation: _Optional[int] = ..., follows_cache: _Optional[bool] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
     __slots__ = ("leg", "request_id", "token_ids", "output_base", "sampling", "stopping", "logprobs", "priority", "cache_salt", "remaining_ms", "traceparent")

@@ -57,7 +57,7 @@ _WEIGHT = 0.05
 class Book:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self.workers = WorkerTable(config.health, self._health_changed, remember_prompts=config.policy.hash_prompts)
+        self.workers = WorkerTable(config.health, self._health_changed, follow_caches=config.policy.hash_prompts)
         self.requests: dict[str, Request] = {}
         self.num_expected = 0
         """Requests whose prompts are being tokenised: each has a place in the queue."""
@@ -359,9 +359,9 @@ class Book:
         self.silent_legs.set(self.awake.at(now) + self.config.soonest_silence_s, leg)
         blocks = num_blocks_for(num_tokens, worker.info.block_size)
         self.workers.add_leg(worker, leg, request.request_id, Prediction(blocks, queued_tokens, now))
-        if worker.placed is not None:
+        if worker.cache is not None:
             spec = request.spec
-            worker.placed.add(spec.block_hashes.get(worker.info.block_size, ()), spec.conversation)
+            worker.cache.expect(spec.block_hashes.get(worker.info.block_size, ()), spec.conversation)
         return leg
 
     def _health_changed(self, worker_id: str, source_id: str, health: HealthRecord) -> None:

@@ -18,6 +18,7 @@ from services.core.errors import (
     DuplicateRequest,
     WorkerIdInUse,
 )
+from services.core.hashing import ShortHash
 from services.router import policy
 from services.router.coordinator import admission, handoff, invariants, silent_legs
 from services.router.coordinator.actions import Action, GroupsChanged
@@ -103,6 +104,11 @@ class Coordinator:
     def queue_timeout_s(self) -> float:
         """Returns how long a request may wait for room, in seconds."""
         return self._config.queue_timeout_s
+
+    @property
+    def follows_caches(self) -> bool:
+        """Returns whether policy looks at what workers have in their prefix caches."""
+        return self._config.policy.hash_prompts
 
     def block_sizes_to_hash(self) -> frozenset[int]:
         """Returns the sizes of blocks for which policy looks at prompts' hashes: none, unless it says that it does."""
@@ -214,6 +220,23 @@ class Coordinator:
             except Exception as error:
                 self._spoil(worker, event.leg, found[0] if found else None, "event", error, now)
         self._take_load(worker, load, now)
+
+    def cache_changed(
+        self,
+        worker_id: str,
+        incarnation: int,
+        *,
+        whole: bool,
+        stored: Collection[ShortHash],
+        removed: Iterable[ShortHash],
+    ) -> None:
+        """Takes over what a worker tells of its prefix cache (see `KnownCache.tell`).
+
+        Without effect if that incarnation has no session any more, or policy does not look at caches.
+        """
+        worker = self._book.workers.current(worker_id, incarnation)
+        if worker is not None and worker.cache is not None:
+            worker.cache.tell(whole=whole, stored=stored, removed=removed)
 
     def live_legs(self, worker_id: str, incarnation: int, newest_leg: int, legs: Collection[int], now: float) -> None:
         """Compares the legs that a worker's heartbeat lists with those that the router believes to be there.

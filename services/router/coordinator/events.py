@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
-from services.core.hashing import BlockHash
+from services.core.hashing import ShortHash
 from services.router.policy import Fingerprint, Role
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ class RequestSpec:
     deadline_s: float | None = None
     """The deadline on the coordinator's clock; None for none."""
     cache_salt: str = ""
-    block_hashes: Mapping[int, tuple[BlockHash, ...]] = field(default_factory=dict, hash=False)
-    """The hashes of the prompt's full blocks, by block size, for those that `Coordinator.block_sizes_to_hash` names."""
+    block_hashes: Mapping[int, tuple[ShortHash, ...]] = field(default_factory=dict, hash=False)
+    """The short hashes of the full blocks of its prompt, for each size of `Coordinator.block_sizes_to_hash`."""
     conversation: str = ""
     """The conversation it belongs to, as the client names it; empty for none."""
     tenant: str = ""

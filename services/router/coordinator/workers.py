@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from services.core.awake import AwakeTime
 from services.core.errors import Overloaded, UnknownWorker
 from services.router.coordinator.events import WorkerInfo
-from services.router.policy import Cluster, Load, PlacedPrompts, Role, WorkerView
+from services.router.policy import Cluster, KnownCache, Load, Role, WorkerView
 from services.router.policy.health import Health, HealthConfig, HealthRecord
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class Worker:
     legs: dict[int, str] = field(default_factory=dict)
     """The requests' ids by the numbers of their current legs there."""
     predictions: dict[int, Prediction] = field(default_factory=dict)
-    placed: PlacedPrompts | None = None
-    """What it was given lately; None if prompts are not hashed."""
+    cache: KnownCache | None = None
+    """What is known of its prefix cache; None if prompts are not hashed."""
     draining: bool = False
     proven: bool = False
     """Whether it has had a session, so that its description is more than an unchecked statement."""
@@ -191,7 +191,7 @@ class Worker:
             ramp=self.health.ramp,
             barred=self.sources.barred(),
             untried=self.sources.untried(),
-            placed=self.placed,
+            cache=self.cache,
         )
 
 
@@ -201,13 +201,13 @@ class WorkerTable:
         health: HealthConfig,
         on_health: Callable[[str, str, HealthRecord], None] = lambda *_: None,
         *,
-        remember_prompts: bool = False,
+        follow_caches: bool = False,
     ) -> None:
-        """`remember_prompts` says that policy looks at what was placed on each worker.
+        """`follow_caches` says that policy looks at workers' prefix caches.
 
         `on_health(worker id, source id or "", record)` is called at every change of a health record's state."""
         self._health = health
-        self._remember_prompts = remember_prompts
+        self._follow_caches = follow_caches
         self._pair_health = replace(health, recheck_s=0.0, starts_slowly=False)
         """A pair has no share of the load that could grow, and its requests show whether it works."""
         self._on_health = on_health
@@ -244,8 +244,8 @@ class WorkerTable:
         """Adds a new incarnation, or one that was gone with a new description. The caller has lost the old one."""
         known = self._workers.get(info.worker_id)
         worker = Worker(info, WorkerState.JOINING, now, HealthRecord(self._health, now), reason="no session yet")
-        if self._remember_prompts:
-            worker.placed = PlacedPrompts(info.num_blocks)
+        if self._follow_caches:
+            worker.cache = KnownCache(info.num_blocks, now)
         if known is not None:
             assert not known.legs, "lose a worker before it joins again"
             same = info.is_as(known.info)
@@ -341,8 +341,11 @@ class WorkerTable:
                 pair.health.succeeded(now)
 
     def tick(self, now: float) -> None:
-        """Lets time act on the health records: it ends pauses and slow starts."""
+        """Lets time act on the health records: it ends pauses and slow starts. And what a cache was expected to have is
+        forgotten after a while."""
         for worker_id, worker in self._workers.items():
+            if worker.cache is not None:
+                worker.cache.tick(now)
             if worker.health.ages:
                 with self._watch(worker_id, "", worker.health):
                     worker.health.tick(now)

@@ -17,7 +17,7 @@ from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
 from services.core.config import DAY_S
 from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
-from services.core.hashing import BlockHash, block_hashes
+from services.core.hashing import ShortHash, block_hashes, short_hashes
 from services.core.ids import new_request_id, new_seed
 from services.router.answer import Answer
 from services.router.catalogue import ServedModel
@@ -224,8 +224,8 @@ class Intake:
 
 async def _hashed(
     model: ServedModel, request: inference_pb2.GenerateRequest, token_ids: list[int]
-) -> Mapping[int, tuple[BlockHash, ...]]:
-    """Returns the hashes of the prompt's full blocks for each size of blocks that policy looks at.
+) -> Mapping[int, tuple[ShortHash, ...]]:
+    """Returns the short hashes of the prompt's full blocks for each size of blocks that policy looks at.
 
     Those of a long prompt are made on a thread: 32,000 tokens take some milliseconds.
     """
@@ -233,8 +233,8 @@ async def _hashed(
     if not sizes:
         return {}
 
-    def work() -> dict[int, tuple[BlockHash, ...]]:
-        return {size: tuple(block_hashes(token_ids, size, request.cache_salt)) for size in sizes}
+    def work() -> dict[int, tuple[ShortHash, ...]]:
+        return {size: short_hashes(block_hashes(token_ids, size, request.cache_salt)) for size in sizes}
 
     return work() if len(token_ids) <= _INLINE_TOKENS else await asyncio.to_thread(work)
 

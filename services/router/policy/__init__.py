@@ -6,7 +6,7 @@ requests, clocks, I/O.
 
 from services.router.policy.cluster import Cluster, WorkerSubset, can_decode, can_prefill, can_take_over
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
-from services.router.policy.placed import PlacedPrompts
+from services.router.policy.known_cache import KnownCache
 from services.router.policy.placement import (
     nearest_start,
     nearest_to_room,
@@ -14,7 +14,7 @@ from services.router.policy.placement import (
     place_prefill,
     resolve_max_tokens,
 )
-from services.router.policy.terms import PolicyConfig, Term
+from services.router.policy.terms import PolicyConfig, Term, weighted
 from services.router.policy.views import Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "Forecast",
     "HandoffsInFlight",
     "Job",
+    "KnownCache",
     "Load",
-    "PlacedPrompts",
     "PolicyConfig",
     "Role",
     "Source",
@@ -42,4 +42,5 @@ __all__ = [
     "place_decode",
     "place_prefill",
     "resolve_max_tokens",
+    "weighted",
 ]

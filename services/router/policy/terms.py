@@ -5,9 +5,11 @@ A new criterion is one more `Term` in `PolicyConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from services.core.errors import ConfigError
 from services.router.policy.views import Job, Role, Source, WorkerView
 
 Term = Callable[[WorkerView, Job, Source | None, float], float]
@@ -50,31 +52,32 @@ def trusted(worker: WorkerView, job: Job, source: Source | None, now: float) -> 
     return 1.0 if worker.ramp is None else worker.ramp.at(now)
 
 
-def prefix_placed(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-    """Returns the share of the job's tokens that stand in full blocks of prompts which the worker was given lately."""
-    if worker.placed is None:
+def prefix_cached(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Returns the share of the job's tokens that stand in full blocks which the worker's prefix cache has, by what it
+    told, or will have, by the prompts it was given."""
+    if worker.cache is None:
         return 0.0
-    num_blocks = worker.placed.num_blocks(job.block_hashes.get(worker.block_size, ()))
+    num_blocks = worker.cache.num_blocks(job.block_hashes.get(worker.block_size, ()))
     return num_blocks * worker.block_size / job.num_tokens
 
 
 def same_conversation(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
     """Returns 1 where the job's conversation was placed lately, else 0."""
-    return 1.0 if worker.placed is not None and worker.placed.has_conversation(job.conversation) else 0.0
+    return 1.0 if worker.cache is not None and worker.cache.has_conversation(job.conversation) else 0.0
 
 
 TERMS: Mapping[str, Term] = {
     term.__name__: term
-    for term in (short_queue, free_memory, small_batch, dedicated, near, trusted, prefix_placed, same_conversation)
+    for term in (short_queue, free_memory, small_batch, dedicated, near, trusted, prefix_cached, same_conversation)
 }
-LOOKING_AT_PROMPTS = frozenset({prefix_placed, same_conversation})
+LOOKING_AT_PROMPTS = frozenset({prefix_cached, same_conversation})
 """Terms that need `PolicyConfig.hash_prompts`."""
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
     hash_prompts: bool = False
-    """Whether prompts are hashed, and placed prompts remembered, for terms that look at them. No term does by
+    """Whether prompts are hashed, and workers' prefix caches followed, for terms that look at them. No term does by
     default."""
     max_queued_tokens: int = 8192
     """The most tokens that may wait at a prefill worker before it is given no further prompt: what waits in the router
@@ -93,4 +96,24 @@ class PolicyConfig:
         (2.0, small_batch),
         (1.0, near),
         (4.0, trusted),
+    )
+
+
+def weighted(policy: PolicyConfig, weights: Sequence[str], flag: str) -> PolicyConfig:
+    """Returns the policy with the weights of PHASE.TERM=W, such as prefill.prefix_cached=8; a term of weight 0 is left
+    out. Prompts are hashed where a term looks at them. Raises ConfigError, which names the flag."""
+    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
+    for weight in weights:
+        match = re.fullmatch(r"(prefill|decode)\.(\w+)=(\d+(?:\.\d+)?)", weight, re.ASCII)
+        term = TERMS.get(match[2]) if match is not None else None
+        if match is None or term is None:
+            raise ConfigError(f"{flag}: {weight!r} is not like prefill.short_queue=4; there are {', '.join(TERMS)}")
+        others = tuple(each for each in terms[match[1]] if each[1] is not term)
+        terms[match[1]] = (*others, (float(match[3]), term)) if float(match[3]) else others
+    looks = any(term in LOOKING_AT_PROMPTS for of_phase in terms.values() for _, term in of_phase)
+    return replace(
+        policy,
+        hash_prompts=policy.hash_prompts or looks,
+        prefill_terms=terms["prefill"],
+        decode_terms=terms["decode"],
     )

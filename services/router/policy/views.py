@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from services.core.hashing import BlockHash, num_blocks_for
+from services.core.hashing import ShortHash, num_blocks_for
 from services.router.policy.health import Ramp
-from services.router.policy.placed import PlacedPrompts
+from services.router.policy.known_cache import KnownCache
 
 _MOST_BLOCK_SIZES = 8
 """The most block sizes for which sums are kept: a cluster has one, or a few."""
@@ -127,8 +127,9 @@ class WorkerView:
     """Workers whose leases it cannot fetch."""
     untried: frozenset[str] = frozenset()
     """Workers whose leases it may be unable to fetch: a last resort until a transfer has succeeded."""
-    placed: PlacedPrompts | None = None
-    """The prompts and conversations that it was given lately; None if prompts are not hashed."""
+    cache: KnownCache | None = None
+    """What is known of its prefix cache, and which conversations it was given lately; None if prompts are not
+    hashed."""
 
     context_tokens: int = field(init=False)
     """Tokens of the longest sequence that this worker can ever hold, prompt and output together."""
@@ -180,9 +181,9 @@ class Job:
     """The tenant that sent the request; empty for none."""
     model: str = ""
     """The model that is to compute it. No worker of another model may."""
-    block_hashes: Mapping[int, tuple[BlockHash, ...]] = field(default_factory=dict, hash=False)
-    """The hashes of the prompt's full blocks, by block size, as workers' prefix caches know them. Replayed output is
-    not in them. Empty if prompts are not hashed (`PolicyConfig.hash_prompts`)."""
+    block_hashes: Mapping[int, tuple[ShortHash, ...]] = field(default_factory=dict, hash=False)
+    """The short hashes of the prompt's full blocks, by block size, as workers' prefix caches know them. Replayed output
+    is not in them. Empty if prompts are not hashed (`PolicyConfig.hash_prompts`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import Clock
 from services.core.errors import BatonError, InvalidRequest
+from services.core.hashing import HASH_BYTES
 from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
 from services.router.workers import wire
@@ -33,6 +34,8 @@ _MOST_OUTGOING = 65_536
 """Messages to a worker that wait to be written: commands, and cancels of what it reports and no router knows."""
 _MOST_BYTES = 8 << 20
 """Of one message of a worker, which sends a megabyte, or one event more."""
+_MOST_CACHE_BYTES = 1 << 20
+"""Of the hashes in one message: a worker sends a sixteenth of it."""
 _LIMITS = wire_count.MessageLimits(fields=400_000, elements=1 << 18, text_bytes=64 << 10)
 _ROLES_EVERY_S = 1.0
 """Between two descriptions of a worker that are taken over, in seconds: new roles make all pairs anew."""
@@ -105,8 +108,11 @@ class WorkerLink:
         times: SessionTimes,
         clock: Clock,
         dial: Dial,
+        *,
+        follows_cache: bool = False,
     ) -> None:
-        """`clock` is of awake time, since it judges the worker."""
+        """`clock` is of awake time, since it judges the worker. `follows_cache` asks the worker to tell what changes in
+        its prefix cache."""
         assert info.description is not None, "whoever is dialled has described itself"
         self.info = info
         self.description = info.description
@@ -124,8 +130,12 @@ class WorkerLink:
         self._times = times
         self._dial = dial
         self._hello = worker_pb2.SessionHello(
-            router_incarnation=router_incarnation, session_number=session_number, worker_incarnation=info.incarnation
+            router_incarnation=router_incarnation,
+            session_number=session_number,
+            worker_incarnation=info.incarnation,
+            follows_cache=follows_cache,
         )
+        self._num_cache_events = 0
         self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         self._watch = PeerWatch(clock, times.silence_s)
         self._task: asyncio.Task[None] | None = None
@@ -239,6 +249,8 @@ class WorkerLink:
                     self._note(message.load)
                 if message.HasField("worker"):
                     self._new = message.worker
+                if message.HasField("cache"):
+                    self._check_cache(message.cache)
                 if not self.is_open:
                     self._describe()
                     opened()
@@ -269,6 +281,19 @@ class WorkerLink:
             raise _Untrue(str(error)) from None
         self._is_described, self._new = True, None
         self._take_new_at_s = self._clock.now() + _ROLES_EVERY_S
+
+    def _check_cache(self, events: worker_pb2.CacheEvents) -> None:
+        """Raises what ends the session, unless the events follow those before: to apply others would leave a wrong
+        picture of the cache for good."""
+        self._num_cache_events += 1
+        if events.number != self._num_cache_events:
+            raise _Untrue(f"its cache events have the number {events.number}, not {self._num_cache_events}")
+        if events.number == 1 and not events.whole:
+            raise _Untrue("its first cache events are not of the whole cache")
+        if len(events.stored) % HASH_BYTES or len(events.removed) % HASH_BYTES:
+            raise _Untrue("it sent a part of a hash")
+        if len(events.stored) + len(events.removed) > _MOST_CACHE_BYTES:
+            raise _Excessive(f"it sent {len(events.stored) + len(events.removed)} bytes of cache events in one message")
 
     def _note(self, load: types_pb2.LoadSnapshot) -> None:
         if self.load is None or load.sequence_number > self.load.sequence_number:

@@ -7,7 +7,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -16,10 +15,9 @@ import pytest
 from google.rpc import error_details_pb2
 
 from baton.v1 import inference_pb2, types_pb2
-from services.core.hashing import block_hashes
-from services.router.coordinator.config import CoordinatorConfig
+from services.core.hashing import block_hashes, short_hashes
 from services.router.policy import Job, PolicyConfig, WorkerView
-from services.router.policy.terms import prefix_placed
+from services.router.policy.terms import prefix_cached
 from services.router.text.tokenisation import ModelText
 from services.rpc.status import status_of_call
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, request
@@ -244,13 +242,13 @@ async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_block
 
     def look(worker: WorkerView, job: Job, *_: object) -> float:
         jobs.append(job)
-        return prefix_placed(worker, job, None, 0.0)
+        return prefix_cached(worker, job, None, 0.0)
 
     terms = ((1.0, look),)
     policy = PolicyConfig(hash_prompts=True, prefill_terms=terms, decode_terms=terms)
     monkeypatch.setattr("services.router.front.intake.block_hashes", hashing)
     monkeypatch.setattr("services.router.front.intake._INLINE_TOKENS", 64)
-    monkeypatch.setattr("services.router.main.CoordinatorConfig", partial(CoordinatorConfig, policy=policy))
+    monkeypatch.setattr("services.router.main.PolicyConfig", lambda: policy)
     cluster = Cluster(replace(CONFIG, model=model))
     await cluster.start()
     for role in ("prefill", "decode"):
@@ -266,6 +264,6 @@ async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_block
     assert hashed == [(len(ids), len(ids) <= 64)] * len(sizes)
     assert jobs
     for job in jobs:
-        assert job.block_hashes == {size: tuple(block_hashes(ids, size, "s")) for size in sizes}
+        assert job.block_hashes == {size: short_hashes(block_hashes(ids, size, "s")) for size in sizes}
     await cluster.assert_idle()
     await cluster.stop()

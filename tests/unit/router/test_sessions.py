@@ -1,12 +1,13 @@
-"""Tests how the end of a worker's session is understood."""
+"""Tests how the end of a worker's session is understood, and what ends it."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from baton.v1 import control_pb2, types_pb2
+from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import MonotonicClock
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Fingerprint, Role
@@ -37,4 +38,37 @@ async def test_a_write_that_meets_the_end_of_a_leaving_worker(
         link.send_leave(5.0)
     link.start()
     assert (await owner.lost)[1] is crashed
+    await link.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([{"number": 2, "whole": True}], "its cache events have the number 2, not 1"),
+        ([{"number": 1}], "its first cache events are not of the whole cache"),
+        ([{"number": 1, "whole": True}, {"number": 3}], "its cache events have the number 3, not 2"),
+        ([{"number": 1, "whole": True}, {"number": 1, "whole": True}], "its cache events have the number 1, not 2"),
+        ([{"number": 1, "whole": True, "stored": bytes(9)}], "it sent a part of a hash"),
+        ([{"number": 1, "whole": True, "removed": bytes(2 << 20)}], "it sent 2097152 bytes of cache events"),
+    ],
+    ids=["the first is missing", "not all of it", "one is missing", "twice", "half a hash", "too many"],
+)
+async def test_events_of_a_cache_that_cannot_be_followed_end_the_session(
+    events: list[dict[str, Any]], reason: str
+) -> None:
+    owner = Owner()
+    info = WorkerInfo(
+        "p", Role.PREFILL, 1, Fingerprint("L"), 16, 8, 128, 4, description=control_pb2.WorkerDescription(worker_id="p")
+    )
+    channel: Any = FakeChannel(
+        then=[worker_pb2.SessionResponse(cache=worker_pb2.CacheEvents(**each)) for each in events]
+    )
+    link = WorkerLink(
+        info, owner, 1, 1, SessionTimes(0.5, 5.0), MonotonicClock(), dial=lambda _: channel, follows_cache=True
+    )
+    link.start()
+    async with asyncio.timeout(3.0):
+        said, crashed = await owner.lost
+    assert reason in said
+    assert crashed
     await link.close()

@@ -17,8 +17,8 @@ from services.router.policy import (
     Fingerprint,
     HandoffsInFlight,
     Job,
+    KnownCache,
     Load,
-    PlacedPrompts,
     Role,
     Source,
     WorkerView,
@@ -148,7 +148,7 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "predicted_tokens": 1,
         "predicted_sequences": 1,
         "ramp": 0.5,
-        "placed": PlacedPrompts(64),
+        "cache": KnownCache(64, 0.0),
     }
     cluster = Cluster([prefill, decode])
     for part in (cluster.whole, cluster.without(frozenset({"x"}))):

@@ -96,7 +96,7 @@ def test_prompts_go_where_policy_has_placed_their_beginnings(tmp_path: Path) -> 
     plain = SimPlan(0, 0, 4, profile=PROFILE)
     policy = plain.router.policy
     looking = dataclasses.replace(
-        policy, hash_prompts=True, prefill_terms=(*policy.prefill_terms, (8.0, TERMS["prefix_placed"]))
+        policy, hash_prompts=True, prefill_terms=(*policy.prefill_terms, (8.0, TERMS["prefix_cached"]))
     )
     router = dataclasses.replace(plain.router, policy=looking)
     trace = [dataclasses.replace(each, at_s=each.at_s * 4) for each in conversations(120)]
@@ -107,7 +107,7 @@ def test_prompts_go_where_policy_has_placed_their_beginnings(tmp_path: Path) -> 
     assert rates[1] > rates[0]
 
 
-@pytest.mark.parametrize("weight", ["prefill.fast=1", "prefix_placed=4", "decode.near=-1", "decode.near=x", "x.near=1"])
+@pytest.mark.parametrize("weight", ["prefill.fast=1", "prefix_cached=4", "decode.near=-1", "decode.near=x", "x.near=1"])
 def test_a_weight_that_makes_no_sense_is_named(tmp_path: Path, weight: str) -> None:
     path = tmp_path / "profile.json"
     write_profile(path, PROFILE)

@@ -9,6 +9,7 @@ import pytest
 from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import ManualClock
 from services.core.errors import DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation, WorkerFailed
+from services.kv.index_log import IndexChanges, IndexLog
 from services.rpc.options import MOST_SESSION_EVENTS
 from services.worker.session import MOST_SESSIONS, Outbox, RouterSession, SessionHost
 
@@ -90,14 +91,21 @@ class Harness:
             accept=lambda session, request: self.accepted.append((session, request)),
             load=types_pb2.LoadSnapshot,
             describe=control_pb2.WorkerDescription,
+            index_changes=self.index_changes,
             heartbeat_s=0.01,
             silence_s=silence_s,
         )
+        self.index = IndexLog()
+        """The changes of the prefix cache, of which all are kept."""
+        self.told: list[worker_pb2.CacheEvents] = []
         self.requests: asyncio.Queue[Any] = asyncio.Queue()
         self.responses: asyncio.Queue[list[worker_pb2.LegEvent]] = asyncio.Queue()
         self.reads = asyncio.Event()
         """While it is set the router takes what it is sent."""
         self.reads.set()
+
+    def index_changes(self, after: int | None) -> IndexChanges | None:
+        return self.index.since(after, list)
 
     async def stream(self) -> AsyncIterator[Any]:
         while (request := await self.requests.get()) is not None:
@@ -105,6 +113,8 @@ class Harness:
 
     async def write(self, response: worker_pb2.SessionResponse) -> None:
         await self.reads.wait()
+        if response.HasField("cache"):
+            self.told.append(response.cache)
         self.responses.put_nowait(list(response.events))
 
     def serve(self, host: SessionHost | None = None) -> asyncio.Task[None]:
@@ -286,3 +296,25 @@ async def test_legs_are_not_listed_while_events_are_left_for_the_next_message() 
         listed.append(session.live_legs(now=10.0, every_s=0.5) is not None)
     assert len(listed) > 1
     assert listed == [False] * (len(listed) - 1) + [True]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+async def test_a_router_that_asks_for_it_is_told_of_the_cache(harness: Harness, follows: bool) -> None:
+    hello = worker_pb2.SessionHello(router_incarnation=1, session_number=1, worker_incarnation=7, follows_cache=follows)
+    harness.requests.put_nowait(Request(hello=hello))
+    task = harness.serve()
+    await harness.responses.get()
+    first, second = bytes(range(16)), bytes(range(16, 32))
+    harness.index.store(first, 0)
+    (session,) = harness.host
+    for token in range(3):
+        session.emit(tokens(3, token, 5))
+        session.flush()
+        await harness.events()
+        if token == 1:
+            harness.index.store(second, 1)
+            harness.index.remove(first, 0)
+    harness.host.end_all()
+    await task
+    told = [(events.number, events.whole, events.stored, events.removed) for events in harness.told]
+    assert told == ([(1, True, b"", b""), (2, False, first[:8], b""), (3, False, second[:8], first[:8])] * follows)

@@ -1,0 +1,168 @@
+"""Tests what policy may know of prompts: their blocks' hashes, their conversations, and where these are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from services.core.hashing import block_hashes, short_hashes
+from services.engine.schedule.prefix import hash_prompt
+from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams
+from services.router.policy import KnownCache, PolicyConfig, Role
+from services.router.policy.terms import prefix_cached, same_conversation, short_queue
+from tests.support.router_bench import Bench
+
+PROMPT = tuple(range(37))
+HASHES = {16: short_hashes(block_hashes(PROMPT, 16, "s"))}
+
+
+def test_a_job_knows_its_prompts_blocks_as_a_workers_cache_does() -> None:
+    bench = Bench()
+    bench.submit(num_tokens=37, block_hashes=HASHES, cache_salt="s", conversation="c", tenant="t")
+    (request,) = bench.coordinator._book.requests.values()
+    job = request.next_job()
+    sequence = Sequence(
+        seq_id=1,
+        token_ids=list(PROMPT),
+        num_prompt_tokens=37,
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_tokens=8),
+        arrival_s=0.0,
+        cache_salt="s",
+    )
+    hash_prompt(sequence, 16)
+    assert job.block_hashes[16] == short_hashes(sequence.hashes)
+    assert (len(sequence.hashes), job.conversation, job.tenant) == (2, "c", "t")
+
+
+@pytest.mark.parametrize("by", ["prefix", "conversation"])
+@pytest.mark.parametrize("first", ["p-0", "p-1"])
+def test_a_policy_can_send_a_prompt_where_its_beginning_or_its_conversation_was_placed(by: str, first: str) -> None:
+    """Places a prompt on one of two workers, and then others that share its prefix, or its conversation, or neither.
+
+    The queue of the first worker is longer, so that all others go to the other one.
+    """
+    term = prefix_cached if by == "prefix" else same_conversation
+    policy = PolicyConfig(hash_prompts=True, prefill_terms=((4.0, term), (1.0, short_queue)))
+    bench = Bench(policy=policy)
+    other = "p-1" if first == "p-0" else "p-0"
+    for worker_id in ("d", first):
+        bench.join(worker_id, Role.DECODE if worker_id == "d" else Role.PREFILL)
+
+    def submit(request_id: str, prompt: tuple[int, ...], conversation: str) -> str:
+        hashes = {16: short_hashes(block_hashes(prompt, 16))}
+        bench.submit(request_id, len(prompt), block_hashes=hashes, conversation=conversation)
+        worker_id = bench.take_leg(Role.PREFILL).worker_id
+        bench.cancel(request_id)
+        return worker_id
+
+    assert submit("r", PROMPT, "c") == first
+    bench.join(other, Role.PREFILL)
+    bench.load(first, queued_prefill_tokens=200)
+    assert bench.coordinator.block_sizes_to_hash() == {16}
+    same = submit("same", (*PROMPT[:32], 5, 6), "of another") if by == "prefix" else submit("same", (7,) * 37, "c")
+    assert same == first
+    assert submit("neither", (8,) * 37, "another") == other
+    bench.assert_idle()
+
+
+def known(bench: Bench, worker_id: str) -> KnownCache:
+    cache = bench.coordinator._book.workers.cluster.views[worker_id].cache
+    assert cache is not None
+    return cache
+
+
+def hashes_of(*tokens: int, salt: str = "") -> tuple[int, ...]:
+    return short_hashes(block_hashes(tokens, 2, salt))
+
+
+def test_by_default_no_prompt_is_hashed_and_no_cache_followed() -> None:
+    bench = Bench()
+    bench.join("p", Role.PREFILL)
+    assert bench.coordinator.block_sizes_to_hash() == frozenset()
+    assert not bench.coordinator.follows_caches
+    (view,) = bench.coordinator._book.workers.views()
+    assert view.cache is None
+    bench.coordinator.cache_changed("p", 1, whole=True, stored=(1,), removed=())
+
+
+def test_what_a_process_was_given_or_told_is_forgotten_with_it() -> None:
+    bench = Bench(policy=PolicyConfig(hash_prompts=True))
+    bench.join("d", Role.DECODE)
+    bench.join("p", Role.PREFILL)
+    bench.submit(num_tokens=37, block_hashes=HASHES)
+    bench.cancel()
+    bench.coordinator.cache_changed("p", 1, whole=True, stored=(7,), removed=())
+    assert known(bench, "p").num_blocks(HASHES[16]) == 2
+    assert known(bench, "p").num_blocks((7,)) == 1
+    bench.lose("p")
+    bench.join("p", Role.PREFILL, incarnation=2)
+    bench.coordinator.cache_changed("p", 1, whole=True, stored=(7,), removed=())  # late, of the process that has ended
+    assert known(bench, "p").num_blocks(HASHES[16]) == 0
+    assert known(bench, "p").num_blocks((7,)) == 0
+
+
+def test_a_decode_workers_cache_counts_too() -> None:
+    policy = PolicyConfig(hash_prompts=True, decode_terms=((4.0, prefix_cached),))
+    bench = Bench(policy=policy)
+    for worker_id in ("d-0", "d-1", "d-2"):
+        bench.join(worker_id, Role.DECODE)
+    bench.coordinator.cache_changed("d-1", 1, whole=True, stored=HASHES[16][:1], removed=())
+    bench.coordinator.cache_changed("d-2", 1, whole=True, stored=HASHES[16], removed=())
+    bench.submit(num_tokens=37, block_hashes=HASHES)
+    assert bench.take_leg(Role.DECODE).worker_id == "d-2"
+    bench.cancel()
+    bench.assert_idle()
+
+
+def test_what_is_told_counts_until_it_is_taken_back() -> None:
+    cache = KnownCache(64, 0.0)
+    first, other = hashes_of(1, 1, 2, 2, 3, 3), hashes_of(1, 1, 2, 2, 4, 4)
+    cache.tell(whole=True, stored=first, removed=())
+    assert (cache.num_blocks(first), cache.num_blocks(other)) == (3, 2)
+    assert cache.num_blocks(hashes_of(1, 1, 2, 2, salt="another's")) == 0
+    cache.tell(whole=False, stored=other[2:], removed=first[2:])
+    assert (cache.num_blocks(first), cache.num_blocks(other)) == (2, 3)
+    cache.tick(1e9)
+    assert cache.num_blocks(other) == 3
+    cache.tell(whole=True, stored=first[:1], removed=())
+    assert (cache.num_blocks(first), cache.num_blocks(other), len(cache)) == (1, 1, 1)
+
+
+def test_what_is_expected_is_forgotten_after_a_while() -> None:
+    """Siblings that come within ten seconds meet; what the worker has not told after twenty does not count."""
+    cache = KnownCache(64, 0.0)
+    prompt = hashes_of(1, 1, 2, 2)
+    cache.tick(9.0)
+    cache.expect(prompt, "")
+    for now, num_blocks in ((9.9, 2), (10.0, 2), (19.0, 2), (20.0, 0)):
+        cache.tick(now)
+        assert cache.num_blocks(prompt) == num_blocks, now
+
+
+def test_what_is_known_is_bounded() -> None:
+    cache = KnownCache(8, 0.0)
+    cache.tell(whole=True, stored=range(1, 7), removed=())
+    cache.tell(whole=False, stored=range(10, 10_000), removed=(1,))
+    assert len(cache) == 8, "it says that it has more than its pool"
+    for number in range(1000):
+        cache.expect(tuple(range(number * 5, number * 5 + 5)), f"c{number}")
+    assert len(cache._expected) + len(cache._expected_before) <= 16
+    assert cache.num_blocks(tuple(range(4995, 5000))) == 5
+    for number in range(10_000):
+        cache.expect((), f"conversation {number}")
+    assert len(cache._conversations) == 4096
+    assert cache.has_conversation("conversation 9999")
+    assert not cache.has_conversation("c999")
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 7, 8, 100])
+def test_each_length_of_a_known_beginning_is_found(num_blocks: int) -> None:
+    random_ = random.Random(num_blocks)
+    prompt = tuple(random_.getrandbits(64) for _ in range(num_blocks))
+    for length in range(num_blocks + 1):
+        cache = KnownCache(256, 0.0)
+        cache.tell(whole=True, stored=prompt[: length // 2], removed=())
+        cache.expect(prompt[:length], "")
+        assert cache.num_blocks(prompt) == length
