@@ -51,7 +51,7 @@ async def test_the_router_knows_every_workers_cache(tmp_path: Path) -> None:
 
 
 async def test_prompts_go_where_they_begin(tmp_path: Path) -> None:
-    """Each of six conversations stays on the worker that has its beginning, also when all go on at once."""
+    """Proves that each of six conversations stays on the worker that has its beginning, also when all go on at once."""
     async with running_cluster(tiny_model("llama", tmp_path), [PREFILL, PREFILL, DECODE], router=ROUTER) as cluster:
         stems = [tokens(f"stem {number}", 8 * BLOCK_SIZE) for number in range(6)]
         homes = [
