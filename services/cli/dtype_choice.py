@@ -22,6 +22,7 @@ from typing import Any
 
 from services.cli.child import Lifeline
 from services.core.config import KEPT_BLOCKS_FILE, KEPT_WEIGHTS
+from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.engine.cpu import kept_timings
 
@@ -87,12 +88,14 @@ def choose_dtype(
     """Returns the type and the bits of weights for `--dtype dtype --quantization quantization`.
 
     With an explicit type, "auto" bits are those that the model was saved in. With none, this takes seconds the first
-    time on a machine; it never raises if the timing fails.
+    time on a machine; it never raises if the timing fails. Raises ConfigError if weights are to be kept that the model
+    does not have, or on an accelerator: a timing, and a worker that loads, would say so only after a minute.
 
     `folder` is where choices are kept; by default `$BATON_HOME/dtype`. `tell` is given a line for people before a
     timing begins.
     """
     explicit = "none" if quantization == "auto" else quantization
+    _demand_quantization(explicit, device, model)
     if dtype != "auto" or device.partition(":")[0] != "cpu":
         return Choice(dtype, "", explicit)
     saved = saved_dtype(model)
@@ -124,6 +127,19 @@ def choose_dtype(
     if explicit != "none":
         choice = dataclasses.replace(choice, quantization=explicit)
     return choice if timed else dataclasses.replace(choice, reason=f"{choice.reason} (kept in {entry})")
+
+
+def _demand_quantization(quantization: str, device: str, model: pathlib.Path) -> None:
+    if quantization == "none":
+        return
+    if device.partition(":")[0] != "cpu":
+        raise ConfigError(
+            f"--quantization: {quantization} works only on a CPU; give none or auto for --device {device}"
+        )
+    has = kept_weights(model)
+    if quantization in KEPT_WEIGHTS and quantization != has:
+        others = f"auto, none, {has}, int8 or int4" if has else "auto, none, int8 or int4"
+        raise ConfigError(f"--quantization: {model} has no {quantization} weights; give {others}")
 
 
 def decide(saved: str, timings: Timings) -> Choice:

@@ -183,7 +183,9 @@ def write_profile(path: Path, profile: WorkerProfile) -> None:
 def _of(path: Path, content: Mapping[str, Any]) -> WorkerProfile:
     known = {field.name for field in dataclasses.fields(WorkerProfile)}
     if unknown := sorted(content.keys() - known):
-        raise ConfigError(f"{path}: {', '.join(unknown)} is not known")
+        raise ConfigError(
+            f"{path}: no profile has the field {', '.join(map(repr, unknown))}; `baton calibrate` writes one"
+        )
     try:
         points = {key: tuple((x, y) for x, y in value) for key, value in content.items() if key.endswith("_points")}
         return WorkerProfile(**{**content, **points})

@@ -25,7 +25,8 @@ from services.cli.dtype_choice import (
     kept_weights,
     saved_dtype,
 )
-from services.core.config import KEPT_BLOCKS_FILE
+from services.core.config import KEPT_BLOCKS_FILE, KEPT_WEIGHTS
+from services.core.errors import ConfigError
 
 EMULATED = Timings({"bfloat16": (46.0, 45.0), "float32": (4.0, 57.0)}, "AVX2")
 NATIVE = Timings({"bfloat16": (0.9, 38.0), "float32": (2.9, 62.0)}, "AVX512")
@@ -305,3 +306,21 @@ def test_a_timing_that_takes_too_long_is_told_in_words(tmp_path: pathlib.Path, m
     monkeypatch.setattr(dtype_choice, "_TIMING_LIMIT_S", 0.01)
     with pytest.raises(TimingFailed, match=r"^it took longer than 0.01 s; --dtype float32 or bfloat16 spares it$"):
         dtype_choice.measure_in_child(tmp_path, "bfloat16", ("bfloat16", "float32"))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("quantization", KEPT_WEIGHTS)
+def test_weights_that_the_model_does_not_have_are_refused_before_anything_is_timed(
+    tmp_path: pathlib.Path, model: pathlib.Path, quantization: str, dtype: str
+) -> None:
+    clockwork = Clockwork()
+    with pytest.raises(ConfigError, match=f"--quantization: .* has no {quantization} weights; give auto, none, int8"):
+        choose_dtype(dtype, "cpu", model, quantization, measure=clockwork, folder=tmp_path / "dtype")
+    assert clockwork.num_calls == 0
+    assert not (tmp_path / "dtype").exists()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", *KEPT_WEIGHTS])
+def test_quantised_weights_are_refused_for_an_accelerator_at_once(model: pathlib.Path, quantization: str) -> None:
+    with pytest.raises(ConfigError, match="works only on a CPU; give none or auto for --device cuda:1"):
+        choose_dtype("auto", "cuda:1", model, quantization, measure=Clockwork())

@@ -121,7 +121,7 @@ def test_profiles_are_kept_and_wrong_ones_are_named(tmp_path: Path) -> None:
         ("{", "Expecting"),
         ("[]", "is no profile"),
         ('{"name": "x"}', "missing"),
-        ('{"name": "x", "speed": 1}', "speed is not known"),
+        ('{"name": "x", "speed": 1}', "no profile has the field 'speed'; `baton calibrate` writes one"),
         (path.read_text().replace("10.0", "-1"), "ms_per_decode_step is -1"),
         (path.read_text().replace("10.0", "NaN"), "ms_per_decode_step is nan"),
         (path.read_text().replace("4096", "0.5"), "num_blocks is 0.5"),
