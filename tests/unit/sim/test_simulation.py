@@ -121,7 +121,11 @@ def test_profiles_are_kept_and_wrong_ones_are_named(tmp_path: Path) -> None:
         ("{", "Expecting"),
         ("[]", "is no profile"),
         ('{"name": "x"}', "missing"),
-        ('{"name": "x", "speed": 1}', "speed is not known"),
+        ('{"name": "x", "speed": 1}', "'speed' is not known"),
+        ('{"name": "x", "\\u001b[31m": 1}', r"'\\x1b\[31m' is not known"),
+        ("[" * 200_000, "is no profile"),
+        (path.read_text().replace('"test"', '"\\u001b[31mred"'), "must be text that can be printed"),
+        (path.read_text().replace('"test"', '["test"]'), "must be text that can be printed"),
         (path.read_text().replace("10.0", "-1"), "ms_per_decode_step is -1"),
         (path.read_text().replace("10.0", "NaN"), "ms_per_decode_step is nan"),
         (path.read_text().replace("4096", "0.5"), "num_blocks is 0.5"),
@@ -160,6 +164,10 @@ def test_a_table_of_measurements_is_taken_point_by_point(tmp_path: Path) -> None
     assert profile.slowed(2.0).prefill_ms(320) == pytest.approx(2 * profile.prefill_ms(320))
     write_profile(tmp_path / "points.json", profile)
     assert read_profile(tmp_path / "points.json") == profile
+    path.write_text(path.read_text().replace("m,h", "m,\x1b[31mred", 1))
+    with pytest.raises(ConfigError, match=r"'m:\\x1b\[31mred, m:h' must be"):
+        read_profile(path, "m:h")
+    path.write_text(path.read_text().replace("\x1b[31mred", "h"))
     for name, reason in (("m:other", "has m:h; name one"), ("m:h:2", "m:h was measured on 4, 8 GPUs, not on 2")):
         with pytest.raises(ConfigError, match=reason):
             read_profile(path, name)
