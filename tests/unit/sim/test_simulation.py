@@ -53,6 +53,25 @@ def test_one_request_alone_takes_what_its_parts_cost() -> None:
     assert sum(outcome.gaps_s.values()) == 10
 
 
+def test_blocks_cross_from_the_start_of_the_prompt_on_at_the_bandwidth_of_the_transport() -> None:
+    slow = dataclasses.replace(PROFILE, transfer_bytes_per_s=1e6)
+    (served,) = simulate(SimPlan(1, 1, 0, profile=slow), [TracedRequest(0.0, 1000, 11)]).requests
+    steps_s = 10 * 0.010 + sum(range(1001, 1011)) * 1e-6
+    # A second for 1000 tokens of 1000 bytes, of which the prompt hides a tenth.
+    assert served.total_s == pytest.approx(1.0 + 0.001 + steps_s, abs=6 * MESSAGE_S)
+
+
+def test_a_preempted_sequence_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets two outputs grow until one is preempted. It goes on when the other has ended, and each of its tokens costs
+    as much computed again as the step that it would have taken."""
+    monkeypatch.setattr(worker, "_LONGEST_RUN_S", 1e-9)  # so that nobody takes blocks for steps to come
+    profile = WorkerProfile("test", 10.0, 10.0, 0.0, num_blocks=24)
+    outcome = simulate(SimPlan(0, 0, 1, profile=profile), [TracedRequest(0.0, 160, 100)] * 2)
+    assert outcome.num_preemptions
+    first_s, last_s = sorted(served.total_s or 0.0 for served in outcome.requests)
+    assert last_s - first_s == pytest.approx((160 + 100) * 0.010, abs=0.025)
+
+
 @pytest.mark.parametrize("plan", [SPLIT, MIXED], ids=["split", "mixed"])
 def test_the_same_trace_has_the_same_outcome(plan: SimPlan) -> None:
     first, second = (simulate(plan, synthetic_trace(300)) for _ in range(2))
