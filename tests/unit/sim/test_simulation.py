@@ -67,7 +67,7 @@ def test_a_preempted_sequence_is_computed_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(worker, "_LONGEST_RUN_S", 1e-9)  # so that nobody takes blocks for steps to come
     profile = WorkerProfile("test", 10.0, 10.0, 0.0, num_blocks=24)
     outcome = simulate(SimPlan(0, 0, 1, profile=profile), [TracedRequest(0.0, 160, 100)] * 2)
-    assert outcome.num_preemptions
+    assert 1 <= outcome.num_preemptions <= 2, "it would be in vain to begin again without room for the output"
     first_s, last_s = sorted(served.total_s or 0.0 for served in outcome.requests)
     assert last_s - first_s == pytest.approx((160 + 100) * 0.010, abs=0.025)
 
