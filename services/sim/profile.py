@@ -71,6 +71,9 @@ class WorkerProfile:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "name":
+                # It is shown on terminals.
+                if not isinstance(value, str) or not value.isprintable():
+                    raise ConfigError(f"profile {value!r}: the name must be text that can be printed")
                 continue
             if field.name.endswith("_points"):
                 self._check_points(field.name, value)
@@ -161,7 +164,7 @@ def read_profile(path: Path, name: str = "") -> WorkerProfile:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no profile, which `baton calibrate` writes: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no profile, which `baton calibrate` writes")
@@ -197,6 +200,8 @@ def _from_table(path: Path, rows: Sequence[Mapping[str, str]], name: str) -> Wor
     """Takes the measured points of one model on one kind of hardware and one number of GPUs: medians, by the tokens of
     a prompt or the sequences of a step. The other figures are fitted to them by least squares."""
     kinds = sorted({f"{row.get('model')}:{row.get('hardware')}" for row in rows})
+    if not all(kind.isprintable() for kind in kinds):
+        raise ConfigError(f"{path}: {', '.join(kinds)!r} must be text that can be printed")
     kind, gpus = name, ""
     if name not in kinds:
         kind, _, gpus = name.rpartition(":")

@@ -1,9 +1,9 @@
 """Searches the cheapest cluster that meets an objective, by simulating clusters in the order of their cost.
 
-Few are simulated. Those that could not finish the work in the trace's time, however well it was spread, are left out;
-so are those with fewer prefill workers than meet the bounds of TTFT beside plenty of decode workers, and with fewer
-decode workers than meet those of TPOT and ITL beside plenty of prefill workers: more workers make these no worse. A
-simulation ends as soon as so many requests are late that a bound must be broken.
+Few are simulated. Those that could not do the work in the time that bounds allow are left out, however well it was
+spread; so are those with fewer prefill workers than meet the bounds of TTFT beside plenty of decode workers, and with
+fewer decode workers than meet those of TPOT and ITL beside plenty of prefill workers: more workers make these no worse.
+A simulation ends as soon as so many requests are late that a bound must be broken.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from services.sim.cluster import Served, SimPlan, simulate
@@ -61,6 +62,11 @@ class Goal:
     def margin(self, figures: Mapping[str, Any]) -> float:
         """Returns by which share the tightest bound is kept; negative if one is broken, or if a request failed."""
         return -1.0 if figures["num_failed"] else min(self.margins(figures).values())
+
+    def bounds_of(self, metric: str) -> list[tuple[int, float]]:
+        """Returns the percentile and the bound, in seconds, of each bound of a metric."""
+        named = [(name.partition("_p"), bound) for name, bound in self.bounds_ms.items()]
+        return [(int(percent), bound / 1e3) for (of, _, percent), bound in named if of == metric]
 
     def of(self, metrics: Sequence[str]) -> Goal:
         return Goal({name: bound for name, bound in self.bounds_ms.items() if name.partition("_")[0] in metrics})
@@ -162,7 +168,7 @@ class _Search:
         self._goal = goal
         self._most = most_workers
         self._progress = progress
-        self._fewest = _fewest(trace, profile, decode_profile)
+        self._fewest = _fewest(trace, profile, decode_profile, goal)
         self._tried: dict[tuple[int, int, int], Candidate] = {}
         self._num_simulated = 0
 
@@ -226,8 +232,10 @@ class _Search:
 
         Of a need of two phases that rounds up to so many workers each, all kinds together can save one by sharing.
         """
-        prefill, decode = self._least("prefill"), self._least("decode")
         fewest, most = self._fewest, self._most
+        if min(fewest.mixed, fewest.prefill + fewest.decode - 1) > most:
+            return
+        prefill, decode = self._least("prefill"), self._least("decode")
         plans = [SimPlan(0, 0, mixed, profile=fewest.profile) for mixed in range(fewest.mixed, most + 1)]
         for mixed in range(most - 1):
             plans += [
@@ -318,15 +326,32 @@ def _work_s(trace: Sequence[TracedRequest], plan: SimPlan) -> tuple[float, float
     return prefill_s, sum(request.output_tokens for request in trace) * max(0.0, token_ms) / 1e3
 
 
-def _fewest(trace: Sequence[TracedRequest], profile: WorkerProfile, decode_profile: WorkerProfile | None) -> SimPlan:
+def _fewest(
+    trace: Sequence[TracedRequest], profile: WorkerProfile, decode_profile: WorkerProfile | None, goal: Goal
+) -> SimPlan:
     """Returns how many workers of each role the work needs at least, however well it is spread."""
     plan = SimPlan(profile=profile, decode_profile=decode_profile)
-    seconds = max(trace[-1].at_s, 1e-9) if trace else 1.0
-    if any(request.block_ids for request in trace):
+    if not trace or any(request.block_ids for request in trace):
         return dataclasses.replace(plan, prefill=1, decode=1, mixed=1)  # caches may save most of it
+    last_s, longest = trace[-1].at_s, max(request.output_tokens for request in trace)
+    wait_s = plan.router.queue_timeout_s
     prefill_s, decode_s = _work_s(trace, plan)
-    # Work may end some time after the last arrival, so a little too few workers are tried as well.
-    prefill, decode, mixed = (
-        max(1, math.floor(0.8 * work_s / seconds)) for work_s in (prefill_s, decode_s, max(prefill_s, decode_s))
-    )
-    return dataclasses.replace(plan, prefill=prefill, decode=decode, mixed=mixed)
+    # Nobody may wait longer than the router lets him, once for each phase; then the longest output takes its steps. A
+    # little too few workers are tried as well.
+    of_decode = decode_profile or profile
+    steps_s = longest * of_decode.decode_ms(of_decode.max_num_seqs) / 1e3
+    prefills = [0.8 * prefill_s / (last_s + wait_s)]
+    decodes = [0.8 * decode_s / (last_s + 2 * wait_s + steps_s)]
+    for percent, bound_s in goal.bounds_of("ttft"):
+        until_s = last_s + bound_s
+        prefills.append(_work_s(_shortest(trace, percent, "prompt_tokens"), plan)[0] / until_s)
+        for of_tpot, tpot_s in goal.bounds_of("tpot"):
+            some = _shortest(trace, percent + of_tpot - 100, "output_tokens")
+            decodes.append(_work_s(some, plan)[1] / (until_s + longest * tpot_s))
+    prefill, decode = (max(1, math.floor(max(needs))) for needs in (prefills, decodes))
+    return dataclasses.replace(plan, prefill=prefill, decode=decode, mixed=max(prefill, decode))
+
+
+def _shortest(trace: Sequence[TracedRequest], percent: int, length: str) -> Sequence[TracedRequest]:
+    """Returns the least work that so many of a hundred requests can be: those of the smallest `length`."""
+    return sorted(trace, key=attrgetter(length))[: max(0, percent) * len(trace) // 100]

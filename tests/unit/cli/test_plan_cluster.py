@@ -16,7 +16,7 @@ from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.report import Objective, summary
 from services.sim.search import Goal, Hopeless, Watch, search
-from services.sim.trace import synthetic_trace
+from services.sim.trace import TracedRequest, synthetic_trace
 
 PROFILE = WorkerProfile("cpu", 0.2, 10.0, 0.2)
 TRACE = [dataclasses.replace(each, at_s=each.at_s / 6) for each in synthetic_trace(200)]
@@ -47,6 +47,17 @@ def test_the_cheapest_is_found_as_by_trying_them_all() -> None:
     assert meets(found.runner_up.plan)
     assert len(found.tried) < len(all_plans) / 2
     assert found.num_simulated < len(all_plans) * 2 / 3
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_burst_may_be_served_after_the_last_arrival_as_late_as_the_bounds_allow(count: int) -> None:
+    burst = [TracedRequest(number * 0.01, 1000, 50) for number in range(count)]
+    found = search(burst, PROFILE, None, Goal({"ttft_p95": 30_000.0, "tpot_p95": 200.0}), 2)
+    assert found.best is not None, "one worker does it, as simulating it shows"
+    assert found.best.name == "1 mixed"
+    hopeless = search(burst, PROFILE, None, Goal({"ttft_p50": 10.0}), 2)
+    assert hopeless.best is None
+    assert count == 1 or hopeless.num_simulated == 0, "the prompts alone take longer than bounds and arrivals"
 
 
 def test_the_unsplit_alternative_costs_no_more() -> None:

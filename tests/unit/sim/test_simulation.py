@@ -53,6 +53,25 @@ def test_one_request_alone_takes_what_its_parts_cost() -> None:
     assert sum(outcome.gaps_s.values()) == 10
 
 
+def test_blocks_cross_from_the_start_of_the_prompt_on_at_the_bandwidth_of_the_transport() -> None:
+    slow = dataclasses.replace(PROFILE, transfer_bytes_per_s=1e6)
+    (served,) = simulate(SimPlan(1, 1, 0, profile=slow), [TracedRequest(0.0, 1000, 11)]).requests
+    steps_s = 10 * 0.010 + sum(range(1001, 1011)) * 1e-6
+    # A second for 1000 tokens of 1000 bytes, of which the prompt hides a tenth.
+    assert served.total_s == pytest.approx(1.0 + 0.001 + steps_s, abs=6 * MESSAGE_S)
+
+
+def test_a_preempted_sequence_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets two outputs grow until one is preempted. It goes on when the other has ended, and each of its tokens costs
+    as much computed again as the step that it would have taken."""
+    monkeypatch.setattr(worker, "_LONGEST_RUN_S", 1e-9)  # so that nobody takes blocks for steps to come
+    profile = WorkerProfile("test", 10.0, 10.0, 0.0, num_blocks=24)
+    outcome = simulate(SimPlan(0, 0, 1, profile=profile), [TracedRequest(0.0, 160, 100)] * 2)
+    assert 1 <= outcome.num_preemptions <= 2, "it would be in vain to begin again without room for the output"
+    first_s, last_s = sorted(served.total_s or 0.0 for served in outcome.requests)
+    assert last_s - first_s == pytest.approx((160 + 100) * 0.010, abs=0.025)
+
+
 @pytest.mark.parametrize("plan", [SPLIT, MIXED], ids=["split", "mixed"])
 def test_the_same_trace_has_the_same_outcome(plan: SimPlan) -> None:
     first, second = (simulate(plan, synthetic_trace(300)) for _ in range(2))
@@ -122,6 +141,10 @@ def test_profiles_are_kept_and_wrong_ones_are_named(tmp_path: Path) -> None:
         ("[]", "is no profile"),
         ('{"name": "x"}', "missing"),
         ('{"name": "x", "speed": 1}', "no profile has the field 'speed'; `baton calibrate` writes one"),
+        ('{"name": "x", "\\u001b[31m": 1}', r"no profile has the field '\\x1b\[31m'"),
+        ("[" * 200_000, "is no profile"),
+        (path.read_text().replace('"test"', '"\\u001b[31mred"'), "must be text that can be printed"),
+        (path.read_text().replace('"test"', '["test"]'), "must be text that can be printed"),
         (path.read_text().replace("10.0", "-1"), "ms_per_decode_step is -1"),
         (path.read_text().replace("10.0", "NaN"), "ms_per_decode_step is nan"),
         (path.read_text().replace("4096", "0.5"), "num_blocks is 0.5"),
@@ -160,6 +183,10 @@ def test_a_table_of_measurements_is_taken_point_by_point(tmp_path: Path) -> None
     assert profile.slowed(2.0).prefill_ms(320) == pytest.approx(2 * profile.prefill_ms(320))
     write_profile(tmp_path / "points.json", profile)
     assert read_profile(tmp_path / "points.json") == profile
+    path.write_text(path.read_text().replace("m,h", "m,\x1b[31mred", 1))
+    with pytest.raises(ConfigError, match=r"'m:\\x1b\[31mred, m:h' must be"):
+        read_profile(path, "m:h")
+    path.write_text(path.read_text().replace("\x1b[31mred", "h"))
     for name, reason in (("m:other", "has m:h; name one"), ("m:h:2", "m:h was measured on 4, 8 GPUs, not on 2")):
         with pytest.raises(ConfigError, match=reason):
             read_profile(path, name)
