@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.engine.attention import dense
 from services.engine.attention.paged import Scoring, StepLayout
-from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, AttentionArguments, Kernels
+from services.engine.native.bindings import AttentionArguments, Kernels, attends_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,8 @@ class NativeAttention:
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: StepLayout, scoring: Scoring
     ) -> Tensor:
-        head_dim = query.shape[-1]
-        if query.shape[1] > MAX_HEADS or head_dim > MAX_HEAD_DIM or head_dim % 16:
-            raise ValueError(f"heads {query.shape[1]} x {head_dim}: not within the kernel's limits")
+        if not attends_to(*query.shape[1:]):
+            raise ValueError(f"heads {query.shape[1]} x {query.shape[2]}: not within the kernel's limits")
         if self.reads_in_place(query.dtype, layout):
             return self._attend(query, key_cache, value_cache, layout, scoring)
         output = torch.empty(query.shape, dtype=query.dtype)

@@ -118,7 +118,7 @@ class _Sample:
         if weights:
             quantise_alike(module, directory)
         shape = servable.examine(module)
-        use_fast_paths(module)
+        use_fast_paths(module, shape.dtype)
         _, backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE)
         self._rows = [rows for rows in _ROWS if rows < shape.max_model_len] or [1]
         self._blocks = tuple(range(num_blocks_for(self._rows[-1] + 1, _BLOCK_SIZE)))

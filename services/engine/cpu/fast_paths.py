@@ -24,11 +24,12 @@ from services.engine.native.bindings import DTYPES, Kernels, kernels
 logger = logging.getLogger(__name__)
 
 
-def use_fast_paths(module: nn.Module, keep_in: Path | None = None) -> str:
+def use_fast_paths(module: nn.Module, kv_dtype: torch.dtype, keep_in: Path | None = None) -> str:
     """Replaces modules of the model by faster ones for this machine, where they compute the same; returns in words what
     computes what. A model on another device than the CPU is left as it is.
 
-    `keep_in` is a folder for what timings have found on this host; without it, each call times anew.
+    kv_dtype: the type of the pool's keys and values, which layers in one call write in the type they compute in.
+    keep_in: a folder for what timings have found on this host; without it, each call times anew.
     """
     if not any(each.device.type == "cpu" for each in module.parameters()):
         return "as loaded"
@@ -39,7 +40,8 @@ def use_fast_paths(module: nn.Module, keep_in: Path | None = None) -> str:
     native = kernels()
     named = ""
     if native is not None:
-        num_joined = join_layers(module, native)  # last, since it calls what computes the linear layers
+        # Last, since it calls what computes the linear layers.
+        num_joined = join_layers(module, native) if kv_dtype == _dtype_of_most(module) else 0
         layers = f"{num_layers} whole layers" + (f" ({num_joined} in one call)" if num_joined else "")
         named = f"{native.name} kernels: {num_parts} norms and gates, {layers}; "
     words = f"{named}linear layers: {linears or 'none'}"

@@ -3,8 +3,8 @@ a step.
 
 This is only an optimisation. The layers are joined if kernels of this project compute all of their parts, if the model
 calls them one after the other, and if the joined ones, on random input, write the same to the pool and return the same
-as one by one, bit by bit. A step whose attention does not read the pool in place, as the layers are, runs them one by
-one.
+as one by one, bit by bit. They still run one by one where the pool keeps another type than theirs, and in steps whose
+chunks another kernel attends to.
 Owns: the joining and this comparison. Never: what a layer computes (`decoder_layer`, layers.c).
 """
 
@@ -26,7 +26,7 @@ from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.model.inputs import StepTokens
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.model.paged_model import PagedForward, StepAttention, attending, current_attention, scoring_of
-from services.engine.native.bindings import MAX_HEAD_DIM, MAX_HEADS, Kernels
+from services.engine.native.bindings import Kernels, attends_to
 from services.engine.native.layer_arguments import Layer, Layers, Norm, Product, place
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _joined(layers: nn.ModuleList, native: Kernels) -> NativeLayers | None:
         return None
     found = cast(list[NativeDecoderLayer], list(layers))
     first, dtype = found[0], found[0].input_layernorm.weight.dtype
-    if first.num_heads > MAX_HEADS or first.head_dim > MAX_HEAD_DIM or first.head_dim % 16:
+    if not attends_to(first.num_heads, first.head_dim):
         return None
     if any(each.alike != first.alike for each in found):
         return None

@@ -1,11 +1,13 @@
 """Sets how long OpenMP threads spin while they wait for each other, and whether each keeps to one core. libgomp reads
 the settings when torch loads it.
 
-Owns: the number of spins at the end of a parallel region, and the binding of threads to cores, unless the user has
-chosen them. By default libgomp spins for
-milliseconds. That is the fastest on cores that no other process uses, but where others use them, steps take about
-thirty times as long. Decode steps of SmolLM2-135M on 2 threads and 2 cores take, in milliseconds, alone and beside
-another such worker: with 500 spins 34 and 43, with 5000 spins 25 and 99, with 20000 spins 25 and 289.
+Owns: the number of spins at the end of a parallel region, unless the user has chosen how threads wait, and the binding
+of threads to cores, unless the user has chosen how they wait or where they run.
+
+By default libgomp spins for milliseconds. That is the fastest on cores that no other process uses, but where others use
+them, steps take about thirty times as long. Decode steps of SmolLM2-135M on 2 threads and 2 cores take, in
+milliseconds, alone and beside another such worker: with 500 spins 34 and 43, with 5000 spins 25 and 99, with 20000
+spins 25 and 289.
 
 libgomp spins that long only while a process has no more OpenMP threads than cores, including those that wait for the
 next region of another thread. A process that computes on two threads is therefore slow on both (see `Engine`).

@@ -64,7 +64,7 @@ class GraphShape:
 
 
 def graph_shapes(max_num_seqs: int, most_blocks: int, most_gathered: int | None) -> list[GraphShape]:
-    """Returns the shapes of the graphs of a worker, the largest first, since later ones share memory of the first.
+    """Returns the shapes of the graphs of a worker, the largest first, since the later ones reuse its memory.
 
     most_blocks: blocks of the longest sequence. most_gathered: blocks over all rows that attention may gather; with
     None it reads only what sequences have, so that graphs of one width do.
@@ -215,11 +215,13 @@ class DecodeGraphs:
         parts = trial_step(shape.num_rows, min(shape.width * block_size, self._max_model_len), block_size, vocab_size)
         expected = self._model.forward(flatten(parts, block_size, self._cache.device), self._cache)
         graph.load(parts)
-        require_agreement(graph.run(), expected, self._model, self._cache.shape, "logits of a captured graph")
+        what = "logits of a captured graph differ from those of a plain step"
+        require_agreement(graph.run(), expected, self._model, self._cache.shape, what)
 
 
 def trial_step(num_rows: int, longest: int, block_size: int, vocab_size: int) -> tuple[ScheduledSequence, ...]:
-    """Returns decodes for a graph with so many rows: one of `longest` tokens, and shorter ones in all rows but one.
+    """Returns decodes for a graph with so many rows: one of `longest` tokens, and others of at most as
+    many. If there is more than one row, the last remains empty.
 
     They share blocks, which come first in the pool. A token is a function of its position, so that sequences which
     write the same slot write the same to it.

@@ -77,8 +77,9 @@ def verify(model: PagedModel, kv_shape: KVShape, plain: PlainLogits, *, rounds_i
             wanted += [expected[part.seq_id][part.start + part.num_tokens - 1] for part in step]
     finally:
         cache.close()
+    what = "paged logits differ from eager ones"
     difference = require_agreement(
-        torch.cat(found), torch.stack(wanted), model, kv_shape, "paged logits", rounds_inputs=rounds_inputs
+        torch.cat(found), torch.stack(wanted), model, kv_shape, what, rounds_inputs=rounds_inputs
     )
     logger.info("paged logits differ from eager ones by %.1e of their spread", difference)
     return difference
@@ -89,8 +90,8 @@ def require_agreement(
 ) -> float:
     """Returns the root mean square of the difference of two sets of logits of the model, relative to their spread.
 
-    found, expected: [num_rows, vocab_size]. what: a name of `found`, for the error message. rounds_inputs: see
-    `verify`. Raises UnsupportedModel if the difference is beyond the tolerance.
+    found, expected: [num_rows, vocab_size]. what: the beginning of the error message, which says what differs from
+    what. rounds_inputs: see `verify`. Raises UnsupportedModel if the difference is beyond the tolerance.
     """
     difference = _difference(found, expected)
     computed_in = kv_shape.computed_in(model.shape.dtype)
@@ -99,7 +100,7 @@ def require_agreement(
         tolerance = max(tolerance, _OF_ROUNDED_KV)
     if not difference <= tolerance:  # written so that NaN fails too
         kind = model.module.config.model_type
-        raise UnsupportedModel(f"{kind}: {what} differ from transformers' by {difference:.2g} of their spread")
+        raise UnsupportedModel(f"{kind}: {what} by {difference:.2g} of their spread")
     return difference
 
 

@@ -23,7 +23,7 @@ from services.kv.layout import SCALE_BYTES
 
 logger = logging.getLogger(__name__)
 
-MAX_HEADS, MAX_HEAD_DIM = 128, 256
+_MAX_HEADS, _MAX_HEAD_DIM = 128, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PANEL = 32
 """Output columns of a panel of linear.c."""
@@ -293,6 +293,11 @@ def _function(library: ctypes.CDLL, name: str, types: tuple[type, ...], result: 
         raise OSError(f"it has no {name}; build it again") from error
     found.argtypes, found.restype = types, result
     return found
+
+
+def attends_to(num_heads: int, head_dim: int) -> bool:
+    """Returns whether the kernels compute attention of so many query heads of this dimension."""
+    return num_heads <= _MAX_HEADS and head_dim <= _MAX_HEAD_DIM and head_dim % 16 == 0
 
 
 @cache

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 
 from services.engine.attention import dense
 from services.engine.attention.native import NativeAttention
-from services.engine.cpu.fast_paths import use_native_modules
+from services.engine.cpu.fast_paths import use_fast_paths, use_native_modules
 from services.engine.cpu.linear_plan import replace_modules
 from services.engine.cpu.native_layers import NativeLayers, join_layers
 from services.engine.cpu.packed_linear import NativeLinear
@@ -122,6 +122,17 @@ def test_another_type_of_kv_runs_one_by_one(native: Kernels) -> None:
     calls = calls_of(native)
     assert same(run(model, native, torch.bfloat16), expected)
     assert not calls
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.bfloat16, torch.float32])
+def test_what_is_said_of_the_layers_is_what_the_type_of_kv_lets_them_do(native: Kernels, kv_dtype: torch.dtype) -> None:
+    model = model_of(CONFIGS["llama"], torch.float32)
+    quantise(model, "int8", Path())
+    words = use_fast_paths(model, kv_dtype)
+    calls = calls_of(native)
+    run(model, native, kv_dtype)
+    assert "2 whole layers" in words
+    assert bool(calls) == ("(2 in one call)" in words) == (kv_dtype == torch.float32)
 
 
 def test_chunks_that_onednn_multiplies_run_one_by_one(native: Kernels) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from services.engine.cpu.fast_paths import use_fast_paths
@@ -58,9 +59,9 @@ def test_nothing_is_said_of_a_model_on_another_device(
     monkeypatch.setattr(bindings, "usable", list)
     bindings.kernels.cache_clear()
     try:
-        use_fast_paths(nn.Sequential(nn.Linear(4, 4, device="meta"), nn.RMSNorm(4, device="meta")))
+        use_fast_paths(nn.Sequential(nn.Linear(4, 4, device="meta"), nn.RMSNorm(4, device="meta")), torch.float32)
         assert not caplog.records
-        use_fast_paths(nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)))
+        use_fast_paths(nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)), torch.float32)
         assert sum(record.levelno == logging.WARNING for record in caplog.records) == 1
     finally:
         bindings.kernels.cache_clear()
