@@ -24,6 +24,8 @@ METHODS = {"gptq": "GPTQ", "awq": "AWQ"}
 """The methods that are read, by their names in config.json, with those for people."""
 _BITS = {"gptq": (4, 8), "awq": (4,)}
 _LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+_MOST_OF_A_GROUP = 1 << 31
+"""More inputs than a layer has; torch takes no number beyond 64 bits."""
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word, counted from its lowest bits, of each of 8 consecutive outputs in AWQ's order."""
 
@@ -68,13 +70,13 @@ def packing_of(fields: Mapping[str, Any]) -> Packing:
     layout = next((each.lower() for each in words if isinstance(each, str)), _LAYOUTS[method][0])
     if fields.get("is_marlin_format"):
         layout = "marlin"
-    if bits not in _BITS[method]:
+    if type(bits) is not int or bits not in _BITS[method]:
         readable = " and ".join(map(str, _BITS[method]))
         raise UnsupportedModel(f"{name} weights of {bits} bits are not supported, only those of {readable}")
     if layout not in _LAYOUTS[method]:
         readable = " and ".join(_LAYOUTS[method])
         raise UnsupportedModel(f"{name} weights in the layout {layout!r} are not supported, only {readable}")
-    if type(size) is not int or not (size == -1 or size > 0):
+    if type(size) is not int or not (size == -1 or 0 < size <= _MOST_OF_A_GROUP):
         raise UnsupportedModel(f"{name} weights have groups of {size!r} inputs, which makes no sense")
     return Packing(method, bits, size, int(layout == "gptq"), method == "gptq" and bool(fields.get("desc_act")))
 

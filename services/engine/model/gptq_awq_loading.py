@@ -130,7 +130,7 @@ def saved_layers(config: PreTrainedConfig, directory: Path) -> SavedLayers | Non
     """Returns the quantised layers of the checkpoint, or None if it is not one of GPTQ or AWQ. Raises UnsupportedModel
     if it is one that is not read, and SafetensorError if a file is damaged."""
     fields = getattr(config, "quantization_config", None)
-    if not isinstance(fields, dict) or fields.get("quant_method") not in METHODS:
+    if not isinstance(fields, dict) or fields.get("quant_method") not in tuple(METHODS):  # it may be unhashable
         return None
     return SavedLayers(packing_of(fields), directory)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
+from transformers import PreTrainedConfig
 
 from services.core.errors import UnsupportedModel
 from services.engine.cpu.quantised_linear import QuantisedLinear, side_by_side
 from services.engine.model.gptq_awq import SavedLinear, packing_of
+from services.engine.model.gptq_awq_loading import saved_layers
 from services.engine.model.grouped_weights import round_inputs
 from tests.support.checkpoints import Form, pack, round_matrix
 
@@ -129,11 +132,19 @@ def test_an_input_of_no_group() -> None:
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "groups of 0 inputs"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "128"}, "groups of '128' inputs"),
         ({"quant_method": "gptq", "bits": [4]}, r"GPTQ weights of \[4\] bits"),
+        ({"quant_method": "gptq", "bits": 4.0}, r"GPTQ weights of 4\.0 bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 10**30}, "groups of 10+ inputs"),
     ],
 )
 def test_what_is_not_read(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         packing_of(fields)
+
+
+def test_a_method_that_is_no_word_is_none_of_these(tmp_path: Path) -> None:
+    config = PreTrainedConfig()
+    config.quantization_config = {"quant_method": ["gptq"], "bits": 4}
+    assert saved_layers(config, tmp_path) is None
 
 
 def test_the_words_for_a_layout() -> None:
