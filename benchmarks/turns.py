@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-_OURS = ("GOMP_SPINCOUNT", "OMP_PROC_BIND", "PYTHONPATH")
+_OURS = ("GOMP_SPINCOUNT", "PYTHONPATH")
 """Variables that this process has set or needs for itself. A peer gets none of them."""
 
 
