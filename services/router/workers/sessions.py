@@ -249,7 +249,9 @@ class WorkerLink:
                     self._note(message.load)
                 if message.HasField("worker"):
                     self._new = message.worker
-                if message.HasField("cache"):
+                if not self._hello.follows_cache:
+                    message.ClearField("cache")  # nobody has asked for it
+                elif message.HasField("cache"):
                     self._check_cache(message.cache)
                 if not self.is_open:
                     self._describe()

@@ -72,3 +72,24 @@ async def test_events_of_a_cache_that_cannot_be_followed_end_the_session(
     assert reason in said
     assert crashed
     await link.close()
+
+
+async def test_events_of_a_cache_that_nobody_asked_for_are_left_out() -> None:
+    """A router that does not follow caches neither judges what it is told of them nor passes it on."""
+    owner, heard = Owner(), asyncio.Queue[worker_pb2.SessionResponse]()
+    owner.worker_message = lambda link, message: heard.put_nowait(message)  # type: ignore[method-assign]
+    info = WorkerInfo(
+        "p", Role.PREFILL, 1, Fingerprint("L"), 16, 8, 128, 4, description=control_pb2.WorkerDescription(worker_id="p")
+    )
+    load = types_pb2.LoadSnapshot(sequence_number=2, num_running=3)
+    nonsense = worker_pb2.CacheEvents(number=(1 << 64) - 1, stored=b"half a hash")
+    channel: Any = FakeChannel(then=[worker_pb2.SessionResponse(load=load, cache=nonsense)])
+    link = WorkerLink(info, owner, 1, 1, SessionTimes(0.5, 5.0), MonotonicClock(), dial=lambda _: channel)
+    link.start()
+    async with asyncio.timeout(3.0):
+        await heard.get()
+        said = await heard.get()
+    assert said.load == load
+    assert not said.HasField("cache")
+    assert not owner.lost.done()
+    await link.close()
