@@ -7,7 +7,6 @@ Callers add, adopt and abort sequences on any thread; the engine reports all eve
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -271,7 +270,7 @@ class Engine:
         if events:
             # They are reported before the step runs, so that the router can place the decode leg during the first
             # chunk.
-            _report(StepReport(tuple(events), 0, 0, 0, started_s, started_s), on_step)
+            on_step(StepReport(tuple(events), 0, 0, 0, started_s, started_s))
         self._step_started_s = started_s if plan.sequences else None
         if plan.sequences:
             self.tally.scheduled(self._clock.now() - started_s)
@@ -322,7 +321,7 @@ class Engine:
         events = self._absorb(plan, result, started_s, ended_s)
         self.tally.absorbed(self._clock.now() - ended_s)
         num_tokens, num_decodes = plan.num_tokens, plan.num_decodes
-        _report(StepReport(tuple(events), plan.step_number, num_tokens, num_decodes, started_s, ended_s), on_step)
+        on_step(StepReport(tuple(events), plan.step_number, num_tokens, num_decodes, started_s, ended_s))
 
     def _absorb(
         self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float
@@ -340,17 +339,6 @@ class Engine:
         self._costs.observe(plan.num_prefill_tokens, plan.num_decodes, (ended_s - started_s) * 1e3)
         with self._lock:
             return self._scheduler.update(plan, result, ended_s)
-
-
-def _report(report: StepReport, on_step: OnStep) -> None:
-    """Reports events, and lets the threads that send them go first if they share this thread's core.
-
-    They need less than a millisecond. But a kernel that sees this thread compute the next step would let them wait for
-    the end of its time slice, which may come several milliseconds later: tokens would arrive unevenly. Where they have
-    another core, yielding returns at once.
-    """
-    on_step(report)
-    os.sched_yield()  # it also lets go of the interpreter's lock
 
 
 def _prepare(loader: Loader, config: EngineConfig, costs: CostModel) -> Loaded:

@@ -151,8 +151,9 @@ async def _closed_loop(cluster: RealCluster, rng: random.Random, seconds: float)
 
 
 def _even_job(rng: random.Random) -> Job:
-    """Returns jobs that are all alike, so that requests can be counted instead of tokens."""
-    [job] = mixed_jobs(rng, 1, range(60, 61), range(24, 25))
+    """Returns jobs that are all alike, so that requests can be counted instead of tokens; and long, so that the workers
+    are what limits them, not the routers or this process."""
+    [job] = mixed_jobs(rng, 1, range(60, 61), range(96, 97))
     return job
 
 
