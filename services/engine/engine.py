@@ -320,8 +320,7 @@ class Engine:
         self._step_started_s = None
         events = self._absorb(plan, result, started_s, ended_s)
         self.tally.absorbed(self._clock.now() - ended_s)
-        num_tokens, num_decodes = plan.num_tokens, plan.num_decodes
-        on_step(StepReport(tuple(events), plan.step_number, num_tokens, num_decodes, started_s, ended_s))
+        on_step(StepReport(tuple(events), plan.step_number, plan.num_tokens, plan.num_decodes, started_s, ended_s))
 
     def _absorb(
         self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float

@@ -178,6 +178,7 @@ class _Simulation:
             self._note_gap,
             rules=self._rules,
             host=self._workers.values() if profile.shares_host else (),
+            is_followed=self._coordinator.follows_caches,
         )
         self._coordinator.worker_joined(info, self._world.now)
         self._coordinator.session_opened(worker_id, incarnation, self._world.now)

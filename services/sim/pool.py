@@ -41,7 +41,8 @@ class Part:
 
 
 class SimPool:
-    def __init__(self, num_blocks: int, block_size: int, *, caches: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, caches: bool = True, is_followed: bool = False) -> None:
+        """`caches` says whether parts are kept, `is_followed` whether somebody wants to know of changes in them."""
         self.changes: dict[ShortHash, bool] = {}
         """Blocks whose place in the cache has changed since this was emptied last, and whether they are there."""
         self.num_free = num_blocks
@@ -49,6 +50,7 @@ class SimPool:
         """Blocks of parts that nobody uses."""
         self._block_size = block_size
         self._caches = caches
+        self._is_followed = is_followed
         self._parts: dict[BlockHash, Part] = {}
         self._unused: dict[BlockHash, Part] = {}
 
@@ -63,7 +65,7 @@ class SimPool:
         while self.num_free < count:
             name, part = next(iter(self._unused.items()))
             del self._unused[name], self._parts[name]
-            self.changes.update(dict.fromkeys(block_hashes_of(name, part.first_block, part.num_blocks), False))
+            self._note(part, there=False)
             self.num_cached -= part.num_blocks
             self.num_free += part.num_blocks
         self.num_free -= count
@@ -91,7 +93,7 @@ class SimPool:
         for name, first_block, num_blocks in self._full_parts(prompt, num_tokens):
             if name not in self._parts:
                 part = self._parts[name] = Part(name, first_block, num_blocks, num_users=1)
-                self.changes.update(dict.fromkeys(block_hashes_of(name, first_block, num_blocks), True))
+                self._note(part, there=True)
                 new.append(part)
         return new
 
@@ -103,6 +105,11 @@ class SimPool:
             if part.num_users == 0:
                 self._unused[part.name] = part
                 self.num_cached += part.num_blocks
+
+    def _note(self, part: Part, *, there: bool) -> None:
+        if self._is_followed:
+            hashes = block_hashes_of(part.name, part.first_block, part.num_blocks)
+            self.changes.update(dict.fromkeys(hashes, there))
 
     def _use(self, part: Part) -> None:
         if part.num_users == 0:

@@ -136,9 +136,11 @@ class SimWorker:
         *,
         rules: WorkerRules,
         host: Collection[SimWorker] = (),
+        is_followed: bool = False,
     ) -> None:
         """`tell` takes what the worker reports; `note_gap(seconds, count)` notes gaps between tokens of a stream.
-        `host` are the workers, perhaps itself among them, that compute on the same host."""
+        `host` are the workers, perhaps itself among them, that compute on the same host. `is_followed` says whether the
+        router wants to know of changes in its prefix cache."""
         self.info = info
         self.profile = profile
         self.busy_s = 0.0
@@ -152,7 +154,9 @@ class SimWorker:
         self._rules = rules
         self._batch_size = 0
         """Sequences that began together, with static batching."""
-        self._pool = SimPool(profile.num_blocks, profile.block_size, caches=rules.prefix_caching)
+        self._pool = SimPool(
+            profile.num_blocks, profile.block_size, caches=rules.prefix_caching, is_followed=is_followed
+        )
         self._waiting: deque[SimLeg] = deque()
         self._batch: list[SimLeg] = []
         self._leases: dict[int, SimLeg] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from services.router.main import Router, RouterConfig
 from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
 from tests.support.trusted import CLUSTER_TOKEN, dial
-from tests.support.workers import LoadEngine, Roles, idle, running_worker, until, worker_config
+from tests.support.workers import DECODE, MIXED, PREFILL, LoadEngine, Roles, idle, running_worker, until, worker_config
 
 READY_WITHIN_S = 20.0
 
@@ -140,3 +141,26 @@ async def running_cluster(
         await until(lambda: cluster.num_ready == len(roles), "every worker is ready", READY_WITHIN_S)
         yield cluster
         await cluster.idle()
+
+
+async def split_and_whole(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    split: dict[str, Any] | None = None,
+    **worker: Any,
+) -> list[tuple[Answer, Answer]]:
+    """Returns two greedy answers to each prompt: of a prefill and a decode worker, all at once, and of a mixed worker,
+    one by one. `worker` configures all workers, `split` those of the first cluster.
+
+    Asserts that the first answers were split.
+    """
+    async with running_cluster(model, [PREFILL, DECODE], **worker, **(split or {})) as cluster:
+        divided = await asyncio.gather(*(cluster.greedy(prompt, max_tokens) for prompt in prompts))
+    async with running_cluster(model, [MIXED], **worker) as cluster:
+        whole = [await cluster.greedy(prompt, max_tokens) for prompt in prompts]
+    for answer in divided:
+        assert answer.completion is not None
+        assert (answer.completion.workers.prefill, answer.completion.workers.decode) == ("w0", "w1")
+    return list(zip(divided, whole, strict=True))

@@ -6,7 +6,6 @@ The reference of the latter has the same weights and rounds inputs as the kernel
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from unittest import mock
@@ -23,12 +22,11 @@ from services.engine.loading import load
 from services.engine.model.weights import load_model
 from services.engine.native.bindings import kernels
 from tests.support.checkpoints import Form, write_checkpoint
-from tests.support.cluster import running_cluster
+from tests.support.cluster import split_and_whole
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
 from tests.support.examples import combinations
 from tests.support.models import VOCAB_SIZE, tiny_model
-from tests.support.workers import DECODE, MIXED, PREFILL
 
 MAX_TOKENS = 24
 GAP_BOUND = 0.5
@@ -78,13 +76,8 @@ async def test_split_equals_unsplit(form: str, tmp_path: Path) -> None:
     saved, plain = write_checkpoint(tiny_model("llama", tmp_path), FORMS[form])
     method = FORMS[form].method
     reference = reference_of(saved, plain, method)
-    async with running_cluster(saved, [PREFILL, DECODE], quantization=method) as cluster:
-        split = await asyncio.gather(*(cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts()))
-    async with running_cluster(saved, [MIXED], quantization=method) as cluster:
-        whole = [await cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts()]
-    for prompt, one, other in zip(prompts(), split, whole, strict=True):
-        assert one.completion is not None
-        assert (one.completion.workers.prefill, one.completion.workers.decode) == ("w0", "w1")
+    pairs = await split_and_whole(saved, prompts(), MAX_TOKENS, quantization=method)
+    for prompt, (one, other) in zip(prompts(), pairs, strict=True):
         reference.check(prompt, one.token_ids)
         reference.check(prompt, one.token_ids, other.token_ids)
     assert reference.num_near_ties * 20 <= reference.num_compared

@@ -7,7 +7,6 @@ float32; they are counted.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from unittest import mock
@@ -17,12 +16,12 @@ import pytest
 from services.core.errors import ConfigError
 from services.engine.cpu import quantised_linear
 from services.engine.cpu.quantisation import quantise
-from tests.support.cluster import running_cluster
+from tests.support.cluster import running_cluster, split_and_whole
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
 from tests.support.examples import combinations
 from tests.support.models import FAMILIES, VOCAB_SIZE, tiny_model
-from tests.support.workers import DECODE, MIXED, PREFILL
+from tests.support.workers import DECODE, PREFILL
 
 LENGTHS = (1, 15, 16, 17, 40, 63, 64, 65, 130)
 MAX_TOKENS = 24
@@ -63,13 +62,9 @@ def test_generations_are_those_of_the_plain_path(family: str, scheme: str, tmp_p
 async def test_split_equals_unsplit(scheme: str, transport: str, tmp_path: Path) -> None:
     model = tiny_model("llama", tmp_path)
     reference = reference_of(model, scheme)
-    async with running_cluster(model, [PREFILL, DECODE], quantization=scheme, transport=transport) as cluster:
-        split = await asyncio.gather(*(cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts()))
-    async with running_cluster(model, [MIXED], quantization=scheme) as cluster:
-        whole = [await cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts()]
-    for prompt, one, other in zip(prompts(), split, whole, strict=True):
-        assert one.completion is not None
-        assert (one.completion.workers.prefill, one.completion.workers.decode) == ("w0", "w1")
+    split = {"transport": transport}
+    pairs = await split_and_whole(model, prompts(), MAX_TOKENS, split=split, quantization=scheme)
+    for prompt, (one, other) in zip(prompts(), pairs, strict=True):
         reference.check(prompt, one.token_ids)
         reference.check(prompt, one.token_ids, other.token_ids)
     check_near_ties(reference)
