@@ -67,13 +67,58 @@ FORCED floats weights_of(floats x) {
  * scale before, unless more is done with them than to compare them. */
 static float to_powers(const Attention *a) { return a->softcap == 0 && a->scale > 0 ? a->scale * LOG2_E : LOG2_E; }
 
+/* -- units of products ----------------------------------------------------------------------------------------------- */
+
+/* A unit is what one lane of a product takes at once: a float, or two bfloat16 where the processor multiplies pairs. */
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+#define PAIRED 1
+typedef uint32_t unit;
+typedef words units;
+/* Returns pairs of the i-th number of the lower half and the i-th of the upper half. */
+FORCED units interleaved(__m512i halves) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (units)_mm512_permutexvar_epi16(order, halves);
+}
+/* Returns pairs of a lane of `low` and the same lane of `high`, rounded to bfloat16. */
+FORCED units paired(floats low, floats high) {
+    return interleaved((__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+FORCED floats product(floats sums, unit a, words b) {
+    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+}
+#else
+#define PAIRED 0
+typedef float unit;
+typedef floats units;
+FORCED floats product(floats sums, unit a, units b) { return sums + a * b; }
+#endif
+#define PER_UNIT (1 + PAIRED)
+
 /* -- decodes ------------------------------------------------------------------------------------------------------- */
 
-/* The state of a query head during the softmax. */
+/* The state of a query head during the softmax. Of PAIRED elements, `query` has pairs of them as they lie, and each two
+ * vectors of `mixed` are those of numbers that `unpacked` lists. */
 typedef struct {
     floats query[MAX_HEAD_DIM / LANES], mixed[MAX_HEAD_DIM / LANES], total; /* total: its lanes add up to the sum */
     float largest;
 } Head;
+
+/* Turns the products of a head with `count` keys into weights, and keeps the softmax's state. vectors: of head_dim. */
+FORCED floats weights_of_head(const Attention *a, Head *head, floats scores, long count, const long vectors) {
+    if (a->softcap != 0) scores = capped(scores, a->softcap);
+    for (long t = count; t < LANES; t++) scores[t] = HIDDEN;
+    float highest = largest_lane(scores);
+    if (highest > head->largest) {
+        float shrink = weights_of((floats){0} + (head->largest - highest) * LOG2_E)[0];
+        for (long v = 0; v < vectors; v++) head->mixed[v] *= shrink;
+        head->total *= shrink;
+        head->largest = highest;
+    }
+    floats weights = weights_of((scores - head->largest) * LOG2_E);
+    head->total += weights;
+    return weights;
+}
 
 /* Attends to at most LANES tokens of one block, with `group` query heads over one key head. vectors: of head_dim.
  * `ahead`: elements from here to the same place in the next block, which is prefetched meanwhile, since blocks lie
@@ -97,20 +142,8 @@ FORCED void attend_group(
     for (long t = count; t < LANES; t++)
         for (long g = 0; g < group; g++) parts[g][t] = (floats){0};
     for (long g = 0; g < group; g++) {
-        Head *head = heads + g;
         floats scores = sums_of_each(parts[g]) * key_scales;
-        if (a->softcap != 0) scores = capped(scores, a->softcap);
-        for (long t = count; t < LANES; t++) scores[t] = HIDDEN;
-        float highest = largest_lane(scores);
-        if (highest > head->largest) {
-            float shrink = weights_of((floats){0} + (head->largest - highest) * LOG2_E)[0];
-            for (long v = 0; v < vectors; v++) head->mixed[v] *= shrink;
-            head->total *= shrink;
-            head->largest = highest;
-        }
-        weights[g] = weights_of((scores - head->largest) * LOG2_E);
-        head->total += weights[g];
-        weights[g] *= value_scales;
+        weights[g] = weights_of_head(a, heads + g, scores, count, vectors) * value_scales;
     }
     for (long v = 0; v < vectors; v++) {
         floats mixed[4];
@@ -125,6 +158,76 @@ FORCED void attend_group(
     }
 }
 
+#if PAIRED && !SCALED
+/* Returns whether decodes multiply pairs: of two dims with keys, and of two tokens with values. */
+FORCED int in_pairs(const long vectors) { return vectors % 2 == 0; }
+
+/* As `attend_group`, with twice the products an instruction; weights are rounded to bfloat16 for it, as in chunks. */
+FORCED void attend_group_in_pairs(
+    const Attention *a, Head *heads, const stored *keys, const stored *values, long ahead, long count,
+    const long group, const long vectors) {
+    floats parts[4][LANES];
+    unit weights[4][LANES / 2];
+    for (long t = 0; t < count; t++) {
+        floats scores[4] = {0};
+        for (long v = 0; v < vectors / 2; v++) {
+            const stored *from = keys + t * a->token + 2 * LANES * v;
+            __builtin_prefetch(from + ahead, 0, 2);
+            __m512bh key = (__m512bh)_mm512_loadu_si512(from);
+            for (long g = 0; g < group; g++)
+                scores[g] = (floats)_mm512_dpbf16_ps((__m512)scores[g], (__m512bh)heads[g].query[v], key);
+        }
+        for (long g = 0; g < group; g++) parts[g][t] = scores[g];
+    }
+    for (long t = count; t < LANES; t++)
+        for (long g = 0; g < group; g++) parts[g][t] = (floats){0};
+    for (long g = 0; g < group; g++) {
+        floats each = weights_of_head(a, heads + g, sums_of_each(parts[g]) * a->scale, count, vectors);
+        *(__m256i_u *)weights[g] = (__m256i)_mm512_cvtneps_pbh((__m512)each);
+    }
+    for (long v = 0; v < vectors; v += 2) {
+        floats low[4], high[4];
+        for (long g = 0; g < group; g++) low[g] = heads[g].mixed[v], high[g] = heads[g].mixed[v + 1];
+        for (long t = 0; t < count; t += 2) {
+            const stored *from = values + t * a->token + LANES * v;
+            const stored *other = t + 1 < count ? from + a->token : from; /* its weight is 0 */
+            __builtin_prefetch(from + ahead, 0, 2), __builtin_prefetch(other + ahead, 0, 2);
+            __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(other);
+            words lows = (words)_mm512_unpacklo_epi16(first, second);
+            words highs = (words)_mm512_unpackhi_epi16(first, second);
+            for (long g = 0; g < group; g++) {
+                low[g] = product(low[g], weights[g][t / 2], lows);
+                high[g] = product(high[g], weights[g][t / 2], highs);
+            }
+        }
+        for (long g = 0; g < group; g++) heads[g].mixed[v] = low[g], heads[g].mixed[v + 1] = high[g];
+    }
+}
+
+/* Puts two vectors of `mixed` into order: they come from the lower and the higher halves of each 128 bits. */
+FORCED void unpacked(floats *low, floats *high) {
+    const ints first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    const __m512 halves[2] = {(__m512)*low, (__m512)*high};
+    *low = (floats)_mm512_permutex2var_ps(halves[0], (__m512i)first, halves[1]);
+    *high = (floats)_mm512_permutex2var_ps(halves[0], (__m512i)(first + 8), halves[1]);
+}
+#else
+FORCED int in_pairs(const long vectors) { return (void)vectors, 0; }
+FORCED void unpacked(floats *low, floats *high) { (void)low, (void)high; }
+#endif
+
+FORCED void attend_some(
+    const Attention *a, Head *heads, const stored *keys, const stored *values, long ahead, long count,
+    const long group, const long vectors) {
+#if PAIRED && !SCALED
+    if (in_pairs(vectors)) {
+        attend_group_in_pairs(a, heads, keys, values, ahead, count, group, vectors);
+        return;
+    }
+#endif
+    attend_group(a, heads, keys, values, ahead, count, group, vectors);
+}
+
 FORCED void attend_block(
     const Attention *a, Head *heads, const stored *keys, const stored *values, long ahead, long begin, long end,
     const long vectors) {
@@ -132,10 +235,10 @@ FORCED void attend_block(
         const stored *some = keys + first * a->token, *others = values + first * a->token;
         long count = end - first < LANES ? end - first : LANES, left = a->heads / a->kv_heads;
         Head *next = heads;
-        for (; left >= 4; left -= 4, next += 4) attend_group(a, next, some, others, ahead, count, 4, vectors);
-        if (left == 3) attend_group(a, next, some, others, ahead, count, 3, vectors);
-        if (left == 2) attend_group(a, next, some, others, ahead, count, 2, vectors);
-        if (left == 1) attend_group(a, next, some, others, ahead, count, 1, vectors);
+        for (; left >= 4; left -= 4, next += 4) attend_some(a, next, some, others, ahead, count, 4, vectors);
+        if (left == 3) attend_some(a, next, some, others, ahead, count, 3, vectors);
+        if (left == 2) attend_some(a, next, some, others, ahead, count, 2, vectors);
+        if (left == 1) attend_some(a, next, some, others, ahead, count, 1, vectors);
     }
 }
 
@@ -146,14 +249,17 @@ static void begin_decode(const Attention *a, Head *heads, long row, long first_h
             heads[h].query[v] = widen_lanes(query + LANES * v) * a->scale;
             heads[h].mixed[v] = (floats){0};
         }
+        if (in_pairs(a->head_dim / LANES)) memcpy(heads[h].query, query, (size_t)a->head_dim * sizeof *query);
         heads[h].largest = LOWEST, heads[h].total = (floats){0};
     }
 }
 
-static void end_decode(const Attention *a, const Head *heads, long row, long first_head, long count) {
+static void end_decode(const Attention *a, Head *heads, long row, long first_head, long count) {
     for (long h = 0; h < count; h++) {
         element *output = a->output + (row * a->heads + first_head + h) * a->head_dim;
         float share = 1 / sum_of_lanes(heads[h].total);
+        if (in_pairs(a->head_dim / LANES))
+            for (long v = 0; v < a->head_dim / LANES; v += 2) unpacked(heads[h].mixed + v, heads[h].mixed + v + 1);
         for (long v = 0; v < a->head_dim / LANES; v++) narrow_lanes(heads[h].mixed[v] * share, output + LANES * v);
     }
 }
@@ -182,32 +288,6 @@ static void attend_decode(const Attention *a, long sequence, long from, long to)
 }
 
 /* -- products of small matrices ------------------------------------------------------------------------------------ */
-
-/* A unit is what one lane of a product takes at once: a float, or two bfloat16 where the processor multiplies pairs. */
-#if defined(BFLOAT16) && defined(__AVX512BF16__)
-#define PAIRED 1
-typedef uint32_t unit;
-typedef words units;
-/* Returns pairs of the i-th number of the lower half and the i-th of the upper half. */
-FORCED units interleaved(__m512i halves) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (units)_mm512_permutexvar_epi16(order, halves);
-}
-/* Returns pairs of a lane of `low` and the same lane of `high`, rounded to bfloat16. */
-FORCED units paired(floats low, floats high) {
-    return interleaved((__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-}
-FORCED floats product(floats sums, unit a, words b) {
-    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-}
-#else
-#define PAIRED 0
-typedef float unit;
-typedef floats units;
-FORCED floats product(floats sums, unit a, units b) { return sums + a * b; }
-#endif
-#define PER_UNIT (1 + PAIRED)
 
 #if LANES == 16 || defined(__aarch64__)
 #define STRIP 8 /* rows of a product whose sums are in registers together: 8 x 3 of 32 */
