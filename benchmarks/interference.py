@@ -21,6 +21,8 @@ from benchmarks.settings import setting
 from benchmarks.streaming import stream_grpc
 
 _START_WITHIN_S = 120.0
+_PROMPT_TOKENS = 64
+"""Of the streams."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ async def interfere(address: str, seed: object, settings: InterferenceSettings) 
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         running: list[Answer] = []
         streams = [
-            asyncio.create_task(_stream(stub, (seed, "stream", number), settings.stream_tokens, running))
+            asyncio.create_task(_stream(stub, (seed, "stream", number), number / settings.streams, settings, running))
             for number in range(settings.streams)
         ]
         try:
@@ -92,15 +94,25 @@ def _gaps_ms(answers: Sequence[Answer], from_s: float, to_s: float) -> list[floa
 
 
 async def _stream(
-    stub: inference_pb2_grpc.InferenceServiceStub, seed: object, max_tokens: int, running: list[Answer]
+    stub: inference_pb2_grpc.InferenceServiceStub,
+    seed: object,
+    share: float,
+    settings: InterferenceSettings,
+    running: list[Answer],
 ) -> None:
-    """Streams for ever; `running` gets each answer as it begins."""
-    number = 0
+    """Streams for ever; `running` gets each answer as it begins.
+
+    The first goes on as if a `share` of its tokens were there already. So streams are at different places, as those of
+    users are, and the tokens before them are as many in all at any time. Would all begin at once, the gaps between
+    tokens would grow with them until all end, and tell of that instead of what prompts do.
+    """
+    number, there = 0, int(share * settings.stream_tokens)
     while True:
         answer = Answer(time.perf_counter())
         running.append(answer)
-        _whole(await stream_grpc(stub, make_request((seed, number), 64, max_tokens), answer))
-        number += 1
+        request = make_request((seed, number), _PROMPT_TOKENS + there, settings.stream_tokens - there)
+        _whole(await stream_grpc(stub, request, answer))
+        number, there = number + 1, 0
 
 
 async def _all_run(running: list[Answer], streams: list[asyncio.Task[None]]) -> None:

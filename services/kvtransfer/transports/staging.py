@@ -42,6 +42,7 @@ class StagingArea:
         self.before_close: Callable[[], None] = lambda: None
         self._memory = SealedMemory("baton-staging", num_slots * block_bytes)
         self._map = self._memory.map
+        self._closed = False
         self.whole = Region(self._memory.address, num_slots * block_bytes, "cpu")
         """The region of all slots."""
 
@@ -75,9 +76,10 @@ class StagingArea:
 
     def close(self) -> None:
         """Frees the memory. To be called when no copy is under way any more; peers keep what they have mapped."""
-        if not self._map.closed:
+        if not self._closed:
+            self._closed = True
             self.before_close()
-            self._map.close()
+            self._map.release()
             self._memory.close()
 
 

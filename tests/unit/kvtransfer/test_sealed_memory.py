@@ -95,6 +95,35 @@ def test_a_kernel_that_cannot_seal_leaves_memory_for_its_owner_alone(monkeypatch
     assert memory.fd is None
     memory.map[5] = 7
     assert memory.map[5] == 7
-    memory.map.close()
+    memory.map.release()
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     assert not [link for link in links if os.path.islink(link) and "baton-unit" in os.readlink(link)]
+
+
+def test_it_is_unmapped_with_its_last_view() -> None:
+    memory = SealedMemory("baton-unmapped", 5 << 20)
+    view, address = memory.map[3:], memory.address
+    memory.close()
+    del memory
+    view[0] = 1
+    assert _pages_of("baton-unmapped") == [address]
+    del view
+    assert _pages_of("baton-unmapped") == []
+
+
+def test_populated_memory_keeps_its_contents() -> None:
+    """Checks whole huge pages, and what lies behind the last."""
+    memory = SealedMemory("baton-populated", (4 << 20) + 8192)
+    memory.map[(2 << 20) + 1] = 9
+    for offset, num_bytes in ((0, 2 << 20), (2 << 20, 2 << 20), (4 << 20, 8192)):
+        assert memory.populate(offset, num_bytes)
+    assert memory.address % (2 << 20) == 0
+    assert bytes(memory.map[(2 << 20) : (2 << 20) + 3]) == b"\x00\x09\x00"
+    memory.close()
+    assert not memory.populate(0, 4096), "others may use it no longer"
+
+
+def _pages_of(name: str) -> list[int]:
+    """Returns where memory of that name is mapped."""
+    with open("/proc/self/maps") as maps:
+        return [int(line.partition("-")[0], 16) for line in maps if name in line]
