@@ -28,6 +28,10 @@ from services.kv.pool import BlockPool, Holder
 
 logger = logging.getLogger(__name__)
 
+_AT_REST_S = 0.1
+"""Without work for so long, the engine does what is not urgent: right after a step, others need the processor to hand
+over what it computed."""
+
 Loader = Callable[[EngineConfig], Loaded]
 
 
@@ -235,16 +239,17 @@ class Engine:
                 # The event is cleared before the look for work. So anything that arrives from here on is either found
                 # by that look, or ends the wait below.
                 self._wake.clear()
-                if not self._step(on_step) and not self._touch_blocks():
+                if not self._step(on_step) and not self._wake.wait(_AT_REST_S):
+                    self._touch_blocks()
                     self._wake.wait()
         except Exception:
             # This is a defect of the engine or of on_step, not of a step. `alive` is false from now on.
             logger.critical("the step thread ends because of a defect; no further steps run", exc_info=True)
 
-    def _touch_blocks(self) -> bool:
-        """Makes some of the memory of the blocks that come next ready, while there is nothing to run. Returns whether
-        there is more to do."""
-        return self._touch is not None and self._touch(self._pool.num_used)
+    def _touch_blocks(self) -> None:
+        """Makes the memory of the blocks that come next ready, until something else is to be done."""
+        while self._touch is not None and self._touch(self._pool.num_used) and not self._wake.is_set():
+            pass
 
     def _step(self, on_step: OnStep) -> bool:
         """Schedules, runs and absorbs one step; returns False if there was nothing to run or report."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from services.core.errors import StepFailed
+from services.engine import engine as engine_module
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.engine import Engine
 from services.engine.loading import Loaded
@@ -255,8 +256,12 @@ def test_drafts_end_before_what_is_no_token(runner: ScriptedRunner, make_driver:
     )
 
 
-def test_memory_is_made_ready_only_while_there_is_nothing_to_run(runner: ScriptedRunner) -> None:
-    """The engine asks as soon as it runs, and again after steps, since these may have used blocks."""
+def test_memory_is_made_ready_only_while_there_is_nothing_to_run(
+    runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine asks when it has rested for a while, and again after steps, since these may have used blocks: right
+    after a step, what it computed is handed over, and would wait."""
+    monkeypatch.setattr(engine_module, "_AT_REST_S", 0.3)
     told: queue.Queue[int] = queue.Queue()
     more = iter((True, True, False))
 
@@ -279,4 +284,6 @@ def test_memory_is_made_ready_only_while_there_is_nothing_to_run(runner: Scripte
         runner.gated = False
         runner.go.release()
         driver.wait(seq_id)
+        ended_s = time.monotonic()
         assert told.get(timeout=10) == 2, "the sequence had two blocks"
+        assert time.monotonic() - ended_s > 0.2
