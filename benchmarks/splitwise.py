@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,9 @@ from benchmarks.result import Result
 from services.router.coordinator.config import CoordinatorConfig
 from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
+from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest
 from services.sim.trace_files import read_trace
-from services.sim.worker import WorkerRules
 
 A100, H100, H100_CAPPED = "a100-80gb", "h100-80gb", "h100-80gb-pcap"
 COST = {A100: 2.21, H100: 4.76, H100_CAPPED: 4.76}
@@ -196,20 +197,29 @@ class Bench:
         print(f"{design.name}: {rate:g} requests/s: {found[1]} at {found[0]:.2f} of its bound", flush=True)
         return found
 
-    def highest(self, design: Design, step: float) -> tuple[float, str]:
-        """Returns the highest rate, a multiple of `step`, at which all bounds are met, and what breaks beyond it."""
-        low, high = 0, max(1, round(40 / step))
-        while (found := self.run(design, high * step))[0] <= 1:
-            low, high = high, high + max(1, high // 4)  # in small steps: far beyond its limit a cluster only queues
-        broken = found[1]
-        while high - low > 1:
-            middle = (low + high) // 2
-            found = self.run(design, middle * step)
+    def highest(self, design: Design, step: float, near: float) -> tuple[float, str]:
+        """Returns the highest rate, a multiple of `step`, at which all bounds are met, and what breaks beyond it. It
+        looks near the rate `near` first, and in small steps, since far beyond its limit a cluster only queues."""
+        low, high, broken, reach = 0, 0, "", 1
+        at = max(1, round(near / step))
+        while not high or high - low > 1:
+            found = self.run(design, at * step)
             if found[0] <= 1:
-                low = middle
+                low = at
             else:
-                high, broken = middle, found[1]
+                high, broken = at, found[1]
+            if not high or not low:  # what is on its other side is not known yet
+                at = max(1, at + (reach if low else -reach))
+                reach *= 2
+            else:
+                at = (low + high) // 2
         return low * step, broken
+
+
+def rates_of(path: Path) -> dict[str, float]:
+    """Returns the rate of each cluster in a result file."""
+    figures = json.loads(path.read_text())["figures"]
+    return {each["name"].rpartition(" (")[0]: each["median"] for each in figures if each["unit"] == "requests/s"}
 
 
 def compared(rates: Mapping[str, float]) -> Findings:
@@ -243,15 +253,17 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=2.0, help="between rates, requests/s (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--designs", default="", help="some of them, with semicolons (default: all)")
+    parser.add_argument("--near", type=Path, help="an earlier result, near whose rates to look first")
     parser.add_argument("--json", type=Path, default=Path("out/splitwise.json"), help="the result file")
     arguments = parser.parse_args()
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     result, bench = Result(settings), Bench(arguments)
     rates: dict[str, float] = {}
+    near = {} if arguments.near is None else rates_of(arguments.near)
     for design in DESIGNS:
         if arguments.designs and design.name not in arguments.designs.split(";"):
             continue
-        rates[design.name], broken = bench.highest(design, arguments.step)
+        rates[design.name], broken = bench.highest(design, arguments.step, near.get(design.name, 40.0))
         machines = f"{design.mixed} mixed" if design.mixed else f"{design.prefill} prefill, {design.decode} decode"
         result.add(
             [Figure(f"{design.name} ({machines})", "requests/s", (rates[design.name],), f"then {broken} breaks")]

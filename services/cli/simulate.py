@@ -20,9 +20,9 @@ from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
 from services.sim.report import Objective, picture, summary, text
+from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest, scaled, synthetic_trace
 from services.sim.trace_files import read_trace
-from services.sim.worker import WorkerRules
 
 PROFILE = "profile.json"
 """The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""

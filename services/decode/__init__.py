@@ -1,5 +1,5 @@
 """Has the decode phase of a worker: it takes over a handoff's KV and runs the token loop.
 
-`handoff_admission` decides whether a handoff is admitted, `intake` reserves blocks and imports the KV, `leg` follows
-each command from its arrival to its last token, and `record` keeps the times for its spans and timings.
+`intake` reserves blocks or refuses, and imports the KV, `leg` follows each command from its arrival to its last token,
+and `record` keeps the times for its spans and timings.
 """

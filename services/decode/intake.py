@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from baton.v1 import types_pb2, worker_pb2
 from services.core.config import DAY_S
 from services.core.errors import BatonError, LayoutMismatch, LeaseInvalid, ProtocolViolation
-from services.decode.handoff_admission import AdmissionPolicy, Refusal
 from services.engine.schedule.sequence import Sequence
-from services.engine.worker_engine import EngineRoom
+from services.kv.handoff_admission import AdmissionPolicy, EngineRoom, Refusal
 from services.kv.imports import Import, ImportState
 from services.kv.lease import FetchEnd, LeaseState
 from services.kv.pool import Holder

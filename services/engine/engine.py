@@ -22,7 +22,8 @@ from services.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from services.engine.schedule.sequence import Sequence, SequenceEvent, StepPlan, StepResult
 from services.engine.step_tally import StepTally
 from services.engine.warm_up import Loaded, warm_up
-from services.engine.worker_engine import BlockReservation, EngineRoom, OnStep
+from services.engine.worker_engine import BlockReservation, OnStep
+from services.kv.handoff_admission import EngineRoom
 from services.kv.index_log import IndexChanges, IndexLog
 from services.kv.pool import BlockPool, Holder
 

@@ -16,27 +16,12 @@ from typing import Protocol
 from services.engine.config import EngineInfo, EngineStats, StepReport
 from services.engine.schedule.sequence import Sequence
 from services.engine.step_tally import StepTally
+from services.kv.handoff_admission import EngineRoom
 from services.kv.index_log import IndexChanges
 from services.kv.pool import Holder
 from services.kv.regions import BlockMemory
 
 OnStep = Callable[[StepReport], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRoom:
-    """Describes how much room an engine has at one moment."""
-
-    num_available: int
-    """Free and cached blocks, without the cached prefix of the sequence in question."""
-    num_blocks: int
-    """Blocks of the whole pool."""
-    num_sequences: int
-    """Running and waiting sequences, adopted ones included."""
-    max_num_seqs: int
-    """Most sequences in a step."""
-    num_preempted: int
-    """Preempted sequences that wait to run again; they come before new sequences."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from services.router.coordinator.config import CoordinatorConfig
 from services.sim.cluster import SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.report import Objective, summary
+from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest
-from services.sim.worker import WorkerRules
 
 _MOST_AT_ONCE = 400
 """The most requests that come at once: enough that a worker's batch is full for long."""

@@ -28,8 +28,9 @@ from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Load, Role
 from services.sim.pool import PromptParts
 from services.sim.profile import WorkerProfile
+from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest
-from services.sim.worker import SimWorker, WorkerRules
+from services.sim.worker import SimWorker
 from services.sim.world import World
 
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}

@@ -2,11 +2,14 @@
 
 A part is what a trace names: so many tokens, whose name stands for them and for all before them. Sequences with the
 same part use the same blocks. A part that nobody uses stays until its blocks are needed, the longest unused one first,
-as in the engine's own cache. Owns: counts and names. Never: who is admitted.
+as in the engine's own cache. What else a sequence has computed stays there too when it leaves, as a remnant: only the
+same sequence could use it again, after a preemption, but it takes its turn in making room. Owns: counts and names.
+Never: who is admitted.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +43,30 @@ class Part:
     num_users: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class Remnant:
+    """Counts full blocks that a sequence has left behind, from its block `first_block` on."""
+
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Says what the cache has of a sequence."""
+
+    parts: list[Part]
+    num_part_blocks: int
+    """Blocks of these parts that are not computed again."""
+    num_remnant_blocks: int
+    num_unused: int
+    """Blocks among them that nobody uses now, so that they count as available."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_part_blocks + self.num_remnant_blocks
+
+
 class SimPool:
     def __init__(self, num_blocks: int, block_size: int, *, caches: bool = True, is_followed: bool = False) -> None:
         """`caches` says whether parts are kept, `is_followed` whether somebody wants to know of changes in them."""
@@ -52,7 +79,7 @@ class SimPool:
         self._caches = caches
         self._is_followed = is_followed
         self._parts: dict[BlockHash, Part] = {}
-        self._unused: dict[BlockHash, Part] = {}
+        self._unused: OrderedDict[Part | Remnant, None] = OrderedDict()  # next to make room first
 
     @property
     def available(self) -> int:
@@ -60,31 +87,61 @@ class SimPool:
         return self.num_free + self.num_cached
 
     def take(self, count: int) -> None:
-        """Takes so many blocks, which must be available. Parts that nobody uses make room."""
+        """Takes so many blocks, which must be available. What nobody uses makes room."""
         assert count <= self.available
         while self.num_free < count:
-            name, part = next(iter(self._unused.items()))
-            del self._unused[name], self._parts[name]
-            self._note(part, there=False)
-            self.num_cached -= part.num_blocks
-            self.num_free += part.num_blocks
+            oldest = next(iter(self._unused))
+            num_blocks = oldest.num_blocks
+            if isinstance(oldest, Remnant):  # its end goes first, block by block
+                num_blocks = min(num_blocks, count - self.num_free)
+                oldest.num_blocks -= num_blocks
+            if isinstance(oldest, Part) or not oldest.num_blocks:
+                del self._unused[oldest]
+            if isinstance(oldest, Part):
+                del self._parts[oldest.name]
+                self._note(oldest, there=False)
+            self.num_cached -= num_blocks
+            self.num_free += num_blocks
         self.num_free -= count
 
     def give(self, count: int) -> None:
+        """Frees so many blocks, in which nothing is left that anybody could use."""
         self.num_free += count
 
-    def hold(self, prompt: PromptParts, num_tokens: int) -> tuple[list[Part], int]:
-        """Uses the parts that are here of a sequence's first `num_tokens` tokens. Returns them and how many tokens of
-        them are not computed again, in full blocks: the last token always is, and so is the block that it is in."""
-        held, num_blocks, most_blocks = list[Part](), 0, (num_tokens - 1) // self._block_size
+    def leave(self, first_block: int, count: int) -> Remnant | None:
+        """Leaves so many blocks that one sequence has computed in the cache; returns them if they stay there."""
+        if not self._caches or count <= 0:
+            self.num_free += max(0, count)
+            return None
+        remnant = Remnant(first_block, count)
+        self._unused[remnant] = None
+        self.num_cached += count
+        return remnant
+
+    def find(self, prompt: PromptParts, num_tokens: int, remnant: Remnant | None = None) -> Hits:
+        """Returns what is here of a sequence's first `num_tokens` tokens, in full blocks; the last token is always
+        computed again, and so is the block that it is in. It takes nothing (see `hold`)."""
+        parts, num_blocks, num_unused = list[Part](), 0, 0
+        most_blocks = (num_tokens - 1) // self._block_size
         for name, _, count in self._full_parts(prompt, num_tokens):
             part = self._parts.get(name)
             if part is None or num_blocks >= most_blocks:
                 break
             num_blocks = min(num_blocks + count, most_blocks)
+            num_unused += 0 if part.num_users else part.num_blocks
+            parts.append(part)
+        if remnant is None or remnant.first_block != num_blocks:
+            return Hits(parts, num_blocks, 0, num_unused)
+        assert num_blocks + remnant.num_blocks <= max(num_blocks, most_blocks), "its last token is not computed"
+        return Hits(parts, num_blocks, remnant.num_blocks, num_unused + remnant.num_blocks)
+
+    def hold(self, hits: Hits, remnant: Remnant | None = None) -> None:
+        """Uses what `find` has found. The blocks of the remnant are the sequence's own from then on."""
+        for part in hits.parts:
             self._use(part)
-            held.append(part)
-        return held, num_blocks * self._block_size
+        if remnant is not None and hits.num_remnant_blocks:
+            del self._unused[remnant]
+            self.num_cached -= remnant.num_blocks
 
     def keep(self, prompt: PromptParts, num_tokens: int) -> list[Part]:
         """Names the full parts of a sequence whose first `num_tokens` tokens are computed, but those that are named
@@ -103,7 +160,7 @@ class SimPool:
         for part in reversed(parts):
             part.num_users -= 1
             if part.num_users == 0:
-                self._unused[part.name] = part
+                self._unused[part] = None
                 self.num_cached += part.num_blocks
 
     def _note(self, part: Part, *, there: bool) -> None:
@@ -113,7 +170,7 @@ class SimPool:
 
     def _use(self, part: Part) -> None:
         if part.num_users == 0:
-            del self._unused[part.name]
+            del self._unused[part]
             self.num_cached -= part.num_blocks
         part.num_users += 1
 

@@ -1,24 +1,24 @@
 """Simulates a worker as a cost model: blocks, batches and steps are counted, and nothing is computed.
 
-Owns: a worker's queue, batch, leases and imports, in the rules of `docs/architecture.md`: prompts reserve all their
-blocks, decodes go first in a step and grow block by block, the youngest is preempted when there is no room, a handoff
-is admitted or refused at once, its blocks cross while the prompt is still computed. Never: where a request goes, which
-the router's coordinator decides; which parts of prompts are kept (`pool`). Not modelled: output in prefix caches,
-staging, workers that stop and go on.
+Owns: when steps begin and end, leases and imports: a handoff is admitted or refused at once, by the decode workers' own
+rule, and its blocks cross while the prompt is still computed. Never: where a request goes, which the router's
+coordinator decides; what a step computes (`scheduler`); which parts of prompts are kept (`pool`). Not modelled: other
+sequences' output in prefix caches, staging, workers that stop and go on.
 
-Steps that only decode are taken together until a sequence ends, a block is missing or somebody else joins, which gives
-the same times as one by one.
+Steps that only decode are taken together until a sequence ends, a block is missing or somebody else joins. Whoever
+looks meanwhile finds the tokens and blocks that there would be, step by step.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from services.core.errors import LeaseInvalid
-from services.core.hashing import ShortHash
+from services.core.hashing import ShortHash, num_blocks_for
+from services.kv.handoff_admission import AdmissionPolicy, EngineRoom
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -35,80 +35,19 @@ from services.router.coordinator.events import (
     WorkerInfo,
 )
 from services.router.policy import Load, Role
-from services.sim.pool import Part, PromptParts, SimPool
+from services.sim.pool import PromptParts, SimPool
 from services.sim.profile import WorkerProfile
+from services.sim.scheduler import SimLeg, SimScheduler, WorkerRules
 from services.sim.world import World
 
 _TOKEN = 1
 _LONGEST_RUN_S = 5.0
 """Steps taken together last at most this long: the router must hear of a leg now and then."""
+_OFFERED_AGAIN_S = 2.0
+"""After a refusal, the router offers a handoff again within so long, if it does at all."""
 
 Tell = Callable[["SimWorker", Sequence[LegEvent], Load], None]
 NoteGap = Callable[[float, int], None]
-
-
-@dataclass(frozen=True)
-class WorkerRules:
-    """Says how workers compute. What Baton's do is the default; the others are what is compared with."""
-
-    prefix_caching: bool = True
-    chunked: bool = True
-    """Whether a long prompt is computed in several steps, together with decodes. Otherwise all of it is in one step,
-    and others are beside it only within the limit of a step's tokens."""
-    static: bool = False
-    """Whether sequences are computed in batches that nobody joins or leaves: the next begins when the last sequence of
-    one has ended, and until then each step costs what it does with all of them (request-level batching)."""
-
-
-@dataclass(eq=False, slots=True)
-class SimLeg:
-    """Keeps one leg at a worker."""
-
-    leg: int
-    num_tokens: int
-    """Prompt and replayed output: what is computed before the leg's first token."""
-    position: int
-    """The output position of the leg's first token."""
-    most_output: int
-    only_prefill: bool
-    prompt: PromptParts
-    num_computed: int = 0
-    num_output: int = 0
-    num_reported: int = 0
-    reported_s: float = 0.0
-    num_blocks: int = 0
-    """Its own."""
-    held: list[Part] = field(default_factory=list)
-    """Parts of its prompt in blocks that others may use too."""
-    num_held_blocks: int = 0
-    """Blocks of these parts."""
-    decoding: bool = False
-    preempted: bool = False
-    cancelled: bool = False
-    sealed_s: float | None = None
-    on_sealed: Callable[[], None] | None = None
-    """What a destination does that fetches the lease."""
-    on_lost: Callable[[], None] | None = None
-    """What it does if the lease is lost meanwhile."""
-    ended: bool = False
-    """Whether the lease is over."""
-
-    @property
-    def context(self) -> int:
-        return self.num_tokens + self.num_output
-
-    @property
-    def all_blocks(self) -> int:
-        return self.num_blocks + self.num_held_blocks
-
-    def take_blocks_of(self, other: SimLeg) -> None:
-        self.num_blocks, self.num_held_blocks, self.held = other.num_blocks, other.num_held_blocks, other.held
-        other.num_blocks, other.num_held_blocks, other.held = 0, 0, []
-
-    @property
-    def to_compute(self) -> int:
-        """Returns the tokens whose KV is missing: a preempted sequence computes its output again too."""
-        return (self.context if self.preempted else self.num_tokens) - self.num_computed
 
 
 @dataclass(slots=True)
@@ -145,21 +84,20 @@ class SimWorker:
         self.profile = profile
         self.busy_s = 0.0
         self.bytes_fetched = 0
-        self.num_preemptions = 0
         self.dead = False
         self._world = world
         self._tell = tell
         self._note_gap = note_gap
         self._host = host
         self._rules = rules
-        self._batch_size = 0
-        """Sequences that began together, with static batching."""
         self._pool = SimPool(
             profile.num_blocks, profile.block_size, caches=rules.prefix_caching, is_followed=is_followed
         )
-        self._waiting: deque[SimLeg] = deque()
-        self._batch: list[SimLeg] = []
-        self._leases: dict[int, SimLeg] = {}
+        self.scheduler = SimScheduler(profile, rules, self._pool, limits_leased_blocks=info.roles is Role.MIXED)
+        self._admission = AdmissionPolicy()
+        self._refused_s = -math.inf
+        """When it last refused a handoff."""
+        self._num_arrived = 0
         self._imports: dict[int, SimLeg] = {}
         self._run: _Run | None = None
         self._run_number = 0
@@ -174,6 +112,7 @@ class SimWorker:
     def receive(self, command: SendLeg, prompt: PromptParts) -> None:
         if self.dead:
             return
+        self._num_arrived += 1
         work = SimLeg(
             command.leg,
             len(command.token_ids),
@@ -181,63 +120,84 @@ class SimWorker:
             command.max_tokens - command.output_base,
             only_prefill=command.phase is Role.PREFILL,
             prompt=prompt,
+            priority=command.spec.priority,
+            number=self._num_arrived,
+            arrival_s=self._world.now,
             reported_s=self._world.now,
         )
         if command.handoff is not None:
-            self._import(work, *_source(command.handoff.source))
+            self._import(work, command.age_s, *_source(command.handoff.source))
             return
-        self._waiting.append(work)
+        self.scheduler.add(work)
         self._say([])
-        self._cut_short()
-        self._begin()
+        self._look_again()
 
     def cancel(self, leg: int) -> None:
         if self.dead:
             return
-        for work in [work for work in self._waiting if work.leg == leg]:
-            self._waiting.remove(work)
-        for work in self._batch:
-            if work.leg == leg:
-                work.cancelled = True  # its blocks are free once no step can write them
-        if (lease := self._leases.get(leg)) is not None:
+        self._catch_up()
+        if (work := self._computing(leg)) is not None:
+            work.cancelled = True  # its blocks are free once no step can write them
+        if (lease := self.scheduler.leases.get(leg)) is not None:
             self._end_lease(lease)
             if lease.on_lost is not None:
                 lease.on_lost()
+        if work is None:
+            self.scheduler.remove(leg)
         if (import_ := self._imports.pop(leg, None)) is not None:
             import_.cancelled = True
-            self._give_back(import_)
+            self.scheduler.give_back(import_)
         self._say([])
+        self._look_again()
+
+    def _computing(self, leg: int) -> SimLeg | None:
+        """Returns the leg if a step computes it now."""
+        run, work = self._run, self.scheduler.running.get(leg)
+        if run is None or work is None:
+            return None
+        return work if work in run.decodes or any(work is part for part, _ in run.parts) else None
+
+    def _look_again(self) -> None:
+        """Lets the next step begin as soon as it may, since there may be more to compute, or more room."""
         self._cut_short()
         self._begin()
 
     def die(self) -> list[LegEvent]:
         """Ends at once, and all that fetch from it with it. Returns the tokens that its steps had brought until now."""
-        run, events = self._run, list[LegEvent]()
-        if run is not None:
-            self.busy_s += self._world.now - run.started_s
-            num_steps = self._steps_within(run, self._world.now - run.started_s)
-            for work in run.decodes:
-                work.num_output += num_steps
-        for work in self._batch:
-            if work.decoding and not work.cancelled and work.num_output > work.num_reported:
+        self._catch_up()
+        events = list[LegEvent]()
+        if self._run is not None:
+            self.busy_s += self._world.now - self._run.started_s
+        scheduler = self.scheduler
+        for work in (*scheduler.running.values(), *scheduler.preempted):
+            if not work.only_prefill and not work.cancelled and work.num_output > work.num_reported:
                 token_ids = (_TOKEN,) * (work.num_output - work.num_reported)
                 events.append(Tokens(work.leg, work.position + work.num_reported, token_ids))
         self.dead, self._run = True, None
-        for lease in self._leases.values():
+        for lease in scheduler.leases.values():
             lease.ended = True
             if lease.on_lost is not None:
                 lease.on_lost()
         return events
 
+    @property
+    def num_preemptions(self) -> int:
+        return self.scheduler.num_preemptions
+
+    @property
+    def _num_importing(self) -> int:
+        """Returns how many handoffs are copied, which those of its own are not."""
+        return sum(not work.in_place for work in self._imports.values())
+
     def load(self) -> Load:
         """Returns a snapshot."""
         self._num_loads += 1
-        pool = self._pool
+        self._catch_up()
+        pool, scheduler = self._pool, self.scheduler
         used = self.profile.num_blocks - pool.available
         # What several use is counted once.
-        importing = min(used, sum(work.all_blocks for work in self._imports.values()))
-        leased = min(used - importing, sum(work.all_blocks for work in self._leases.values()))
-        queued = sum(work.to_compute for work in (*self._waiting, *self._batch) if not work.decoding)
+        importing = sum(work.num_blocks for work in self._imports.values())
+        leased = min(used - importing, sum(work.all_blocks for work in scheduler.leases.values()))
         profile = self.profile
         return Load(
             sequence_number=self._num_loads,
@@ -246,11 +206,11 @@ class SimWorker:
             blocks_active=used - importing - leased,
             blocks_cached=pool.num_cached,
             blocks_free=pool.num_free,
-            num_running=len(self._batch),
-            num_waiting=len(self._waiting),
-            queued_prefill_tokens=queued,
-            num_importing=len(self._imports),
-            num_leases=len(self._leases),
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            queued_prefill_tokens=scheduler.queued_tokens,
+            num_importing=self._num_importing,
+            num_leases=len(scheduler.leases),
             prefix_tokens_queried=self._num_queried_tokens,
             prefix_tokens_hit=self._num_hit_tokens,
             ms_per_prefill_token=profile.ms_per_prefill_token,
@@ -260,8 +220,9 @@ class SimWorker:
 
     def check_idle(self) -> None:
         """Raises AssertionError if anything is left."""
-        left = [*self._waiting, *self._batch, *self._leases.values(), *self._imports.values()]
-        assert not left, f"{self.info.worker_id}: {len(left)} legs are left"
+        scheduler = self.scheduler
+        num_left = len(scheduler.running) + scheduler.num_waiting + len(scheduler.leases) + len(self._imports)
+        assert not num_left, f"{self.info.worker_id}: {num_left} legs are left"
         available = self._pool.available
         assert available == self.profile.num_blocks, f"{self.info.worker_id}: {available} blocks are available"
 
@@ -271,43 +232,42 @@ class SimWorker:
         """Begins the next steps, unless some are under way."""
         if self._run is not None:
             return
-        self._admit()
-        decodes = [work for work in self._batch if work.decoding]
-        if self._rules.static and len(decodes) < len(self._batch):
-            decodes = []  # all prompts of a batch come first
+        step = self.scheduler.schedule(self._world.now)
+        if step.admitted:
+            self._say([self._admitted(work) for work in step.admitted])
+        if not step.decodes and not step.parts:
+            return
         num_steps = 1
-        if decodes and (num_steps := self._grow(decodes)) == 0:
-            self._begin()  # one was preempted
-            return
-        parts = self._parts(self.profile.max_num_batched_tokens - len(decodes))
-        if not decodes and not parts:
-            return
-        context_tokens = sum(work.context for work in decodes)
         # Where others' computing matters, it is looked at before each step.
-        num_steps = 1 if parts or self.profile.shares_host else num_steps
+        if not step.parts and not self.profile.shares_host:
+            num_steps = self.scheduler.num_steps_ahead(step.decodes, self._most_steps(step.decodes))
         run = _Run(
             self._world.now,
             num_steps,
-            decodes,
-            parts,
-            context_tokens,
-            self._slowness(bool(parts)),
+            step.decodes,
+            step.parts,
+            sum(work.context for work in step.decodes),
+            self._slowness(bool(step.parts)),
             max(0.0, self._free_s - self._world.now),
         )
         self._schedule(run)
 
-    def _parts(self, budget: int) -> list[tuple[SimLeg, int]]:
-        """Returns which prompts the next step computes, and how many tokens of each."""
-        parts: list[tuple[SimLeg, int]] = []
-        for work in self._batch:
-            if work.decoding:
-                continue
-            count = min(budget, work.to_compute) if self._rules.chunked else work.to_compute
-            if budget <= 0 or (parts and count > budget):
-                break
-            parts.append((work, count))
-            budget -= count
-        return parts
+    def _admitted(self, work: SimLeg) -> LegEvent:
+        self._num_queried_tokens += work.num_tokens
+        self._num_hit_tokens += work.num_computed
+        if not work.only_prefill:
+            return DecodeAdmitted(work.leg, work.num_computed)
+        source: Any = (self, work)
+        return PrefillStarted(work.leg, _lease_id(work), source, work.num_computed)
+
+    def _most_steps(self, decodes: list[SimLeg]) -> int:
+        """Returns after how many steps a sequence ends, or the router must hear of one. While it may have a handoff
+        that was refused, it looks at each report, of which a worker sends one a step."""
+        if self._world.now - self._refused_s < _OFFERED_AGAIN_S:
+            return 1
+        num_steps = min(work.most_output - work.num_output for work in decodes)
+        step_s = self.profile.decode_ms(len(decodes), sum(work.context for work in decodes)) / 1e3
+        return min(num_steps, int(_LONGEST_RUN_S / step_s)) if step_s else num_steps
 
     def _schedule(self, run: _Run) -> None:
         self._run = run
@@ -316,7 +276,9 @@ class SimWorker:
         self._world.at(run.started_s + self._seconds(run, run.num_steps), lambda: self._end(number))
 
     def _seconds(self, run: _Run, num_steps: int) -> float:
-        num_decodes = self._batch_size if self._rules.static and run.decodes else len(run.decodes)
+        num_decodes = len(run.decodes)
+        if self._rules.static and run.decodes:
+            num_decodes = max(num_decodes, self.scheduler.batch_size)
         if run.parts:
             prompt_tokens = sum(count for _, count in run.parts)
             attended = sum(count * (work.num_computed + count / 2) for work, count in run.parts)
@@ -330,14 +292,36 @@ class SimWorker:
             return 1.0
         return self.profile.prefill_beside_factor if has_prompts else self.profile.decode_beside_factor
 
-    def _cut_short(self) -> None:
-        """Lets steps that were taken together end with the one that is under way now, so that others may join."""
+    def _catch_up(self) -> None:
+        """Notes the steps that have ended of those taken together, so that tokens and blocks are those of now."""
         run = self._run
         if run is None or run.num_steps == 1:
             return
-        under_way = self._steps_within(run, self._world.now - run.started_s) + 1
-        if under_way < run.num_steps:
-            run.num_steps = under_way
+        num_steps = self._steps_within(run, self._world.now - run.started_s)
+        if not num_steps:
+            return
+        seconds = self._seconds(run, num_steps)
+        self._absorb(run, num_steps, seconds)
+        run.started_s += seconds
+        run.num_steps -= num_steps
+        run.context_tokens += num_steps * len(run.decodes)
+        run.delay_s = 0.0
+        self.scheduler.cover(run.decodes)  # the step that is under way has its blocks
+
+    def _absorb(self, run: _Run, num_steps: int, seconds: float) -> None:
+        """Gives sequences the tokens of so many steps of the run, which took so long."""
+        self.busy_s += seconds
+        for work in run.decodes:
+            work.num_output += num_steps
+        if run.decodes:
+            self._note_gap(seconds / num_steps, num_steps * len(run.decodes))
+
+    def _cut_short(self) -> None:
+        """Lets steps that were taken together end with the one that is under way now, so that others may join."""
+        self._catch_up()
+        run = self._run
+        if run is not None and run.num_steps > 1:
+            run.num_steps = 1
             self._schedule(run)
 
     def _steps_within(self, run: _Run, elapsed_s: float) -> int:
@@ -351,94 +335,39 @@ class SimWorker:
                 low = middle + 1
         return low - 1
 
-    def _grow(self, decodes: list[SimLeg]) -> int:
-        """Gives decodes the blocks for the next steps. Returns how many steps those are; 0 if one was preempted."""
-        num_steps = min(work.most_output - work.num_output for work in decodes)
-        step_s = self.profile.decode_ms(len(decodes), sum(work.context for work in decodes)) / 1e3
-        num_steps = max(1, min(num_steps, int(_LONGEST_RUN_S / step_s) if step_s else num_steps))
-        while num_steps > 1 and self._missing(decodes, num_steps) > self._pool.available:
-            num_steps //= 2
-        if self._missing(decodes, num_steps) > self._pool.available:
-            self._preempt(decodes[-1])
-            return 0
-        for work in decodes:
-            more = self._blocks(work.context + num_steps) - work.all_blocks
-            if more > 0:
-                self._pool.take(more)
-                work.num_blocks += more
-        return num_steps
-
-    def _missing(self, decodes: list[SimLeg], num_steps: int) -> int:
-        return sum(max(0, self._blocks(work.context + num_steps) - work.all_blocks) for work in decodes)
-
-    def _preempt(self, work: SimLeg) -> None:
-        self.num_preemptions += 1
-        self._batch.remove(work)
-        self._give_back(work)
-        work.num_computed, work.decoding, work.preempted = 0, False, True
-        self._waiting.appendleft(work)
-
-    def _admit(self) -> None:
-        if self._rules.static and self._batch:
-            return
-        events: list[LegEvent] = []
-        while self._waiting and len(self._batch) < self.profile.max_num_seqs:
-            work = self._waiting[0]
-            needed = self._blocks(work.to_compute + (0 if work.only_prefill else 1))
-            cached_tokens = self._reserve(work, work.to_compute, needed)
-            if cached_tokens is None:
-                break
-            self._waiting.popleft()
-            if not work.preempted:
-                self._num_queried_tokens += work.num_tokens
-                self._num_hit_tokens += cached_tokens
-            work.num_computed = cached_tokens
-            self._batch.append(work)
-            if work.only_prefill:
-                self._leases[work.leg] = work
-                source: Any = (self, work)
-                events.append(PrefillStarted(work.leg, work.leg.to_bytes(16, "big"), source, cached_tokens))
-            elif not work.preempted:
-                events.append(DecodeAdmitted(work.leg, cached_tokens))
-        self._batch_size = len(self._batch)
-        if events:
-            self._say(events)
-
     def _end(self, number: int) -> None:
         run = self._run
         if run is None or number != self._run_number:
             return  # it was cut short
-        now, events = self._world.now, list[LegEvent]()
+        scheduler, events = self.scheduler, list[LegEvent]()
         self._run = None
-        self.busy_s += now - run.started_s
-        if run.decodes:
-            self._note_gap((now - run.started_s) / run.num_steps, run.num_steps * len(run.decodes))
+        scheduler.cover(run.decodes, run.num_steps - 1)
+        self._absorb(run, run.num_steps, self._world.now - run.started_s)
         for work in run.decodes:
-            work.num_output += run.num_steps
             self._output(work, events)
         for work, count in run.parts:
             work.num_computed += count
             if work.to_compute == 0 and not work.cancelled:
                 self._prompt_done(work, events)
-        for work in [work for work in self._batch if work.cancelled]:
-            self._batch.remove(work)
-            self._give_back(work)
+        for work in (*run.decodes, *(work for work, _ in run.parts)):
+            if work.cancelled:
+                scheduler.leave(work)
         self._say(events)
         self._begin()
 
     def _prompt_done(self, work: SimLeg, events: list[LegEvent]) -> None:
-        self._keep(work)
+        self.scheduler.keep(work)
         if self.info.roles is not Role.MIXED:
             self._free_s = max(self._free_s, self._world.now) + self.profile.ms_per_prompt / 1e3
-        if work.preempted:
-            work.preempted, work.decoding = False, True
-            return
-        work.num_output = 1
+        work.num_output += 1
         if not work.only_prefill:
             work.decoding = True
-            self._output(work, events, at_once=True)
+            if work.stalled_s is not None:
+                self._note_gap(self._world.now - work.stalled_s, 1)
+                work.stalled_s = None
+            self._output(work, events, at_once=work.num_output == 1)
             return
-        self._batch.remove(work)
+        self.scheduler.leave(work)
         over = work.most_output == 1
         work.sealed_s = self._world.now
         events.append(Tokens(work.leg, work.position, (_TOKEN,), finish=_LENGTH if over else None))
@@ -458,57 +387,26 @@ class SimWorker:
         events.append(Tokens(work.leg, work.position + work.num_reported, token_ids, finish=_LENGTH if over else None))
         work.num_reported, work.reported_s = work.num_output, self._world.now
         if over:
-            self._batch.remove(work)
-            self._give_back(work)
-
-    # Blocks
-
-    def _reserve(self, work: SimLeg, num_tokens: int, needed: int) -> int | None:
-        """Gives the leg the blocks that it needs, those among them that the prefix cache has of its first `num_tokens`
-        tokens. Returns how many tokens these hold; None if too few blocks are available."""
-        held, cached_tokens = self._pool.hold(work.prompt, num_tokens)
-        num_own = needed - cached_tokens // self.profile.block_size
-        if num_own > self._pool.available:
-            self._pool.let_go(held)
-            return None
-        self._pool.take(num_own)
-        work.num_blocks, work.held = num_own, held
-        work.num_held_blocks = needed - num_own
-        return cached_tokens
-
-    def _keep(self, work: SimLeg) -> None:
-        """Lets the prefix cache have the parts of the leg's prompt, which are computed."""
-        new = self._pool.keep(work.prompt, work.num_tokens)
-        num_blocks = sum(part.num_blocks for part in new)
-        work.num_blocks -= num_blocks
-        work.num_held_blocks += num_blocks
-        work.held += new
-
-    def _give_back(self, work: SimLeg) -> None:
-        self._pool.give(work.num_blocks)
-        self._pool.let_go(work.held)
-        work.num_blocks, work.num_held_blocks, work.held = 0, 0, []
+            self.scheduler.leave(work)
 
     # Handoffs
 
-    def _import(self, work: SimLeg, source: SimWorker, lease: SimLeg) -> None:
+    def _import(self, work: SimLeg, age_s: float, source: SimWorker, lease: SimLeg) -> None:
         if lease.ended:
             self._say([ImportFailed(work.leg, lease_alive=False, error=LeaseInvalid("it is over"))])
             return
-        in_place = source is self
-        cached_tokens: int | None = work.num_tokens
+        work.in_place = in_place = source is self
+        cached_tokens = 0
         if not in_place:
-            idle = not (self._batch or self._leases or self._imports)
-            crowded = len(self._batch) + len(self._imports) >= self.profile.max_num_seqs and not idle
-            needed = self._blocks(work.num_tokens + 1)
-            cached_tokens = None if crowded else self._reserve(work, work.num_tokens, needed)
-        if cached_tokens is None:
-            self._say([DecodeRefused(work.leg)])
-            return
+            found = self._reserve(work, _lease_id(lease), age_s)
+            if isinstance(found, DecodeRefused):
+                self._say([found])
+                return
+            cached_tokens = found
         self._imports[work.leg] = work
-        self._say([DecodeAdmitted(work.leg, 0 if in_place else cached_tokens)])
+        self._say([DecodeAdmitted(work.leg, cached_tokens)])
         began_s, profile = self._world.now, source.profile
-        num_bytes = (work.num_tokens - cached_tokens) * profile.kv_bytes_per_token
+        num_bytes = 0 if in_place else (work.num_tokens - cached_tokens) * profile.kv_bytes_per_token
 
         def sealed() -> None:
             assert lease.sealed_s is not None
@@ -525,10 +423,38 @@ class SimWorker:
         else:
             lease.on_sealed = sealed
 
+    def _reserve(self, work: SimLeg, lease_id: bytes, age_s: float) -> int | DecodeRefused:
+        """Sets the blocks of a handoff aside. Returns how many tokens the prefix cache has of it, or the refusal."""
+        self._catch_up()
+        pool, scheduler = self._pool, self.scheduler
+        hits = pool.find(work.prompt, work.num_tokens)
+        scheduler.hold(work, hits, 0)
+        num_fresh = num_blocks_for(work.num_tokens, self.profile.block_size) - hits.num_blocks
+        room = EngineRoom(
+            pool.available,
+            self.profile.num_blocks,
+            len(scheduler.running) + scheduler.num_waiting,
+            self.profile.max_num_seqs,
+            len(scheduler.preempted),
+        )
+        # One block more, since the token after the first needs a place.
+        refusal = self._admission.decide(lease_id, num_fresh + 1, age_s, room, self._num_importing, self._world.now)
+        if refusal is not None:
+            scheduler.give_back(work)
+            self._refused_s = self._world.now
+            self._cut_short()
+            return DecodeRefused(work.leg, refusal.needed_blocks, refusal.missing_blocks)
+        pool.take(num_fresh)
+        work.num_blocks = num_fresh
+        run = self._run
+        if run is not None and run.num_steps > 1 and scheduler.num_missing(run.decodes, run.num_steps) > pool.available:
+            self._cut_short()
+        return hits.num_blocks * self.profile.block_size
+
     def _import_failed(self, work: SimLeg) -> None:
         if not self.dead and self._imports.get(work.leg) is work:
             del self._imports[work.leg]
-            self._give_back(work)
+            self.scheduler.give_back(work)
             self._say([ImportFailed(work.leg, lease_alive=False, error=LeaseInvalid("it is over"))])
 
     def _ready(self, work: SimLeg, source: SimWorker, lease: SimLeg, num_bytes: int) -> None:
@@ -542,30 +468,26 @@ class SimWorker:
         if source is self:
             work.take_blocks_of(lease)
         else:
-            self._keep(work)
+            self.scheduler.keep(work)
         source.release(lease)
         work.num_computed, work.num_output, work.decoding = work.num_tokens, 1, True
-        self._batch.append(work)
         events: list[LegEvent] = [ImportReady(work.leg)]
         self._output(work, events, at_once=True)
+        self.scheduler.adopted.append(work)
         self._say(events)
-        self._cut_short()
-        self._begin()
+        self._look_again()
 
     def release(self, lease: SimLeg) -> None:
         """Ends a lease whose blocks were taken over."""
         self._end_lease(lease)
         self._say([LeaseEnded(lease.leg, b"", LeaseEnd.RELEASED)])
-        self._begin()
+        self._look_again()
 
     def _end_lease(self, lease: SimLeg) -> None:
-        del self._leases[lease.leg]
+        del self.scheduler.leases[lease.leg]
         lease.ended = True
-        if lease not in self._batch:
-            self._give_back(lease)
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.profile.block_size)
+        if lease.leg not in self.scheduler.running:
+            self.scheduler.give_back(lease)
 
     def take_cache_changes(self) -> tuple[list[ShortHash], list[ShortHash]]:
         """Returns which blocks its prefix cache has and has no more, since it was asked last."""
@@ -578,6 +500,10 @@ class SimWorker:
 
 
 _LENGTH = SequenceEnd(FinishReason.LENGTH)
+
+
+def _lease_id(lease: SimLeg) -> bytes:
+    return lease.leg.to_bytes(16, "big")
 
 
 def _source(source: Any) -> tuple[SimWorker, SimLeg]:

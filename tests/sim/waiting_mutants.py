@@ -12,9 +12,8 @@ import math
 from typing import Any
 
 from services.core.awake import AwakeTime
-from services.decode.handoff_admission import AdmissionPolicy
 from services.engine.schedule import step
-from services.engine.worker_engine import EngineRoom
+from services.kv.handoff_admission import AdmissionPolicy, EngineRoom
 from services.kv.lease_table import LeaseTable
 from services.router.conductor import Conductor
 from services.router.coordinator import admission, placement

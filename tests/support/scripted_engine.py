@@ -27,7 +27,8 @@ from services.engine.schedule.sequence import (
     Token,
 )
 from services.engine.step_tally import StepTally
-from services.engine.worker_engine import BlockReservation, EngineRoom, OnStep
+from services.engine.worker_engine import BlockReservation, OnStep
+from services.kv.handoff_admission import EngineRoom
 from services.kv.index_log import IndexChanges
 from services.kv.pool import BlockPool, Holder, OutOfBlocks
 from tests.support.scripted_memory import ScriptedMemory, next_token

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import types_pb2, worker_pb2
-from services.decode.handoff_admission import AdmissionPolicy
+from services.kv.handoff_admission import AdmissionPolicy
 from services.decode.leg import DecodeLeg
 from services.decode.record import DecodeRecord
 from services.engine.engine import Engine

@@ -17,7 +17,7 @@ from services.engine.schedule.sequence import (
     StoppingParams,
 )
 from services.engine.warm_up import Loaded
-from services.engine.worker_engine import EngineRoom
+from services.kv.handoff_admission import EngineRoom
 from services.kv.pool import Holder, OutOfBlocks
 from services.kv.regions import Region
 from tests.support.fake_runner import FakeRunner

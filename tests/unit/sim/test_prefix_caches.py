@@ -14,8 +14,8 @@ from services.router.policy.terms import TERMS
 from services.sim.cluster import MESSAGE_S, Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.report import Objective, summary, text
+from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest
-from services.sim.worker import WorkerRules
 
 PROFILE = WorkerProfile(
     "test",

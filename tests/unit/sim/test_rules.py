@@ -9,8 +9,8 @@ import pytest
 from services.sim.cluster import MESSAGE_S, SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.report import Objective, summary
+from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest, synthetic_trace
-from services.sim.worker import WorkerRules
 
 PROFILE = WorkerProfile("test", ms_per_prefill_token=0.1, ms_per_decode_step=10.0, ms_per_decode_sequence=1.0)
 ONE = SimPlan(0, 0, 1, profile=PROFILE)

@@ -12,6 +12,7 @@ from services.sim import worker
 from services.sim.cluster import MESSAGE_S, Outcome, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile, write_profile
 from services.sim.report import Objective, summary, text
+from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest, synthetic_trace
 
 PROFILE = WorkerProfile(
@@ -61,15 +62,23 @@ def test_blocks_cross_from_the_start_of_the_prompt_on_at_the_bandwidth_of_the_tr
     assert served.total_s == pytest.approx(1.0 + 0.001 + steps_s, abs=6 * MESSAGE_S)
 
 
-def test_a_preempted_sequence_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_sequence_is_computed_again() -> None:
     """Lets two outputs grow until one is preempted. It goes on when the other has ended, and each of its tokens costs
-    as much computed again as the step that it would have taken."""
-    monkeypatch.setattr(worker, "_LONGEST_RUN_S", 1e-9)  # so that nobody takes blocks for steps to come
-    profile = WorkerProfile("test", 10.0, 10.0, 0.0, num_blocks=24)
-    outcome = simulate(SimPlan(0, 0, 1, profile=profile), [TracedRequest(0.0, 160, 100)] * 2)
-    assert 1 <= outcome.num_preemptions <= 2, "it would be in vain to begin again without room for the output"
-    first_s, last_s = sorted(served.total_s or 0.0 for served in outcome.requests)
-    assert last_s - first_s == pytest.approx((160 + 100) * 0.010, abs=0.025)
+    as much computed again as the step that it would have taken, but for those whose blocks the other did not need."""
+    plan = SimPlan(0, 0, 1, profile=WorkerProfile("test", 10.0, 10.0, 0.0, num_blocks=24))
+    trace = [TracedRequest(0.0, 160, 100)] * 2
+    without = dataclasses.replace(plan, rules=WorkerRules(prefix_caching=False))
+    differences_s = []
+    for each in (without, plan):
+        outcome = simulate(each, trace)
+        assert outcome.num_preemptions == 1, "it would be in vain to begin again without room for the output"
+        first_s, last_s = sorted(served.total_s or 0.0 for served in outcome.requests)
+        differences_s.append(last_s - first_s)
+        assert sum(outcome.gaps_s.values()) == 2 * 99
+        assert max(outcome.gaps_s) > 0.5, "its stream stood still"
+    assert differences_s[0] == pytest.approx((160 + 100) * 0.010, abs=0.025)
+    # 24 blocks: the first ends with 259 computed tokens in 17 of them, so that seven are left of the second.
+    assert differences_s[0] - differences_s[1] == pytest.approx(7 * 16 * 0.010)
 
 
 @pytest.mark.parametrize("plan", [SPLIT, MIXED], ids=["split", "mixed"])
@@ -91,12 +100,13 @@ def test_every_request_ends_once_and_no_block_is_left(name: str) -> None:
     assert outcome.num_preemptions > 0 or name == "split"
 
 
-@pytest.mark.parametrize("name", TIGHT)
-def test_steps_taken_together_take_as_long_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = simulate(TIGHT[name], short(60))
+def test_steps_taken_together_take_as_long_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares all tight clusters together: the router hears of steps at other times, and a decision of its own that
+    falls otherwise changes what comes after it. What a worker does is compared step by step in `test_as_the_engine`."""
+    together = [mean_total_s(simulate(plan, short(60))) for plan in TIGHT.values()]
     monkeypatch.setattr(worker, "_LONGEST_RUN_S", 1e-9)
-    alone = simulate(TIGHT[name], short(60))
-    assert mean_total_s(together) == pytest.approx(mean_total_s(alone), rel=0.05), "snapshots come at other times"
+    alone = [mean_total_s(simulate(plan, short(60))) for plan in TIGHT.values()]
+    assert sum(together) == pytest.approx(sum(alone), rel=0.05)
 
 
 def mean_total_s(outcome: Outcome) -> float:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.decode.handoff_admission import AdmissionPolicy
-from services.engine.worker_engine import EngineRoom
+from services.kv.handoff_admission import AdmissionPolicy, EngineRoom
 
 BUSY = EngineRoom(num_available=40, num_blocks=100, num_sequences=3, max_num_seqs=8, num_preempted=0)
 IDLE = replace(BUSY, num_sequences=0)

@@ -10,7 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.engine.worker_engine import EngineRoom
+
+@dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """Describes how much room an engine has at one moment."""
+
+    num_available: int
+    """Free and cached blocks, without the cached prefix of the sequence in question."""
+    num_blocks: int
+    """Blocks of the whole pool."""
+    num_sequences: int
+    """Running and waiting sequences, adopted ones included."""
+    max_num_seqs: int
+    """Most sequences in a step."""
+    num_preempted: int
+    """Preempted sequences that wait to run again; they come before new sequences."""
 
 
 @dataclass(frozen=True, slots=True)
