@@ -42,6 +42,8 @@ BOUNDS = {
     "E2E": {50: 1.25, 90: 1.5, 99: 5.0},
 }
 """Table VI of the paper: times as long as alone on an A100 machine."""
+_NEAR = 40.0
+"""Requests/s, where the search begins if nothing is known."""
 _KV_BYTES_PER_TOKEN = 2 * 70 * 14336 * 2
 _POOL_BYTES = 8 * 80 * (1 << 30) - 329_000_000_000
 
@@ -197,7 +199,7 @@ class Bench:
         print(f"{design.name}: {rate:g} requests/s: {found[1]} at {found[0]:.2f} of its bound", flush=True)
         return found
 
-    def highest(self, design: Design, step: float, near: float) -> tuple[float, str]:
+    def highest(self, design: Design, step: float, near: float = _NEAR) -> tuple[float, str]:
         """Returns the highest rate, a multiple of `step`, at which all bounds are met, and what breaks beyond it. It
         looks near the rate `near` first, and in small steps, since far beyond its limit a cluster only queues."""
         low, high, broken, reach = 0, 0, "", 1
@@ -263,7 +265,7 @@ def main() -> None:
     for design in DESIGNS:
         if arguments.designs and design.name not in arguments.designs.split(";"):
             continue
-        rates[design.name], broken = bench.highest(design, arguments.step, near.get(design.name, 40.0))
+        rates[design.name], broken = bench.highest(design, arguments.step, near.get(design.name, _NEAR))
         machines = f"{design.mixed} mixed" if design.mixed else f"{design.prefill} prefill, {design.decode} decode"
         result.add(
             [Figure(f"{design.name} ({machines})", "requests/s", (rates[design.name],), f"then {broken} breaks")]

@@ -42,12 +42,16 @@ _UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTD
 """What a folder that cannot be written, or is none, answers."""
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_NO_ANSWER = 3
+"""What ends a command whose status 1 is an answer, before it has one: no router that could be asked, for example."""
+_ANSWERS_BY_STATUS = ("plan",)
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `baton ARGV` and returns the exit status. Never raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    failure = EXIT_NO_ANSWER if arguments and arguments[0] in _ANSWERS_BY_STATUS else EXIT_FAILURE
     try:
         return _dispatch(arguments)
     except SystemExit as exit_:  # argparse raises it after --help
@@ -62,16 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _print_error(arguments, str(error), EXIT_USAGE)
     except BatonError as error:
-        return _print_error(arguments, str(error), EXIT_FAILURE)
+        return _print_error(arguments, str(error), failure)
     except OSError as error:
         is_at_home = error.errno in _UNWRITABLE and Path(error.filename or "").is_relative_to(baton_home())
         hint = "; set BATON_HOME to a folder that can be written" if is_at_home else ""
-        return _print_error(arguments, f"{error}{hint}", EXIT_FAILURE)
+        return _print_error(arguments, f"{error}{hint}", failure)
     except Exception as error:  # the error boundary: a person reads this
         if os.environ.get("BATON_DEBUG"):
             traceback.print_exc()
         message = f"{type(error).__name__}: {error} (set BATON_DEBUG=1 for the whole story)"
-        return _print_error(arguments, message, EXIT_FAILURE)
+        return _print_error(arguments, message, failure)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -27,7 +27,7 @@ _MOST_WORKERS = 64
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Returns 0 if a cluster meets the objective, and 1 if none does."""
+    """Returns 0 if a cluster meets the objective, and 1 if none does. What it raises ends it with another status."""
     parser = Parser(prog=prog, description="Finds the cheapest cluster that serves a trace within an objective.")
     add_workload(parser)
     parser.add_argument(

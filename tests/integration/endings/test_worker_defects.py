@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from baton.v1 import types_pb2, worker_pb2
-from services.kv.handoff_admission import AdmissionPolicy
 from services.decode.leg import DecodeLeg
 from services.decode.record import DecodeRecord
 from services.engine.engine import Engine
 from services.engine.schedule.scheduler import Scheduler
+from services.kv.handoff_admission import AdmissionPolicy
 from services.kv.imports import ImportTable
 from services.kv.lease_table import LeaseTable
 from services.kv.pool import BlockPool, Holder

@@ -76,6 +76,8 @@ def test_the_highest_rate_is_found(tmp_path: Path) -> None:
         bench.highest(Design("mixed", "power", 0, 0, 2, hardware, hardware), 1.0)[0] for hardware in (A100, H100)
     )
     assert 0 < slow < fast
+    design = Design("mixed", "power", 0, 0, 2)
+    assert bench.highest(design, 1.0, near=1.0)[0] == bench.highest(design, 1.0, near=2 * slow)[0] == slow
     assert (
         bench.run(Design("mixed", "power", 0, 0, 2), slow)[0]
         <= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.cli import plan_cluster
 from services.cli.live import workload_of
+from services.cli.main import EXIT_NO_ANSWER, main
 from services.core.errors import ConfigError
 from services.sim.trace import TracedRequest
 from tests.unit.cli.test_simulate import status
@@ -91,3 +93,15 @@ async def test_a_router_that_has_served_nothing_is_named(monkeypatch: pytest.Mon
         await plan([recent(1.0)], monkeypatch)
     with pytest.raises(ConfigError, match="--live: takes the place of --trace"):
         await plan([], monkeypatch, "--trace", "a.csv")
+
+
+def test_a_router_that_cannot_be_asked_is_told_apart_from_a_plan_that_nothing_meets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_TOKEN", "x" * 32)
+    with socket.socket() as nobody:  # bound, but nothing listens
+        nobody.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{nobody.getsockname()[1]}"
+        arguments = ["plan", "--live", "--target", target, "--timeout", "5", "--slo", "ttft_p95=800ms"]
+        assert main(arguments) == EXIT_NO_ANSWER
+    assert f"baton plan: error: {target}: no Baton answers there" in capsys.readouterr().err
