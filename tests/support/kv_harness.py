@@ -99,7 +99,7 @@ class MemfdMemory:
             block[:] = content(seed, self.block_bytes)
 
     def close(self) -> None:
-        self._map.close()
+        self._map.release()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

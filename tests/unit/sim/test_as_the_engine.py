@@ -1,10 +1,9 @@
 """Tests a simulated worker against the engine's own scheduler: the same arrivals, the same steps.
 
 Both run in one virtual time over a device whose steps cost what the profile says, in pools so tight that sequences
-wait, are preempted and come back, handoffs are refused, and leases keep others out. At every step they must have the
-same sequences in the batch, in the same order, and the same blocks in the same classes; what they report must be the
-same, at the same times. The simulated worker takes steps together, the engine does not.
-"""
+wait, are preempted and come back, handoffs are refused, and leases keep others out. At every step they have the same
+sequences in the batch, in the same order, and the same blocks in the same classes; they report the same at the same
+times. The simulated worker takes steps together, the engine does not."""
 
 from __future__ import annotations
 

@@ -100,12 +100,13 @@ def test_every_request_ends_once_and_no_block_is_left(name: str) -> None:
     assert outcome.num_preemptions > 0 or name == "split"
 
 
+@pytest.mark.long
 def test_steps_taken_together_take_as_long_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares all tight clusters together: the router hears of steps at other times, and a decision of its own that
     falls otherwise changes what comes after it. What a worker does is compared step by step in `test_as_the_engine`."""
-    together = [mean_total_s(simulate(plan, short(60))) for plan in TIGHT.values()]
+    together = [mean_total_s(simulate(plan, short(150))) for plan in TIGHT.values()]
     monkeypatch.setattr(worker, "_LONGEST_RUN_S", 1e-9)
-    alone = [mean_total_s(simulate(plan, short(60))) for plan in TIGHT.values()]
+    alone = [mean_total_s(simulate(plan, short(150))) for plan in TIGHT.values()]
     assert sum(together) == pytest.approx(sum(alone), rel=0.05)
 
 
