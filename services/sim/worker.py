@@ -453,6 +453,7 @@ class SimWorker:
 
     def _import_failed(self, work: SimLeg) -> None:
         if not self.dead and self._imports.get(work.leg) is work:
+            self._catch_up()
             del self._imports[work.leg]
             self.scheduler.give_back(work)
             self._say([ImportFailed(work.leg, lease_alive=False, error=LeaseInvalid("it is over"))])
@@ -479,6 +480,7 @@ class SimWorker:
 
     def release(self, lease: SimLeg) -> None:
         """Ends a lease whose blocks were taken over."""
+        self._catch_up()  # steps that have begun took theirs before these were free
         self._end_lease(lease)
         self._say([LeaseEnded(lease.leg, b"", LeaseEnd.RELEASED)])
         self._look_again()
