@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from services.core.errors import BatonError
@@ -63,9 +63,6 @@ class SimPlan:
     slowness: tuple[tuple[str, float], ...] = ()
     """Workers whose steps take so many times as long."""
     rules: WorkerRules = field(default_factory=WorkerRules)
-    asked_tokens: int = 0
-    """The output that every request asks for at most, where that is more than it gets: so the router does not know how
-    long outputs will be. By default each asks for what it gets."""
 
     @property
     def worker_ids(self) -> list[str]:
@@ -148,7 +145,6 @@ class _Simulation:
         self._prompts: dict[str, PromptParts] = {}
         """Of those that live."""
         self._rules = plan.rules
-        self._asked_tokens = plan.asked_tokens
         self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
         self._gaps: dict[float, int] = {}
@@ -248,7 +244,7 @@ class _Simulation:
         spec = RequestSpec(
             str(number),
             (1,) * traced.prompt_tokens,
-            max(traced.output_tokens, self._asked_tokens),
+            traced.output_tokens,
             traced.priority,
             conversation=traced.session,
             tenant=traced.caller,
@@ -301,9 +297,7 @@ class _Simulation:
         match action:
             case SendLeg():
                 worker, prompt = self._workers[action.worker_id], self._prompts[action.spec.request_id]
-                # It ends where the model would end it, which only the worker finds out.
-                told = replace(action, max_tokens=self._live[action.spec.request_id].output_tokens)
-                self._world.after(MESSAGE_S, lambda: worker.receive(told, prompt))
+                self._world.after(MESSAGE_S, lambda: worker.receive(action, prompt))
             case CancelLeg():
                 worker, leg = self._workers[action.worker.worker_id], action.leg
                 self._world.after(MESSAGE_S, lambda: worker.cancel(leg))

@@ -38,7 +38,7 @@ class Work:
     num_tokens: int
     """Tokens of its prompt."""
     fewest_output_tokens: int
-    output_tokens: int
+    output_tokens: float
     """As many output tokens as are expected."""
 
 
