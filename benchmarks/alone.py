@@ -1,7 +1,7 @@
 """Runs Baton's engine in a process of its own, for measurements that take turns with others on the same cores.
 
-`python -m benchmarks.alone '{"model": FOLDER, "threads": N, "dtype": …, "quantization": …, "cores": […]}'` speaks the
-lines of `benchmarks/peers/lines.py`. Programs of peers speak the same (`benchmarks/peers`).
+`python -m benchmarks.alone '{"model": FOLDER, "threads": N, "dtype": …, "quantization": …, "kv_dtype": …, "cores":
+[…]}'` speaks the lines of `benchmarks/peers/lines.py`. Programs of peers speak the same (`benchmarks/peers`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     from benchmarks.engine import running
     from benchmarks.precision import Precision
 
-    precision = Precision(options["dtype"], options["quantization"])
+    precision = Precision(options["dtype"], options["quantization"], options["kv_dtype"])
     step_tokens = options.get("max_num_batched_tokens", 2048)
     with running(Path(options["model"]), precision, options["threads"], step_tokens) as load:
         answer_lines(load.run)

@@ -19,7 +19,7 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS = 2048, 128
 def measure(model: str, precision: Precision, repeats: int) -> list[Figure]:
     figures: list[Figure] = []
     with cluster(model, precision) as up:
-        figures.append(Figure("baton up: ready, warm model cache", "s", (up.ready_s,), "<= 25"))
+        figures.append(Figure("baton up: ready, warm model cache", "s", (up.ready_s,), "<= 8"))
         with grpc.insecure_channel(up.address) as channel:
             figures += _handoffs(channel, repeats)
         figures += _memory(up.status())

@@ -83,6 +83,7 @@ def running(model: Path, precision: Precision, threads: int, max_num_batched_tok
         max_num_batched_tokens=max_num_batched_tokens,
         dtype=precision.dtype,
         quantization=precision.quantization,
+        kv_dtype=precision.kv_dtype,
     )
     engine = torch_engine(config)
     try:

@@ -22,7 +22,7 @@ from benchmarks.streaming import stream_grpc
 
 _START_WITHIN_S = 120.0
 _PROMPT_TOKENS = 64
-"""Of the streams."""
+"""The prompt of a stream has so many."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Interference:
     """Holds the measurements of one round."""
 
     gaps_ms: list[float]
-    """Between tokens of the running streams, while prompts arrive."""
+    """These lie between tokens of the running streams, while prompts arrive."""
     undisturbed_gaps_ms: list[float]
-    """The same before the first prompt arrives: what the machine does to steps without any."""
+    """These lie before the first prompt arrives, and tell what the machine does to steps without any."""
     ttft_ms: list[float]
-    """Of the prompts that arrived."""
+    """Each is of a prompt that arrived."""
 
 
 async def interfere(address: str, seed: object, settings: InterferenceSettings) -> Interference:

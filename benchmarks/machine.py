@@ -28,12 +28,14 @@ _VARIABLES = (
     "OMP_PROC_BIND",
 )
 """Variables that change what the processor is used for."""
+_KIND_FIELDS = ("cpu family", "model", "stepping", "CPU implementer", "CPU part")
 
 
 def describe() -> dict[str, object]:
     """Returns what is true of this machine and this checkout whatever runs on it."""
     return {
         "cpu": cpu_name(),
+        "cpu_kind": cpu_kind(),
         "instruction_sets": [*(each.name for each in usable()), *(flag for flag in _AMX_FLAGS if flag in cpu_flags())],
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "cores": os.cpu_count(),
@@ -50,6 +52,12 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name as the kernel tells it."""
     fields = (line.partition(":") for line in cpuinfo.read_text().splitlines())
     return next((value.strip() for name, _, value in fields if name.strip() == "model name"), platform.processor())
+
+
+def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Returns the numbers that tell generations of one name apart; none where the kernel does not list them."""
+    fields = (line.partition(":") for line in cpuinfo.read_text().partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields if name.strip() in _KIND_FIELDS}
 
 
 def baton_commit(root: Path = _ROOT) -> str:

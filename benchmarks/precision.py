@@ -12,22 +12,24 @@ from services.cli.dtype_choice import choose_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Names both as the flags of `baton up` do."""
+    """Names each as the flags of `baton up` do."""
 
-    dtype: str = setting("auto", "type of weights and KV cache, as for baton up")
+    dtype: str = setting("auto", "type of weights and activations, as for baton up")
     quantization: str = setting("auto", "weight scheme, as for baton up")
+    kv_dtype: str = setting("auto", "type of the KV cache, as for baton up")
 
     def __str__(self) -> str:
-        return self.dtype if self.quantization == "none" else f"{self.dtype} {self.quantization}"
+        weights = self.dtype if self.quantization == "none" else f"{self.dtype} {self.quantization}"
+        return weights if self.kv_dtype == "auto" else f"{weights}, {self.kv_dtype} KV"
 
     def chosen_for(self, model: Path) -> Precision:
         """Returns it with what `auto` means on this machine."""
-        choice = choose_dtype(self.dtype, "cpu", model, self.quantization, tell=print)
-        return Precision(choice.dtype, choice.quantization)
+        choice = choose_dtype(self.dtype, "cpu", model, self.quantization, kv_dtype=self.kv_dtype, tell=print)
+        return Precision(choice.dtype, choice.quantization, self.kv_dtype)
 
     def up_flags(self) -> list[str]:
         """Returns flags of `baton up`."""
-        return ["--dtype", self.dtype, "--quantization", self.quantization]
+        return ["--dtype", self.dtype, "--quantization", self.quantization, "--kv-dtype", self.kv_dtype]
 
 
 def parse_precision(text: str) -> Precision:

@@ -1,14 +1,16 @@
 """Measures where the time of a decode step goes.
 
-`python -m benchmarks.profile [--precisions float32,bfloat16,auto+auto] [--streams 1,32] [--repeats 3]` runs an engine
-in each precision and prints, for each number of streams, the median milliseconds of a step's parts: those that the
-engine counts (`step_tally.PARTS`), what is between two steps, and of the forward pass the calls of each kind of kernel.
-What is left of the forward pass is Python around the kernels, and torch's operators.
+`python -m benchmarks.profile [--precisions float32,bfloat16,auto+auto] [--kv-dtype auto] [--streams 1,32]
+[--prompt-tokens 64] [--repeats 3]` runs an engine in each precision, over a KV cache of this type, and prints, for
+each number of streams, the median milliseconds of a step's parts: those that the engine counts (`step_tally.PARTS`),
+what is between two steps, and of the forward pass the calls of each kind of kernel. What is left of the
+forward pass is Python around the kernels, and torch's operators.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import time
@@ -33,6 +35,7 @@ _KINDS = {
     "linear": "linear layers",
     "quantised_product": "linear layers",
     "attention": "attention",
+    "pack_rows": "attention",
     "rms_norm": "norms, gates, positions",
     "add_rms_norm": "norms, gates, positions",
     "silu_gate": "norms, gates, positions",
@@ -41,8 +44,6 @@ _KINDS = {
 assert set(_KINDS.values()) == set(LAYER_KINDS)
 _REST = "Python and torch around them"
 _BETWEEN = "between steps"
-_CONTEXT = 64
-"""Tokens of each prompt."""
 
 
 class Profile:
@@ -106,7 +107,13 @@ class Profile:
 
 
 def measure(
-    model: Path, precision: Precision, threads: int, streams: tuple[int, ...], repeats: int, steps: int
+    model: Path,
+    precision: Precision,
+    threads: int,
+    streams: tuple[int, ...],
+    num_prompt_tokens: int,
+    repeats: int,
+    steps: int,
 ) -> Findings:
     """Returns the median time of each part of a decode step, of each number of streams; a sample for each round."""
     found: Findings = []
@@ -116,7 +123,7 @@ def measure(
         for _ in range(repeats):
             for count in streams:
                 profile.steps.clear()
-                load.run(count, _CONTEXT, 1 + steps)
+                load.run(count, num_prompt_tokens, 1 + steps)
                 noted = profile.steps[count]
                 for part in noted[0]:
                     samples[count, part].append(statistics.median(step[part] for step in noted))
@@ -135,7 +142,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--precisions", default="float32,bfloat16,auto+auto", help="see `python -m benchmarks.peers`")
+    parser.add_argument("--kv-dtype", default="auto", help="type of the KV cache, as for baton up")
     parser.add_argument("--streams", default="1,32")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each stream")
     parser.add_argument("--steps", type=int, default=64, help="of each run")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
@@ -145,9 +154,10 @@ def main() -> None:
     model = resolve_model(arguments.model).path
     streams = tuple(map(int, arguments.streams.split(",")))
     for text in arguments.precisions.split(","):
-        precision = parse_precision(text).chosen_for(model)
+        precision = dataclasses.replace(parse_precision(text), kv_dtype=arguments.kv_dtype).chosen_for(model)
         print(precision, flush=True)
-        result.add(measure(model, precision, arguments.threads, streams, arguments.repeats, arguments.steps))
+        load = streams, arguments.prompt_tokens, arguments.repeats, arguments.steps
+        result.add(measure(model, precision, arguments.threads, *load))
     result.write(arguments.json)
 
 

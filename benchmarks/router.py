@@ -59,6 +59,9 @@ def measure(repeats: int) -> list[Figure]:
                 f"submit and place: {what}", "p50 <= 0.3, p99 <= 1", few.submits, many.submits, repeats
             )
         figures += _compared(f"tick: {what}", "<= 2", few.ticks, many.ticks, repeats)
+    with_deadlines = _Cluster(50, 1000, _NUM_QUEUED, deadline_s=3600.0)
+    samples = tuple(sample for _ in range(repeats) for sample in with_deadlines.ticks())
+    figures.append(Figure(f"tick: the same, {_NUM_QUEUED} queued with deadlines", "ms", samples, "<= 2"))
     for num_queued in (_NUM_QUEUED, 1000):
         cluster = _Cluster(50, 1000 + num_queued, num_queued)
         samples = tuple(sample for _ in range(repeats) for sample in cluster.submits_with_deadline())
@@ -92,7 +95,9 @@ def _load_messages(number: int) -> list[float]:
 class _Cluster:
     """Simulates `number` prefill workers and as many decode workers, which answer at once."""
 
-    def __init__(self, number: int, num_live: int, num_queued: int, num_parked: int = 0) -> None:
+    def __init__(
+        self, number: int, num_live: int, num_queued: int, num_parked: int = 0, *, deadline_s: float | None = None
+    ) -> None:
         config = CoordinatorConfig(model_context_tokens=8192, max_queue=8192, health=_HEALTH)
         self._coordinator = Coordinator(config)
         self._now = 1000.0
@@ -111,7 +116,7 @@ class _Cluster:
         if num_queued:
             self._submit(_SHORT_PROMPT)  # with no handoff in flight, one would be let through
             for _ in range(num_queued):
-                self._submit(_PROMPT)
+                self._submit(_PROMPT, None if deadline_s is None else self._now + deadline_s)
             self._coordinator.take_actions()
         gc.collect()
 

@@ -7,12 +7,12 @@ others. The engine alone has that first core too, and runs while the cluster doe
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import grpc
 import uvloop
@@ -27,7 +27,7 @@ from benchmarks.streaming import stream_grpc, stream_http
 from benchmarks.turns import turn
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ServeSettings:
     serve_streams: int = setting(32, "streams at once")
     serve_prompt: int = setting(64, "prompt tokens of each")
@@ -42,8 +42,7 @@ def measure(model: str, path: str, precision: Precision, repeats: int, settings:
     options = {
         "model": path,
         "threads": 1,
-        "dtype": precision.dtype,
-        "quantization": precision.quantization,
+        **dataclasses.asdict(precision),
         "cores": cores[:1],
         "max_num_batched_tokens": _WORKER_BATCHED_TOKENS,
     }

@@ -12,6 +12,9 @@ from typing import Any, NoReturn
 from services.core.config import DAY_S, DEFAULT_CONTROL_PORT
 from services.core.errors import ConfigError
 
+CONTROL_TIMEOUT_S = 60.0
+"""For commands that read once what a router knows."""
+
 
 class Parser(argparse.ArgumentParser):
     """Parses arguments as argparse does, without abbreviations and without printing the usage before each error."""
@@ -29,7 +32,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     add_timeout(parser)
 
 
-def add_control(parser: argparse.ArgumentParser) -> None:
+def add_control(parser: argparse.ArgumentParser, timeout_s: float | None = None) -> None:
     """Adds `--target` of a router's control port, the cluster token's file, and the time to wait for an answer."""
     parser.add_argument(
         "--target",
@@ -44,7 +47,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         help="file with the cluster's token (default: the value of BATON_CLUSTER_TOKEN, else the file cluster-token in "
         "BATON_HOME) [BATON_CLUSTER_TOKEN_FILE]",
     )
-    add_timeout(parser)
+    add_timeout(parser, timeout_s)
 
 
 def add_timeout(parser: argparse.ArgumentParser, default_s: float | None = None) -> None:

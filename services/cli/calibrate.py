@@ -12,24 +12,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from baton.v1 import control_pb2, types_pb2
 from baton_client import CallFailed
-from services.cli.arguments import Parser, add_control
+from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, explain
 from services.cli.probing import probe
-from services.cli.simulate import PROFILE
-from services.core.errors import ConfigError, NoWorker
+from services.cli.simulate import PROFILE, check_writable
+from services.core.addresses import is_address
+from services.core.errors import BatonError, ConfigError, NoWorker
 from services.core.home import baton_home
 from services.kv.layout import token_bytes
 from services.sim.fitting import fitted
 from services.sim.profile import WorkerProfile, write_profile
+from services.sim.trace import FIRST_TOKEN_ID
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Writes the profile of a running cluster's workers, for `baton simulate`.")
-    add_control(parser)
+    add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
     parser.add_argument(
         "--out", default=str(baton_home() / PROFILE), metavar="FILE", help="(default: profile.json in BATON_HOME)"
+    )
+    parser.add_argument(
+        "--model", default="", metavar="ID", help="which of the models that are served (default: the router's own)"
     )
     parser.add_argument("--cost-per-hour", type=float, default=1.0, help="of one worker, in any unit (default: 1)")
     parser.add_argument(
@@ -43,19 +50,34 @@ def main(argv: Sequence[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.repeats <= 1000:
         raise ConfigError(f"--repeats: {arguments.repeats} is not from 1 to 1000")
+    if not 0 <= arguments.cost_per_hour <= 1e15:
+        raise ConfigError(f"--cost-per-hour: {arguments.cost_per_hour:g} must be at least 0, and finite")
+    if arguments.measure and not is_address(arguments.measure):
+        raise ConfigError(f"--measure: {arguments.measure!r} is not HOST:PORT")
+    out = Path(arguments.out)
+    check_writable(out, "--out")
     with control(arguments.target, arguments.cluster_token_file) as call:
         status = call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout)
-    profile = profile_of(status.workers, arguments.cost_per_hour)
+    workers = workers_of(status, arguments.model)
+    profile = profile_of(workers, arguments.cost_per_hour)
     if arguments.measure:
-        profile = measured(profile, status.workers, arguments.measure, arguments.repeats)
-    out = Path(arguments.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+        profile = measured(profile, workers, arguments.measure, arguments.repeats)
     write_profile(out, profile)
     print(
         f"{out}: {profile.ms_per_prefill_token:.3g} ms a prompt token, {profile.ms_per_decode_step:.3g} ms a decode "
-        f"step and {profile.ms_per_decode_sequence:.3g} ms for each further sequence, by {len(status.workers)} workers"
+        f"step and {profile.ms_per_decode_sequence:.3g} ms for each further sequence, by {len(workers)} workers"
     )
     return 0
+
+
+def workers_of(status: Any, model: str) -> list[Any]:
+    """Returns the workers of a model that have a session; of the router's own if `model` is empty. Raises NoWorker."""
+    names = [each.model_id for each in status.models]
+    model = model or next(iter(names), "")
+    found = [each for each in status.workers if each.has_session and each.worker.layout.model_id == model]
+    if not found:
+        raise NoWorker(f"no worker of {model} is there; models: {', '.join(names) or 'none'}", retry_after_s=1.0)
+    return found
 
 
 def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats: int) -> WorkerProfile:
@@ -64,7 +86,7 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    own = [set(each.worker.roles) for each in workers if each.has_session]
+    own = [set(each.worker.roles) for each in workers]
     prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
     if not any(prefill in roles for roles in own) or not any(decode in roles for roles in own):
         raise NoWorker("a worker that takes prompts and one that decodes must be there", retry_after_s=1.0)
@@ -72,13 +94,16 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
     one_host = len({each.worker.host_id for each in workers}) == 1
     context_tokens = min(each.worker.max_model_len for each in workers)
     model = workers[0].worker.layout.model_id
+    vocab_size = min(each.worker.vocab_size for each in workers)
+    if vocab_size <= FIRST_TOKEN_ID:
+        raise BatonError(f"{model} has {vocab_size} tokens, too few to make up prompts of")
     try:
         timings = asyncio.run(
             probe(
                 target,
                 model,
                 context_tokens,
-                min(each.worker.vocab_size for each in workers),
+                vocab_size,
                 (sum(prefill in roles for roles in own), sum(decode in roles for roles in own)),
                 handed_over=dedicated,
                 beside=dedicated and one_host,
@@ -87,12 +112,16 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
             )
         )
     except CallFailed as error:
+        if error.code is grpc.StatusCode.UNIMPLEMENTED:
+            raise ConfigError(f"--measure: {target} is not the router's port for clients (--port)") from error
         raise explain(error, target) from error
     return fitted(known, timings)
 
 
 def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
-    """Returns the medians of the workers' own figures. Raises NoWorker if none has measured anything.
+    """Returns the medians of the own figures of one model's workers. How many tokens a step of theirs has at most
+    they do not say; it is the default, 512. Raises NoWorker if none has measured anything, and BatonError if what they
+    say of themselves cannot be.
 
     What a phase costs is asked of the workers that have it, if there are any: the others know only what they timed at
     their start.
@@ -107,15 +136,20 @@ def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
 
     prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
     worker, layout = measured[0].worker, measured[0].worker.layout
-    return WorkerProfile(
-        f"{layout.model_id} on {worker.device}",
-        ms_per_prefill_token=median("ms_per_prefill_token", prefill),
-        ms_per_decode_step=median("ms_per_decode_step", decode),
-        ms_per_decode_sequence=median("ms_per_decode_sequence", decode),
-        num_blocks=worker.num_blocks,
-        block_size=layout.block_size,
-        max_model_len=worker.max_model_len,
-        max_num_seqs=worker.max_num_seqs,
-        kv_bytes_per_token=token_bytes(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
-        cost_per_hour=cost_per_hour,
-    )
+    try:
+        return WorkerProfile(
+            f"{layout.model_id} on {worker.device}",
+            ms_per_prefill_token=median("ms_per_prefill_token", prefill),
+            ms_per_decode_step=median("ms_per_decode_step", decode),
+            ms_per_decode_sequence=median("ms_per_decode_sequence", decode),
+            num_blocks=worker.num_blocks,
+            block_size=layout.block_size,
+            max_model_len=worker.max_model_len,
+            max_num_seqs=worker.max_num_seqs,
+            kv_bytes_per_token=token_bytes(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype),
+            cost_per_hour=cost_per_hour,
+        )
+    except KeyError as error:
+        raise BatonError(f"{layout.model_id}: its KV has the unknown type {error}") from error
+    except ConfigError as error:
+        raise BatonError(f"the workers' own figures cannot be: {error}") from error

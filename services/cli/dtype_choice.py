@@ -24,7 +24,9 @@ from services.cli.child import Lifeline
 from services.core.config import KEPT_BLOCKS_FILE, KEPT_WEIGHTS
 from services.core.errors import ConfigError
 from services.core.home import baton_home
+from services.core.printable import printable
 from services.engine.cpu import kept_timings
+from services.engine.native import instruction_sets
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,9 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 MIN_SPEEDUP = 1.1
 """Float32 must be this many times as fast to be chosen, since it takes twice the memory; and so must weights of few
 bits, since inputs are rounded to 8 bits for them."""
-_VERSION = 4
+_MAX_REASON = 1000
+"""Characters of a reason that are shown: the file may hold anything."""
+_VERSION = 6
 """The version of the way of timing. Increase it to make earlier choices void."""
 _TIMING_LIMIT_S = 180.0
 """The time limit in seconds. A timing takes seconds, but more on a machine that is busy with other things."""
@@ -45,7 +49,13 @@ _SAVED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors format allows."""
 _CHOOSABLE = ("bfloat16", "float16")
-_IN_WORDS = {"gguf": "the GGUF file's weights", "gptq": "the GPTQ weights", "awq": "the AWQ weights"}
+_IN_WORDS = {
+    "gguf": "the GGUF file's weights",
+    "gptq": "the GPTQ weights",
+    "awq": "the AWQ weights",
+    "int8": "weights in 8 bits",
+    "int4": "weights in 4 bits",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +72,13 @@ class Choice:
 class Timings:
     of: Mapping[str, tuple[float, float]]
     """For each way (milliseconds per prompt token, milliseconds per decode step), on one thread. A way is the name of a
-    type, or "TYPE+KIND" over weights of one of `KEPT_WEIGHTS`."""
+    type, or "TYPE+BITS" over weights in fewer bits, as `--quantization BITS` has them."""
     capability: str
     """The instruction sets that torch uses, in its words."""
 
 
-Measure = Callable[[pathlib.Path, str, Sequence[str]], Timings]
-"""Times a model in these ways; the second argument is the type that it was saved in."""
+Measure = Callable[[pathlib.Path, str, Sequence[str], str], Timings]
+"""Times a model in these ways; the second argument is the type it was saved in, the last one that of its KV cache."""
 
 
 class TimingFailed(Exception):
@@ -81,6 +91,7 @@ def choose_dtype(
     model: pathlib.Path,
     quantization: str = "auto",
     *,
+    kv_dtype: str = "auto",
     measure: Measure | None = None,
     folder: pathlib.Path | None = None,
     tell: Callable[[str], None] = logger.info,
@@ -89,32 +100,43 @@ def choose_dtype(
 
     With an explicit type, "auto" bits are those that the model was saved in. With none, this takes seconds the first
     time on a machine; it never raises if the timing fails. Raises ConfigError if weights are to be kept that the model
-    does not have, or on an accelerator: a timing, and a worker that loads, would say so only after a minute.
+    does not have, or on an accelerator, or if `BATON_CPU_ISA` makes no sense: a timing, and a worker that loads, would
+    say so only after a minute.
 
-    `folder` is where choices are kept; by default `$BATON_HOME/dtype`. `tell` is given a line for people before a
-    timing begins.
+    `kv_dtype`, the value of `--kv-dtype`, is what the ways are timed with, since attention may compute another way over
+    it; it is not chosen here. `folder` is where choices are kept; by default `$BATON_HOME/dtype`. `tell` is given a
+    line for people before a timing begins.
     """
     explicit = "none" if quantization == "auto" else quantization
     _demand_quantization(explicit, device, model)
+    instruction_sets.usable()
     if dtype != "auto" or device.partition(":")[0] != "cpu":
         return Choice(dtype, "", explicit)
     saved = saved_dtype(model)
     if saved not in _CHOOSABLE:
         return Choice(dtype, "", explicit)
-    ways = tuple(_name(name, explicit if explicit in KEPT_WEIGHTS else "") for name in (saved, "float32"))
+    ways = tuple(_name(name, "" if explicit == "none" else explicit) for name in (saved, "float32"))
     if quantization == "auto" and (kept := kept_weights(model)):
         ways += tuple(_name(name, kept) for name in (saved, "float32"))
+    bits = ways[-1].partition("+")[2]
+    spared_by = f"--dtype {saved}" + (f" --quantization {bits}" if bits else "")
     measure = measure_in_child if measure is None else measure
-    subject = {**kept_timings.host(), "model": _digest(model / "config.json"), "ways": ways, "version": _VERSION}
+    subject = {
+        **kept_timings.host(),
+        "model": _digest(model / "config.json"),
+        "ways": ways,
+        "kv_dtype": kv_dtype,
+        "version": _VERSION,
+    }
     entry = (folder or baton_home() / "dtype") / f"{model.name}-{kept_timings.digest_of(subject)}.json"
     timed = False
 
     def find() -> dict[str, object]:
         nonlocal timed
         timed = True
-        tell(f"timing {' and '.join(ways)} on this CPU, once for this model; --dtype {saved} spares it")
+        tell(f"timing {' and '.join(ways)} on this CPU, once for this model; {spared_by} spares it")
         try:
-            choice = decide(saved, measure(model, saved, ways))
+            choice = decide(saved, measure(model, saved, ways, kv_dtype))
         except TimingFailed as error:
             reason = f"as saved, since nothing could be timed ({error})"
             choice = Choice(saved, reason)
@@ -122,7 +144,11 @@ def choose_dtype(
         return {**_content(choice), "for": subject}
 
     choice = kept_timings.once_per_host(
-        entry, lambda content: _choice(content, saved), find, limit_s=_LOCK_LIMIT_S, what="the choice for --dtype auto"
+        entry,
+        lambda content: _choice(content, saved, ways),
+        find,
+        limit_s=_LOCK_LIMIT_S,
+        what="the choice for --dtype auto",
     )
     if explicit != "none":
         choice = dataclasses.replace(choice, quantization=explicit)
@@ -184,7 +210,7 @@ def kept_weights(model: pathlib.Path) -> str:
         return "gguf"
     try:
         fields = json.loads((model / "config.json").read_text()).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""  # the engine says what is wrong
     method = fields.get("quant_method") if isinstance(fields, dict) else None
     return method if method in ("gptq", "awq") else ""
@@ -197,21 +223,22 @@ def saved_dtype(model: pathlib.Path) -> str:
         for part in (config, config.get("text_config") or {}):
             if isinstance(name := part.get("dtype") or part.get("torch_dtype"), str):
                 return name.removeprefix("torch.")
-        for path in sorted(model.glob("*.safetensors")):
+        for path in sorted(each for each in model.glob("*.safetensors") if each.is_file()):
             with open(path, "rb") as file:
                 header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)))
             for name, tensor in header.items():
                 if name != "__metadata__" and tensor["dtype"] in _SAVED_NAMES:
                     return _SAVED_NAMES[tensor["dtype"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         logger.info("%s does not say in which type it was saved: %s", model, error)
     return ""
 
 
-def measure_in_child(model: pathlib.Path, saved: str, ways: Sequence[str]) -> Timings:
+def measure_in_child(model: pathlib.Path, saved: str, ways: Sequence[str], kv_dtype: str = "auto") -> Timings:
     """Times the model in a child process, which ends with this one. Raises TimingFailed."""
     lifeline = Lifeline()
     command = [sys.executable, "-m", "services.engine.cpu.dtype_timing", str(model), saved, *ways]
+    command += ["--kv-dtype", kv_dtype]
     try:
         child = subprocess.run(
             [*command, "--lifeline-fd", str(lifeline.read_fd)],
@@ -251,13 +278,14 @@ def _content(choice: Choice) -> dict[str, object]:
     return {"dtype": choice.dtype, "quantization": choice.quantization, "reason": choice.reason}
 
 
-def _choice(content: Any, saved: str) -> Choice | None:
+def _choice(content: Any, saved: str, ways: Sequence[str]) -> Choice | None:
     """Returns the choice that was kept, or None if it is time to try again. Raises ValueError, KeyError or TypeError if
     it makes no sense."""
     dtype, quantization, reason = content["dtype"], content["quantization"], content["reason"]
     failed_at_s = content.get("failed_at_s")
-    if failed_at_s is not None and not 0 <= time.time() - failed_at_s < _FAILURE_KEPT_S:
+    if failed_at_s is not None and abs(time.time() - failed_at_s) >= _FAILURE_KEPT_S:
         return None
-    if dtype not in (saved, "float32") or not isinstance(reason, str) or quantization not in ("none", *KEPT_WEIGHTS):
-        raise ValueError(f"it names the type {dtype!r} and the bits {quantization!r}")
-    return Choice(dtype, " ".join(reason.split()), quantization)
+    way = _name(dtype, "" if quantization == "none" else quantization)
+    if way not in (saved, *ways) or not isinstance(reason, str):
+        raise ValueError("it names a way that was not asked for")
+    return Choice(dtype, printable(" ".join(reason.split()))[:_MAX_REASON], quantization)

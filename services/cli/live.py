@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.v1 import control_pb2
-from services.cli.calibrate import profile_of
+from services.cli.calibrate import profile_of, workers_of
 from services.cli.client import control
-from services.core.errors import ConfigError
+from services.core.config import DAY_S
+from services.core.errors import BatonError, ConfigError
 from services.sim.profile import WorkerProfile
 from services.sim.report import Objective
 from services.sim.trace import TracedRequest
+
+_MOST_RECENT = 65_536
+"""As many as a router remembers of a model (`ControlService.ListRecentRequests`)."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,22 @@ class LiveWorkload:
     """How many requests were within the objective, and how many there were."""
 
 
-def read_live(target: str, token_file: str, timeout_s: float | None, objective: Objective) -> LiveWorkload:
-    """Raises ConfigError if too few requests have come; NoWorker if no worker has measured its steps."""
+def read_live(target: str, token_file: str, timeout_s: float | None, objective: Objective, model: str) -> LiveWorkload:
+    """Returns what the router has served of a model, its own if `model` is empty.
+
+    Raises ConfigError if too few requests have come; NoWorker if no worker has measured its steps; BatonError for an
+    answer that cannot be.
+    """
     with control(target, token_file) as call:
-        recent = call("ListRecentRequests", control_pb2.ListRecentRequestsRequest(), timeout_s).requests
+        recent = call("ListRecentRequests", control_pb2.ListRecentRequestsRequest(model=model), timeout_s).requests
         status = call("GetStatus", control_pb2.GetStatusRequest(), timeout_s)
     if len(recent) < 2:
         raise ConfigError(f"--live: {target} has had {len(recent)} requests in the last hour, too few to plan for")
+    if len(recent) > _MOST_RECENT or any(not _can_be(each) for each in recent):
+        raise BatonError(f"{target}: what it says of its last hour cannot be")
     good = sum(_met(objective, each) for each in recent)
-    return LiveWorkload(workload_of(recent), profile_of(status.workers, cost_per_hour=1.0), (good, len(recent)))
+    profile = profile_of(workers_of(status, model), cost_per_hour=1.0)
+    return LiveWorkload(workload_of(recent), profile, (good, len(recent)))
 
 
 def workload_of(recent: Sequence[Any]) -> list[TracedRequest]:
@@ -59,3 +70,8 @@ def _met(objective: Objective, request: Any) -> bool:
         return False
     num_after = int(request.output_tokens) - 1
     return num_after < 1 or bool((request.total_us - request.ttft_us) / num_after <= objective.tpot_s * 1e6)
+
+
+def _can_be(request: Any) -> bool:
+    lengths = (request.prompt_tokens, request.output_tokens, request.max_tokens, request.ttft_us, request.total_us)
+    return bool(min(lengths) >= 0 and 0 <= request.age_us <= DAY_S * 1e6)

@@ -24,6 +24,7 @@ from services.cli.model_cache import (
 )
 from services.cli.model_pull import pull
 from services.core.errors import ConfigError, UnknownModel
+from services.core.printable import printable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -111,6 +112,6 @@ def _missing_weights(path: pathlib.Path) -> str:
         return "" if any(path.glob("*.safetensors")) else "*.safetensors"
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return next((printable(shard) for shard in shards if not (path / shard).is_file()), "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"list of shards in {index.name}"
-    return next((shard for shard in shards if not (path / shard).is_file()), "")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import re
 import statistics
 import sys
@@ -13,13 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.arguments import Parser, add_control
+from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.live import read_live
-from services.cli.simulate import add_workload, read_profiles, read_workload, scaled_as_asked, write_whole
+from services.cli.simulate import (
+    add_workload,
+    check_writable,
+    read_profiles,
+    read_workload,
+    scaled_as_asked,
+    write_whole,
+)
 from services.core.errors import ConfigError
 from services.sim.chart import Axis, Chart
 from services.sim.profile import WorkerProfile
-from services.sim.report import PERCENTS
+from services.sim.report import PERCENTS, as_json, failures
 from services.sim.search import METRICS, Candidate, Found, Goal, search
 from services.sim.trace import TracedRequest
 
@@ -40,13 +45,18 @@ def main(argv: Sequence[str], prog: str) -> int:
         action="store_true",
         help="plan for what the router at --target has served in the last hour, on workers as it has them",
     )
-    add_control(parser)
+    parser.add_argument(
+        "--model", default="", metavar="ID", help="with --live: which of its models (default: the router's own)"
+    )
+    add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw cost against attainment there, as SVG")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
     goal, costs = parse_goal(arguments.slo), _costs(arguments.cost)
+    if arguments.plot:
+        check_writable(Path(arguments.plot), "--plot")
     trace, (profile, of_decode), served = _workload(arguments, goal)
     of_decode = of_decode or profile
     profile = dataclasses.replace(profile, cost_per_hour=costs.get("prefill", profile.cost_per_hour))
@@ -57,12 +67,15 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     found = search(trace, profile, of_decode, goal, arguments.max_workers, tell)
     if arguments.json:
-        print(json.dumps(_plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})))
+        print(as_json(_plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})))
     else:
         if served:
-            print(f"served: {served[1]} requests in the last hour, {served[0] / served[1]:.1%} within the bounds")
+            within = _within(goal, "queue")
+            print(f"served: {served[1]} requests in the last hour, {served[0] / served[1]:.1%} {within}")
         print(_text(found, goal, arguments.max_workers))
-    if arguments.plot:
+    if arguments.plot and not found.tried:
+        tell("--plot: nothing was simulated, so there is nothing to draw")
+    elif arguments.plot:
         write_whole(Path(arguments.plot), picture(found), "--plot")
     return 0 if found.best is not None else 1
 
@@ -73,10 +86,14 @@ def _workload(
     """Returns the requests, the profiles of workers and of decode workers, and, of a running router, how many requests
     it has served within the bounds and how many in all."""
     if not arguments.live:
+        if arguments.model:
+            raise ConfigError("--model: says whose requests --live takes; give --live too")
         return read_workload(arguments), read_profiles(arguments), None
     if arguments.trace:
         raise ConfigError("--live: takes the place of --trace; give one of them")
-    live = read_live(arguments.target, arguments.cluster_token_file, arguments.timeout, goal.objective)
+    live = read_live(
+        arguments.target, arguments.cluster_token_file, arguments.timeout, goal.objective, arguments.model or ""
+    )
     profiles: tuple[WorkerProfile, WorkerProfile | None] = (live.profile, None)
     if arguments.decode_profile or arguments.set or Path(arguments.profile.partition("#")[0]).is_file():
         profiles = read_profiles(arguments)
@@ -94,9 +111,12 @@ def parse_goal(text: str) -> Goal:
                 f"--slo: {part!r} is not like ttft_p95=500ms; there are {', '.join(METRICS)} and {percents}"
             )
         bound_ms = float(match[3]) * (1000 if match[4] == "s" else 1)
-        if not bound_ms:
-            raise ConfigError(f"--slo: {part!r} must be above 0")
-        bounds[f"{match[1]}_p{match[2]}"] = bound_ms
+        if not 0 < bound_ms <= 1e12:
+            raise ConfigError(f"--slo: {part!r} must be above 0, and at most a thousand million seconds")
+        name = f"{match[1]}_p{match[2]}"
+        if name in bounds:
+            raise ConfigError(f"--slo: {name} has two bounds")
+        bounds[name] = bound_ms
     return Goal(bounds)
 
 
@@ -106,6 +126,8 @@ def _costs(text: str) -> dict[str, float]:
         match = re.fullmatch(r"(prefill|decode)=(\d+(?:\.\d+)?)", part.strip())
         if match is None:
             raise ConfigError(f"--cost: {part!r} is not like prefill=2 or decode=1")
+        if match[1] in costs:
+            raise ConfigError(f"--cost: {match[1]} has two costs")
         costs[match[1]] = float(match[2])
     return costs
 
@@ -119,13 +141,21 @@ def _text(found: Found, goal: Goal, most_workers: int) -> str:
             f"the work alone needs at least {fewest.prefill} prefill and {fewest.decode} decode workers, or "
             f"{fewest.mixed} mixed ones (--max-workers, --rate-scale)",
         ]
-        return "\n".join(lines + ([_line("nearest", found.nearest, goal)] if found.nearest is not None else []))
-    lines = [f"{asked}; {found.num_simulated} clusters simulated", _line("cheapest", found.best, goal)]
+        lines += [_line("nearest", found.nearest, goal)] if found.nearest is not None else []
+        return "\n".join(lines + _untried(found))
+    lines = [f"{asked}; {found.num_simulated} clusters simulated", *_untried(found)]
+    lines.append(_line("cheapest", found.best, goal))
     for name, candidate in (("runner-up", found.runner_up), ("unsplit", found.unsplit), ("split", found.split)):
         if candidate is not None:
             lines.append(_line(name, candidate, goal))
     lines += [_line(name, candidate, goal) for name, candidate in found.sensitivity.items()]
     return "\n".join(lines + why_not_split(found, goal))
+
+
+def _untried(found: Found) -> list[str]:
+    if not found.num_untried:
+        return []
+    return [f"not tried: {found.num_untried} more clusters of prefill, decode and mixed workers together"]
 
 
 def why_not_split(found: Found, goal: Goal) -> list[str]:
@@ -182,14 +212,22 @@ def _line(what: str, candidate: Candidate, goal: Goal) -> str:
     cost = f"{what:<10} {candidate.name}: {candidate.plan.cost_per_hour:g} an hour"
     figures = candidate.figures
     if figures is None:
-        return f"{cost}, {candidate.broken} is broken: at most {candidate.attainment:.1%} of requests within the bounds"
+        return f"{cost}, {candidate.broken} is broken: at most {candidate.attainment:.1%} of requests {_within(goal)}"
     times = ", ".join(
         f"{name} {figures[f'{metric}_ms'][percent]:.1f} ms"
         for name in goal.bounds_ms
         for metric, _, percent in [name.partition("_")]
     )
+    if failed := failures(figures):
+        times += f", failed: {failed}"
     verdict = f"margin {candidate.margin:.0%}" if candidate.meets_it else "does not meet it"
-    return f"{cost}, {times}, {candidate.attainment:.1%} of requests within the bounds, {verdict}"
+    return f"{cost}, {times}, {candidate.attainment:.1%} of requests {_within(goal)}, {verdict}"
+
+
+def _within(goal: Goal, *but: str) -> str:
+    """Returns which bounds those of single requests are, of which itl has none."""
+    left_out = [metric for metric in ("itl", *but) if goal.bounds_of(metric)]
+    return "within the bounds" + (f" (but {' and '.join(left_out)})" if left_out else "")
 
 
 def _plain(found: Found) -> dict[str, Any]:
@@ -200,7 +238,7 @@ def _plain(found: Found) -> dict[str, Any]:
             "workers": {role: getattr(candidate.plan, role) for role in ("prefill", "decode", "mixed")},
             "cost_per_hour": candidate.plan.cost_per_hour,
             "meets_it": candidate.meets_it,
-            "margin": candidate.margin if math.isfinite(candidate.margin) else None,
+            "margin": candidate.margin,
             "attainment": candidate.attainment,
             "figures": None if candidate.figures is None else dict(candidate.figures),
         }
@@ -214,6 +252,7 @@ def _plain(found: Found) -> dict[str, Any]:
         "sensitivity": {name: plain(candidate) for name, candidate in found.sensitivity.items()},
         "tried": [plain(candidate) for candidate in found.tried],
         "num_simulated": found.num_simulated,
+        "num_untried": found.num_untried,
     }
 
 
@@ -224,9 +263,7 @@ class _Kind:
 
 
 def picture(found: Found) -> str:
-    """Returns cost against attainment of all that was tried, as SVG. Raises ConfigError if nothing was."""
-    if not found.tried:
-        raise ConfigError("--plot: nothing was simulated, so there is nothing to draw")
+    """Returns cost against attainment of all that was tried, as SVG: at least one cluster."""
     kinds: dict[str, list[Candidate]] = {}
     for each in found.tried:
         kind = "mixed" if not each.plan.decode else "prefill, decode and mixed" if each.plan.mixed else "split"

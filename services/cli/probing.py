@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
 from baton_client import ONCE, AsyncClient
+from services.core.errors import BatonError
 from services.rpc.options import channel_options
 from services.sim.fitting import StepTimings
 from services.sim.trace import NUM_TOKEN_IDS, random_tokens
@@ -115,6 +116,10 @@ class Probe:
                 answer.times_s += [time.perf_counter() - began_s] * len(event.chunk.token_ids)
             elif event.WhichOneof("event") == "completion":
                 answer.computed_ms = event.completion.timings.prefill_compute_ms
+            if len(answer.times_s) > num_output_tokens:
+                break
+        if not min(2, num_output_tokens) <= len(answer.times_s) <= num_output_tokens:
+            raise BatonError(f"an answer had {len(answer.times_s)} tokens, of {num_output_tokens} that were asked for")
         return answer
 
     async def _streams(self, number: int, length: int) -> Times:

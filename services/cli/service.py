@@ -75,7 +75,8 @@ def _run_worker(role: str, argv: Sequence[str], prog: str, lifecycle: Lifecycle)
     from services.worker.config import WorkerConfig
 
     config = _configure(WorkerConfig, argv, prog, lifecycle, computes=True)
-    choice = choose_dtype(config.dtype, config.device, pathlib.Path(config.model), config.quantization)
+    asked = config.dtype, config.device, pathlib.Path(config.model), config.quantization
+    choice = choose_dtype(*asked, kv_dtype=config.kv_dtype)
     config = dataclasses.replace(
         config, dtype=choice.dtype, quantization=choice.quantization, dtype_reason=choice.reason
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,15 +19,25 @@ from services.router.policy import weighted
 from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
-from services.sim.report import Objective, picture, summary, text
+from services.sim.report import Objective, as_json, picture, summary, text
 from services.sim.scheduler import WorkerRules
-from services.sim.trace import TracedRequest, scaled, synthetic_trace
+from services.sim.trace import MOST_S, TracedRequest, scaled, synthetic_trace
 from services.sim.trace_files import read_trace
 
 PROFILE = "profile.json"
 """The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""
 _MOST_WORKERS = 1024
 _BAR = 30
+_NOT_ABLATED = (
+    "die",
+    "slow",
+    "weight",
+    "decode_profile",
+    "plot",
+    "no_prefix_caching",
+    "no_chunking",
+    "static_batching",
+)
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -72,43 +82,56 @@ def main(argv: Sequence[str], prog: str) -> int:
     for flag in ("slo_ttft_ms", "slo_tpot_ms"):
         if not 0 < getattr(arguments, flag) < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
+    for flag in ("plot", "json"):
+        if getattr(arguments, flag) not in ("", "-"):
+            check_writable(Path(getattr(arguments, flag)), f"--{flag}")
     plan, trace = _plan(arguments), read_workload(arguments)
     objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
     if arguments.ablations:
         return _ablations(arguments, plan, trace, objective)
     outcome = simulate(plan, trace, _progress(len(trace)))
     figures = summary(plan, outcome, objective)
-    if arguments.plot:
+    print(as_json(figures) if arguments.json == "-" else text(figures))
+    if arguments.plot and all(served.total_s is None for served in outcome.requests):
+        print("--plot: no request was served, so there is nothing to draw", file=sys.stderr)
+    elif arguments.plot:
         write_whole(Path(arguments.plot), picture(outcome), "--plot")
-    if arguments.json == "-":
-        print(json.dumps(figures))
-        return 0
-    if arguments.json:
-        write_whole(Path(arguments.json), json.dumps(figures, indent=1) + "\n", "--json")
-    print(text(figures))
+    if arguments.json not in ("", "-"):
+        write_whole(Path(arguments.json), as_json(figures, indent=1) + "\n", "--json")
     return 0
 
 
 def _ablations(
     arguments: argparse.Namespace, plan: SimPlan, trace: Sequence[TracedRequest], objective: Objective
 ) -> int:
+    for flag in _NOT_ABLATED:
+        if getattr(arguments, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
     count = len(plan.worker_ids)
     if count < 2:
         raise ConfigError("--ablations: one worker cannot be split; ask for two or more")
     shown = _progress_line if sys.stderr.isatty() else lambda line: None
     found = ablations(trace, plan.profile, count, objective, shown)
-    plain = json.dumps([{**dataclasses.asdict(each), "gain": each.gain} for each in found], indent=1)
-    if arguments.json == "-":
-        print(plain)
-        return 0
-    if arguments.json:
+    plain = as_json([{**dataclasses.asdict(each), "gain": each.gain} for each in found], indent=1)
+    print(plain if arguments.json == "-" else table(found))
+    if arguments.json not in ("", "-"):
         write_whole(Path(arguments.json), plain + "\n", "--json")
-    print(table(found))
     return 0
 
 
 def _progress_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Makes the folder of a file that is to be written after minutes of work. Raises ConfigError, which names the flag,
+    if the file cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag}: {path} cannot be written: it is a folder, or is not yours to write")
 
 
 def write_whole(path: Path, content: str, flag: str) -> None:
@@ -122,7 +145,12 @@ def write_whole(path: Path, content: str, flag: str) -> None:
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say what is served, and by what kind of workers."""
-    parser.add_argument("--trace", default="", metavar="FILE", help="Azure's CSV or Mooncake's JSON lines")
+    parser.add_argument(
+        "--trace",
+        default="",
+        metavar="FILE",
+        help="Azure's CSV, or JSON lines (.jsonl): Mooncake's, conversations like ShareGPT's, what --trace-file writes",
+    )
     parser.add_argument(
         "--requests", type=int, default=2000, metavar="N", help="without a trace: made-up requests (default: 2000)"
     )
@@ -211,7 +239,10 @@ def _changed(profile: WorkerProfile, settings: Sequence[str]) -> WorkerProfile:
             number = int(value) if types[name] == "int" else float(value)
         except ValueError as error:
             raise ConfigError(f"--set: {setting!r}: {error}") from error
-        profile = dataclasses.replace(profile, **{name: number})  # type: ignore[arg-type]
+        try:
+            profile = dataclasses.replace(profile, **{name: number})  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"--set: {error}") from error
     return profile
 
 
@@ -220,7 +251,10 @@ def _read_profile(named: str, flag: str) -> WorkerProfile:
     path, _, name = named.partition("#")
     if not Path(path).is_file():
         raise ConfigError(f"{flag}: no file {path}; `baton calibrate` writes one from a running cluster")
-    return read_profile(Path(path), name)
+    try:
+        return read_profile(Path(path), name)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
 
 
 def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
@@ -249,13 +283,16 @@ def scaled_as_asked(whole: Sequence[TracedRequest], arguments: argparse.Namespac
         raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
     if not 2 <= arguments.most_tokens <= 100_000_000:
         raise ConfigError("--most-tokens: must be from 2 to 100000000")
-    return scaled(
+    trace = scaled(
         whole,
         length=arguments.length_scale,
         rate=arguments.rate_scale,
         seconds=arguments.seconds or float("inf"),
         most_tokens=arguments.most_tokens,
     )
+    if trace and trace[-1].at_s > MOST_S:
+        raise ConfigError(f"--rate-scale: the last request arrives after {trace[-1].at_s:.3g} s; give a larger one")
+    return trace
 
 
 def _progress(total: int) -> Callable[[int], None]:

@@ -143,6 +143,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         config.device,
         model.path,
         config.quantization,
+        kv_dtype=config.kv_dtype,
         tell=lambda line: announce(f"{'dtype':<12} {line}"),
     )
     if choice.reason:

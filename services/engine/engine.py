@@ -236,10 +236,12 @@ class Engine:
 
     def _loop(self, on_step: OnStep) -> None:
         try:
-            while not self._stopping:
-                # The event is cleared before the look for work. So anything that arrives from here on is either found
-                # by that look, or ends the wait below.
+            while True:
+                # The event is cleared before the looks for an end and for work. So what is told from here on is either
+                # found by these looks, or ends the wait below.
                 self._wake.clear()
+                if self._stopping:
+                    return
                 if not self._step(on_step) and not self._wake.wait(_AT_REST_S):
                     self._touch_blocks()
                     self._wake.wait()

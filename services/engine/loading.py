@@ -60,7 +60,7 @@ def load(config: EngineConfig) -> Loaded:
     shape = servable.examine(module)
     weight_bytes = num_weight_bytes(module)
     expected = verification.plain_logits(module, shape.vocab_size)
-    kv_dtype = shape.dtype if config.kv_dtype == "auto" else weights.KV_DTYPES[config.kv_dtype]
+    kv_dtype = weights.kv_dtype_of(config.kv_dtype, shape.dtype)
     fast_paths = use_fast_paths(module, kv_dtype, baton_home() / "kernels")
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, kv_dtype)
     attention, backend = choice.select(

@@ -6,6 +6,7 @@ Every comparison changes one thing. Throughput at saturation is that of a worker
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,11 @@ class Ablation:
 
     @property
     def gain(self) -> float:
-        """Returns how many times as good it is with it."""
+        """Returns how many times as good it is with it; infinite if it is nothing at all without."""
         better, worse = (self.with_it, self.without_it) if self.more_is_better else (self.without_it, self.with_it)
-        return better / worse if worse else float("inf")
+        if better == worse:
+            return 1.0
+        return better / worse if worse else math.inf
 
 
 def ablations(

@@ -38,6 +38,10 @@ class Axis:
     label: str
     logarithmic: bool = False
 
+    def has(self, value: float) -> bool:
+        """Returns whether the value has a place: equal factors never lead to 0."""
+        return value > 0 or not self.logarithmic
+
     def place(self, value: float, least: float, most: float) -> float:
         """Returns where `value` lies between `least` (0) and `most` (1)."""
         if self.logarithmic:
@@ -65,8 +69,12 @@ class Chart:
     """Whether the points of a line are joined."""
 
     def svg(self, lines: Sequence[Line]) -> str:
-        """Returns the whole picture. Raises ValueError if there is no point to draw."""
-        points = [point for line in lines for point in line.points]
+        """Returns the whole picture, without points that have no place on an axis. Raises ValueError if no point has
+        one."""
+        shown = [
+            tuple(point for point in line.points if self.x.has(point[0]) and self.y.has(point[1])) for line in lines
+        ]
+        points = [point for line in shown for point in line]
         if not points:
             raise ValueError(f"{self.title}: no points")
         x_ticks, y_ticks = self.x.ticks([x for x, _ in points]), self.y.ticks([y for _, y in points])
@@ -91,8 +99,8 @@ class Chart:
         for tick in y_ticks:
             x, y = at(x_ticks[0], tick)
             parts += [_grid(x, y, _WIDTH - _RIGHT, y), _text(x - 8, y + 4, f"{tick:g}", 13, "end")]
-        for number, line in enumerate(lines):
-            parts += self._line(number, [at(x, y) for x, y in line.points])
+        for number, line in enumerate(shown):
+            parts += self._line(number, [at(x, y) for x, y in line])
         parts += _legend([line.name for line in lines])
         return "\n".join([*parts, "</svg>", ""])
 

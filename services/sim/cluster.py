@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.core.errors import BatonError
+from services.core.config import DAY_S
+from services.core.errors import BatonError, ConfigError
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
     Action,
@@ -28,7 +29,7 @@ from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Load, Role
 from services.sim.pool import PromptParts
 from services.sim.profile import WorkerProfile
-from services.sim.scheduler import WorkerRules
+from services.sim.scheduler import Stream, WorkerRules
 from services.sim.trace import TracedRequest
 from services.sim.worker import SimWorker
 from services.sim.world import World
@@ -36,6 +37,10 @@ from services.sim.world import World
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
 MESSAGE_S = 0.0005
 """How long a message between router and worker takes."""
+_PATIENCE_S = 3600.0
+_TIMES_ALONE = 10
+"""A simulation in which requests live but nothing begins, comes out or ends for an hour of virtual time, and as many
+times as long as the longest request takes alone, goes on for ever, or nearly: its router may wait for 1e9 s."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Served:
 class Outcome:
     requests: list[Served]
     seconds: float
-    """From the first arrival to the last end, in virtual time."""
+    """From the first arrival to the last end, also of a request that failed, in virtual time."""
     gaps_s: dict[float, int]
     """How often each gap between two tokens of a stream occurred, rounded to three digits."""
     busy: dict[str, float]
@@ -122,8 +127,12 @@ def simulate(
     """Returns what becomes of the trace's requests. `progress` is called with the number of requests that have ended,
     `on_end` with each that ends; what they raise ends the simulation.
 
-    The same plan and trace give the same outcome. Every request ends once, and no block is left in use.
+    The same plan and trace give the same outcome. Every request ends once, and no block is left in use. Raises
+    AssertionError if that is not so, and ConfigError if a request alone would take more than a day: the router's
+    clock ticks all the time.
     """
+    if (alone_s := _alone_s(plan, trace)) > DAY_S:
+        raise ConfigError(f"the longest request alone takes {alone_s:.3g} s by these profiles, more than a day")
     return _Simulation(plan, trace, progress, on_end).run()
 
 
@@ -142,11 +151,16 @@ class _Simulation:
         self._on_end = on_end
         self._served: list[Served] = []
         self._live: dict[str, Served] = {}
-        self._prompts: dict[str, PromptParts] = {}
-        """Of those that live."""
+        self._prompts: dict[str, tuple[PromptParts, Stream]] = {}
+        """Prompts and outputs of those that live."""
         self._rules = plan.rules
         self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
+        self._last_end_s = 0.0
+        self._busy_s: dict[str, float] = {}
+        """How long each worker had computed when the last request ended."""
+        self._progress_s = 0.0
+        self._patience_s = _patience_s(plan, trace)
         self._gaps: dict[float, int] = {}
         self._ticking = False
         self._workers: dict[str, SimWorker] = {}
@@ -212,19 +226,19 @@ class _Simulation:
         for worker in self._workers.values():
             if not worker.dead:
                 worker.check_idle()
-        every = [*self._dead, *self._workers.values()]
-        seconds = max((served.at_s + (served.total_s or 0.0) for served in self._served), default=0.0)
+        seconds = self._last_end_s
         return Outcome(
             self._served,
             seconds,
             self._gaps,
-            {
-                name: sum(each.busy_s for each in every if each.info.worker_id == name) / seconds if seconds else 0.0
-                for name in self._workers
-            },
-            sum(worker.bytes_fetched for worker in every),
-            sum(worker.num_preemptions for worker in every),
+            {name: self._busy_s[name] / seconds if seconds else 0.0 for name in self._workers},
+            sum(worker.bytes_fetched for worker in self._every()),
+            sum(worker.num_preemptions for worker in self._every()),
         )
+
+    def _every(self) -> list[SimWorker]:
+        """Returns all workers, the dead ones too."""
+        return [*self._dead, *self._workers.values()]
 
     def _arrive(self, number: int) -> None:
         if number == len(self._trace):
@@ -246,6 +260,7 @@ class _Simulation:
             (1,) * traced.prompt_tokens,
             traced.output_tokens,
             traced.priority,
+            deadline_s=None if traced.deadline_s is None else self._world.now + traced.deadline_s,
             conversation=traced.session,
             tenant=traced.caller,
             block_hashes={size: prompt.block_hashes(size) for size in self._coordinator.block_sizes_to_hash()},
@@ -255,13 +270,18 @@ class _Simulation:
         except BatonError as error:
             self._end(served, error)
             return
-        self._live[spec.request_id], self._prompts[spec.request_id] = served, prompt
+        self._progress_s = self._world.now
+        self._live[spec.request_id], self._prompts[spec.request_id] = served, (prompt, Stream())
         if not self._ticking:
             self._ticking = True
             self._world.after(TICK_S, self._tick)
         self._turn()
 
     def _tick(self) -> None:
+        if self._world.now - self._progress_s > self._patience_s:
+            raise AssertionError(
+                f"{len(self._live)} requests live, and none has come any further for {self._patience_s:.0f} s"
+            )
         self._coordinator.tick(self._world.now)
         self._turn()
         self._ticking = bool(self._live)
@@ -296,14 +316,16 @@ class _Simulation:
     def _do(self, action: Action) -> None:
         match action:
             case SendLeg():
-                worker, prompt = self._workers[action.worker_id], self._prompts[action.spec.request_id]
-                self._world.after(MESSAGE_S, lambda: worker.receive(action, prompt))
+                worker, (prompt, stream) = self._workers[action.worker_id], self._prompts[action.spec.request_id]
+                self._world.after(MESSAGE_S, lambda: worker.receive(action, prompt, stream))
             case CancelLeg():
                 worker, leg = self._workers[action.worker.worker_id], action.leg
                 self._world.after(MESSAGE_S, lambda: worker.cancel(leg))
             case EmitStarted():
+                self._progress_s = self._world.now
                 self._live[action.request_id].cached_tokens = action.cached_tokens
             case EmitTokens():
+                self._progress_s = self._world.now
                 served = self._live[action.request_id]
                 if served.ttft_s is None:
                     served.ttft_s = self._world.now - served.at_s
@@ -327,9 +349,38 @@ class _Simulation:
     def _end(self, served: Served, error: BatonError | None) -> None:
         served.error = "" if error is None else error.reason
         self._num_ended += 1
+        self._last_end_s = self._progress_s = self._world.now
+        if self._num_ended == len(self._trace):  # a step for a request that has failed may go on after this
+            for worker in self._every():
+                name = worker.info.worker_id
+                self._busy_s[name] = self._busy_s.get(name, 0.0) + worker.busy_until_now_s
         self._progress(self._num_ended)
         self._on_end(served)
 
     def _note_gap(self, seconds: float, count: int) -> None:
         key = float(f"{seconds:.3g}")
         self._gaps[key] = self._gaps.get(key, 0) + count
+
+
+def _alone_s(plan: SimPlan, trace: Sequence[TracedRequest]) -> float:
+    """Returns how long the longest request computes on the slowest worker, where nothing else is."""
+    longest = max((each.prompt_tokens + each.output_tokens for each in trace), default=0)
+    output = max((each.output_tokens for each in trace), default=0)
+    alone_ms = 0.0
+    for profile in (plan.profile, plan.decode_profile or plan.profile):
+        chunk = min(longest, profile.max_num_batched_tokens)
+        chunks_ms = -(-longest // chunk) * profile.prefill_ms(chunk) if chunk else 0.0
+        attended_ms = longest**2 / 2 * profile.ms_per_attended_token
+        alone_ms = max(alone_ms, chunks_ms + attended_ms + output * profile.decode_ms(1, longest))
+    return max([1.0, *(times for _, times in plan.slowness)]) * alone_ms / 1e3
+
+
+def _patience_s(plan: SimPlan, trace: Sequence[TracedRequest]) -> float:
+    longest = max((each.prompt_tokens + each.output_tokens for each in trace), default=0)
+    alone_s = 0.0
+    for profile in (plan.profile, plan.decode_profile or plan.profile):
+        computing_s = profile.step_s(longest, profile.max_num_seqs, longest * profile.max_num_seqs, longest**2 / 2)
+        moving_s = longest * profile.kv_bytes_per_token / profile.transfer_bytes_per_s
+        alone_s = max(alone_s, computing_s + moving_s + profile.transfer_latency_ms / 1e3)
+    slowest = max((times for _, times in plan.slowness), default=1.0)
+    return _PATIENCE_S + _TIMES_ALONE * max(1.0, slowest) * alone_s

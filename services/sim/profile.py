@@ -159,11 +159,14 @@ def read_profile(path: Path, name: str = "") -> WorkerProfile:
     MODEL:HARDWARE. Raises ConfigError with the reason."""
     try:
         if path.suffix == ".csv":
-            with open(path, newline="") as file:
-                return _from_table(path, list(csv.DictReader(file)), name)
-        content = json.loads(path.read_text())
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                reader = csv.DictReader(file)
+                return _from_table(path, [(reader.line_num, row) for row in reader], name)
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{reader.line_num + 1}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no profile, which `baton calibrate` writes: {error}") from error
     if not isinstance(content, dict):
@@ -175,7 +178,7 @@ def write_profile(path: Path, profile: WorkerProfile) -> None:
     """Writes the profile. What stands at `path` is replaced once the new one is whole. Raises OSError with `path`."""
     beside = path.with_name(f".{path.name}.new")
     try:
-        beside.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
+        beside.write_text(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
         beside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -189,6 +192,9 @@ def _of(path: Path, content: Mapping[str, Any]) -> WorkerProfile:
         raise ConfigError(
             f"{path}: no profile has the field {', '.join(map(repr, unknown))}; `baton calibrate` writes one"
         )
+    needed = [field.name for field in dataclasses.fields(WorkerProfile) if field.default is dataclasses.MISSING]
+    if lacking := [name for name in needed if name not in content]:
+        raise ConfigError(f"{path}: missing: {', '.join(lacking)}; `baton calibrate` writes a whole profile")
     try:
         points = {key: tuple((x, y) for x, y in value) for key, value in content.items() if key.endswith("_points")}
         return WorkerProfile(**{**content, **points})
@@ -196,10 +202,13 @@ def _of(path: Path, content: Mapping[str, Any]) -> WorkerProfile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _from_table(path: Path, rows: Sequence[Mapping[str, str]], name: str) -> WorkerProfile:
+def _from_table(path: Path, lines: Sequence[tuple[int, Mapping[str, str | None]]], name: str) -> WorkerProfile:
     """Takes the measured points of one model on one kind of hardware and one number of GPUs: medians, by the tokens of
     a prompt or the sequences of a step. The other figures are fitted to them by least squares."""
-    kinds = sorted({f"{row.get('model')}:{row.get('hardware')}" for row in rows})
+    rows = [_measured(path, number, row) for number, row in lines]
+    if not rows:
+        raise ConfigError(f"{path}: has no measurements")
+    kinds = sorted({row.kind for row in rows})
     if not all(kind.isprintable() for kind in kinds):
         raise ConfigError(f"{path}: {', '.join(kinds)!r} must be text that can be printed")
     kind, gpus = name, ""
@@ -207,18 +216,13 @@ def _from_table(path: Path, rows: Sequence[Mapping[str, str]], name: str) -> Wor
         kind, _, gpus = name.rpartition(":")
     if kind not in kinds:
         raise ConfigError(f"{path}: has {', '.join(kinds)}; name one of them as FILE#MODEL:HARDWARE[:GPUS]")
-    of_kind = [row for row in rows if f"{row['model']}:{row['hardware']}" == kind]
-    numbers = sorted({row.get("tensor_parallel", "") for row in of_kind}, key=lambda text: (len(text), text))
+    of_kind = [row for row in rows if row.kind == kind]
+    numbers = sorted({row.gpus for row in of_kind}, key=lambda text: (len(text), text))
     if gpus and gpus not in numbers:
         raise ConfigError(f"{path}: {kind} was measured on {', '.join(numbers)} GPUs, not on {gpus}")
-    chosen = [row for row in of_kind if row.get("tensor_parallel", "") == (gpus or numbers[-1])]
-    try:
-        prefills = _medians(
-            (int(row["prompt_size"]) * int(row["batch_size"]), float(row["prompt_time"])) for row in chosen
-        )
-        decodes = _medians((int(row["batch_size"]), float(row["token_time"])) for row in chosen)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    chosen = [row for row in of_kind if row.gpus == (gpus or numbers[-1])]
+    prefills = _medians((row.prompt_tokens * row.sequences, row.prompt_ms) for row in chosen)
+    decodes = _medians((row.sequences, row.token_ms) for row in chosen)
     fixed_ms, token_ms = _line(prefills)
     step_ms, sequence_ms = _line((sequences - 1, ms) for sequences, ms in decodes)
     return WorkerProfile(
@@ -230,6 +234,39 @@ def _from_table(path: Path, rows: Sequence[Mapping[str, str]], name: str) -> Wor
         prefill_points=prefills if len(prefills) > 1 else (),
         decode_points=decodes if len(decodes) > 1 else (),
     )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Keeps a line of a table."""
+
+    kind: str
+    gpus: str
+    prompt_tokens: int
+    """Of each sequence."""
+    sequences: int
+    prompt_ms: float
+    token_ms: float
+
+
+def _measured(path: Path, number: int, row: Mapping[str, str | None]) -> _Measured:
+    cells = {name: cell for name, cell in row.items() if cell is not None}  # a line that is cut off has fewer
+    try:
+        measured = _Measured(
+            f"{cells['model']}:{cells['hardware']}",
+            cells["tensor_parallel"] if "tensor_parallel" in row else "",
+            int(cells["prompt_size"]),
+            int(cells["batch_size"]),
+            float(cells["prompt_time"]),
+            float(cells["token_time"]),
+        )
+    except (KeyError, ValueError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path}:{number}: {reason}") from error
+    for value in (measured.prompt_tokens, measured.sequences, measured.prompt_ms, measured.token_ms):
+        if not 0 < value <= 1e9:
+            raise ConfigError(f"{path}:{number}: {value!s:.20} is out of range")
+    return measured
 
 
 def _medians(points: Iterable[tuple[float, float]]) -> Points:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +22,22 @@ class Objective:
 
     ttft_s: float
     tpot_s: float
+    queue_s: float = math.inf
 
     def met_by(self, served: Served) -> bool:
-        if served.ttft_s is None or served.total_s is None or served.ttft_s > self.ttft_s:
+        if served.ttft_s is None or served.total_s is None:
+            return False
+        if served.ttft_s > self.ttft_s or served.queue_s > self.queue_s:
             return False
         return served.tpot_s is None or served.tpot_s <= self.tpot_s
 
 
 def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, Any]:
-    """Returns the figures as plain data. Times are in milliseconds."""
+    """Returns the figures as plain data. Times are in milliseconds. A request that failed counts with an infinite time
+    in each percentile, in those of gaps as many times as it should have had gaps."""
+    failed = [served for served in outcome.requests if served.total_s is None]
+    of_streams = [math.inf for served in failed if served.output_tokens > 1]
+    lost_gaps = {math.inf: gaps} if (gaps := sum(max(0, served.output_tokens - 1) for served in failed)) else {}
     ended = [served for served in outcome.requests if served.total_s is not None]
     good = sum(map(objective.met_by, outcome.requests))
     output_tokens = sum(served.output_tokens for served in ended)
@@ -42,10 +51,12 @@ def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, 
         "seconds": outcome.seconds,
         "requests_per_s": len(ended) / seconds,
         "output_tokens_per_s": output_tokens / seconds,
-        "ttft_ms": _percentiles([served.ttft_s for served in ended if served.ttft_s is not None]),
-        "tpot_ms": _percentiles([tpot_s for served in ended if (tpot_s := served.tpot_s) is not None]),
-        "itl_ms": _weighted(outcome.gaps_s),
-        "queue_ms": _percentiles([served.queue_s for served in ended]),
+        "ttft_ms": _percentiles(
+            [math.inf] * len(failed) + [served.ttft_s for served in ended if served.ttft_s is not None]
+        ),
+        "tpot_ms": _percentiles(of_streams + [tpot_s for served in ended if (tpot_s := served.tpot_s) is not None]),
+        "itl_ms": _weighted(outcome.gaps_s | lost_gaps),
+        "queue_ms": _percentiles([math.inf] * len(failed) + [served.queue_s for served in ended]),
         "objective_ms": {"ttft": objective.ttft_s * 1e3, "tpot": objective.tpot_s * 1e3},
         "goodput_per_s": good / seconds,
         "attainment": good / len(outcome.requests) if outcome.requests else 0.0,
@@ -59,10 +70,26 @@ def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, 
     }
 
 
+def as_json(value: Any, *, indent: int | None = None) -> str:
+    """Returns plain data as JSON. What is not finite, as a percentile of requests that failed, is null there."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+    return value
+
+
 def text(figures: Mapping[str, Any]) -> str:
     """Returns the figures as lines for people."""
     workers = ", ".join(f"{count} {role}" for role, count in figures["workers"].items() if count)
-    failed = ", ".join(f"{count} {reason}" for reason, count in figures["num_failed"].items()) or "none"
+    failed = failures(figures) or "none"
     lines = [
         f"{workers} ({figures['profile']}): {figures['num_requests']} requests in {figures['seconds']:.0f} s, "
         f"{figures['requests_per_s']:.2f} requests/s, {figures['output_tokens_per_s']:.0f} output tokens/s",
@@ -86,6 +113,11 @@ def text(figures: Mapping[str, Any]) -> str:
         f"{figures['num_retries']} retries, failed: {failed}, cost {figures['cost']:.4g}",
     ]
     return "\n".join(lines)
+
+
+def failures(figures: Mapping[str, Any]) -> str:
+    """Returns how many requests failed and why, such as "3 NO_WORKER"; empty if none did."""
+    return ", ".join(f"{count} {reason}" for reason, count in figures["num_failed"].items())
 
 
 @dataclass(frozen=True)

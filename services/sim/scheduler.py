@@ -37,6 +37,14 @@ class WorkerRules:
 
 
 @dataclass(eq=False, slots=True)
+class Stream:
+    """Keeps what the legs of one request have in common: its output."""
+
+    newest_s: float | None = None
+    """When its newest token was computed; None if it has none."""
+
+
+@dataclass(eq=False, slots=True)
 class SimLeg:
     """Keeps one leg at a worker."""
 
@@ -48,6 +56,7 @@ class SimLeg:
     most_output: int
     only_prefill: bool
     prompt: PromptParts
+    stream: Stream
     priority: int = 0
     number: int = 0
     """Its place in the order of arrival."""
@@ -66,8 +75,6 @@ class SimLeg:
     remnant: Remnant | None = None
     """What was left of it in the cache when it was preempted."""
     decoding: bool = False
-    stalled_s: float | None = None
-    """When it was preempted, until its next token."""
     cancelled: bool = False
     in_place: bool = False
     """Whether it takes over a lease of its own worker."""
@@ -179,7 +186,7 @@ class SimScheduler:
             while self.adopted and not self.full:
                 work = self.adopted.popleft()
                 self.running[work.leg] = work
-            self._grow(now)
+            self._grow()
             if not self.adopted or self.full:
                 break  # otherwise a preemption has made room for one that holds blocks
         admitted: list[SimLeg] = []
@@ -231,7 +238,7 @@ class SimScheduler:
                 self._pool.take(lacking)
                 work.num_blocks += lacking
 
-    def _grow(self, now: float) -> None:
+    def _grow(self) -> None:
         """Gives decodes the blocks that they lack, by rank. Those that are last by rank are preempted for that."""
         size = self._profile.block_size
         short = [
@@ -247,14 +254,12 @@ class SimScheduler:
                     work.num_blocks += lacking
                     break
                 # A peer copies the blocks of those under a lease.
-                self._preempt(max((each for each in self.running.values() if not each.only_prefill), key=_rank), now)
+                self._preempt(max((each for each in self.running.values() if not each.only_prefill), key=_rank))
 
-    def _preempt(self, work: SimLeg, now: float) -> None:
+    def _preempt(self, work: SimLeg) -> None:
         self.num_preemptions += 1
         del self.running[work.leg]
         work.remnant = self.give_back(work)
-        if work.num_output and work.stalled_s is None:
-            work.stalled_s = now
         work.num_computed, work.decoding = 0, False
         insort(self.preempted, work, key=_rank)
 

@@ -16,14 +16,14 @@ from operator import attrgetter
 from typing import Any
 
 from services.sim.cluster import Served, SimPlan, simulate
-from services.sim.profile import WorkerProfile
+from services.sim.profile import Points, WorkerProfile
 from services.sim.report import Objective, summary
 from services.sim.trace import TracedRequest
 
 METRICS = ("ttft", "tpot", "itl", "queue")
 _OF_PREFILL, _OF_DECODE = ("ttft", "queue"), ("tpot", "itl")
-_MOST_OF_ALL_KINDS = 12
-"""The most clusters of prefill, decode and mixed workers together that are tried."""
+_MOST_OF_ALL_KINDS = 24
+"""The most clusters of prefill, decode and mixed workers together that are tried; the cheapest are."""
 
 
 class Hopeless(Exception):
@@ -44,12 +44,13 @@ class Goal:
 
     @property
     def objective(self) -> Objective:
-        """Returns what one request must keep to count as good: the tightest bound of each metric."""
+        """Returns what one request must keep to count as good: the tightest bound of each metric but `itl`, whose
+        percentiles are of the gaps of all requests."""
         tightest = dict.fromkeys(METRICS, math.inf)
         for name, bound in self.bounds_ms.items():
             metric = name.partition("_")[0]
             tightest[metric] = min(tightest[metric], bound / 1e3)
-        return Objective(tightest["ttft"], tightest["tpot"])
+        return Objective(tightest["ttft"], tightest["tpot"], tightest["queue"])
 
     def margins(self, figures: Mapping[str, Any]) -> dict[str, float]:
         """Returns by which share each bound is kept; negative if it is broken."""
@@ -60,8 +61,8 @@ class Goal:
         return found
 
     def margin(self, figures: Mapping[str, Any]) -> float:
-        """Returns by which share the tightest bound is kept; negative if one is broken, or if a request failed."""
-        return -1.0 if figures["num_failed"] else min(self.margins(figures).values())
+        """Returns by which share the tightest bound is kept; negative if one is broken."""
+        return min(self.margins(figures).values())
 
     def bounds_of(self, metric: str) -> list[tuple[int, float]]:
         """Returns the percentile and the bound, in seconds, of each bound of a metric."""
@@ -103,7 +104,8 @@ class Candidate:
     margin: float
     """Negative if it does not meet the goal."""
     attainment: float
-    """The share of requests within all bounds of single requests; of a hopeless one, the most that it could be."""
+    """The share of requests within all bounds of single requests (`Goal.objective`); of a hopeless one, the most that
+    it could be."""
     broken: str = ""
     """The bound that is broken by far, of a hopeless one."""
 
@@ -140,6 +142,9 @@ class Found:
     """Which share of the work prompts are."""
     num_simulated: int
     """All of `tried`, and those that were simulated to find the fewest workers of a phase."""
+    num_untried: int
+    """Clusters of all three kinds that were not tried, although they cost no more than what was found (or than any, if
+    that is not enough) and might meet the goal: there were too many."""
 
 
 def search(
@@ -168,17 +173,20 @@ class _Search:
         self._goal = goal
         self._most = most_workers
         self._progress = progress
-        self._fewest = _fewest(trace, profile, decode_profile, goal)
+        plan = SimPlan(profile=profile, decode_profile=decode_profile)
+        self._needs = _needs(trace, plan, goal)
+        self._fewest = self._needs.fewest(plan)
         self._tried: dict[tuple[int, int, int], Candidate] = {}
         self._num_simulated = 0
 
     def found(self) -> Found:
         good: list[Candidate] = []
-        num_of_all_kinds = 0
+        num_of_all_kinds = num_untried = 0
         for plan in self._by_cost():
             if plan.mixed and plan.decode:
                 num_of_all_kinds += 1
                 if num_of_all_kinds > _MOST_OF_ALL_KINDS:
+                    num_untried += 1
                     continue
             candidate = self._run(plan)
             if candidate.meets_it:
@@ -200,6 +208,7 @@ class _Search:
             sensitivity,
             self._work_share(),
             self._num_simulated,
+            num_untried,
         )
 
     def _run(self, plan: SimPlan, goal: Goal | None = None) -> Candidate:
@@ -229,20 +238,25 @@ class _Search:
     def _by_cost(self) -> Iterator[SimPlan]:
         """Yields the clusters that could meet the goal, the cheapest first. Of those that cost the same, mixed workers
         alone come first, then split ones, the most even first, then those of all kinds, the fewest mixed first.
-
-        Of a need of two phases that rounds up to so many workers each, all kinds together can save one by sharing.
         """
         fewest, most = self._fewest, self._most
-        if min(fewest.mixed, fewest.prefill + fewest.decode - 1) > most:
-            return
-        prefill, decode = self._least("prefill"), self._least("decode")
         plans = [SimPlan(0, 0, mixed, profile=fewest.profile) for mixed in range(fewest.mixed, most + 1)]
-        for mixed in range(most - 1):
+        split = [
+            plan
+            for mixed in range(most - 1)
+            for some in range(1, most - mixed)
+            for others in range(1, most - mixed - some + 1)
+            if self._needs.allow(plan := dataclasses.replace(fewest, prefill=some, decode=others, mixed=mixed))
+        ]
+        if split:
+            prefill, decode = self._least("prefill"), self._least("decode")
+            # How many decode workers a mixed one stands for is not known if it is the faster one.
+            may_be_faster = not _decodes_no_faster(fewest.profile, fewest.decode_profile or fewest.profile)
             plans += [
-                dataclasses.replace(fewest, prefill=some, decode=others, mixed=mixed)
-                for some in range(max(1, prefill - mixed), most - mixed)
-                for others in range(max(1, decode - mixed), most - mixed - some + 1)
-                if some + others + mixed >= prefill + decode - 1
+                plan
+                for plan in split
+                if plan.prefill + plan.mixed >= prefill
+                and (plan.decode + plan.mixed >= decode or (plan.mixed and may_be_faster))
             ]
         yield from sorted(plans, key=_order)
 
@@ -289,7 +303,8 @@ class _Search:
 
     def _work_share(self) -> float:
         """Returns which share of the work prompts are."""
-        prefill, decode = _work_s(self._trace, self._fewest)
+        profile = self._fewest.profile
+        prefill, decode = _work_s(self._trace, profile, self._fewest.decode_profile or profile)
         return prefill / (prefill + decode) if prefill + decode else 0.5
 
     def _sensitivity(self, plan: SimPlan) -> dict[str, Candidate]:
@@ -310,46 +325,103 @@ class _Search:
         return found
 
 
+def _decodes_no_faster(profile: WorkerProfile, other: WorkerProfile) -> bool:
+    """Returns whether a worker of `profile` computes no more output than one of `other`, whatever the batch."""
+    points = {int(size) for each in (profile, other) for size, _ in each.decode_points}
+    sizes = {1, 2, *points, *(size + 1 for size in points), profile.max_num_seqs}
+    tokens = [each.num_blocks * each.block_size for each in (profile, other)]
+    return (
+        all(profile.decode_ms(size) >= other.decode_ms(size) for size in sizes if 1 <= size <= profile.max_num_seqs)
+        and profile.ms_per_context_token >= other.ms_per_context_token
+        and profile.max_num_seqs <= other.max_num_seqs
+        and tokens[0] <= tokens[1]
+    )
+
+
 def _order(plan: SimPlan) -> tuple[float, int, int, int]:
     kind = 0 if not plan.decode else 1 if not plan.mixed else 2
     return round(plan.cost_per_hour, 9), kind, plan.mixed if kind == 2 else 0, abs(plan.prefill - plan.decode)
 
 
-def _work_s(trace: Sequence[TracedRequest], plan: SimPlan) -> tuple[float, float]:
-    """Returns the seconds that prompts and outputs keep one worker busy at least."""
-    profile, of_decode = plan.profile, plan.decode_profile or plan.profile
-    chunk = profile.max_num_batched_tokens
-    whole_ms = min(profile.prefill_ms(size) / size for size in (chunk, max(1, chunk // 2), max(1, chunk // 4)))
-    # The least time that a token takes: in the largest batch there can be.
-    token_ms = min(of_decode.decode_ms(size) / size for size in (1, 2, 4, 8, 16, 32, 64, of_decode.max_num_seqs))
+def _work_s(trace: Sequence[TracedRequest], prefill: WorkerProfile, decode: WorkerProfile) -> tuple[float, float]:
+    """Returns the seconds that the trace's prompts keep one worker busy at least, and its outputs another."""
+    chunk = prefill.max_num_batched_tokens
+    whole_ms = _least_each(prefill.prefill_ms, prefill.prefill_points, chunk)
+    token_ms = _least_each(decode.decode_ms, decode.decode_points, decode.max_num_seqs)
+    if decode.mixed_factor:  # a sequence costs what a token of a prompt does, in steps that have one
+        most = decode.max_num_batched_tokens + decode.max_num_seqs
+        token_ms = min(token_ms, decode.mixed_factor * _least_each(decode.prefill_ms, decode.prefill_points, most))
     prefill_s = sum(request.prompt_tokens for request in trace) * whole_ms / 1e3
-    return prefill_s, sum(request.output_tokens for request in trace) * max(0.0, token_ms) / 1e3
+    return prefill_s, sum(request.output_tokens for request in trace) * token_ms / 1e3
 
 
-def _fewest(
-    trace: Sequence[TracedRequest], profile: WorkerProfile, decode_profile: WorkerProfile | None, goal: Goal
-) -> SimPlan:
-    """Returns how many workers of each role the work needs at least, however well it is spread."""
-    plan = SimPlan(profile=profile, decode_profile=decode_profile)
+def _least_each(cost_ms: Callable[[int], float], points: Points, most: int) -> float:
+    """Returns the least that each of up to `most` costs that are in a step together: at `most`, or at a measured point,
+    between which costs are on a line."""
+    sizes = {1, most, *(int(size) for size, _ in points if 1 <= size <= most)}
+    return max(0.0, min(cost_ms(size) / size for size in sizes))
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Says how many workers the work keeps busy at least, however well it is spread: 3.9, for example, of which it is
+    three, so that a little too few are tried as well."""
+
+    prompts: float
+    outputs: float
+    """Decode workers, if they compute all output."""
+    outputs_on_mixed: float
+    """Mixed ones, if they do: their steps cost something else if decode workers have a profile of their own."""
+
+    def allow(self, plan: SimPlan) -> bool:
+        """Returns whether the plan's workers may be enough. A mixed worker counts whole for both phases, since a step
+        with prompts and sequences may cost no more than one with either."""
+        if plan.prefill + plan.mixed < math.floor(self.prompts):
+            return False
+        decode = float(plan.decode)
+        if plan.mixed and self.outputs_on_mixed:
+            decode += plan.mixed * self.outputs / self.outputs_on_mixed
+        return decode >= math.floor(self.outputs)
+
+    def fewest(self, plan: SimPlan) -> SimPlan:
+        """Returns the plan with as many workers of each role as may be enough, in a split and in a mixed cluster."""
+        prefill, decode, on_mixed = (
+            max(1, math.floor(need)) for need in (self.prompts, self.outputs, self.outputs_on_mixed)
+        )
+        return dataclasses.replace(plan, prefill=prefill, decode=decode, mixed=max(prefill, on_mixed))
+
+
+def _needs(trace: Sequence[TracedRequest], plan: SimPlan, goal: Goal) -> _Needs:
+    of_decode = plan.decode_profile or plan.profile
+    prompts, outputs = _needs_on(trace, plan, of_decode, goal)
+    return _Needs(prompts, outputs, _needs_on(trace, plan, plan.profile, goal)[1])
+
+
+def _needs_on(
+    trace: Sequence[TracedRequest], plan: SimPlan, of_decode: WorkerProfile, goal: Goal
+) -> tuple[float, float]:
+    """Returns how many workers the prompts keep busy at least, and how many of the profile `of_decode` the outputs."""
     if not trace or any(request.block_ids for request in trace):
-        return dataclasses.replace(plan, prefill=1, decode=1, mixed=1)  # caches may save most of it
+        return 0.0, 0.0  # caches may save most of it
     last_s, longest = trace[-1].at_s, max(request.output_tokens for request in trace)
     wait_s = plan.router.queue_timeout_s
-    prefill_s, decode_s = _work_s(trace, plan)
     # Nobody may wait longer than the router lets him, once for each phase; then the longest output takes its steps. A
     # little too few workers are tried as well.
-    of_decode = decode_profile or profile
     steps_s = longest * of_decode.decode_ms(of_decode.max_num_seqs) / 1e3
-    prefills = [0.8 * prefill_s / (last_s + wait_s)]
-    decodes = [0.8 * decode_s / (last_s + 2 * wait_s + steps_s)]
+    # So many of a hundred requests must not fail.
+    percent = max((percent for metric in METRICS for percent, _ in goal.bounds_of(metric)), default=0)
+    prefill_s = _work_s(_shortest(trace, percent, "prompt_tokens"), plan.profile, of_decode)[0]
+    decode_s = _work_s(_shortest(trace, percent, "output_tokens"), plan.profile, of_decode)[1]
+    prompts = [0.8 * prefill_s / (last_s + wait_s)]
+    outputs = [0.8 * decode_s / (last_s + 2 * wait_s + steps_s)]
     for percent, bound_s in goal.bounds_of("ttft"):
         until_s = last_s + bound_s
-        prefills.append(_work_s(_shortest(trace, percent, "prompt_tokens"), plan)[0] / until_s)
+        some = _shortest(trace, percent, "prompt_tokens")
+        prompts.append(_work_s(some, plan.profile, of_decode)[0] / until_s)
         for of_tpot, tpot_s in goal.bounds_of("tpot"):
             some = _shortest(trace, percent + of_tpot - 100, "output_tokens")
-            decodes.append(_work_s(some, plan)[1] / (until_s + longest * tpot_s))
-    prefill, decode = (max(1, math.floor(max(needs))) for needs in (prefills, decodes))
-    return dataclasses.replace(plan, prefill=prefill, decode=decode, mixed=max(prefill, decode))
+            outputs.append(_work_s(some, plan.profile, of_decode)[1] / (until_s + longest * tpot_s))
+    return max(prompts), max(outputs)
 
 
 def _shortest(trace: Sequence[TracedRequest], percent: int, length: str) -> Sequence[TracedRequest]:

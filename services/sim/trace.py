@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from services.core.hashing import BlockHash, block_hashes
 
 MOONCAKE_BLOCK = 512
+MOST_S = 1e9
+"""How long a trace may be, thirty years: virtual time must tell one message from the next."""
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 100, 40_000
 """Ids below the first are special ones in many vocabularies; the default model's has more than so many."""
 
@@ -31,6 +33,8 @@ class TracedRequest:
     session: str = ""
     """The conversation that it belongs to; empty for none."""
     priority: int = 0
+    deadline_s: float | None = None
+    """Seconds after its arrival by which it is to be complete; None for no deadline."""
 
     def part_names(self) -> tuple[BlockHash, ...]:
         """Returns a name for each full block of the prompt: it stands for the block and for all before it."""

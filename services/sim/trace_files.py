@@ -17,18 +17,26 @@ import csv
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
-import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from services.rpc.names import Attr, Span
-from services.sim.trace import TracedRequest
+from services.sim.trace import MOST_S, TracedRequest
 
 _MOST_TOKENS = 100_000_000
+_LATEST_S = 1e11
+"""In seconds since 1970, or since the trace began: the year 5138."""
+_LONGEST_LINE = 1 << 26
+"""In characters: a file without lines must not fill the memory."""
+_MOST_IDS = 1_000_000
+"""Of the prompts of one conversation together, which repeat all before them: a short line of many answers would fill
+the memory."""
 _CHARACTERS_PER_TOKEN = 4
 """Of a conversation's text, about what tokenizers make of English."""
 _CHUNK_TOKENS = 16
@@ -43,12 +51,23 @@ def read_trace(path: Path) -> list[TracedRequest]:
     """Returns the requests in the order of their arrival. Raises ValueError, which names the line, for a file of
     another format, for a request that cannot be, and for one that arrives before the one above it (where the lines are
     requests)."""
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        requests = list(_json_requests(path, file) if path.suffix == ".jsonl" else _azure(path, file))
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:  # Excel puts a mark before the text
+        lines = _lines(path, file)
+        requests = list(_json_requests(path, lines) if path.suffix == ".jsonl" else _azure(path, lines))
     if not requests:
         raise ValueError(f"{path} has no requests")
     first_s = requests[0].at_s
     return [dataclasses.replace(request, at_s=request.at_s - first_s) for request in requests]
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    for number in itertools.count(1):
+        line = file.readline(_LONGEST_LINE)
+        if len(line) == _LONGEST_LINE:
+            raise ValueError(f"{path}:{number}: is longer than {_LONGEST_LINE} characters")
+        if not line:
+            return
+        yield line
 
 
 # JSON lines
@@ -95,10 +114,14 @@ def _each(
     path: Path, rows: Iterable[Numbered], parse: Callable[[int, Any], Iterable[TracedRequest]]
 ) -> Iterator[TracedRequest]:
     """Yields the requests of each line. What is wrong with one is raised as ValueError, with the line's number."""
+    first_s: float | None = None
     for number, row in rows:
         try:
             for request in parse(number, row):
                 _check(request)
+                first_s = request.at_s if first_s is None else first_s
+                if abs(request.at_s - first_s) > MOST_S:
+                    raise ValueError(f"it arrives {abs(request.at_s - first_s):.3g} s from the first")
                 yield request
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, AssertionError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or "makes no sense"
@@ -126,7 +149,7 @@ def _check(request: TracedRequest) -> None:
             raise ValueError(f"the {name} has {value} tokens")
     if any(abs(block_id) >= 1 << 63 for block_id in request.block_ids):
         raise ValueError("an id of a block has more than 64 bits")
-    if not 0 <= request.at_s < math.inf:
+    if not 0 <= request.at_s <= _LATEST_S:
         raise ValueError(f"it arrives at {request.at_s}")
     if not -(1 << 31) <= request.priority < 1 << 31:
         raise ValueError(f"its priority is {request.priority}")
@@ -141,10 +164,16 @@ def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
         int(str(row["input_length"])),
         int(str(row["output_length"])),
         tuple(map(int, block_ids)),
-        caller=str(row.get("caller", "")),
-        session=str(row.get("session", "")),
-        priority=int(str(row.get("priority", 0))),
+        caller=_told(row, "caller", ""),
+        session=_told(row, "session", ""),
+        priority=int(_told(row, "priority", "0")),
     )
+
+
+def _told(row: Mapping[str, Any], name: str, otherwise: str) -> str:
+    """Returns what the line says under a name; `otherwise` if it says nothing, or null, which is no caller's name."""
+    value = row.get(name)
+    return otherwise if value is None else str(value)
 
 
 # Conversations
@@ -160,8 +189,8 @@ def _turns(number: int, row: Mapping[str, Any]) -> Iterator[TracedRequest]:
     chance = random.Random(f"conversation {number}")
     at_ms = row.get("timestamp", (number - 1 + chance.random()) * 1e3)
     assert isinstance(at_ms, int | float)
-    session = str(row.get("id", f"line {number}"))
-    at_s, said = at_ms / 1e3, ""
+    session = _told(row, "id", f"line {number}")
+    at_s, said, chunk_ids, num_ids = at_ms / 1e3, "", list[int](), 0
     for message in row["conversations"]:
         speaker = message.get("from", message.get("role"))
         text = message.get("value", message.get("content"))
@@ -169,11 +198,15 @@ def _turns(number: int, row: Mapping[str, Any]) -> Iterator[TracedRequest]:
             raise ValueError(f"{speaker!r} has said {type(text).__name__}, not text of human or gpt")
         if _SPEAKERS[speaker] == "assistant" and said:
             output_tokens = max(1, len(text) // _CHARACTERS_PER_TOKEN)
+            chunk_ids += _chunk_ids(said, len(chunk_ids))
+            num_ids += len(chunk_ids)
+            if num_ids > _MOST_IDS:
+                raise ValueError(f"its prompts have more than {_MOST_IDS * _CHUNK_TOKENS} tokens together")
             yield TracedRequest(
                 at_s,
                 max(1, len(said) // _CHARACTERS_PER_TOKEN),
                 output_tokens,
-                _chunk_ids(said),
+                tuple(chunk_ids),
                 _CHUNK_TOKENS,
                 session=session,
             )
@@ -181,9 +214,10 @@ def _turns(number: int, row: Mapping[str, Any]) -> Iterator[TracedRequest]:
         said += text
 
 
-def _chunk_ids(text: str) -> tuple[int, ...]:
+def _chunk_ids(text: str, first: int) -> tuple[int, ...]:
+    """Returns the ids of a text's full chunks, from number `first` on."""
     size = _CHUNK_TOKENS * _CHARACTERS_PER_TOKEN
-    chunks = (text[start : start + size] for start in range(0, len(text) - size + 1, size))
+    chunks = (text[start : start + size] for start in range(first * size, len(text) - size + 1, size))
     digests = (hashlib.blake2b(chunk.encode("utf-8", "replace"), digest_size=7).digest() for chunk in chunks)
     return tuple(int.from_bytes(digest, "big") for digest in digests)
 
@@ -241,7 +275,11 @@ def _azure_request(row: Mapping[str, str | None]) -> TracedRequest:
 
 def _seconds(timestamp: str) -> float:
     """Returns the seconds of a time such as "2023-11-16 18:15:46.6805900": Python reads six digits after the point, and
-    the traces have seven."""
-    whole, _, fraction = timestamp.partition(".")
-    moment = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC)
-    return moment.timestamp() + float(f"0.{fraction or 0}")
+    the traces of 2023 have seven. Those of 2024 say their distance from UTC after them: "46.009930+00:00"."""
+    match = re.fullmatch(r"([^.]*?)(?:\.([0-9]*))?(Z|[+-][0-9:]+)?", timestamp)
+    if match is None:
+        raise ValueError(f"{timestamp!r} is no time")
+    moment = datetime.datetime.fromisoformat(match[1] + (match[3] or ""))
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=datetime.UTC)
+    return moment.timestamp() + float(f"0.{match[2] or 0}")

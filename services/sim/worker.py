@@ -37,7 +37,7 @@ from services.router.coordinator.events import (
 from services.router.policy import Load, Role
 from services.sim.pool import PromptParts, SimPool
 from services.sim.profile import WorkerProfile
-from services.sim.scheduler import SimLeg, SimScheduler, WorkerRules
+from services.sim.scheduler import SimLeg, SimScheduler, Stream, WorkerRules
 from services.sim.world import World
 
 _TOKEN = 1
@@ -109,7 +109,8 @@ class SimWorker:
 
     # What the router says
 
-    def receive(self, command: SendLeg, prompt: PromptParts) -> None:
+    def receive(self, command: SendLeg, prompt: PromptParts, stream: Stream) -> None:
+        """Takes a command whose request has this prompt and this output."""
         if self.dead:
             return
         self._num_arrived += 1
@@ -120,6 +121,7 @@ class SimWorker:
             command.max_tokens - command.output_base,
             only_prefill=command.phase is Role.PREFILL,
             prompt=prompt,
+            stream=stream,
             priority=command.spec.priority,
             number=self._num_arrived,
             arrival_s=self._world.now,
@@ -166,8 +168,7 @@ class SimWorker:
         """Ends at once, and all that fetch from it with it. Returns the tokens that its steps had brought until now."""
         self._catch_up()
         events = list[LegEvent]()
-        if self._run is not None:
-            self.busy_s += self._world.now - self._run.started_s
+        self.busy_s = self.busy_until_now_s
         scheduler = self.scheduler
         for work in (*scheduler.running.values(), *scheduler.preempted):
             if not work.only_prefill and not work.cancelled and work.num_output > work.num_reported:
@@ -179,6 +180,11 @@ class SimWorker:
             if lease.on_lost is not None:
                 lease.on_lost()
         return events
+
+    @property
+    def busy_until_now_s(self) -> float:
+        """Returns how long it has computed, with the part of the step under way that lies behind."""
+        return self.busy_s + (self._world.now - self._run.started_s if self._run is not None else 0.0)
 
     @property
     def num_preemptions(self) -> int:
@@ -267,7 +273,7 @@ class SimWorker:
             return 1
         num_steps = min(work.most_output - work.num_output for work in decodes)
         step_s = self.profile.decode_ms(len(decodes), sum(work.context for work in decodes)) / 1e3
-        return min(num_steps, int(_LONGEST_RUN_S / step_s)) if step_s else num_steps
+        return int(min(num_steps, _LONGEST_RUN_S / step_s)) if step_s else num_steps
 
     def _schedule(self, run: _Run) -> None:
         self._run = run
@@ -300,21 +306,32 @@ class SimWorker:
         num_steps = self._steps_within(run, self._world.now - run.started_s)
         if not num_steps:
             return
-        seconds = self._seconds(run, num_steps)
-        self._absorb(run, num_steps, seconds)
-        run.started_s += seconds
+        until_s = run.started_s + self._seconds(run, num_steps)
+        self._absorb(run, num_steps, until_s)
+        run.started_s = until_s
         run.num_steps -= num_steps
         run.context_tokens += num_steps * len(run.decodes)
         run.delay_s = 0.0
         self.scheduler.cover(run.decodes)  # the step that is under way has its blocks
 
-    def _absorb(self, run: _Run, num_steps: int, seconds: float) -> None:
-        """Gives sequences the tokens of so many steps of the run, which took so long."""
-        self.busy_s += seconds
+    def _absorb(self, run: _Run, num_steps: int, until_s: float) -> None:
+        """Gives sequences the tokens of so many steps of the run, the last of which ended at `until_s`. What lies
+        before a sequence's first token of them may be more than a step: its handoff, its wait for others' step."""
+        self.busy_s += until_s - run.started_s
+        step_s = (until_s - run.started_s - run.delay_s) / num_steps
+        first_s, num_in_a_row = run.started_s + run.delay_s + step_s, 0
         for work in run.decodes:
             work.num_output += num_steps
-        if run.decodes:
-            self._note_gap(seconds / num_steps, num_steps * len(run.decodes))
+            if work.cancelled:
+                continue
+            num_in_a_row += num_steps - 1
+            newest_s, work.stream.newest_s = work.stream.newest_s, until_s
+            if newest_s == run.started_s and not run.delay_s:
+                num_in_a_row += 1
+            elif newest_s is not None:
+                self._note_gap(first_s - newest_s, 1)
+        if num_in_a_row:
+            self._note_gap(step_s, num_in_a_row)
 
     def _cut_short(self) -> None:
         """Lets steps that were taken together end with the one that is under way now, so that others may join."""
@@ -342,7 +359,7 @@ class SimWorker:
         scheduler, events = self.scheduler, list[LegEvent]()
         self._run = None
         scheduler.cover(run.decodes, run.num_steps - 1)
-        self._absorb(run, run.num_steps, self._world.now - run.started_s)
+        self._absorb(run, run.num_steps, self._world.now)
         for work in run.decodes:
             self._output(work, events)
         for work, count in run.parts:
@@ -360,11 +377,11 @@ class SimWorker:
         if self.info.roles is not Role.MIXED:
             self._free_s = max(self._free_s, self._world.now) + self.profile.ms_per_prompt / 1e3
         work.num_output += 1
+        newest_s, work.stream.newest_s = work.stream.newest_s, self._world.now
+        if newest_s is not None:  # it was preempted, or is computed again
+            self._note_gap(self._world.now - newest_s, 1)
         if not work.only_prefill:
             work.decoding = True
-            if work.stalled_s is not None:
-                self._note_gap(self._world.now - work.stalled_s, 1)
-                work.stalled_s = None
             self._output(work, events, at_once=work.num_output == 1)
             return
         self.scheduler.leave(work)

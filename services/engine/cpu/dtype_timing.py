@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from services.core.config import KEPT_WEIGHTS
+from services.core.config import KEPT_WEIGHTS, KV_DTYPES
 from services.core.hashing import num_blocks_for
 from services.core.lifecycle import Lifecycle
 from services.engine.attention import choice
@@ -30,7 +30,7 @@ from services.engine.cpu.quantisation import quantise_alike
 from services.engine.model import servable
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.model.paged_model import PagedModel, register_attention
-from services.engine.model.weights import DTYPES
+from services.engine.model.weights import DTYPES, kv_dtype_of
 from services.engine.native.bindings import kernels
 from services.engine.runner import DeviceRunner
 from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence, StepPlan
@@ -47,7 +47,8 @@ _ROUNDS = 3
 """Number of timed rounds, of which the shortest time counts: first uses are slow, and another process may evict this
 one's data from the CPU's caches."""
 _BLOCK_SIZE = 16
-_WAYS = [name + weights for name in DTYPES for weights in ("", *(f"+{kind}" for kind in KEPT_WEIGHTS))]
+_FEWER_BITS = (*KEPT_WEIGHTS, "int8", "int4")
+_WAYS = [name + weights for name in DTYPES for weights in ("", *(f"+{bits}" for bits in _FEWER_BITS))]
 
 
 class Timing(NamedTuple):
@@ -57,18 +58,19 @@ class Timing(NamedTuple):
     ms_per_decode: float
 
 
-def time_ways(directory: Path, saved: str, ways: Sequence[str]) -> dict[str, Any]:
+def time_ways(directory: Path, saved: str, ways: Sequence[str], kv_dtype: str = "auto") -> dict[str, Any]:
     """Returns the timings of the ways for the same numbers of tokens, as the parent process reads them.
 
-    A way is a dtype, or "DTYPE+KIND" with one of `KEPT_WEIGHTS`; without the kernels in C, which make such weights
-    worth while, the latter are left out. "timings" has a `Timing` for each way, "rows" the prompt tokens and "layers"
-    the layers of the timed model, and "capability" torch's name of the CPU's instruction set.
+    A way is a dtype, or "DTYPE+BITS" with weights in fewer bits, as `--quantization BITS` has them; without the kernels
+    in C, which make such weights worth while, the latter are left out. `kv_dtype`, the value of `--kv-dtype`, is the
+    type of the KV cache. "timings" has a `Timing` for each way, "rows" the prompt tokens and "layers" the layers of the
+    timed model, and "capability" torch's name of the CPU's instruction set.
     """
     if kernels() is None and any("+" not in way for way in ways):
         ways = [way for way in ways if "+" not in way]
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     num_layers, scale = _reduce(config)
-    samples = {way: _Sample(config, way, saved, directory) for way in ways}
+    samples = {way: _Sample(config, way, saved, directory, kv_dtype) for way in ways}
     rows = min(sample.rows_worth_timing() for sample in samples.values())
     prefills: dict[str, list[float]] = {name: [] for name in samples}
     decodes: dict[str, list[float]] = {name: [] for name in samples}
@@ -108,7 +110,7 @@ def _reduce(config: PreTrainedConfig) -> tuple[int, float]:
 class _Sample:
     """Runs the reduced model in one way, as a worker runs a model."""
 
-    def __init__(self, config: PreTrainedConfig, way: str, saved: str, directory: Path) -> None:
+    def __init__(self, config: PreTrainedConfig, way: str, saved: str, directory: Path, kv_dtype: str) -> None:
         """Its weights are numbers of the type `saved`, as the model's are: in float32 they may be kept in its bits."""
         cpu, (dtype, _, weights) = torch.device("cpu"), way.partition("+")
         module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=register_attention())
@@ -116,13 +118,15 @@ class _Sample:
         for parameter in module.parameters():
             parameter.copy_(parameter.to(DTYPES[saved]))
         if weights:
-            quantise_alike(module, directory)
+            quantise_alike(module, weights, directory)
         shape = servable.examine(module)
-        use_fast_paths(module, shape.dtype)
-        _, backend = choice.select(cpu, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE)
+        kept_in = kv_dtype_of(kv_dtype, shape.dtype)
+        use_fast_paths(module, kept_in)
+        kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, kept_in)
+        heads, computed_in = (shape.num_heads, shape.num_kv_heads, shape.head_dim), kv_shape.computed_in(shape.dtype)
+        _, backend = choice.select(cpu, computed_in, *heads, _BLOCK_SIZE, over_int8=kept_in == torch.int8)
         self._rows = [rows for rows in _ROWS if rows < shape.max_model_len] or [1]
         self._blocks = tuple(range(num_blocks_for(self._rows[-1] + 1, _BLOCK_SIZE)))
-        kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, shape.dtype)
         self._runner = DeviceRunner(PagedModel(module, shape, backend), KVCache(kv_shape, len(self._blocks), cpu))
 
     def rows_worth_timing(self) -> int:
@@ -150,13 +154,14 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("saved", choices=[name for name in DTYPES if name != "float32"])
     parser.add_argument("ways", nargs="+", choices=_WAYS)
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--lifeline-fd", type=int)
     arguments = parser.parse_args()
     # This process ends with the one that started it.
     Lifecycle(lifeline_fd=arguments.lifeline_fd, orphan_grace_s=0.0).watch_lifeline()
     torch.set_num_threads(1)
     try:
-        found = time_ways(arguments.model, arguments.saved, arguments.ways)
+        found = time_ways(arguments.model, arguments.saved, arguments.ways, arguments.kv_dtype)
     except Exception as error:  # the parent process logs this line as the reason why there is no timing
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

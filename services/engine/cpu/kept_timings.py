@@ -41,7 +41,7 @@ _VARIABLES = (
     "MKL_ENABLE_INSTRUCTIONS",
 )
 """Variables that keep torch and its libraries from using instructions that the CPU has."""
-_CPU_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+_CPU_FIELDS = ("model name", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
 _NATIVE = Path(__file__).parents[1] / "native"
 
 

@@ -23,6 +23,7 @@ from services.engine.model import kept_blocks
 from services.engine.model.gptq_awq import METHODS, SavedLinear
 from services.engine.model.gptq_awq_loading import saved_layers
 from services.engine.model.grouped_weights import GroupedWeights, round_weights
+from services.engine.model.tensor_headers import tensor_headers
 from services.engine.native.bindings import kernels
 
 logger = logging.getLogger(__name__)
@@ -66,11 +67,14 @@ def quantise(model: PreTrainedModel, quantization: str, directory: Path) -> str:
 
 
 @torch.inference_mode()
-def quantise_alike(model: PreTrainedModel, directory: Path) -> None:
-    """Replaces the linear layers of a model of other weights for a timing: by those of a GPTQ or AWQ checkpoint in the
-    directory; or all of them, by the weights kept of a GGUF file where names and shapes are the same, else by such of 4
-    bits."""
-    if (saved := saved_layers(model.config, directory)) is not None:
+def quantise_alike(model: PreTrainedModel, quantization: str, directory: Path) -> None:
+    """Replaces the linear layers of a model of other weights for a timing: by these weights rounded, with "int8" and
+    "int4"; by those of a GPTQ or AWQ checkpoint in the directory; or all of them, by the weights kept of a GGUF file
+    where names and shapes are the same, else by such of 4 bits."""
+    if bits := _BITS.get(quantization):
+        _replace(model, ((name, round_weights(_matrix(layer), bits)) for name, layer in _linears(model)))
+        return
+    if (saved := saved_layers(model.config, tensor_headers(directory))) is not None:
         found = ((name, saved.read(name, layer)) for name, layer in _linears(model) if name in saved.names)
         _replace(model, ((name, weights) for name, each in found if (weights := each.grouped()) is not None))
         return

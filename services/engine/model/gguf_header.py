@@ -119,10 +119,16 @@ def _check(header: _Header) -> None:
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"it aligns tensors to {alignment} bytes")
     room = len(header.content) - -(-header.place // alignment) * alignment
-    for name, _, offset, num_bytes in tensors:
+    end, before = 0, ""
+    for name, _, offset, num_bytes in sorted(tensors, key=lambda tensor: tensor[2]):
         if offset + num_bytes > room:
             raise ValueError(f"the tensor {name!r} ends beyond the end of the file")
-    _check_sizes(fields, [dimension for _, dimensions, _, _ in tensors for dimension in dimensions], num_tensors)
+        if offset % alignment:
+            raise ValueError(f"the tensor {name!r} is not aligned to {alignment} bytes")
+        if offset < end:  # many tensors over the same bytes would be converted to many times the file
+            raise ValueError(f"the tensor {name!r} begins within {before!r}")
+        end, before = offset + num_bytes, name
+    _check_sizes(fields, [dimensions for _, dimensions, _, _ in tensors])
 
 
 def _tensor(header: _Header) -> tuple[str, list[int], int, int]:
@@ -140,10 +146,12 @@ def _tensor(header: _Header) -> tuple[str, list[int], int, int]:
     return name, dimensions, offset, math.prod(dimensions) // num_weights * num_bytes
 
 
-def _check_sizes(fields: dict[str, int | str | None], dimensions: list[int], num_tensors: int) -> None:
+def _check_sizes(fields: dict[str, int | str | None], shapes: list[list[int]]) -> None:
     """Compares the sizes of the model with those of its tensors, since the model is made before they are read."""
-    architecture = fields.get("general.architecture")
-    limits = {"block_count": num_tensors, **dict.fromkeys(_WIDTHS, max(dimensions, default=0))}
+    architecture, num_tensors = fields.get("general.architecture"), len(shapes)
+    limits = {"block_count": num_tensors, **dict.fromkeys(_WIDTHS, max((max(shape) for shape in shapes), default=0))}
+    # The experts of a layer are one tensor, with a dimension more, or a tensor each.
+    limits["expert_count"] = max((shape[2] for shape in shapes if len(shape) > 2), default=num_tensors)
     for name, limit in limits.items():
         found = fields.get(f"{architecture}.{name}")
         if isinstance(found, int) and found > limit:

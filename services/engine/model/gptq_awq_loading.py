@@ -9,10 +9,7 @@ config.json nor a header of a file makes this process allocate more than the fil
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from services.core.errors import UnsupportedModel
 from services.engine.model.gptq_awq import METHODS, Packing, SavedLinear, packing_of
+from services.engine.model.tensor_headers import TensorHeader
 
 _METHOD = "baton-saved-layers"
 """The name under which transformers finds the quantiser below."""
@@ -33,21 +31,12 @@ _TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 _WORDS, _SCALES = ("I32",), ("F16", "BF16", "F32")
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Locates a tensor in the checkpoint's files, with its type and shape from the header."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class SavedLayers:
     """Describes the quantised layers of a checkpoint, and puts them into the model."""
 
-    def __init__(self, packing: Packing, directory: Path) -> None:
+    def __init__(self, packing: Packing, tensors: Mapping[str, TensorHeader]) -> None:
         self._packing = packing
-        self._tensors = dict(_headers(directory))
+        self._tensors = tensors
         self._nbytes = sum(file.stat().st_size for file in {each.file for each in self._tensors.values()})
         names = (name.rpartition(".") for name in self._tensors)
         self.names = frozenset(layer for layer, _, tensor in names if tensor == "qweight")
@@ -126,27 +115,13 @@ class SavedLayers:
                     yield tensor, file.get_tensor(f"{name}.{tensor}")
 
 
-def saved_layers(config: PreTrainedConfig, directory: Path) -> SavedLayers | None:
-    """Returns the quantised layers of the checkpoint, or None if it is not one of GPTQ or AWQ. Raises UnsupportedModel
-    if it is one that is not read, and SafetensorError if a file is damaged."""
+def saved_layers(config: PreTrainedConfig, tensors: Mapping[str, TensorHeader]) -> SavedLayers | None:
+    """Returns the quantised layers of the checkpoint that has these tensors, or None if it is not one of GPTQ or AWQ.
+    Raises UnsupportedModel if it is one that is not read."""
     fields = getattr(config, "quantization_config", None)
     if not isinstance(fields, dict) or fields.get("quant_method") not in tuple(METHODS):  # it may be unhashable
         return None
-    return SavedLayers(packing_of(fields), directory)
-
-
-def _headers(directory: Path) -> Iterator[tuple[str, _Tensor]]:
-    """Yields names and headers of all tensors in the files that transformers reads."""
-    files = [directory / "model.safetensors"]
-    index = directory / "model.safetensors.index.json"
-    if not files[0].is_file() and index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        files = [directory / Path(name).name for name in sorted(names)]  # nothing outside of the directory
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118, it is no mapping
-                part = file.get_slice(name)
-                yield name, _Tensor(path, part.get_dtype(), tuple(part.get_shape()))
+    return SavedLayers(packing_of(fields), tensors)
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear | Conv1D:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFReader
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from services.core.config import KEPT_BLOCKS_FILE
+from services.core.errors import UnsupportedModel
 from services.engine.model.gguf_blocks import KINDS, grouped_weights
 from services.engine.model.grouped_weights import GroupedWeights
 
@@ -55,10 +56,20 @@ def write(model: nn.Module, gguf: Path, directory: Path) -> None:
 
 def read(directory: Path) -> Iterator[tuple[str, str, GroupedWeights]]:
     """Yields the name of each layer whose blocks were kept, their GGUF type and the weights; nothing if there are
-    none."""
+    none. Raises UnsupportedModel if the file makes no sense."""
     if not (directory / KEPT_BLOCKS_FILE).is_file():
         return
-    with safe_open(directory / KEPT_BLOCKS_FILE, framework="pt") as file:
+    try:
+        yield from _read(directory / KEPT_BLOCKS_FILE)
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise UnsupportedModel(
+            f"{directory / KEPT_BLOCKS_FILE} makes no sense ({type(error).__name__}): convert the file again, or give "
+            "--quantization none"
+        ) from error
+
+
+def _read(path: Path) -> Iterator[tuple[str, str, GroupedWeights]]:
+    with safe_open(path, framework="pt") as file:
         for name, kind in json.loads(file.metadata()["kinds"]).items():
             rows: Tensor = file.get_tensor(name)
             size, _ = KINDS[kind]

@@ -130,14 +130,15 @@ class KVCache:
         """
         if self._memory is None:
             return False
-        wanted = min((num_used * self.block_bytes + _TOUCHED_AHEAD_BYTES), self.num_blocks * self.block_bytes)
-        num_bytes = min(_TOUCHED_AT_ONCE_BYTES, wanted - self._num_touched)
-        if num_bytes <= 0:
+        pool_bytes = self.num_blocks * self.block_bytes
+        if self._num_touched >= min(num_used * self.block_bytes + _TOUCHED_AHEAD_BYTES, pool_bytes):
             return False
+        # A whole stretch, or the pool's end, wherever the bound lies in it: in less no huge page would be made.
+        num_bytes = min(_TOUCHED_AT_ONCE_BYTES, pool_bytes - self._num_touched)
         if not self._memory.populate(self._num_touched, num_bytes):
-            self._num_touched = self.num_blocks * self.block_bytes  # this kernel cannot: it is not tried again
+            self._num_touched = pool_bytes  # this kernel cannot: it is not tried again
             return False
-        self._num_touched += _TOUCHED_AT_ONCE_BYTES
+        self._num_touched += num_bytes
         return True
 
     def region(self, block_id: int) -> Region:

@@ -57,18 +57,20 @@ _X86 = (
 )
 _GENERIC = InstructionSet("generic", (), frozenset())
 """What every processor of this architecture has; on 64-bit Arm that includes NEON."""
-# The values by which torch and oneDNN are limited, and what is then the best for the kernels.
+_LIMITS_OF_ONEDNN = {
+    "SSE41": "generic",
+    "AVX": "generic",
+    "AVX2": "avx2",
+    "AVX2_VNNI": "avx2",
+    "AVX2_VNNI_2": "avx2",
+    "AVX512_CORE": "avx512",
+    "AVX512_CORE_VNNI": "avx512_vnni",
+}
+# The values by which torch and oneDNN, under its new and its old name, are limited, and what is then the best here.
 _LIMITS_OF_OTHERS = {
     "ATEN_CPU_CAPABILITY": {"default": "generic", "avx2": "avx2"},
-    "ONEDNN_MAX_CPU_ISA": {
-        "SSE41": "generic",
-        "AVX": "generic",
-        "AVX2": "avx2",
-        "AVX2_VNNI": "avx2",
-        "AVX2_VNNI_2": "avx2",
-        "AVX512_CORE": "avx512",
-        "AVX512_CORE_VNNI": "avx512_vnni",
-    },
+    "ONEDNN_MAX_CPU_ISA": _LIMITS_OF_ONEDNN,
+    "DNNL_MAX_CPU_ISA": _LIMITS_OF_ONEDNN,
 }
 
 
@@ -96,7 +98,7 @@ def usable(
     for variable, meanings in ((VARIABLE, {name: name for name in names}), *_LIMITS_OF_OTHERS.items()):
         value = environment.get(variable, "")
         if variable == VARIABLE and value and value not in names:
-            raise ConfigError(f"{VARIABLE}: {value!r} is not one of {', '.join(names)}")
+            raise ConfigError(f"{VARIABLE}: {value[:50]!r} is not one of {', '.join(names)}")
         limit = meanings.get(value)
         if limit in names:
             first = max(first, names.index(limit))

@@ -25,7 +25,7 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
     `max_tokens` is the longest output that the request and the context allow. Raises DeadlineExceeded if the deadline
     is too short even for an idle cluster, and Overloaded if queued work stands in the way or the queue is full.
     """
-    _check_deadline(book, spec, _work(book, len(spec.token_ids), spec.min_tokens, max_tokens), now)
+    _check_deadline(book, spec, len(spec.token_ids), max_tokens, now)
     if len(book.queue) + book.num_expected < book.config.max_queue:
         return
     victims = _victims(book, spec.priority, len(spec.token_ids) + max_tokens)
@@ -44,6 +44,7 @@ def end_overdue(book: Book, now: float) -> None:
         with book.isolated("tick", request, now):
             if (error := _waited_too_long(book, request, now)) is not None:
                 book.fail(request, error, now)
+    book.tokens_left = None
     _fail_unmeetable(book, now)
 
 
@@ -53,8 +54,7 @@ def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -
     No queued request is failed yet: each one whose place could be taken counts as one more place. Raises what `admit`
     does.
     """
-    work = _work(book, expected.fewest_tokens, expected.min_tokens, max_tokens)
-    _check_deadline(book, expected, work, now, before_s=expected.tokenise_s)
+    _check_deadline(book, expected, expected.fewest_tokens, max_tokens, now, before_s=expected.tokenise_s)
     num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
     if num_beyond < 0:
         return
@@ -79,22 +79,24 @@ def _victims(book: Book, priority: int, total_tokens: int) -> list[Request]:
 
 def _fail_unmeetable(book: Book, now: float) -> None:
     """Fails queued requests that cannot meet their deadlines, unless some output was received: those may go on."""
-    if not len(book.queue):
+    if not any(request.spec.deadline_s is not None for request in book.queue):
         return
-    costs, longest = _costs(book), book.workers.cluster.whole.longest_sequence
-    ahead = Ahead(0, _num_on_their_way(book))
+    costs, longest, left = _costs(book), book.workers.cluster.whole.longest_sequence, _tokens_left(book)
+    num_tokens, num_sequences = 0, _num_on_their_way(book)
     for request in book.queue:
         spec = request.spec
         if spec.deadline_s is not None and not request.output:
             with book.isolated("tick", request, now):
                 work = _work(book, len(spec.token_ids), spec.min_tokens, request.max_tokens)
+                ahead = Ahead(num_tokens, num_sequences, left)
                 error = _deadline_error(book, costs, spec, work, ahead, now)
                 if error is not None:
                     book.fail(request, error, now)
                     continue
         if request.total_tokens > longest:
             continue  # no ready worker could serve it, so it delays nobody
-        ahead = Ahead(ahead.num_tokens + _num_tokens(request), ahead.num_sequences + 1)
+        num_tokens += _num_tokens(request)
+        num_sequences += 1
 
 
 def passed_deadline(request: Request, now: float) -> DeadlineExceeded | None:
@@ -132,15 +134,36 @@ def _num_on_their_way(book: Book) -> int:
     return book.num_in[Phase.PREFILLING] + book.num_in[Phase.PARKED]
 
 
+def _tokens_left(book: Book) -> tuple[float, ...]:
+    """Returns `Book.tokens_left`, found at the first question after a tick: it looks at each live request."""
+    if book.tokens_left is None:
+        if book.typical_output_tokens is None:
+            book.longest_output = max(book.longest_output, *(len(one.output) for one in book.requests.values()), 0)
+        book.tokens_left = ()
+        if len(book.queue) or len(book.parked):
+            typical = _typical_output_tokens(book)
+            decoding = (request for request in book.requests.values() if request.phase is Phase.DECODING)
+            left = (max(1.0, min(typical, request.max_tokens) - len(request.output)) for request in decoding)
+            book.tokens_left = tuple(sorted(left))
+    return book.tokens_left
+
+
 def _check_deadline(
-    book: Book, spec: RequestSpec | ExpectedRequest, work: Work, now: float, *, before_s: float = 0.0
+    book: Book,
+    spec: RequestSpec | ExpectedRequest,
+    num_tokens: int,
+    max_tokens: int,
+    now: float,
+    *,
+    before_s: float = 0.0,
 ) -> None:
     if spec.deadline_s is None:
         return
     # A request that no ready worker could serve delays nobody.
     longest = book.workers.cluster.whole.longest_sequence
     before = [other for other in book.queue if other.spec.priority >= spec.priority and other.total_tokens <= longest]
-    ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book))
+    ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book), _tokens_left(book))
+    work = _work(book, num_tokens, spec.min_tokens, max_tokens)
     error = _deadline_error(book, _costs(book), spec, work, ahead, now, before_s=before_s)
     if error is not None:
         raise error
@@ -163,8 +186,8 @@ def _deadline_error(
     """
     if spec.deadline_s is None:
         return None
-    forecast = costs.forecast(work, ahead, overtakes=spec.priority > 0)
     remaining_s = max(0.0, spec.deadline_s - now)
+    forecast = costs.forecast(work, ahead, overtakes=spec.priority > 0, enough_s=remaining_s - before_s)
     tolerable_s = remaining_s * book.config.deadline_margin
     if forecast is None:
         return None
@@ -180,10 +203,13 @@ def _deadline_error(
 
 
 def _work(book: Book, num_tokens: int, min_tokens: int, max_tokens: int) -> Work:
-    """Returns a request's work. The expected output is as long as others' were, within the request's own bounds.
-
-    Before the first request has finished, it is the shortest output allowed.
-    """
+    """Returns a request's work. The expected output is as long as others' were, within the request's own bounds."""
     fewest = min(min_tokens, max_tokens)  # the output ends at the context's end, even if more tokens are asked for
-    expected = max(float(fewest), book.typical_output_tokens or 0.0)
-    return Work(num_tokens, fewest, min(expected, float(max_tokens)))
+    return Work(num_tokens, fewest, min(max(float(fewest), _typical_output_tokens(book)), float(max_tokens)))
+
+
+def _typical_output_tokens(book: Book) -> float:
+    """Returns how long an output is. Before the first request has finished, it is at least as long as the longest so
+    far: a cluster that took all that might be short could be kept from ever finishing one."""
+    typical = book.typical_output_tokens
+    return float(book.longest_output) if typical is None else typical

@@ -84,6 +84,11 @@ class Book:
         self.newest_leg = 0
         self.typical_output_tokens: float | None = None
         """A running average over complete requests; None before the first."""
+        self.longest_output = 0
+        """The most output tokens that were seen before the first request was complete."""
+        self.tokens_left: tuple[float, ...] | None = None
+        """The output tokens that decoding requests are expected to get yet, ascending, as found since the last tick;
+        none while nobody waits, since then nobody needs to know."""
         self.awake = self.workers.awake
         """The time by which workers' answers are judged. A client's waiting time is judged by the real clock."""
         self._num_arrivals = 0

@@ -442,8 +442,8 @@ def note_refusal(book: Book, request: Request, leg: PlacedDecode, worker: Worker
     config = book.config
     delay_s = min(config.max_refusal_backoff_s, config.refusal_backoff_s * 2.0 ** min(count - 1, 16))
     jitter = 0.75 + 0.25 * (leg.leg * 0.618034 % 1.0)  # spreads retries, repeatably
-    load_number = worker.load.sequence_number if worker.load else 0
-    request.setbacks.refusals[worker.info.worker_id] = BackOff(load_number, now + delay_s * jitter, count)
+    load = worker.view().load
+    request.setbacks.refusals[worker.info.worker_id] = BackOff(load, now + delay_s * jitter, count)
 
 
 def worker_gone(

@@ -256,5 +256,10 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
 
 def _may_ask(request: Request, view: WorkerView, now: float) -> bool:
     refusal = request.setbacks.refusals.get(view.worker_id)
+    if refusal is None:
+        return True
     # The numbers are compared for difference, since a worker that has restarted counts from 1 again.
-    return refusal is None or (view.load.sequence_number != refusal.load_number and now >= refusal.retry_at_s)
+    if view.load.sequence_number == refusal.load.sequence_number:
+        return False
+    # One that has more room is asked at once: if it is claimed, nobody else is, and it would stand idle until then.
+    return now >= refusal.retry_at_s or view.load.shows_more_room_than(refusal.load)

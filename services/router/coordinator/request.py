@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from services.router.coordinator.actions import Stage, StageEnded, Summary
 from services.router.coordinator.events import RequestSpec, WorkerInfo
-from services.router.policy import Fingerprint, Job, Role
+from services.router.policy import Fingerprint, Job, Load, Role
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2
@@ -125,9 +125,11 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class BackOff:
-    """Says when a worker that refused a handoff may be asked again: after a new snapshot and not before a time."""
+    """Says when a worker that refused a handoff may be asked again: after a new snapshot, and either from a time on or
+    when it shows more room than it did."""
 
-    load_number: int
+    load: Load
+    """The worker's newest snapshot at the refusal."""
     retry_at_s: float
     count: int
 

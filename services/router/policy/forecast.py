@@ -11,6 +11,8 @@ sequences under way. Without them a busy cluster would accept more than it can f
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +52,10 @@ class Ahead:
     """Tokens of prompts that are still queued in the router."""
     num_sequences: int = 0
     """Sequences of requests that no decode worker has yet."""
+    tokens_left: Sequence[float] = ()
+    """Output tokens that sequences which decode now are still expected to get, in ascending order. It may have some of
+    the workers' sequences only: then it stands for the others too. Empty if nothing is known: then they are assumed to
+    end evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,9 @@ class Costs:
     prefill_context: int
     """Prompts must have fewer tokens than this to run on prefill workers."""
     decoders: tuple[WorkerView, ...]
+    """The emptiest first: there a request is likeliest to end soon enough, and the search for a worker ends."""
+    lone_step_ms: float
+    """Milliseconds of the fastest worker's step with a single sequence."""
 
     @staticmethod
     def of(workers: Sequence[WorkerView]) -> Costs:
@@ -73,54 +82,88 @@ class Costs:
             _Lane.of(prefillers),
             _Lane.of(decoders),
             max((worker.context_tokens for worker in prefillers), default=0),
-            tuple(decoders),
+            tuple(sorted(decoders, key=lambda worker: worker.num_sequences / worker.max_num_seqs)),
+            min((worker.step_ms(1) for worker in decoders), default=0.0),
         )
 
-    def forecast(self, work: Work, ahead: Ahead, *, overtakes: bool) -> Forecast | None:
+    def forecast(self, work: Work, ahead: Ahead, *, overtakes: bool, enough_s: float = 0.0) -> Forecast | None:
         """Returns the forecast of one request, or None while it is not known what a prompt costs.
 
-        `overtakes` means that it goes before what the workers have queued.
+        `overtakes` means that it goes before what the workers have queued. The expected time is that of the best
+        worker, or of one that ends within `enough_s`: many forecasts are made in a turn of the event loop.
         """
         lane = self.prefill if work.num_tokens < self.prefill_context else self.whole
         if lane is None:
             return None
         prompt_ms = work.num_tokens * lane.fastest_ms
         wait_ms = lane.wait_ms(ahead.num_tokens, overtakes=overtakes)
-        step_ms = min((worker.step_ms(1) for worker in self.decoders), default=0.0)
+        decode_ms = self._decode_ms(work, ahead, enough_s * 1000 - wait_ms - prompt_ms)
         return Forecast(
             wait_s=wait_ms / 1000,
-            run_s=(prompt_ms + max(0, work.fewest_output_tokens - 1) * step_ms) / 1000,
-            expected_s=(wait_ms + prompt_ms + self._decode_ms(work.output_tokens, ahead.num_sequences)) / 1000,
-            alone_s=(prompt_ms + max(0.0, work.output_tokens - 1) * step_ms) / 1000,
+            run_s=(prompt_ms + max(0, work.fewest_output_tokens - 1) * self.lone_step_ms) / 1000,
+            expected_s=(wait_ms + prompt_ms + decode_ms) / 1000,
+            alone_s=(prompt_ms + max(0.0, work.output_tokens - 1) * self.lone_step_ms) / 1000,
         )
 
-    def _decode_ms(self, output_tokens: float, sequences_ahead: int) -> float:
-        """Returns the milliseconds of its decode on the worker where it ends first; those ahead are spread evenly."""
-        return min(
-            (
-                _decode_ms(worker, output_tokens, worker.num_sequences + sequences_ahead / len(self.decoders) + 1)
-                for worker in self.decoders
-            ),
-            default=0.0,
-        )
+    def _decode_ms(self, work: Work, ahead: Ahead, enough_ms: float) -> float:
+        """Returns the milliseconds of its decode on the worker where it ends first, or on one where they are at most
+        `enough_ms`, with its wait for a place in a worker's steps; those ahead are spread evenly."""
+        if not self.decoders:
+            return 0.0
+        further, fewest_ms = ahead.num_sequences / len(self.decoders) + 1, math.inf
+        for worker in self.decoders:
+            fewest_ms = min(fewest_ms, _decode_ms(worker, work, further, ahead.tokens_left))
+            if fewest_ms <= enough_ms:
+                break
+        return fewest_ms
 
 
-def _decode_ms(worker: WorkerView, output_tokens: float, num_sequences: float) -> float:
-    """Returns the milliseconds of one sequence's decode among `num_sequences`.
+def _decode_ms(worker: WorkerView, work: Work, further: float, tokens_left: Sequence[float]) -> float:
+    """Returns the milliseconds of the decode of the last of `further` sequences, which are assumed to be alike.
 
-    Sequences that do not fit in a step wait until others, assumed to be as long, have ended.
+    Sequences that the worker cannot run at once begin when others have ended. On a worker that prefills too, a prompt
+    takes the place of each that ends, and is computed between the steps.
     """
-    step_ms = worker.step_ms(num_sequences)
-    turns = max(0.0, num_sequences / worker.max_num_seqs - 1)
-    return (max(0.0, output_tokens - 1) + turns * output_tokens) * step_ms
+    most = min(worker.max_num_seqs, _most_in_pool(worker, work))
+    num_running = min(worker.num_sequences + further, most)
+    step_ms = worker.step_ms(num_running)
+    if worker.roles.can_prefill:
+        prompt_ms = work.num_tokens * worker.load.ms_per_prefill_token * _uncached_share(worker)
+        step_ms += num_running / max(1.0, work.output_tokens) * prompt_ms
+    waited_tokens = 0.0
+    if (num_without_place := worker.num_sequences + further - most) > 0:
+        waited_tokens = _tokens_until_a_place(num_without_place, most, work.output_tokens, tokens_left)
+    return (max(0.0, work.output_tokens - 1) + waited_tokens) * step_ms
+
+
+def _tokens_until_a_place(number: float, most: int, output_tokens: float, tokens_left: Sequence[float]) -> float:
+    """Returns the tokens of each running sequence until the one of that number in line has a place among `most`.
+
+    Those in line take the places of the running ones in the order in which these end, and then one another's.
+    """
+    rounds, place = divmod(max(0.0, number - 1), most)
+    first = tokens_left[int(place / most * len(tokens_left))] if tokens_left else (place + 1) / most * output_tokens
+    return rounds * output_tokens + first
+
+
+def _most_in_pool(worker: WorkerView, work: Work) -> int:
+    """Returns how many sequences the pool holds when those that run are as long as they become, and all further ones
+    are like this one."""
+    blocks_each = worker.blocks_for(math.ceil(work.num_tokens + work.output_tokens))
+    to_grow = worker.num_sequences * work.output_tokens / 2 / worker.block_size  # they are half way, on average
+    return max(1, worker.num_sequences + math.floor((worker.available_blocks - to_grow) / blocks_each))
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """Holds the workers that could run a prompt, with their queues."""
+    """Holds the workers that could run a prompt: how their queues fill, each next token where it can begin first."""
 
-    queues: tuple[tuple[float, float], ...]
-    """For each worker (milliseconds until it is free, milliseconds per token); the first to be free comes first."""
+    fastest_ms: float
+    """Milliseconds per token of the fastest worker."""
+    idle: _Filling
+    """How they would fill if they had nothing queued."""
+    queued: _Filling
+    """How they fill on top of what they have queued."""
 
     @staticmethod
     def of(workers: Sequence[WorkerView]) -> _Lane | None:
@@ -128,24 +171,44 @@ class _Lane:
             return None
         uncached = min(_uncached_share(worker) for worker in workers)
         costs = [(worker.queued_tokens, worker.load.ms_per_prefill_token * uncached) for worker in workers]
-        return _Lane(tuple(sorted((num_tokens * token_ms, token_ms) for num_tokens, token_ms in costs)))
-
-    @property
-    def fastest_ms(self) -> float:
-        return min(token_ms for _, token_ms in self.queues)
+        return _Lane(
+            min(token_ms for _, token_ms in costs),
+            _Filling.of([(0.0, token_ms) for _, token_ms in costs]),
+            _Filling.of([(num_tokens * token_ms, token_ms) for num_tokens, token_ms in costs]),
+        )
 
     def wait_ms(self, tokens: float, *, overtakes: bool) -> float:
         """Returns the milliseconds until a worker is free after `tokens` more, each begun where it can be first."""
-        level_ms, tokens_per_ms = 0.0 if overtakes else self.queues[0][0], 0.0
-        for queue_ms, token_ms in self.queues:
-            start_ms = 0.0 if overtakes else queue_ms
-            taken = (start_ms - level_ms) * tokens_per_ms
-            if taken > tokens:
-                break
-            tokens -= taken
-            level_ms = start_ms
-            tokens_per_ms += 1 / token_ms if token_ms else 0.0
-        return level_ms + tokens / tokens_per_ms if tokens_per_ms else level_ms
+        return (self.idle if overtakes else self.queued).wait_ms(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """Maps tokens that are added to queues to the time until one of the workers is free."""
+
+    tokens: tuple[float, ...]
+    """The tokens with which one more worker's queue is as short as the others': ascending."""
+    levels: tuple[tuple[float, float], ...]
+    """For each of them (milliseconds until those workers are free, tokens they compute in a millisecond)."""
+
+    @staticmethod
+    def of(queues: Sequence[tuple[float, float]]) -> _Filling:
+        """Makes it of each worker's (milliseconds until it is free, milliseconds per token)."""
+        tokens: list[float] = []
+        levels: list[tuple[float, float]] = []
+        added, level_ms, speed = 0.0, min(queue_ms for queue_ms, _ in queues), 0.0
+        for queue_ms, token_ms in sorted(queues):
+            added += (queue_ms - level_ms) * speed
+            level_ms = queue_ms
+            speed += 1 / token_ms if token_ms else 0.0
+            tokens.append(added)
+            levels.append((level_ms, speed))
+        return _Filling(tuple(tokens), tuple(levels))
+
+    def wait_ms(self, tokens: float) -> float:
+        index = bisect_right(self.tokens, tokens) - 1
+        level_ms, speed = self.levels[index]
+        return level_ms + (tokens - self.tokens[index]) / speed if speed else level_ms
 
 
 def _uncached_share(worker: WorkerView) -> float:

@@ -151,7 +151,28 @@ def test_a_header_that_lies(saved: Path) -> None:
     assert "has damaged weights, fetch them again" in refused(saved)
 
 
-@pytest.mark.parametrize("text", ['{"weight_map": {}}', "{}", "[]", '{"weight_map": {"a": "../../elsewhere"}}'])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_files_that_have_a_tensor_of_one_name(quantised: bool, tmp_path: Path) -> None:
+    """Whatever the index says, transformers would take that of the last file."""
+    model = tiny_model("llama", tmp_path)
+    if quantised:
+        model, _ = write_checkpoint(model, Form())
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    name = f"{LAYER}.qweight" if quantised else "model.norm.weight"
+    shards = {"model-00001-of-00002.safetensors": tensors, "model-00002-of-00002.safetensors": {name: tensors[name]}}
+    for file, part in shards.items():
+        save_file(part, model / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+    index["weight_map"]["another"] = "model-00002-of-00002.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    line = refused(model)
+    assert f"{name} is both in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors" in line
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {}}', "{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": "../../elsewhere"}}']
+)
 def test_an_index_that_makes_no_sense(text: str, saved: Path) -> None:
     (saved / "model.safetensors").rename(saved / "model-00001-of-00001.safetensors")
     (saved / "model.safetensors.index.json").write_text(text)

@@ -1,5 +1,5 @@
 """Tests the default model in each precision: the fast path computes what the plain path of the same precision computes,
-layer by layer, at the end, and over whole generations, split or not.
+layer by layer and at the end; and whole generations, split or not, are those of the plain path in float32.
 
 The plain path is transformers' own modules with eager attention; weights in fewer bits are dequantised for it, and
 inputs rounded, by torch. What rounding makes of a difference in the last bit bounds how alike two ways can be, so each
@@ -36,6 +36,7 @@ from tests.support import ROOT
 from tests.support.cluster import running_cluster
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
+from tests.support.rounded_kv import OVER_INT8
 from tests.support.workers import DECODE, MIXED, PREFILL
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.default_model]
@@ -53,17 +54,24 @@ class Bounds(NamedTuple):
     logits: float
     """The same of the logits."""
     gap: float
-    """How far, in logits, a generated token may be below the plain path's best."""
+    """How far, in logits, a generated token may be below the best of the plain path in float32, over the same weights:
+    in 16 bits logits of 32 to 64 are whole quarters, and the judge would be off by as much as it looks for. Twice the
+    largest that was observed over twelve prompts with AVX2 (0.28 in bfloat16, 0.36 over the file's weights). Such
+    tokens must be rare, too: see `MOST_NEAR_TIES`."""
 
 
 PRECISIONS = {
     ("float32", "none"): Bounds(1e-5, 2e-5, 1e-3),
-    ("bfloat16", "none"): Bounds(0.05, 0.25, 0.25),
-    ("float16", "none"): Bounds(0.006, 0.02, 0.03),
-    ("bfloat16", "gguf"): Bounds(0.1, 0.2, 0.5),
-    ("float32", "gguf"): Bounds(0.1, 0.2, 0.5),
-    ("bfloat16", "int8"): Bounds(0.1, 0.2, 0.5),
+    ("bfloat16", "none"): Bounds(0.05, 0.25, 0.6),
+    ("float16", "none"): Bounds(0.006, 0.02, 0.05),
+    ("bfloat16", "gguf"): Bounds(0.1, 0.2, 0.75),
+    ("float32", "gguf"): Bounds(0.1, 0.2, 0.75),
+    ("bfloat16", "int8"): Bounds(0.1, 0.2, 0.75),
 }
+
+
+MOST_NEAR_TIES = 0.1
+"""The share of generated tokens that may be below the judge's best at all: 0.05 was observed."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +172,7 @@ def test_each_layer_computes_what_the_plain_one_does(
 
 def reference_of(model: Path, dtype: str, quantization: str) -> GreedyReference:
     reference = GreedyReference(model, PRECISIONS[dtype, quantization].gap)
-    reference.model = loaded(model, dtype, quantization, plain=True)
+    reference.model = loaded(model, "float32", quantization, plain=True)
     return reference
 
 
@@ -178,22 +186,28 @@ def test_generations_are_those_of_the_plain_path(model: Path, text: list[int], d
         for prompt, found in zip(prompts(text), driver.generate(prompts(text), MAX_TOKENS), strict=True):
             reference.check_at_once(prompt, found)
     print(f"{dtype} {quantization}: {reference.num_compared} equal, {reference.num_near_ties} nearly")
-    assert reference.num_near_ties * 6 <= reference.num_compared
-
-
-@pytest.fixture(scope="module", params=[("bfloat16", "none"), ("bfloat16", "gguf")], ids=lambda each: "+".join(each))
-def precision(request: Any) -> Any:
-    return request.param
+    assert reference.num_near_ties <= MOST_NEAR_TIES * reference.num_compared
 
 
 @pytest.mark.long
-async def test_split_equals_unsplit(model: Path, text: list[int], precision: tuple[str, str]) -> None:
-    dtype, quantization = precision
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "kv_dtype"),
+    [("bfloat16", "none", "auto"), ("bfloat16", "gguf", "auto"), ("bfloat16", "gguf", "int8")],
+)
+async def test_split_equals_unsplit(model: Path, text: list[int], dtype: str, quantization: str, kv_dtype: str) -> None:
     reference = reference_of(model, dtype, quantization)
-    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "kv_blocks": 200, "silence_s": 60.0}
+    if kv_dtype == "int8":
+        reference.model.set_attn_implementation(OVER_INT8)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "kv_dtype": kv_dtype,
+        "kv_blocks": 200,
+        "silence_s": 60.0,
+    }
     for roles in ([PREFILL, DECODE], [MIXED]):
         async with running_cluster(model, roles, **options, router={"silence_s": 60.0}) as cluster:
             answers = await asyncio.gather(*(cluster.greedy(prompt, MAX_TOKENS) for prompt in prompts(text)))
         for prompt, answer in zip(prompts(text), answers, strict=True):
             reference.check_at_once(prompt, answer.token_ids)
-    assert reference.num_near_ties * 6 <= reference.num_compared
+    assert reference.num_near_ties <= MOST_NEAR_TIES * reference.num_compared

@@ -82,10 +82,20 @@ def test_with_avx2_alone_the_default_model_runs_in_the_faster_type(tmp_path: Pat
     assert second.strip() == f"{first.strip()} (kept in {entry})"
 
 
-def test_a_child_times_and_is_read(tmp_path: Path) -> None:
-    timings = measure_in_child(tiny_model("llama", tmp_path, torch.float16), "float16", ("float16", "float32"))
-    assert list(timings.of) == ["float16", "float32"]
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype"), [("", "auto"), ("", "bfloat16"), ("+int8", "int8"), ("+int4", "auto")]
+)
+def test_a_child_times_and_is_read(weights: str, kv_dtype: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", tmp_path, torch.float16)
+    ways = (f"float16{weights}", f"float32{weights}")
+    timings = measure_in_child(model, "float16", ways, kv_dtype)
+    assert tuple(timings.of) == ways
     assert timings.capability
+
+
+def test_a_child_is_told_the_type_of_the_kv_cache(tmp_path: Path) -> None:
+    with pytest.raises(TimingFailed, match="--kv-dtype: invalid choice: 'int9'"):
+        measure_in_child(tmp_path, "bfloat16", ("bfloat16", "float32"), "int9")
 
 
 def test_a_child_that_cannot_says_why(tmp_path: Path) -> None:

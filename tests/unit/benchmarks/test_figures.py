@@ -145,8 +145,10 @@ def test_stolen_time_is_a_share_of_all_time(tmp_path: Path) -> None:
 
 def test_the_processor_is_named_as_the_kernel_names_it(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: A Fine CPU\nflags\t: avx2\n")
+    first = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: A Fine CPU\nstepping\t: 1\nflags\t: avx2\n"
+    cpuinfo.write_text(f"{first}\nprocessor\t: 1\nstepping\t: 2\n")
     assert machine.cpu_name(cpuinfo) == "A Fine CPU"
+    assert machine.cpu_kind(cpuinfo) == {"cpu family": "25", "model": "17", "stepping": "1"}, "two may share the name"
 
 
 def test_a_commit_is_marked_if_files_differ(tmp_path: Path) -> None:

@@ -56,6 +56,14 @@ def test_equal_factors_are_equal_steps_on_a_logarithmic_axis() -> None:
     assert ten[0] - one[0] == pytest.approx(hundred[0] - ten[0], abs=0.2)
 
 
+def test_a_point_at_0_has_no_place_on_a_logarithmic_axis() -> None:
+    """Draws a gap of 0 ms, as between tokens that come in one message."""
+    chart = Chart("t", Axis("x, ms", logarithmic=True), Axis("y, ms"))
+    assert len(lines(chart.svg([Series("c", "n", ((0, 0), (1, 1), (10, 10)))]))[0]) == 2
+    with pytest.raises(ValueError, match="no points"):
+        chart.svg([Series("c", "n", ((0, 0),))])
+
+
 @pytest.mark.parametrize(
     ("axis", "values", "ticks"),
     [

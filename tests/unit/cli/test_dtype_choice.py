@@ -39,9 +39,9 @@ class Clockwork:
         self.timings = timings
         self.num_calls = 0
 
-    def __call__(self, model: pathlib.Path, saved: str, ways: Sequence[str]) -> Timings:
+    def __call__(self, model: pathlib.Path, saved: str, ways: Sequence[str], kv_dtype: str) -> Timings:
         self.num_calls += 1
-        self.ways = ways
+        self.ways, self.kv_dtype = ways, kv_dtype
         if self.timings is None:
             raise TimingFailed("no layer fits")
         return self.timings
@@ -98,12 +98,22 @@ def test_the_weights_of_a_gguf_file_if_they_are_clearly_faster(
     assert alone.quantization == "gguf", "there was no other way"
 
 
+def test_each_type_of_the_kv_cache_has_its_own_timing(tmp_path: pathlib.Path, model: pathlib.Path) -> None:
+    """Attention computes another way over 8 bits, or over another type than the activations'."""
+    for timings, kv_dtype, expected in [(EMULATED, "auto", "float32"), (NATIVE, "int8", "bfloat16")]:
+        clockwork = Clockwork(timings)
+        for _ in range(2):
+            choice = choose_dtype("auto", "cpu", model, kv_dtype=kv_dtype, measure=clockwork, folder=tmp_path / "dtype")
+            assert choice.dtype == expected
+        assert (clockwork.kv_dtype, clockwork.num_calls) == (kv_dtype, 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "quantization", "ways", "expected"),
     [
         ("auto", "auto", ("bfloat16", "float32", "bfloat16+gguf", "float32+gguf"), ("bfloat16", "gguf")),
         ("auto", "none", ("bfloat16", "float32"), ("bfloat16", "none")),
-        ("auto", "int8", ("bfloat16", "float32"), ("bfloat16", "int8")),
+        ("auto", "int8", ("bfloat16+int8", "float32+int8"), ("float32", "int8")),
         ("auto", "gguf", ("bfloat16+gguf", "float32+gguf"), ("bfloat16", "gguf")),
         ("float32", "auto", None, ("float32", "none")),  # an explicit type is exact
         ("bfloat16", "gguf", None, ("bfloat16", "gguf")),
@@ -119,6 +129,7 @@ def test_what_is_timed_of_a_model_with_a_gguf_files_weights(
 ) -> None:
     (model / KEPT_BLOCKS_FILE).write_bytes(b"")
     all_ways = {"bfloat16": 1.0, "float32": 2.0, "bfloat16+gguf": 0.5, "float32+gguf": 2.0}
+    all_ways |= {"bfloat16+int8": 2.0, "float32+int8": 1.0}
     clockwork = Clockwork(Timings({name: (each, each) for name, each in all_ways.items() if name in (ways or ())}, "x"))
     for _ in range(2):
         choice = choose_dtype(dtype, "cpu", model, quantization, measure=clockwork, folder=tmp_path / "dtype")
@@ -299,6 +310,22 @@ def test_who_waits_for_a_timing_is_told_so(tmp_path: pathlib.Path, model: pathli
     for _ in range(2):
         choose_dtype("auto", "cpu", model, measure=Clockwork(), folder=tmp_path / "dtype", tell=told.append)
     assert told == ["timing bfloat16 and float32 on this CPU, once for this model; --dtype bfloat16 spares it"]
+    (model / KEPT_BLOCKS_FILE).write_bytes(b"")
+    choose_dtype("auto", "cpu", model, measure=Clockwork(), folder=tmp_path / "dtype", tell=told.append)
+    assert told[1].endswith("; --dtype bfloat16 --quantization gguf spares it"), "a type alone means weights as saved"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_limit_of_instructions_that_makes_no_sense(
+    dtype: str, tmp_path: pathlib.Path, model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no failed timing, which would be kept, and is told before one begins."""
+    monkeypatch.setenv("BATON_CPU_ISA", "avx10")
+    clockwork = Clockwork()
+    with pytest.raises(ConfigError, match="BATON_CPU_ISA: 'avx10' is not one of"):
+        choose_dtype(dtype, "cpu", model, measure=clockwork, folder=tmp_path / "dtype")
+    assert clockwork.num_calls == 0
+    assert not (tmp_path / "dtype").exists()
 
 
 def test_a_timing_that_takes_too_long_is_told_in_words(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

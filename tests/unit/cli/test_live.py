@@ -7,16 +7,17 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from baton.v1 import control_pb2, control_pb2_grpc
-from services.cli import plan_cluster
+from services.cli import calibrate, plan_cluster
 from services.cli.live import workload_of
 from services.cli.main import EXIT_NO_ANSWER, main
-from services.core.errors import ConfigError
+from services.core.errors import BatonError, ConfigError
 from services.sim.trace import TracedRequest
 from tests.unit.cli.test_simulate import status
 
@@ -51,8 +52,18 @@ class Servicer(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.ListRecentRequestsResponse(requests=self._requests)
 
     async def GetStatus(self, request: Any, context: Any) -> control_pb2.GetStatusResponse:
-        workers = [control_pb2.WorkerStatus(worker=each.worker, load=each.load) for each in status((0.2, 10.0, 0.2))]
-        return control_pb2.GetStatusResponse(workers=workers)
+        workers = [
+            control_pb2.WorkerStatus(worker=each.worker, load=each.load, has_session=True)
+            for each in status((0.2, 10.0, 0.2))
+        ]
+        return control_pb2.GetStatusResponse(workers=workers, models=[control_pb2.ModelStatus(model_id="m")])
+
+
+class Silent(control_pb2_grpc.ControlServiceServicer):
+    async def ListRecentRequests(self, request: Any, context: Any) -> Any:
+        await asyncio.Event().wait()
+
+    GetStatus = ListRecentRequests
 
 
 @contextlib.asynccontextmanager
@@ -93,6 +104,43 @@ async def test_a_router_that_has_served_nothing_is_named(monkeypatch: pytest.Mon
         await plan([recent(1.0)], monkeypatch)
     with pytest.raises(ConfigError, match="--live: takes the place of --trace"):
         await plan([], monkeypatch, "--trace", "a.csv")
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        [recent(1.0, prompt_tokens=-5)] * 3,
+        [recent(1.0, total_us=-1)] * 3,
+        [recent(1.0), recent(1e9)],
+        [recent(1.0), recent(-1.0)],
+        [recent(1.0)] * 65_537,
+    ],
+)
+async def test_an_answer_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, lies: list[control_pb2.RecentRequest]
+) -> None:
+    with pytest.raises(BatonError, match=r"127.0.0.1:\d+: what it says of its last hour cannot be") as raised:
+        await plan(lies, monkeypatch)
+    assert not isinstance(raised.value, ConfigError)
+
+
+@pytest.mark.parametrize("command", [["plan", "--live", "--slo", "ttft_p95=800ms"], ["calibrate"]])
+async def test_a_router_that_says_nothing_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_TOKEN", "x" * 32)
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    for module in (plan_cluster, calibrate):
+        monkeypatch.setattr(module, "CONTROL_TIMEOUT_S", 0.3)
+    silent = grpc.aio.server()
+    control_pb2_grpc.add_ControlServiceServicer_to_server(Silent(), silent)
+    port = silent.add_insecure_port("127.0.0.1:0")
+    await silent.start()
+    try:
+        assert await asyncio.to_thread(main, [*command, "--target", f"127.0.0.1:{port}"]) != 0
+    finally:
+        await silent.stop(None)
+    assert "DEADLINE_EXCEEDED" in capsys.readouterr().err
 
 
 def test_a_router_that_cannot_be_asked_is_told_apart_from_a_plan_that_nothing_meets(

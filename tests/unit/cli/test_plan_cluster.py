@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 from services.cli import plan_cluster
 from services.core.errors import ConfigError
+from services.sim import search as search_module
 from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import WorkerProfile, write_profile
-from services.sim.report import Objective, summary
+from services.sim.report import summary
 from services.sim.search import Goal, Hopeless, Watch, search
 from services.sim.trace import TracedRequest, synthetic_trace
 
@@ -23,30 +25,73 @@ TRACE = [dataclasses.replace(each, at_s=each.at_s / 6) for each in synthetic_tra
 GOAL = Goal({"ttft_p95": 800.0, "itl_p99": 40.0})
 
 
-def meets(plan: SimPlan) -> bool:
-    return GOAL.margin(summary(plan, simulate(plan, TRACE), Objective(1.0, 1.0))) >= 0
+def meets(plan: SimPlan, goal: Goal = GOAL, trace: Sequence[TracedRequest] = TRACE) -> bool:
+    try:
+        outcome = simulate(plan, trace, on_end=Watch(goal, len(trace)).look)
+    except Hopeless:
+        return False
+    return goal.margin(summary(plan, outcome, goal.objective)) >= 0
+
+
+def all_plans(profile: WorkerProfile, of_decode: WorkerProfile | None, most: int) -> list[SimPlan]:
+    """Returns the clusters that the search may try."""
+    counts = [(p, d, 0) for p in range(1, most) for d in range(1, most - p + 1)]
+    counts += [(0, 0, m) for m in range(1, most + 1)]
+    counts += [(p, d, m) for p in range(1, most) for d in range(1, most - p) for m in range(1, most - p - d + 1)]
+    return [SimPlan(*each, profile=profile, decode_profile=of_decode) for each in counts]
 
 
 def test_the_cheapest_is_found_as_by_trying_them_all() -> None:
     most = 5
     found = search(TRACE, PROFILE, None, GOAL, most)
-    all_plans = [SimPlan(p, d, 0, profile=PROFILE) for p in range(1, most) for d in range(1, most - p + 1)]
-    all_plans += [SimPlan(0, 0, m, profile=PROFILE) for m in range(1, most + 1)]
-    all_plans += [
-        SimPlan(p, d, m, profile=PROFILE)
-        for p in range(1, most)
-        for d in range(1, most - p)
-        for m in range(1, most - p - d + 1)
-    ]
-    good = [plan for plan in all_plans if meets(plan)]
+    every = all_plans(PROFILE, None, most)
     assert found.best is not None
-    assert found.best.plan.cost_per_hour == min(plan.cost_per_hour for plan in good)
+    assert found.best.plan.cost_per_hour == min(plan.cost_per_hour for plan in every if meets(plan))
     assert meets(found.best.plan)
     assert found.runner_up is not None
     assert found.runner_up.plan != found.best.plan
     assert meets(found.runner_up.plan)
-    assert len(found.tried) < len(all_plans) / 2
-    assert found.num_simulated < len(all_plans) * 2 / 3
+    assert len(found.tried) < len(every) / 2
+    assert found.num_simulated < len(every) * 2 / 3
+
+
+EVEN = [TracedRequest(number * 0.1, 200, 60) for number in range(150)]
+QUICK = WorkerProfile("quick", 0.5, 5.0, 0.5, cost_per_hour=3.0)
+SLOW = WorkerProfile("slow", 0.5, 150.0, 6.0, cost_per_hour=0.5)
+MIDDLING = WorkerProfile("middling", 1.0, 40.0, 6.0, cost_per_hour=0.7)
+
+
+@pytest.mark.parametrize(
+    ("profile", "of_decode", "goal", "best"),
+    [
+        (QUICK, SLOW, Goal({"ttft_p95": 1000.0, "tpot_p50": 10.0}), "1 prefill, 1 decode, 1 mixed"),
+        (QUICK, SLOW, Goal({"ttft_p95": 2000.0, "tpot_p95": 300.0}), "2 mixed"),
+        (MIDDLING, QUICK, Goal({"ttft_p95": 1000.0, "tpot_p95": 40.0}), "2 prefill, 1 decode"),
+    ],
+)
+def test_none_is_cheaper_where_decode_workers_have_a_profile_of_their_own(
+    profile: WorkerProfile, of_decode: WorkerProfile, goal: Goal, best: str
+) -> None:
+    """Tries all that are cheaper. Mixed workers have the other profile: one may do what several decode workers do."""
+    found = search(EVEN, profile, of_decode, goal, 3)
+    assert found.best is not None
+    assert found.best.name == best
+    assert meets(found.best.plan, goal, EVEN)
+    cheaper = [
+        plan for plan in all_plans(profile, of_decode, 3) if plan.cost_per_hour < found.best.plan.cost_per_hour - 1e-9
+    ]
+    assert not [plan for plan in cheaper if meets(plan, goal, EVEN)]
+
+
+def test_what_mixed_workers_need_is_counted_by_their_own_profile() -> None:
+    """Gives the search decode workers that are so slow that two are needed where one mixed worker is enough."""
+    trace = [TracedRequest(number * 0.1, 200, 100) for number in range(200)]
+    goal = Goal({"ttft_p95": 2000.0, "tpot_p95": 300.0})
+    found = search(trace, dataclasses.replace(QUICK, ms_per_prefill_token=0.05), SLOW, goal, 4)
+    assert found.best is not None
+    assert found.best.name == "1 mixed"
+    assert found.fewest.decode == 2
+    assert found.fewest.mixed == 1
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -58,6 +103,48 @@ def test_a_burst_may_be_served_after_the_last_arrival_as_late_as_the_bounds_allo
     hopeless = search(burst, PROFILE, None, Goal({"ttft_p50": 10.0}), 2)
     assert hopeless.best is None
     assert count == 1 or hopeless.num_simulated == 0, "the prompts alone take longer than bounds and arrivals"
+
+
+def test_how_many_clusters_were_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks for what no cluster does, though its bounds of each phase leave several of all three kinds."""
+    goal = Goal({"ttft_p95": 4000.0, "tpot_p95": 150.0})
+    for most_of_all_kinds, is_said in ((1, True), (12, False)):
+        monkeypatch.setattr(search_module, "_MOST_OF_ALL_KINDS", most_of_all_kinds)
+        found = search(EVEN, MIDDLING, SLOW, goal, 4)
+        of_all_kinds = [each for each in found.tried if each.plan.prefill and each.plan.mixed]
+        assert len(of_all_kinds) + found.num_untried == 4
+        assert plan_cluster._plain(found)["num_untried"] == found.num_untried
+        line = f"not tried: {found.num_untried} more clusters of prefill, decode and mixed workers together"
+        assert (line in plan_cluster._text(found, goal, 4)) == is_said
+
+
+def test_a_request_that_fails_is_late_and_no_more() -> None:
+    """Adds one that no worker can hold to a hundred others: with p95, five may be late."""
+    profile = dataclasses.replace(PROFILE, max_model_len=2048)
+    trace = [TracedRequest(float(number), 200, 20) for number in range(100)]
+    trace.append(TracedRequest(100.0, 4000, 20))
+    goal = Goal({"ttft_p95": 2000.0, "tpot_p95": 100.0, "itl_p95": 100.0, "queue_p95": 1000.0})
+    found = search(trace, profile, None, goal, 1)
+    assert found.best is not None
+    assert re.search(r", failed: 1 [A-Z_]+, 99\.0% of requests within", plan_cluster._text(found, goal, 1))
+    for name in ("ttft_p99", "tpot_p99", "itl_p99", "queue_p99"):
+        assert search(trace[-60:], profile, None, Goal({name: 5000.0}), 1).best is None, name
+
+
+def test_which_bounds_a_request_is_counted_by_is_said() -> None:
+    """Lets ten come at once: some have to wait in the router's queue, since leases hold half of the pool at most."""
+    few = dataclasses.replace(PROFILE, num_blocks=64, max_model_len=1024)
+    burst = [TracedRequest(0.0, 400, 20)] * 10
+    queued = Goal({"queue_p50": 100.0})
+    found = search(burst, few, None, queued, 1)
+    assert found.nearest is not None
+    assert found.nearest.figures is not None
+    assert 0 < found.nearest.attainment < 1
+    assert "% of requests within the bounds, " in plan_cluster._text(found, queued, 1)
+    gaps = Goal({"ttft_p95": 1e6, "itl_p99": 1e-3})
+    assert "100.0% of requests within the bounds (but itl), does not" in plan_cluster._text(
+        search(burst, few, None, gaps, 1), gaps, 1
+    )
 
 
 def test_the_unsplit_alternative_costs_no_more() -> None:
@@ -91,8 +178,10 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "no cluster of at most 8 workers meets ttft_p50 <= 0.001 ms" in printed
     assert "nearest    " in printed
     assert "mixed: does not" in progress
-    assert run(tmp_path, *slo, "--rate-scale", "1000") == 1
-    printed = capsys.readouterr().out
+    assert run(tmp_path, *slo, "--rate-scale", "1000", "--plot", str(tmp_path / "none.svg")) == 1
+    printed, progress = capsys.readouterr()
+    assert "--plot: nothing was simulated" in progress
+    assert not (tmp_path / "none.svg").exists()
     assert "(0 simulated)" in printed
     assert re.search(r"the work alone needs at least \d+ prefill and \d+ decode workers, or (\d+) mixed", printed)
     assert "nearest" not in printed
@@ -153,10 +242,20 @@ def test_a_hopeless_cluster_is_given_up_early_and_only_if_it_is_hopeless() -> No
         (["--slo", "ttft=5ms"], "--slo: 'ttft=5ms' is not like ttft_p95=500ms"),
         (["--slo", "ttft_p42=5ms"], "--slo: 'ttft_p42=5ms'"),
         (["--slo", "ttft_p95=0ms"], "must be above 0"),
+        (["--slo", f"ttft_p95={'9' * 400}ms"], "at most a thousand million seconds"),
+        (["--slo", "ttft_p95=5ms,ttft_p95=9ms"], "--slo: ttft_p95 has two bounds"),
         (["--slo", "ttft_p95=5ms", "--cost", "mixed=1"], "--cost: 'mixed=1'"),
+        (["--slo", "ttft_p95=5ms", "--cost", "decode=1,decode=2"], "--cost: decode has two costs"),
         (["--slo", "ttft_p95=5ms", "--max-workers", "0"], "--max-workers: 0 is not from 1 to 64"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         run(tmp_path, *arguments)
+
+
+def test_json_has_null_where_there_is_no_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--slo", "ttft_p95=5s", "--requests", "20", "--rate-scale", "0.1", "--max-workers", "2", "--json"]
+    assert run(tmp_path, *asked) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["best"]["figures"]["objective_ms"] == {"ttft": 5000.0, "tpot": None}

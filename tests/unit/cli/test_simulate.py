@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from baton.v1 import control_pb2, types_pb2
 from services.cli import calibrate, simulate
-from services.core.errors import ConfigError, NoWorker
+from services.core.errors import BatonError, ConfigError, NoWorker
 from services.sim.profile import WorkerProfile, read_profile, write_profile
 
 
@@ -50,12 +51,39 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
         (["--requests", "0"], "--requests: must be from 1"),
         (["--trace", "nowhere.csv"], "--trace: nowhere.csv cannot be read: No such file"),
         (["--slo-ttft-ms", "-5"], "--slo-ttft-ms: -5 must be above 0"),
-        (["--profile", "README.md"], "README.md is no profile, which `baton calibrate` writes"),
+        (["--json", "/proc/none/a.json"], "--json: /proc/none/a.json cannot be written"),
+        (["--plot", "."], "--plot: . cannot be written: it is a folder"),
+        (["--set", "num_blocks=0"], "--set: profile 'cpu': num_blocks is 0"),
+        (["--ablations", "--mixed", "2", "--plot", "a.svg"], "--plot: --ablations has clusters of its own"),
+        (["--ablations", "--mixed", "2", "--die", "mixed-0@1"], "--die: --ablations has clusters of its own"),
+        (["--ablations", "--mixed", "2", "--no-chunking"], "--no-chunking: --ablations has clusters of its own"),
+        (["--profile", "README.md"], "--profile: README.md is no profile, which `baton calibrate` writes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(profile: str, arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         simulate.main(["--profile", profile, *arguments], "baton simulate")
+
+
+def test_where_nothing_can_be_written_nothing_is_simulated(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*arguments: object) -> None:
+        raise AssertionError("it was simulated")
+
+    monkeypatch.setattr(simulate, "simulate", too_late)
+    with pytest.raises(ConfigError, match=r"--json: README.md/a.json cannot be written"):
+        simulate.main(["--profile", profile, "--json", "README.md/a.json"], "baton simulate")
+
+
+def test_there_is_no_picture_of_requests_that_all_failed(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "a.svg"
+    arguments = ["--profile", profile, "--requests", "5", "--set", "num_blocks=1", "--plot", str(plot)]
+    assert simulate.main(arguments, "baton simulate") == 0
+    printed = capsys.readouterr()
+    assert "failed: 5 " in printed.out
+    assert "--plot: no request was served, so there is nothing to draw" in printed.err
+    assert not plot.exists()
 
 
 def test_a_profile_is_replaced_only_by_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +140,53 @@ def test_a_profile_has_the_workers_own_figures() -> None:
     assert found.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
     with pytest.raises(NoWorker):
         calibrate.profile_of(status((0.0, 0.0, 0.0)), cost_per_hour=1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--measure", "nonsense"], "--measure: 'nonsense' is not HOST:PORT"),
+        (["--cost-per-hour", "nan"], "--cost-per-hour: nan must be at least 0"),
+        (["--out", "."], "--out: . cannot be written: it is a folder"),
+        (["--out", "/proc/none/a.json"], "--out: /proc/none/a.json cannot be written"),
+    ],
+)
+def test_what_cannot_be_measured_or_kept_is_refused_before_anybody_is_asked(arguments: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        calibrate.main(["--target", "127.0.0.1:1", *arguments], "baton calibrate")
+
+
+@pytest.mark.parametrize(
+    ("load", "dtype", "reason"),
+    [
+        ((math.nan, 10.0, 0.5), "bfloat16", "the workers' own figures cannot be: profile 'm on cpu': ms_per_prefill"),
+        ((1.0, 10.0, -1.0), "bfloat16", "the workers' own figures cannot be"),
+        ((1.0, 10.0, 0.5), "float7", "m: its KV has the unknown type 'float7'"),
+    ],
+)
+def test_figures_that_cannot_be_are_no_wrong_usage(load: tuple[float, float, float], dtype: str, reason: str) -> None:
+    workers = status(load)
+    workers[0].worker.layout.dtype = dtype
+    with pytest.raises(BatonError, match=reason) as raised:
+        calibrate.profile_of(workers, cost_per_hour=1.0)
+    assert not isinstance(raised.value, ConfigError)
+
+
+def test_only_workers_of_the_model_that_are_there_are_asked() -> None:
+    def worker(model: str, worker_id: str, *, has_session: bool = True) -> control_pb2.WorkerStatus:
+        layout = types_pb2.KVLayout(model_id=model)
+        description = control_pb2.WorkerDescription(worker_id=worker_id, layout=layout)
+        return control_pb2.WorkerStatus(worker=description, has_session=has_session)
+
+    found = control_pb2.GetStatusResponse(
+        models=[control_pb2.ModelStatus(model_id="own"), control_pb2.ModelStatus(model_id="other")],
+        workers=[worker("other", "a"), worker("own", "b"), worker("own", "c", has_session=False), worker("own", "d")],
+    )
+
+    def ids(model: str) -> list[str]:
+        return [each.worker.worker_id for each in calibrate.workers_of(found, model)]
+
+    assert ids("") == ids("own") == ["b", "d"]
+    assert ids("other") == ["a"]
+    with pytest.raises(NoWorker, match="no worker of third is there; models: own, other"):
+        ids("third")

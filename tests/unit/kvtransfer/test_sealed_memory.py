@@ -7,9 +7,11 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from services.core import sealed_memory
 from services.core.sealed_memory import SEALS, SealedMemory, what_is_wrong
 
 NUM_BYTES = 4 * mmap.PAGESIZE
@@ -121,6 +123,22 @@ def test_populated_memory_keeps_its_contents() -> None:
     assert bytes(memory.map[(2 << 20) : (2 << 20) + 3]) == b"\x00\x09\x00"
     memory.close()
     assert not memory.populate(0, 4096), "others may use it no longer"
+
+
+def test_populated_memory_is_of_huge_pages_where_the_kernel_makes_some() -> None:
+    memory = SealedMemory("baton-huge", 4 << 20)
+    assert memory.populate(0, 4 << 20)
+    if _kib_in_huge_pages(memory.address) == 0:
+        asked = sealed_memory._LIBRARY.madvise(memory.address, 4 << 20, sealed_memory._MADV_COLLAPSE)
+        assert asked != 0, "the kernel makes some if it is asked"
+        pytest.skip("this kernel makes none")
+    assert _kib_in_huge_pages(memory.address) == 4096
+
+
+def _kib_in_huge_pages(address: int) -> int:
+    """Returns the KiB of the mapping at this address that huge pages hold."""
+    mapping = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")[2]
+    return int(mapping.partition("ShmemPmdMapped:")[2].split()[0])
 
 
 def _pages_of(name: str) -> list[int]:

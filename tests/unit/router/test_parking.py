@@ -181,3 +181,20 @@ def test_cancel_in_each_phase(phase: Phase) -> None:
     bench.cancel()
     bench.assert_idle()
     bench.submit()  # the id is free again
+
+
+def test_a_worker_that_shows_more_room_is_asked_again_at_once(bench: Bench) -> None:
+    """Until the pause is over an aged handoff would keep the worker from all others, which would wait beside an idle
+    worker."""
+    bench.load("d", num_running=8)
+    _, decode = bench.handed_over()
+    for _ in range(6):  # a longer pause each time
+        bench.say("d", DecodeRefused(decode.leg))
+        bench.wait(0.6)
+        bench.load("d")
+        decode = bench.take_leg(Role.DECODE)
+    bench.say("d", DecodeRefused(decode.leg))
+    bench.load("d")
+    assert not bench.take_legs(Role.DECODE), "nothing has changed there"
+    bench.load("d", num_running=7)
+    assert bench.take_leg(Role.DECODE).leg > decode.leg

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_caches_save_what_prompts_share() -> None:
 def test_a_gain_is_a_ratio_whichever_is_better() -> None:
     assert Ablation("x", "ITL", "ms", 2.0, 8.0, more_is_better=False).gain == 4.0
     assert Ablation("x", "output", "tokens/s", 8.0, 2.0, more_is_better=True).gain == 4.0
+    assert Ablation("x", "TTFT", "ms", math.inf, math.inf, more_is_better=False).gain == 1.0
 
 
 def test_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ from services.router.coordinator.events import (
 from services.router.policy import Fingerprint, Load, Role
 from services.sim.pool import PromptParts
 from services.sim.profile import WorkerProfile
-from services.sim.scheduler import WorkerRules
+from services.sim.scheduler import Stream, WorkerRules
 from services.sim.worker import SimWorker
 from services.sim.world import World
 
@@ -327,14 +327,14 @@ class Pair:
         handoff = None
         if arrival.kind == "import":
             handoff = HandoffRef(b"", self._leased(10_000 + leg, arrival))
-        self.worker.receive(self._command(leg, arrival, handoff), PromptParts())
+        self.worker.receive(self._command(leg, arrival, handoff), PromptParts(), Stream())
         self.engine.receive(leg, arrival)
 
     def _leased(self, leg: int, arrival: Arrival) -> Any:
         """Returns the lease of a prompt that takes another worker as long as the transfer is to take."""
         token_ms = arrival.transfer_s * 1e3 / arrival.num_tokens
         source = self._worker(WorkerProfile("source", token_ms, 1.0, 0.0, transfer_latency_ms=0.0), Role.PREFILL)
-        source.receive(self._command(leg, dataclasses.replace(arrival, kind="prefill")), PromptParts())
+        source.receive(self._command(leg, dataclasses.replace(arrival, kind="prefill")), PromptParts(), Stream())
         return self._lease
 
     def _command(self, leg: int, arrival: Arrival, handoff: HandoffRef | None = None) -> SendLeg:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import pytest
 
 from services.core.errors import ConfigError
-from services.sim import worker
+from services.router.coordinator.config import CoordinatorConfig
+from services.sim import cluster, worker
 from services.sim.cluster import MESSAGE_S, Outcome, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile, write_profile
-from services.sim.report import Objective, summary, text
+from services.sim.report import Objective, as_json, summary, text
 from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest, synthetic_trace
 
@@ -26,6 +29,7 @@ PROFILE = WorkerProfile(
 )
 SPLIT, MIXED = SimPlan(2, 2, 0, profile=PROFILE), SimPlan(0, 0, 4, profile=PROFILE)
 SMALL = dataclasses.replace(PROFILE, num_blocks=160)
+PATIENT = CoordinatorConfig(model_context_tokens=1 << 20, queue_timeout_s=1e9)
 TIGHT = {
     "split": SimPlan(1, 2, 0, profile=SMALL),
     "mixed": SimPlan(0, 0, 3, profile=SMALL),
@@ -224,3 +228,36 @@ def test_the_time_of_a_request_outside_of_workers_counts_before_its_first_token(
     profile = dataclasses.replace(PROFILE, ms_per_request=7.0)
     (served,) = simulate(SimPlan(1, 1, 0, profile=profile), [TracedRequest(0.0, 1000, 11)]).requests
     assert served.ttft_s == pytest.approx(0.107 + 2 * MESSAGE_S)
+
+
+def test_what_is_infinite_is_null_in_json() -> None:
+    """Serves requests none of which fits, with no bound of TPOT."""
+    plan = SimPlan(1, 1, 0, profile=dataclasses.replace(PROFILE, max_model_len=512))
+    figures = summary(plan, simulate(plan, [TracedRequest(0.0, 4000, 20)]), Objective(1.0, math.inf))
+    assert figures["ttft_ms"]["p50"] == math.inf
+    found = json.loads(as_json({"figures": figures, "rows": [(1, math.nan, "x", None)]}), parse_constant=pytest.fail)
+    assert found["figures"]["ttft_ms"]["p50"] is None
+    assert found["figures"]["objective_ms"] == {"ttft": 1000.0, "tpot": None}
+    assert found["rows"] == [[1, None, "x", None]]
+
+
+def test_a_simulation_that_comes_no_further_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loses every command, under a router that would wait for thirty years."""
+    plan = SimPlan(1, 1, 0, profile=PROFILE, router=PATIENT)
+    trace = [TracedRequest(0.0, 100, 10), TracedRequest(1.0, 100, 10)]
+    monkeypatch.setattr(cluster, "_PATIENCE_S", 300.0)
+    assert len(simulate(plan, trace).requests) == 2
+    monkeypatch.setattr(worker.SimWorker, "receive", lambda *command: None)
+    with pytest.raises(AssertionError, match=r"2 requests live, and none has come any further for 30[0-9] s"):
+        simulate(plan, trace)
+
+
+def test_what_takes_its_time_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves a prompt for 100 s, and computes one for 90 s, where a standstill may last a second."""
+    monkeypatch.setattr(cluster, "_PATIENCE_S", 1.0)
+    slow = dataclasses.replace(PROFILE, transfer_bytes_per_s=1e4)
+    (moved,) = simulate(SimPlan(1, 1, 0, profile=slow, router=PATIENT), [TracedRequest(0.0, 1000, 11)]).requests
+    assert (moved.total_s or 0.0) > 90
+    slow = dataclasses.replace(PROFILE, ms_per_prefill_token=90.0)
+    (computed,) = simulate(SimPlan(0, 0, 1, profile=slow, router=PATIENT), [TracedRequest(0.0, 1000, 11)]).requests
+    assert (computed.total_s or 0.0) > 80

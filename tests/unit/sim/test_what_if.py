@@ -80,6 +80,42 @@ def test_a_worker_that_does_not_come_back_leaves_the_work_to_others_or_to_nobody
     assert sum(figures["num_failed"].values()) > 100
 
 
+def test_the_end_of_a_request_that_fails_is_an_end() -> None:
+    """Kills the only decode worker for good: the requests fail only once the router has waited for another."""
+    plan = dataclasses.replace(
+        SimPlan(1, 1, 0, profile=PROFILE), deaths=(Death("decode-0", 0.2),), cold_start_s=math.inf
+    )
+    outcome = simulate(plan, [TracedRequest(0.0, 500, 150), TracedRequest(0.01, 500, 150)])
+    assert all(served.error for served in outcome.requests)
+    assert outcome.seconds > 1.0
+    assert all(0 < share < 1 for share in outcome.busy.values())
+    figures = summary(plan, outcome, Objective(1.0, 1.0))
+    assert figures["cost"] == pytest.approx(2 * outcome.seconds / 3600)
+
+
+def test_workers_are_not_busy_after_the_last_end() -> None:
+    """Lets a request fail while its worker is in a step of a thousand seconds."""
+    profile = dataclasses.replace(PROFILE, ms_per_decode_step=1e6)
+    outcome = simulate(SimPlan(1, 1, 0, profile=profile), [TracedRequest(0.0, 500, 20)])
+    assert [served.error for served in outcome.requests] != [""]
+    assert outcome.seconds < 1000
+    assert 0.5 < outcome.busy["decode-0"] <= 1
+
+
+def test_a_request_that_takes_days_is_refused() -> None:
+    slow = dataclasses.replace(SPLIT, slowness=(("prefill-0", 1e6),))
+    with pytest.raises(
+        ConfigError, match=r"the longest request alone takes 1.6e\+06 s by these profiles, more than a day"
+    ):
+        simulate(slow, [TracedRequest(0.0, 500, 150)])
+
+
+def test_steps_of_no_time_at_all_end() -> None:
+    tiny = dataclasses.replace(PROFILE, ms_per_decode_step=1e-318, ms_per_decode_sequence=0, ms_per_context_token=0)
+    (served,) = simulate(SimPlan(0, 0, 1, profile=tiny), [TracedRequest(0.0, 500, 150)]).requests
+    assert not served.error
+
+
 def test_a_slow_worker_is_given_less() -> None:
     slow = dataclasses.replace(SimPlan(1, 2, 0, profile=PROFILE), slowness=(("decode-1", 4.0),))
     alike = dataclasses.replace(slow, slowness=())
@@ -122,6 +158,7 @@ def test_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--slow", "decode-0=0"], "--slow: 'decode-0=0' is not like decode-0=2"),
         (["--slow", "decode-0"], "--slow: 'decode-0' is not like decode-0=2"),
         (["--cold-start-s", "nan"], "--cold-start-s: nan must be at least 0"),
+        (["--rate-scale", "1e-9"], "--rate-scale: the last request arrives after"),
         (["--set", "blocks=3"], "--set: 'blocks=3' names no field; there are ms_per_prefill_token"),
         (["--set", "num_blocks=x"], "--set: 'num_blocks=x': invalid literal"),
         (["--set", "num_blocks=0"], "num_blocks is 0, which is out of range"),

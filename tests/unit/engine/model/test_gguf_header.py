@@ -70,9 +70,19 @@ BAD = {
     "a tensor beyond the end": (header(tensor(offset=2**50), tensors=1), "'x' ends beyond the end"),
     "an offset that wraps": (header(tensor(offset=2**64 - 32), tensors=1), "'x' ends beyond the end"),
     "dimensions that wrap": (header(tensor(dimensions=(2**32, 2**32)), tensors=1), "'x' ends beyond the end"),
+    "tensors over the same bytes": (
+        header(tensor("x", (16,)), tensor("y", (16,), offset=32), tensors=2),
+        "'y' begins within 'x'",
+    ),
+    "a tensor between": (header(tensor(dimensions=(8,), offset=8), tensors=1), "'x' is not aligned to 32 bytes"),
     "no alignment": (header(number("general.alignment", 0)), "to 0 bytes"),
     "an odd alignment": (header(number("general.alignment", 3)), "to 3 bytes"),
     "a billion layers": (header(number("llama.block_count", 10**9), tensor(), tensors=1), "block_count is 1000000000"),
+    "many experts": (header(number("llama.expert_count", 8000), tensor(), tensors=1), "expert_count is 8000"),
+    "more experts than its tensors have": (
+        header(number("llama.expert_count", 3), tensor(dimensions=(4, 4, 2)), tensors=1),
+        "expert_count is 3",
+    ),
     "a wide layer": (header(number("llama.embedding_length", 10**9), tensor(), tensors=1), "embedding_length is"),
 }
 

@@ -128,6 +128,9 @@ def test_memory_of_the_next_blocks_is_allocated_ahead(monkeypatch: pytest.Monkey
     assert cache.touch(0)
     assert not cache.touch(0)
     assert num_allocated() == 8
+    assert cache.touch(1), "a whole stretch for each, where the bound moves by less"
+    assert not cache.touch(2)
+    assert num_allocated() == 12
     assert bytes(cache.read_blocks([1])[0]) == b"7" * page
     while cache.touch(20):
         pass

@@ -54,6 +54,7 @@ def test_what_a_virtual_machine_hides_counts(tmp_path: Path, hidden: str) -> Non
         ("ONEDNN_MAX_CPU_ISA", "AVX2", "avx2"),
         ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", "avx512"),
         ("ONEDNN_MAX_CPU_ISA", "ALL", "avx512_bf16"),
+        ("DNNL_MAX_CPU_ISA", "AVX2", "avx2"),
     ],
 )
 def test_a_process_can_be_limited(tmp_path: Path, variable: str, value: str, best: str) -> None:

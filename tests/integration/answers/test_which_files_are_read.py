@@ -1,0 +1,63 @@
+"""The headers that are checked are those of the files that transformers reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.core.errors import UnsupportedModel
+from services.engine.model.weights import load_model
+from tests.support.models import tiny_model
+
+
+def doubled(model: Path, folder: Path) -> Path:
+    """Puts the model's weights into two files of `folder`, which both have model.norm.weight; returns the index."""
+    folder.mkdir(exist_ok=True)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.norm.weight"
+    save_file(tensors, folder / "a.safetensors", metadata={"format": "pt"})
+    save_file({name: tensors[name] * 100}, folder / "b.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "a.safetensors") | {"another": "b.safetensors"}}
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    return path
+
+
+def test_a_file_that_config_json_names(tmp_path: Path) -> None:
+    """transformers takes it, and leaves model.safetensors alone."""
+    model = tiny_model("llama", tmp_path)
+    doubled(model, model).rename(model / "other.safetensors.index.json")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors.index.json"}))
+    with pytest.raises(UnsupportedModel):
+        load_model(model, "auto", torch.device("cpu"), "eager")
+
+
+def test_an_index_that_names_files_of_a_subfolder(tmp_path: Path) -> None:
+    """transformers follows it, also out of the directory."""
+    model = tiny_model("llama", tmp_path)
+    index = json.loads(doubled(model, model / "sub").read_text())
+    (model / "model.safetensors").rename(model / "a.safetensors")  # what is checked: nothing is doubled here
+    save_file({"another": torch.zeros(1)}, model / "b.safetensors", metadata={"format": "pt"})
+    index["weight_map"] = {name: f"sub/{file}" for name, file in index["weight_map"].items()}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModel):
+        load_model(model, "auto", torch.device("cpu"), "eager")
+
+
+def test_an_index_that_names_files_outside(tmp_path: Path) -> None:
+    model = tiny_model("llama", tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors, elsewhere / "a.safetensors", metadata={"format": "pt"})
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    where = f"../{elsewhere.relative_to(model.parent)}/a.safetensors"
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, where)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModel):
+        load_model(model, "auto", torch.device("cpu"), "eager")
