@@ -185,6 +185,8 @@ async def staged(model: Path, pools: tuple[int, int], transport: str) -> AsyncIt
             try:
                 yield stage
             finally:
+                for scene in stage.scenes:
+                    scene.cancel()
                 stage.release()
     finally:
         for proxy in proxies:
