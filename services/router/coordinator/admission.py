@@ -12,7 +12,7 @@ lowest priority, if its own priority is higher; or of the youngest of its priori
 from __future__ import annotations
 
 from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
-from services.router.coordinator.book import Book
+from services.router.coordinator.book import Book, Outlook
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.coordinator.placement import can_be_served, why_unserved
 from services.router.coordinator.request import Phase, Request
@@ -44,7 +44,7 @@ def end_overdue(book: Book, now: float) -> None:
         with book.isolated("tick", request, now):
             if (error := _waited_too_long(book, request, now)) is not None:
                 book.fail(request, error, now)
-    book.tokens_left = None
+    book.outlook = None
     _fail_unmeetable(book, now)
 
 
@@ -81,22 +81,20 @@ def _fail_unmeetable(book: Book, now: float) -> None:
     """Fails queued requests that cannot meet their deadlines, unless some output was received: those may go on."""
     if not any(request.spec.deadline_s is not None for request in book.queue):
         return
-    costs, longest, left = _costs(book), book.workers.cluster.whole.longest_sequence, _tokens_left(book)
-    num_tokens, num_sequences = 0, _num_on_their_way(book)
+    costs, longest = _costs(book), book.workers.cluster.whole.longest_sequence
+    line = _Line(book)
     for request in book.queue:
         spec = request.spec
         if spec.deadline_s is not None and not request.output:
             with book.isolated("tick", request, now):
                 work = _work(book, len(spec.token_ids), spec.min_tokens, request.max_tokens)
-                ahead = Ahead(num_tokens, num_sequences, left)
-                error = _deadline_error(book, costs, spec, work, ahead, now)
+                error = _deadline_error(book, costs, spec, work, line.ahead(), now)
                 if error is not None:
                     book.fail(request, error, now)
                     continue
         if request.total_tokens > longest:
             continue  # no ready worker could serve it, so it delays nobody
-        num_tokens += _num_tokens(request)
-        num_sequences += 1
+        line.add(request)
 
 
 def passed_deadline(request: Request, now: float) -> DeadlineExceeded | None:
@@ -121,31 +119,69 @@ def _waited_too_long(book: Book, request: Request, now: float) -> BatonError | N
     return None
 
 
-def _num_tokens(request: Request) -> int:
-    return len(request.spec.token_ids) + len(request.output)
+class _Line:
+    """Sums up what is before a request whose deadline is in question."""
+
+    def __init__(self, book: Book) -> None:
+        """Begins with the requests between the queue and a decode worker."""
+        self._book = book
+        self._outlook = _outlook(book)
+        self._num_sequences = book.num_in[Phase.PREFILLING] + book.num_in[Phase.PARKED]
+        self._num_tokens = 0
+        self._prompt_tokens = self._num_sequences * self._outlook.prompt_tokens_each
+        self._output_tokens = self._num_sequences * self._outlook.output_tokens_each
+
+    def add(self, request: Request) -> None:
+        """Adds a queued request."""
+        num_tokens = len(request.spec.token_ids) + len(request.output)
+        self._num_sequences += 1
+        self._num_tokens += num_tokens
+        self._prompt_tokens += num_tokens
+        self._output_tokens += _tokens_to_come(self._book, request)
+
+    def ahead(self) -> Ahead:
+        return Ahead(
+            self._num_tokens,
+            self._num_sequences,
+            self._prompt_tokens,
+            self._output_tokens,
+            self._outlook.tokens_left,
+        )
 
 
 def _costs(book: Book) -> Costs:
     return Costs.of(book.workers.views())
 
 
-def _num_on_their_way(book: Book) -> int:
-    """Returns how many requests are between the queue and a decode worker."""
-    return book.num_in[Phase.PREFILLING] + book.num_in[Phase.PARKED]
-
-
-def _tokens_left(book: Book) -> tuple[float, ...]:
-    """Returns `Book.tokens_left`, found at the first question after a tick: it looks at each live request."""
-    if book.tokens_left is None:
+def _outlook(book: Book) -> Outlook:
+    """Returns `Book.outlook`, found at the first question after a tick: it looks at each live request."""
+    if book.outlook is None:
         if book.typical_output_tokens is None:
             book.longest_output = max(book.longest_output, *(len(one.output) for one in book.requests.values()), 0)
-        book.tokens_left = ()
-        if len(book.queue) or len(book.parked):
-            typical = _typical_output_tokens(book)
-            decoding = (request for request in book.requests.values() if request.phase is Phase.DECODING)
-            left = (max(1.0, min(typical, request.max_tokens) - len(request.output)) for request in decoding)
-            book.tokens_left = tuple(sorted(left))
-    return book.tokens_left
+        book.outlook = _look_out(book)
+    return book.outlook
+
+
+def _look_out(book: Book) -> Outlook:
+    if not len(book.queue) and not len(book.parked) and not book.num_in[Phase.PREFILLING]:
+        return Outlook()
+    left: list[float] = []
+    number, prompt_tokens, output_tokens = 0, 0, 0.0
+    for request in book.requests.values():
+        if request.phase is Phase.DECODING:
+            left.append(_tokens_to_come(book, request))
+        elif request.phase in (Phase.PREFILLING, Phase.PARKED):
+            number += 1
+            prompt_tokens += len(request.spec.token_ids) + len(request.output)
+            output_tokens += _tokens_to_come(book, request)
+    number = max(1, number)
+    return Outlook(tuple(sorted(left)), prompt_tokens / number, output_tokens / number)
+
+
+def _tokens_to_come(book: Book, request: Request) -> float:
+    """Returns how many output tokens a request is still expected to get."""
+    expected = _expected_tokens(book, request.spec.min_tokens, request.max_tokens)
+    return max(1.0, expected - len(request.output))
 
 
 def _check_deadline(
@@ -161,10 +197,12 @@ def _check_deadline(
         return
     # A request that no ready worker could serve delays nobody.
     longest = book.workers.cluster.whole.longest_sequence
-    before = [other for other in book.queue if other.spec.priority >= spec.priority and other.total_tokens <= longest]
-    ahead = Ahead(sum(map(_num_tokens, before)), len(before) + _num_on_their_way(book), _tokens_left(book))
+    line = _Line(book)
+    for other in book.queue:
+        if other.spec.priority >= spec.priority and other.total_tokens <= longest:
+            line.add(other)
     work = _work(book, num_tokens, spec.min_tokens, max_tokens)
-    error = _deadline_error(book, _costs(book), spec, work, ahead, now, before_s=before_s)
+    error = _deadline_error(book, _costs(book), spec, work, line.ahead(), now, before_s=before_s)
     if error is not None:
         raise error
 
@@ -205,7 +243,11 @@ def _deadline_error(
 def _work(book: Book, num_tokens: int, min_tokens: int, max_tokens: int) -> Work:
     """Returns a request's work. The expected output is as long as others' were, within the request's own bounds."""
     fewest = min(min_tokens, max_tokens)  # the output ends at the context's end, even if more tokens are asked for
-    return Work(num_tokens, fewest, min(max(float(fewest), _typical_output_tokens(book)), float(max_tokens)))
+    return Work(num_tokens, fewest, _expected_tokens(book, fewest, max_tokens))
+
+
+def _expected_tokens(book: Book, min_tokens: int, max_tokens: int) -> float:
+    return min(max(float(min_tokens), _typical_output_tokens(book)), float(max_tokens))
 
 
 def _typical_output_tokens(book: Book) -> float:

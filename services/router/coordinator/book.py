@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from services.core.errors import BatonError, WorkerFailed, unforeseen
 from services.core.hashing import num_blocks_for
@@ -54,6 +54,19 @@ _WEIGHT = 0.05
 """The weight of the newest request in a running average."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Says what the live requests that are not queued still need, for forecasts. It is empty while nobody waits, since
+    then nobody needs to know."""
+
+    tokens_left: tuple[float, ...] = ()
+    """The output tokens that decoding requests are expected to get yet, ascending."""
+    prompt_tokens_each: float = 0.0
+    """Prompt tokens of a request between the queue and a decode worker, on average."""
+    output_tokens_each: float = 0.0
+    """Output tokens that such a request is expected to get yet, on average."""
+
+
 class Book:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
@@ -86,9 +99,8 @@ class Book:
         """A running average over complete requests; None before the first."""
         self.longest_output = 0
         """The most output tokens that were seen before the first request was complete."""
-        self.tokens_left: tuple[float, ...] | None = None
-        """The output tokens that decoding requests are expected to get yet, ascending, as found since the last tick;
-        none while nobody waits, since then nobody needs to know."""
+        self.outlook: Outlook | None = None
+        """As found since the last tick, once somebody has asked."""
         self.awake = self.workers.awake
         """The time by which workers' answers are judged. A client's waiting time is judged by the real clock."""
         self._num_arrivals = 0

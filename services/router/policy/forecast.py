@@ -51,7 +51,11 @@ class Ahead:
     num_tokens: int = 0
     """Tokens of prompts that are still queued in the router."""
     num_sequences: int = 0
-    """Sequences of requests that no decode worker has yet."""
+    """Sequences of requests that no decode worker has yet, queued or on their way."""
+    prompt_tokens: float = 0.0
+    """Tokens of all their prompts, together."""
+    output_tokens: float = 0.0
+    """As many output tokens as are expected of all of them, together."""
     tokens_left: Sequence[float] = ()
     """Output tokens that sequences which decode now are still expected to get, in ascending order. It may have some of
     the workers' sequences only: then it stands for the others too. Empty if nothing is known: then they are assumed to
@@ -110,29 +114,44 @@ class Costs:
         `enough_ms`, with its wait for a place in a worker's steps; those ahead are spread evenly."""
         if not self.decoders:
             return 0.0
-        further, fewest_ms = ahead.num_sequences / len(self.decoders) + 1, math.inf
+        further = ahead.num_sequences / len(self.decoders) + 1
+        each, fewest_ms = _average(work, ahead), math.inf
         for worker in self.decoders:
-            fewest_ms = min(fewest_ms, _decode_ms(worker, work, further, ahead.tokens_left))
+            fewest_ms = min(fewest_ms, _decode_ms(worker, work, each, further, ahead.tokens_left))
             if fewest_ms <= enough_ms:
                 break
         return fewest_ms
 
 
-def _decode_ms(worker: WorkerView, work: Work, further: float, tokens_left: Sequence[float]) -> float:
-    """Returns the milliseconds of the decode of the last of `further` sequences, which are assumed to be alike.
+def _average(work: Work, ahead: Ahead) -> Work:
+    """Returns what the requests ahead and this one are on average. A long one among many short ones waits for those:
+    taken as so many long ones they would seem to need several times the room and the steps."""
+    number = ahead.num_sequences + 1
+    prompt_tokens = (ahead.prompt_tokens + work.num_tokens) / number
+    return Work(math.ceil(prompt_tokens), 0, (ahead.output_tokens + work.output_tokens) / number)
 
-    Sequences that the worker cannot run at once begin when others have ended. On a worker that prefills too, a prompt
+
+def _decode_ms(worker: WorkerView, work: Work, each: Work, further: float, tokens_left: Sequence[float]) -> float:
+    """Returns the milliseconds of the decode of the last of `further` sequences, the others of which are as `each`.
+
+    Sequences that the worker cannot run at once begin when others have ended. How many it can run follows from its pool:
+    now from what those that run leave of it, and later, when these have ended, from the whole of it. On a worker that prefills too, a prompt
     takes the place of each that ends, and is computed between the steps.
     """
-    most = min(worker.max_num_seqs, _most_in_pool(worker, work))
-    num_running = min(worker.num_sequences + further, most)
+    blocks_each = worker.blocks_for(math.ceil(each.num_tokens + each.output_tokens))
+    to_grow = worker.num_sequences * each.output_tokens / 2 / worker.block_size  # they are half way, on average
+    more = math.floor((worker.available_blocks - to_grow) / blocks_each)
+    most_now = max(1, min(worker.max_num_seqs, worker.num_sequences + more))
+    most_later = max(1, min(worker.max_num_seqs, worker.num_blocks // blocks_each))
+    num_without_place = worker.num_sequences + further - most_now
+    num_running = most_later if num_without_place > 0 else worker.num_sequences + further
     step_ms = worker.step_ms(num_running)
     if worker.roles.can_prefill:
-        prompt_ms = work.num_tokens * worker.load.ms_per_prefill_token * _uncached_share(worker)
-        step_ms += num_running / max(1.0, work.output_tokens) * prompt_ms
+        prompt_ms = each.num_tokens * worker.load.ms_per_prefill_token * _uncached_share(worker)
+        step_ms += num_running / max(1.0, each.output_tokens) * prompt_ms
     waited_tokens = 0.0
-    if (num_without_place := worker.num_sequences + further - most) > 0:
-        waited_tokens = _tokens_until_a_place(num_without_place, most, work.output_tokens, tokens_left)
+    if num_without_place > 0:
+        waited_tokens = _tokens_until_a_place(num_without_place, most_later, each.output_tokens, tokens_left)
     return (max(0.0, work.output_tokens - 1) + waited_tokens) * step_ms
 
 
@@ -144,14 +163,6 @@ def _tokens_until_a_place(number: float, most: int, output_tokens: float, tokens
     rounds, place = divmod(max(0.0, number - 1), most)
     first = tokens_left[int(place / most * len(tokens_left))] if tokens_left else (place + 1) / most * output_tokens
     return rounds * output_tokens + first
-
-
-def _most_in_pool(worker: WorkerView, work: Work) -> int:
-    """Returns how many sequences the pool holds when those that run are as long as they become, and all further ones
-    are like this one."""
-    blocks_each = worker.blocks_for(math.ceil(work.num_tokens + work.output_tokens))
-    to_grow = worker.num_sequences * work.output_tokens / 2 / worker.block_size  # they are half way, on average
-    return max(1, worker.num_sequences + math.floor((worker.available_blocks - to_grow) / blocks_each))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,22 @@ def interval(span: ReadableSpan) -> tuple[int, int]:
     return span.start_time, span.end_time
 
 
+ROUNDS = 4
+"""Whoever else uses the machine may come between two phases, and that time is in neither. A phase that is not told is
+missing in each round."""
+
+
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 async def test_the_split(model: Path, transport: str) -> None:
+    untold: list[float] = []
+    while len(untold) < ROUNDS and not any(share <= 1 for share in untold):
+        untold.append(await _untold_share(model, transport))
+    assert any(share <= 1 for share in untold), f"the phases add up to the whole: {untold}"
+
+
+async def _untold_share(model: Path, transport: str) -> float:
+    """Checks the spans of a request, and returns by how much its phases do not add up to the whole, as a share of what
+    is tolerated: 5 %, or 10 ms."""
     spans = await spans_of(model, [PREFILL, DECODE], transport=transport)
     assert spans.keys() == PARENTS.keys() | {Span.REQUEST}
     for name, parent in PARENTS.items():
@@ -76,7 +90,7 @@ async def test_the_split(model: Path, transport: str) -> None:
     exposed = interval(spans[Span.KV_TRANSFER])[1] - interval(spans[Span.PREFILL_COMPUTE])[1]
     total = sum(end - start for start, end in (interval(spans[name]) for name in path)) + max(0, exposed)
     start, end = interval(spans[Span.REQUEST])
-    assert abs((end - start) - total) <= max(0.05 * (end - start), 10_000_000), "the phases add up to the whole"
+    return abs((end - start) - total) / max(0.05 * (end - start), 10_000_000)
 
 
 async def test_in_place(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -98,11 +99,42 @@ EXPECTED: dict[str, tuple[list[WorkerView], int, float]] = {
 @pytest.mark.parametrize("case", EXPECTED)
 def test_expected_time(case: str) -> None:
     workers, sequences, expected_ms = EXPECTED[case]
-    found = Costs.of(workers).forecast(Work(100, 1, 11), Ahead(num_sequences=sequences), overtakes=False)
+    found = Costs.of(workers).forecast(
+        Work(100, 1, 11), Ahead(0, sequences, sequences * 100, sequences * 11), overtakes=False
+    )
     assert found is not None
     assert found.expected_s * 1000 == pytest.approx(expected_ms)
     assert found.run_s * 1000 == pytest.approx(100), "what is certain stays a bound"
     assert found.alone_s * 1000 == pytest.approx(200)
+
+
+@pytest.mark.parametrize("pool_blocks", [64, 100, 400])
+def test_a_long_request_waits_for_those_before_it_as_they_are(pool_blocks: int) -> None:
+    """It is expected to end about when a cluster whose queue is played step by step ends it."""
+    long, short, num_ahead = Work(500, 1, 100), Work(20, 1, 10), 200
+    worker = decode(load=replace(costs(), blocks_free=pool_blocks), max_num_seqs=512)
+    ahead = Ahead(0, num_ahead, num_ahead * short.num_tokens, num_ahead * short.output_tokens)
+    found = Costs.of([prefill(load=replace(costs(), ms_per_prefill_token=0.001)), worker]).forecast(
+        long, ahead, overtakes=False
+    )
+    steps = _steps_until_the_last_ends([short] * num_ahead + [long], pool_blocks, worker.block_size)
+    assert found is not None
+    assert steps * 10 / 2 <= found.expected_s * 1000 <= steps * 10 * 2
+
+
+def _steps_until_the_last_ends(line: list[Work], pool_blocks: int, block_size: int) -> int:
+    """Returns the steps of a worker that takes the line in order, as each fits, and keeps its blocks until its end."""
+    running: list[tuple[int, int]] = []
+    step = 0
+    while line or running:
+        running = [(end, blocks) for end, blocks in running if end > step]
+        while line:
+            blocks = math.ceil((line[0].num_tokens + line[0].output_tokens) / block_size)
+            if sum(taken for _, taken in running) + blocks > pool_blocks:
+                break
+            running.append((step + int(line.pop(0).output_tokens), blocks))
+        step = min((end for end, _ in running), default=step)
+    return step
 
 
 @pytest.fixture
