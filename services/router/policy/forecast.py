@@ -134,9 +134,9 @@ def _average(work: Work, ahead: Ahead) -> Work:
 def _decode_ms(worker: WorkerView, work: Work, each: Work, further: float, tokens_left: Sequence[float]) -> float:
     """Returns the milliseconds of the decode of the last of `further` sequences, the others of which are as `each`.
 
-    Sequences that the worker cannot run at once begin when others have ended. How many it can run follows from its pool:
-    now from what those that run leave of it, and later, when these have ended, from the whole of it. On a worker that prefills too, a prompt
-    takes the place of each that ends, and is computed between the steps.
+    Sequences that the worker cannot run at once begin when others have ended. How many it can run follows from its
+    pool: now from what those that run leave of it, and later, when these have ended, from the whole of it. On a worker
+    that prefills too, a prompt takes the place of each that ends, and is computed between the steps.
     """
     blocks_each = worker.blocks_for(math.ceil(each.num_tokens + each.output_tokens))
     to_grow = worker.num_sequences * each.output_tokens / 2 / worker.block_size  # they are half way, on average
