@@ -1,5 +1,5 @@
-"""Tests that a search leaves out no cluster that could meet its goal: neither by how much work there is, nor by how many
-workers of a phase are needed. Each bound is met by clusters that have just enough."""
+"""Tests that a search leaves out no cluster that could meet its goal: neither by how much work there is, nor by how
+many workers of a phase are needed. Each bound is met by clusters that have just enough."""
 
 from __future__ import annotations
 
