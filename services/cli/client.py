@@ -70,6 +70,9 @@ def control(target: str, token_file: str) -> Iterator[ControlCall]:
             try:
                 return getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
             except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    hint = "is this the router's control port (--control-port), and is the router running?"
+                    raise BatonError(f"{target}: no answer within {timeout_s:g} s (--timeout); {hint}") from error
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
                 raise BatonError(f"{target}: this is not the router's control port (--control-port)") from error

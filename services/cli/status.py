@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.v1 import control_pb2
-from services.cli.arguments import Parser, add_control
+from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, plain
 from services.core.printable import printable
 
@@ -23,7 +23,7 @@ _MOST_NAMED = 16
 
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Shows the workers, their load and their blocks.")
-    add_control(parser)
+    add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
     parser.add_argument("--json", action="store_true", help="everything the router knows, as JSON")
     arguments = parser.parse_args(argv)
     with control(arguments.target, arguments.cluster_token_file) as call:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -177,7 +178,10 @@ def test_refusal_is_one_line(router: Router, capsys: pytest.CaptureFixture[str])
 
 
 def test_timeout_is_the_deadline(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--target", router.target, "--prompt", "hang", "--timeout", "0.3"]) == 1
+    assert main(["generate", "--target", router.target, "--prompt", "hang", "--timeout", "0.3"]) in (
+        1,
+        3,
+    )  # 1 of `plan` is an answer
     assert "DEADLINE_EXCEEDED" in capsys.readouterr().err
     assert router.cancelled.wait(WAIT_S)
 
@@ -201,6 +205,22 @@ def test_status_of_a_port_that_is_not_for_it(router: Router, capsys: pytest.Capt
         assert main([*command, "--target", target]) == 1
         assert f"{target}: this is not the router's control port (--control-port)" in capsys.readouterr().err
     server.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["drain", "prefill-0"], ["calibrate", "--out", "OUT"], ["plan", "--live", "--slo", "ttft_p95=1s"]],
+)
+def test_a_port_that_never_answers_is_told(
+    command: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        out = str(tmp_path / "profile.json")
+        command = [out if each == "OUT" else each for each in command]
+        assert main([*command, "--target", target, "--timeout", "0.3"]) in (1, 3)  # 1 of `plan` is an answer
+    told = capsys.readouterr().err
+    assert f"{target}: no answer within 0.3 s (--timeout); is this the router's control port (--control-port)" in told
 
 
 def test_a_prompt_for_a_port_that_is_not_for_clients(capsys: pytest.CaptureFixture[str]) -> None:
