@@ -178,10 +178,7 @@ def test_refusal_is_one_line(router: Router, capsys: pytest.CaptureFixture[str])
 
 
 def test_timeout_is_the_deadline(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--target", router.target, "--prompt", "hang", "--timeout", "0.3"]) in (
-        1,
-        3,
-    )  # 1 of `plan` is an answer
+    assert main(["generate", "--target", router.target, "--prompt", "hang", "--timeout", "0.3"]) == 1
     assert "DEADLINE_EXCEEDED" in capsys.readouterr().err
     assert router.cancelled.wait(WAIT_S)
 
