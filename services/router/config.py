@@ -109,6 +109,12 @@ class RouterConfig:
     no_worker_timeout_s: float = option(
         30.0, "longest wait while no worker is ready, seconds", check=duration, must=A_DURATION
     )
+    aging_s: float = option(
+        10.0,
+        "a request that has waited this long is served within a bound, whatever its priority, seconds",
+        check=duration,
+        must=A_DURATION,
+    )
     # Health.
     canaries: bool = option(True, "check workers, and transfers between them, with tiny requests of its own")
     canary_period_s: float = option(

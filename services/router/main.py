@@ -275,6 +275,7 @@ def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorCon
         max_queue=config.max_queue,
         queue_timeout_s=config.queue_timeout_s,
         no_worker_timeout_s=config.no_worker_timeout_s,
+        aging_s=config.aging_s,
         step_timeout_s=config.step_timeout_s,
         canary_salt=f"canary-{new_request_id()}",
         policy=weighted(PolicyConfig(), config.policy_weight, "--policy-weight"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from services.core.config import DAY_S
@@ -68,6 +68,9 @@ class SimPlan:
     slowness: tuple[tuple[str, float], ...] = ()
     """Workers whose steps take so many times as long."""
     rules: WorkerRules = field(default_factory=WorkerRules)
+    asked_tokens: int = 0
+    """The output that every request asks for at most, where that is more than it gets: so the router does not know how
+    long outputs will be. By default each asks for what it gets."""
 
     @property
     def worker_ids(self) -> list[str]:
@@ -154,6 +157,7 @@ class _Simulation:
         self._prompts: dict[str, tuple[PromptParts, Stream]] = {}
         """Prompts and outputs of those that live."""
         self._rules = plan.rules
+        self._asked_tokens = plan.asked_tokens
         self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
         self._last_end_s = 0.0
@@ -258,7 +262,7 @@ class _Simulation:
         spec = RequestSpec(
             str(number),
             (1,) * traced.prompt_tokens,
-            traced.output_tokens,
+            max(traced.output_tokens, self._asked_tokens),
             traced.priority,
             deadline_s=None if traced.deadline_s is None else self._world.now + traced.deadline_s,
             conversation=traced.session,
@@ -317,7 +321,9 @@ class _Simulation:
         match action:
             case SendLeg():
                 worker, (prompt, stream) = self._workers[action.worker_id], self._prompts[action.spec.request_id]
-                self._world.after(MESSAGE_S, lambda: worker.receive(action, prompt, stream))
+                # It ends where the model would end it, which only the worker finds out.
+                told = replace(action, max_tokens=self._live[action.spec.request_id].output_tokens)
+                self._world.after(MESSAGE_S, lambda: worker.receive(told, prompt, stream))
             case CancelLeg():
                 worker, leg = self._workers[action.worker.worker_id], action.leg
                 self._world.after(MESSAGE_S, lambda: worker.cancel(leg))

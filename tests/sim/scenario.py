@@ -76,6 +76,7 @@ def build(world: World, load: Load) -> Cluster:
         no_worker_timeout_s=8.0,
         answer_timeout_s=4.0,
         canary_timeout_s=4.0,
+        aging_s=3.0,
         max_queue=1 if world.seed % 10 == 4 else 1024,
         # By the seed itself, so that the other draws are the same with and without.
         health=HealthConfig(canaries=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True),

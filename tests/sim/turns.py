@@ -88,6 +88,12 @@ def watch_turns(world: World, coordinator: Any) -> None:
     coordinator.place = placing
 
 
+def _handoffs_turn(book: Book, request: Request, now: float) -> tuple[float, tuple[int, int, int]]:
+    """Returns the sort key of handoffs: those that have waited long are first, by their wait."""
+    waited_s = now - request.waiting_since_s
+    return (-waited_s if waited_s >= book.config.aging_s else 0.0), request.order
+
+
 def _is_overtaken(book: Book, other: Request, request: Request, worker: Worker, now: float) -> bool:
     waited_s = now - other.waiting_since_s
     if (
@@ -99,7 +105,7 @@ def _is_overtaken(book: Book, other: Request, request: Request, worker: Worker, 
         return False
     if request.prefill is not None:
         in_place = request.prefill.worker.worker_id == worker.info.worker_id
-        if in_place or other.order > request.order:
+        if in_place or _handoffs_turn(book, other, now) > _handoffs_turn(book, request, now):
             return False
     leg = other.prefill
     source = Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)

@@ -117,7 +117,7 @@ def takes_what_was_sampled_after_a_wrong_draft() -> Bug:
 
 
 def crowds_out_what_has_begun() -> Bug:
-    def lower(book: Book, priority: int, total_tokens: int) -> list[Request]:
+    def lower(book: Book, priority: int, total_tokens: int, expected_tokens: int) -> list[Request]:
         return [request for request in book.queue if request.spec.priority < priority]
 
     return replaced(admission, "_victims", lower)

@@ -5,17 +5,23 @@ Owns: load shedding and the bounds on waiting. Never: the queue's order (`book`)
 A request whose deadline cannot be met is refused at once, not when the deadline has passed. If queued work stands in
 the way, the client gets RESOURCE_EXHAUSTED and a time to try again; if even an idle cluster would be too slow, it gets
 DEADLINE_EXCEEDED, since another try would not help. A busy cluster also refuses a request that it expects to finish
-late: to serve it would make others late too. In a full queue an arrival takes the place of the youngest request of the
-lowest priority, if its own priority is higher; or of the youngest of its priority that no ready worker could hold.
+late: to serve it would make others late too.
+
+A full queue sheds low priorities and long outputs first. An arrival takes the place of a request of lower priority, the
+lowest first and of these the one with the longest expected output; or of one of its own priority that no ready worker
+could hold, or whose expected output is more than twice as long. Of those that could lose their places so, the one that
+has waited longest keeps it: no class is kept out for ever. What has output is never pushed out, nor what has a worker.
 """
 
 from __future__ import annotations
+
+import sys
 
 from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
 from services.router.coordinator.book import Book, Outlook
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.coordinator.placement import can_be_served, why_unserved
-from services.router.coordinator.request import Phase, Request
+from services.router.coordinator.request import Phase, Request, order_of
 from services.router.policy import Ahead, Costs, Work
 
 
@@ -25,10 +31,12 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
     `max_tokens` is the longest output that the request and the context allow. Raises DeadlineExceeded if the deadline
     is too short even for an idle cluster, and Overloaded if queued work stands in the way or the queue is full.
     """
-    _check_deadline(book, spec, len(spec.token_ids), max_tokens, now)
+    num_tokens = len(spec.token_ids)
+    work = _work(book, spec.tenant, num_tokens, spec.min_tokens, max_tokens)
+    _check_deadline(book, spec, work, now)
     if len(book.queue) + book.num_expected < book.config.max_queue:
         return
-    victims = _victims(book, spec.priority, len(spec.token_ids) + max_tokens)
+    victims = _victims(book, spec.priority, num_tokens + max_tokens, work.output_tokens)
     if not victims:
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
     crowded_out = Overloaded("crowded out of a full queue", retry_after_s=book.config.retry_after_s)
@@ -54,27 +62,33 @@ def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -
     No queued request is failed yet: each one whose place could be taken counts as one more place. Raises what `admit`
     does.
     """
-    _check_deadline(book, expected, expected.fewest_tokens, max_tokens, now, before_s=expected.tokenise_s)
+    work = _work(book, "", expected.fewest_tokens, expected.min_tokens, max_tokens)
+    _check_deadline(book, expected, work, now, before_s=expected.tokenise_s)
     num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
     if num_beyond < 0:
         return
-    if num_beyond >= len(_victims(book, expected.priority, expected.fewest_tokens + expected.min_tokens)):
+    fewest_tokens = expected.fewest_tokens + expected.min_tokens
+    if num_beyond >= len(_victims(book, expected.priority, fewest_tokens, work.output_tokens)):
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
 
 
-def _victims(book: Book, priority: int, total_tokens: int) -> list[Request]:
+def _victims(book: Book, priority: int, total_tokens: int, expected_tokens: float) -> list[Request]:
     """Returns the queued requests whose places a request may take, the best one last.
 
-    They have no output, and either a lower priority, or the same and no ready worker that could hold them: while their
-    worker is away they must not keep out what others could serve.
+    They have no output. Those that no ready worker could hold must not keep out what others could serve. Of the rest
+    the one that has waited longest keeps its place, unless it is the queue's only one.
     """
     longest = book.workers.cluster.whole.longest_sequence
     queued = [request for request in book.queue if not request.output]
     lower = [request for request in queued if request.spec.priority < priority]
-    if total_tokens > longest:
-        return lower
-    stranded = [request for request in queued if request.spec.priority == priority and request.total_tokens > longest]
-    return stranded + lower
+    equal = [request for request in queued if request.spec.priority == priority]
+    stranded = [request for request in equal if request.total_tokens > longest >= total_tokens]
+    longer = [request for request in equal if request.expected_output_tokens > 2 * max(1, expected_tokens)]
+    longer = [request for request in longer if request not in stranded]
+    if book.config.max_queue > 1 and (lower or longer):
+        oldest = min(lower + longer, key=lambda request: (request.waiting_since_s, request.number))
+        lower, longer = ([request for request in each if request is not oldest] for each in (lower, longer))
+    return longer + stranded + lower
 
 
 def _fail_unmeetable(book: Book, now: float) -> None:
@@ -87,7 +101,7 @@ def _fail_unmeetable(book: Book, now: float) -> None:
         spec = request.spec
         if spec.deadline_s is not None and not request.output:
             with book.isolated("tick", request, now):
-                work = _work(book, len(spec.token_ids), spec.min_tokens, request.max_tokens)
+                work = _work(book, spec.tenant, len(spec.token_ids), spec.min_tokens, request.max_tokens)
                 error = _deadline_error(book, costs, spec, work, line.ahead(), now)
                 if error is not None:
                     book.fail(request, error, now)
@@ -156,7 +170,7 @@ def _costs(book: Book) -> Costs:
 def _outlook(book: Book) -> Outlook:
     """Returns `Book.outlook`, found at the first question after a tick: it looks at each live request."""
     if book.outlook is None:
-        if book.typical_output_tokens is None:
+        if not len(book.output_lengths):
             book.longest_output = max(book.longest_output, *(len(one.output) for one in book.requests.values()), 0)
         book.outlook = _look_out(book)
     return book.outlook
@@ -180,15 +194,15 @@ def _look_out(book: Book) -> Outlook:
 
 def _tokens_to_come(book: Book, request: Request) -> float:
     """Returns how many output tokens a request is still expected to get."""
-    expected = _expected_tokens(book, request.spec.min_tokens, request.max_tokens)
+    spec = request.spec
+    expected = book.expected_output(spec.tenant, len(spec.token_ids), spec.min_tokens, request.max_tokens)
     return max(1.0, expected - len(request.output))
 
 
 def _check_deadline(
     book: Book,
     spec: RequestSpec | ExpectedRequest,
-    num_tokens: int,
-    max_tokens: int,
+    work: Work,
     now: float,
     *,
     before_s: float = 0.0,
@@ -198,10 +212,9 @@ def _check_deadline(
     # A request that no ready worker could serve delays nobody.
     longest = book.workers.cluster.whole.longest_sequence
     line = _Line(book)
-    for other in book.queue:
-        if other.spec.priority >= spec.priority and other.total_tokens <= longest:
+    for other in book.queue.up_to(order_of(spec.priority, int(work.output_tokens), sys.maxsize)):
+        if other.total_tokens <= longest:
             line.add(other)
-    work = _work(book, num_tokens, spec.min_tokens, max_tokens)
     error = _deadline_error(book, _costs(book), spec, work, line.ahead(), now, before_s=before_s)
     if error is not None:
         raise error
@@ -240,18 +253,7 @@ def _deadline_error(
     return Overloaded(message, retry_after_s=retry_after_s)
 
 
-def _work(book: Book, num_tokens: int, min_tokens: int, max_tokens: int) -> Work:
-    """Returns a request's work. The expected output is as long as others' were, within the request's own bounds."""
-    fewest = min(min_tokens, max_tokens)  # the output ends at the context's end, even if more tokens are asked for
-    return Work(num_tokens, fewest, _expected_tokens(book, fewest, max_tokens))
-
-
-def _expected_tokens(book: Book, min_tokens: int, max_tokens: int) -> float:
-    return min(max(float(min_tokens), _typical_output_tokens(book)), float(max_tokens))
-
-
-def _typical_output_tokens(book: Book) -> float:
-    """Returns how long an output is. Before the first request has finished, it is at least as long as the longest so
-    far: a cluster that took all that might be short could be kept from ever finishing one."""
-    typical = book.typical_output_tokens
-    return float(book.longest_output) if typical is None else typical
+def _work(book: Book, caller: str, num_tokens: int, min_tokens: int, max_tokens: int) -> Work:
+    """Returns a request's work, with the expected output."""
+    expected_tokens = book.expected_output(caller, num_tokens, min_tokens, max_tokens)
+    return Work(num_tokens, min(min_tokens, max_tokens), expected_tokens)

@@ -33,8 +33,10 @@ from services.router.coordinator.actions import (
 )
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
+from services.router.coordinator.output_lengths import OutputLengths
 from services.router.coordinator.request import (
     TRANSITIONS,
+    Order,
     Phase,
     PlacedDecode,
     PlacedLeg,
@@ -45,13 +47,10 @@ from services.router.coordinator.request import (
     queue_stage,
     summary,
 )
-from services.router.coordinator.waiting import Alarms, WaitList
+from services.router.coordinator.waiting import Alarms, Turns, WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.policy import HandoffsInFlight, Role
 from services.router.policy.health import HealthRecord
-
-_WEIGHT = 0.05
-"""The weight of the newest request in a running average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +83,21 @@ class Book:
         self.placement_is_due = False
         """Whether a request that waits may find a place now. (`WorkerTable.has_news` says the same of workers.)"""
         self.deadlines: Alarms[str] = Alarms(self.requests)
-        self.queue = WaitList()
-        self.parked = WaitList()
-        self.claims: dict[str, tuple[int, int]] = {}
+        self.queue = WaitList(lambda request: request.queue_order)
+        self.parked = WaitList(lambda request: request.order)
+        self.claims: dict[str, Order] = {}
         """The workers that aged queued requests have claimed, with the `order` of the claimant; each pass makes it
         anew."""
+        self.turns = Turns()
+        self.overtaken_at: set[str] = set()
+        """Workers where prompts that have waited long may have been overtaken as often as they may be."""
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request, by leg number."""
         self.silent_legs: Alarms[int] = Alarms(self.legs)
         """When each leg is next checked for having been silent too long, in awake time."""
         self.newest_leg = 0
-        self.typical_output_tokens: float | None = None
-        """A running average over complete requests; None before the first."""
+        self.output_lengths = OutputLengths()
         self.longest_output = 0
         """The most output tokens that were seen before the first request was complete."""
         self.outlook: Outlook | None = None
@@ -107,7 +108,15 @@ class Book:
 
     def add(self, spec: RequestSpec, max_tokens: int, now: float) -> Request:
         self._num_arrivals += 1
-        request = Request(spec, max_tokens, self._num_arrivals, arrived_s=now, phase_since_s=now, waiting_since_s=now)
+        request = Request(
+            spec,
+            max_tokens,
+            self._num_arrivals,
+            arrived_s=now,
+            phase_since_s=now,
+            expected_output_tokens=self.expected_output(spec.tenant, len(spec.token_ids), spec.min_tokens, max_tokens),
+            waiting_since_s=now,
+        )
         self.requests[spec.request_id] = request
         self.num_in[Phase.QUEUED] += 1
         self.queue.add(request)
@@ -115,6 +124,16 @@ class Book:
         if spec.deadline_s is not None:
             self.deadlines.set(spec.deadline_s, spec.request_id)
         return request
+
+    def expected_output(self, caller: str, prompt_tokens: int, min_tokens: int, max_tokens: int) -> int:
+        """Returns how many output tokens are to be expected: the median of requests like it, within its own bounds.
+
+        Before the first request has finished, it is at least as long as the longest so far: a cluster that took all
+        that might be short could be kept from ever finishing one.
+        """
+        median = self.output_lengths.quantile(caller, prompt_tokens, 0.5)
+        expected = max(min_tokens, self.longest_output if median is None else median)
+        return min(expected, max_tokens)  # it ends at the context's end, even if more are asked for
 
     # Legs
 
@@ -288,8 +307,8 @@ class Book:
 
     def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None, now: float) -> None:
         self._end_request(request, now, "done")
-        before, newest = self.typical_output_tokens, len(request.output)
-        self.typical_output_tokens = newest if before is None else before + _WEIGHT * (newest - before)
+        spec = request.spec
+        self.output_lengths.observe(spec.tenant, len(spec.token_ids), len(request.output))
         self.actions.append(EmitFinished(request.request_id, reason, stop_token_id, summary(request, now)))
 
     def fail(self, request: Request, error: BatonError, now: float) -> None:
@@ -375,11 +394,36 @@ class Book:
         self.legs[leg] = request
         self.silent_legs.set(self.awake.at(now) + self.config.soonest_silence_s, leg)
         blocks = num_blocks_for(num_tokens, worker.info.block_size)
-        self.workers.add_leg(worker, leg, request.request_id, Prediction(blocks, queued_tokens, now))
+        prediction = Prediction(blocks, queued_tokens, now)
+        if queued_tokens:
+            prediction.priority = request.spec.priority
+            self._note_overtaken(worker, request.spec.priority, now)
+        self.workers.add_leg(worker, leg, request.request_id, prediction)
         if worker.cache is not None:
             spec = request.spec
             worker.cache.expect(spec.block_hashes.get(worker.info.block_size, ()), spec.conversation)
         return leg
+
+    def _note_overtaken(self, worker: Worker, priority: int, now: float) -> None:
+        """Counts a prompt that is sent to the worker, against those that wait there and that it will overtake."""
+        for waiting in worker.predictions.values():
+            has_waited_long = now - waiting.sent_s >= self.config.aging_s
+            if has_waited_long and waiting.priority is not None and waiting.priority < priority:
+                waiting.num_overtaking += 1
+                if waiting.num_overtaking >= self.config.turn_every - 1:
+                    self.overtaken_at.add(worker.info.worker_id)
+
+    def must_not_overtake(self) -> dict[str, int]:
+        """Returns the workers where a prompt was overtaken as often as it may be, with the highest such priority: until
+        the worker has begun it, no higher one is sent there."""
+        found: dict[str, int] = {}
+        for worker_id in self.overtaken_at:
+            predictions = self.workers.get(worker_id).predictions.values() if worker_id in self.workers else ()
+            often = [each for each in predictions if each.num_overtaking >= self.config.turn_every - 1]
+            if often:
+                found[worker_id] = max(each.priority for each in often if each.priority is not None)
+        self.overtaken_at = set(found)
+        return found
 
     def _health_changed(self, worker_id: str, source_id: str, health: HealthRecord) -> None:
         self.actions.append(HealthChanged(worker_id, source_id, health.state, health.reason))

@@ -30,6 +30,11 @@ class CoordinatorConfig:
     together, a rack for instance, are noticed, so that one fault does not use up all the request's attempts."""
     overtake_limit_s: float = 1.0
     """A request that has waited longer is not overtaken."""
+    aging_s: float = 10.0
+    """A request that has waited so long is served within a bound, whatever its priority: see `turn_every`."""
+    turn_every: int = 4
+    """Of so many starts, one is a turn of those that have waited `aging_s`. And a prompt that has waited so long at its
+    worker is overtaken by one fewer prompts than these before the worker begins it."""
     max_overtaken: int = 16
     """How far past the queue's unplaceable head a placement looks."""
     refusal_backoff_s: float = 0.02

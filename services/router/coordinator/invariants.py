@@ -36,7 +36,7 @@ def check(book: Book) -> None:
         assert worker.predictions.keys() <= worker.legs.keys()
     for phase, waiting in ((Phase.QUEUED, book.queue), (Phase.PARKED, book.parked)):
         assert list(waiting) == sorted(
-            (request for request in book.requests.values() if request.phase is phase), key=lambda r: r.order
+            (request for request in book.requests.values() if request.phase is phase), key=waiting.order
         )
 
 

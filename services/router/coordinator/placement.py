@@ -15,15 +15,23 @@ worker could ever take it; but if its source is claimed too, it may go anywhere,
 blocks.
 
 A request that no ready worker could serve, even an idle one, is passed over: it neither claims nor holds up others.
+
+Priority decides who goes first, then the expected length of the output, and nobody starves by it (docs/adr/0017). Of
+`turn_every` starts one is a turn of those that have waited `aging_s`: the turns go round their priorities, and in each
+the one that has waited longest is started. A handoff that has waited so long goes before all that have not. And a
+worker where a prompt has waited so long gets only `turn_every` - 1 more prompts of higher priority until it has begun
+that one, since it begins higher priorities first. Not all that have waited long go first: a flood of low priority would
+then delay high ones as if there were no priorities.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from services.router import policy
 from services.router.coordinator.book import Book
-from services.router.coordinator.request import PlacedPrefill, Request
+from services.router.coordinator.request import Phase, PlacedPrefill, Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import Fingerprint, Source, WorkerSubset, WorkerView
 
@@ -37,13 +45,22 @@ def place_all(book: Book, now: float) -> None:
         book.claims = {worker_id: order for worker_id, order in book.claims.items() if order in waiting}
     before = (book.newest_leg, book.claims)
     claimed: set[str] = set()
-    for request in book.parked:
+    for request in sorted(book.parked, key=lambda request: _handoffs_turn(book, request, now)):
         with book.isolated("placement", request, now):
             _place_handoff(book, request, claimed, now)
     _start_queued(book, claimed, now)
     if len(book.parked) and (book.newest_leg, book.claims) != before:
         # What was placed last may have moved the claim that an earlier handoff had to leave alone.
         book.placement_is_due = True
+
+
+def has_waited_long(book: Book, request: Request, now: float) -> bool:
+    return now - request.waiting_since_s >= book.config.aging_s
+
+
+def _handoffs_turn(book: Book, request: Request, now: float) -> tuple[bool, float]:
+    """Returns the sort key that puts handoffs that have waited long before the others, whose order is kept."""
+    return (False, request.waiting_since_s) if has_waited_long(book, request, now) else (True, 0.0)
 
 
 def may_be_asked_again(book: Book, worker: Worker, now: float) -> bool:
@@ -164,16 +181,47 @@ class _Line:
         self._book = book
         book.claims = {}
         self._claimed: frozenset[str] = frozenset()
+        self._must_not_overtake = book.must_not_overtake()
 
-    @property
-    def left(self) -> WorkerSubset:
-        """Returns the workers that no queued request has claimed."""
-        return self._book.workers.cluster.without(self._claimed)
+    def in_turn(self) -> Iterator[Request]:
+        """Yields the queue in order, and a request that has waited long when the next start is its turn.
+
+        It is to be started, or not, before the next is asked for.
+        """
+        book, first = self._book, None
+        waiting = [request for request in book.queue if has_waited_long(book, request, self.now)]
+        for request in book.queue:
+            is_turn = book.turns.num_starts >= book.config.turn_every - 1
+            if is_turn and waiting and (first is None or first.phase is not Phase.QUEUED):
+                waiting = [each for each in waiting if each.phase is Phase.QUEUED and not self.passes_over(each)]
+                first = min(waiting, key=book.turns.order, default=None)
+                if first is not None:
+                    yield first
+                    if first.phase is not Phase.QUEUED:  # else it has found no room, and the turn stays its own
+                        book.turns.taken(first.spec.priority)
+            if request is not first and request.phase is Phase.QUEUED:
+                yield request
+                book.turns.num_starts += request.phase is not Phase.QUEUED
+
+    def left_to(self, request: Request) -> WorkerSubset:
+        """Returns the workers that no queued request has claimed, and where it would not overtake too often."""
+        kept = self._must_not_overtake
+        barred = {worker_id for worker_id, priority in kept.items() if priority < request.spec.priority}
+        return self._book.workers.cluster.without(self._claimed | barred)
 
     @property
     def is_over(self) -> bool:
         """Returns whether every worker is claimed, or none is ready."""
-        return not self.left.longest_sequence
+        return not self._book.workers.cluster.without(self._claimed).longest_sequence
+
+    def passes_over(self, request: Request) -> bool:
+        """Returns whether the request is not to be placed now, and holds up nobody."""
+        return self.now < request.setbacks.not_before_s or self._is_out_of_reach(request)
+
+    def note_start(self) -> None:
+        """Looks again at who must not be overtaken: a start may have been one too many."""
+        if self._book.overtaken_at:
+            self._must_not_overtake = self._book.must_not_overtake()
 
     def claim(self, worker_id: str, request: Request) -> None:
         self._book.claims[worker_id] = request.order
@@ -182,12 +230,12 @@ class _Line:
     def is_aged(self, request: Request) -> bool:
         return self.now - request.waiting_since_s >= self._book.config.overtake_limit_s
 
-    def is_out_of_reach(self, request: Request) -> bool:
+    def _is_out_of_reach(self, request: Request) -> bool:
         """Returns whether no unclaimed worker could hold the request, even if all were idle.
 
         It only compares a few numbers, since the queue may have a thousand such requests.
         """
-        left, num_tokens = self.left, len(request.spec.token_ids)
+        left, num_tokens = self.left_to(request), len(request.spec.token_ids)
         if num_tokens + request.max_tokens > left.longest_sequence:
             return True
         # Every worker that could prefill it is claimed.
@@ -195,17 +243,17 @@ class _Line:
 
     def must_go_on_elsewhere(self, request: Request) -> bool:
         """Returns whether the request has output, and no unclaimed worker may go on with it."""
-        return bool(request.output) and not self.left.fit(request.next_job()).can_begin
+        return bool(request.output) and not self.left_to(request).fit(request.next_job()).can_begin
 
 
 def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
     """Starts queued requests in order, and goes past at most `max_overtaken` of those that find no room."""
     line = _Line(book, for_handoffs, now)
     num_passed = 0
-    for request in book.queue:
+    for request in line.in_turn():
         if line.is_over or num_passed > book.config.max_overtaken:
             return
-        if now < request.setbacks.not_before_s or line.is_out_of_reach(request):
+        if line.passes_over(request):
             continue
         with book.isolated("placement", request, now):
             if not line.must_go_on_elsewhere(request) and not _start(book, request, line):
@@ -214,20 +262,21 @@ def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
 
 def _start(book: Book, request: Request, line: _Line) -> bool:
     job, config = request.next_job(), book.config.policy
-    worker_id = policy.place_prefill(job, line.left, book.handoffs_in_flight, line.now, config)
+    worker_id = policy.place_prefill(job, line.left_to(request), book.handoffs_in_flight, line.now, config)
     if worker_id is None and book.workers.cluster.whole.fit(job).can_hand_over:
         worker_id = _nearest_start(request, job, line, config) if line.is_aged(request) else None
         if worker_id is None:
             return False
     if worker_id is not None:
         book.open_prefill(request, book.workers.get(worker_id), line.now)
+        line.note_start()
         return True
     return _start_whole(book, request, job, line)
 
 
 def _nearest_start(request: Request, job: policy.Job, line: _Line, config: policy.PolicyConfig) -> str | None:
     """Returns the prefill worker on which an aged request starts; None if it claims workers instead, or finds none."""
-    nearest = policy.nearest_start(job, line.left, config)
+    nearest = policy.nearest_start(job, line.left_to(request), config)
     if nearest is None:
         return None
     if nearest.source_has_room and nearest.target_has_room:
@@ -243,11 +292,12 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
 
     Returns False if no decode worker has room; an aged request then claims the nearest one.
     """
-    able = line.left.able(job, None)
+    able = line.left_to(request).able(job, None)
     askable = [view for view in able if view.worker_id not in line.for_handoffs and _may_ask(request, view, line.now)]
     worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy)
     if worker_id is not None:
         book.open_decode(request, book.workers.get(worker_id), line.now)
+        line.note_start()
         return True
     if line.is_aged(request) and (nearest := policy.nearest_to_room(job, None, able)) is not None:
         line.claim(nearest, request)

@@ -46,6 +46,8 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 _NOBODY: frozenset[str] = frozenset()
 
+Order = tuple[int, int, int]
+
 
 @dataclass(slots=True)
 class HeldLease:
@@ -178,6 +180,8 @@ class Request:
     """The request's place in the order of arrival, from 1."""
     arrived_s: float
     phase_since_s: float
+    expected_output_tokens: int = 0
+    """How long its output is expected to be, as of its arrival."""
     phase: Phase = Phase.QUEUED
     output: list[int] = field(default_factory=list)
     """All tokens received, from output position 0."""
@@ -206,9 +210,16 @@ class Request:
         return self.spec.request_id
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Returns the sort key of the wait lists: a higher priority comes first, then an earlier arrival."""
-        return (-self.spec.priority, self.number)
+    def order(self) -> Order:
+        """Returns the sort key of handoffs and of claims. It never changes, and says nothing of lengths: a worker that
+        has refused a handoff keeps room for the oldest."""
+        return order_of(self.spec.priority, 0, self.number)
+
+    @property
+    def queue_order(self) -> Order:
+        """Returns the sort key of the queue: a request that has output, whose client waits for the next token, comes
+        before its equals. It does not change while the request is there."""
+        return order_of(self.spec.priority, 0 if self.output else self.expected_output_tokens, self.number)
 
     @property
     def total_tokens(self) -> int:
@@ -243,6 +254,12 @@ class Request:
         if self._first_job is None:
             self._first_job = self.job(len(self.spec.token_ids))
         return self._first_job
+
+
+def order_of(priority: int, expected_output_tokens: int, number: int) -> Order:
+    """Returns a request's sort key where it waits: a higher priority comes first; among equals a shorter expected
+    output, unless the longer is less than twice as long or so; and then an earlier arrival."""
+    return (-priority, expected_output_tokens.bit_length(), number)
 
 
 # What is reported of a request: spans, and the summary.

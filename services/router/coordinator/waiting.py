@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Generic, TypeVar
 
-from services.router.coordinator.request import Request
+from services.router.coordinator.request import Order, Request
 
 
 class WaitList:
-    """Keeps requests by priority, then by arrival (`Request.order`)."""
+    """Keeps requests in an order that does not change while they are in it."""
 
-    def __init__(self) -> None:
-        self._ordered: list[tuple[tuple[int, int], Request]] = []
+    def __init__(self, order: Callable[[Request], Order]) -> None:
+        self.order = order
+        self._ordered: list[tuple[Order, Request]] = []
 
     def __len__(self) -> int:
         return len(self._ordered)
@@ -26,11 +27,15 @@ class WaitList:
         """Walks over a copy, so that requests may leave the list meanwhile."""
         return iter([request for _, request in self._ordered])
 
+    def up_to(self, order: Order) -> list[Request]:
+        """Returns the requests that come before one of that order."""
+        return [request for _, request in self._ordered[: bisect.bisect_left(self._ordered, order, key=_order)]]
+
     def add(self, request: Request) -> None:
-        bisect.insort(self._ordered, (request.order, request), key=_order)
+        bisect.insort(self._ordered, (self.order(request), request), key=_order)
 
     def remove(self, request: Request) -> None:
-        index = bisect.bisect_left(self._ordered, request.order, key=_order)
+        index = bisect.bisect_left(self._ordered, self.order(request), key=_order)
         assert self._ordered[index][1] is request
         del self._ordered[index]
 
@@ -39,7 +44,28 @@ class WaitList:
         self._ordered = [entry for entry in self._ordered if entry[1] is not request]
 
 
-def _order(entry: tuple[tuple[int, int], Request]) -> tuple[int, int]:
+class Turns:
+    """Counts who has had turns: the priorities one after the other, and in each whoever has waited longest."""
+
+    def __init__(self) -> None:
+        self.num_starts = 0
+        """Requests that were started since the last turn."""
+        self._num_turns = 0
+        self._last: dict[int, int] = {}
+        """The number of the last turn of each priority."""
+
+    def order(self, request: Request) -> tuple[int, float, int]:
+        """Returns the sort key of those that wait for a turn."""
+        return self._last.get(request.spec.priority, 0), request.waiting_since_s, request.number
+
+    def taken(self, priority: int) -> None:
+        """Notes that a request of this priority had its turn."""
+        self.num_starts = 0
+        self._num_turns += 1
+        self._last[priority] = self._num_turns
+
+
+def _order(entry: tuple[Order, Request]) -> Order:
     return entry[0]
 
 

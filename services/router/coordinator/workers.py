@@ -129,6 +129,10 @@ class Prediction:
     blocks: int
     tokens: int
     sent_s: float
+    priority: int | None = None
+    """The priority with which its prompt waits at the worker; None if it brings no prompt."""
+    num_overtaking: int = 0
+    """How many prompts of higher priority were sent to the worker since this one has waited long."""
 
 
 @dataclass(slots=True)

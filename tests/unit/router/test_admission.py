@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -235,6 +236,7 @@ def test_an_idle_cluster_tries_what_may_end_early(bench: Bench) -> None:
 
 
 def test_a_higher_priority_takes_the_place_of_the_youngest_of_the_lowest(bench: Bench) -> None:
+    """Whoever of lower priority has waited longest keeps its place."""
     fill(bench, 9000)
     for request_id, priority in (("old", 0), ("young", 0), ("high", 1)):
         bench.submit(request_id, priority=priority)
@@ -245,7 +247,7 @@ def test_a_higher_priority_takes_the_place_of_the_youngest_of_the_lowest(bench: 
     assert isinstance(bench.failed["young"], Overloaded)
     assert bench.failed["young"].retry_after_s
     bench.submit("highest", priority=2)
-    assert set(bench.failed) == {"young", "old"}
+    assert set(bench.failed) == {"young", "higher"}
     with pytest.raises(Overloaded):
         bench.submit("late", priority=1)
 
@@ -261,6 +263,75 @@ def test_a_request_that_has_begun_keeps_its_place(bench: Bench) -> None:
     bench.submit("c", priority=2)
     assert set(bench.failed) == {"b"}
     assert decode_command.spec.request_id not in bench.failed
+
+
+def test_under_a_steady_stream_of_high_priority_the_low_class_keeps_a_place(bench: Bench) -> None:
+    """Pushed out whenever the queue is full, a low priority would never wait long enough to have its turn."""
+    fill(bench, 9000)
+    for request_id in ("low", "lower"):
+        bench.submit(request_id, priority=-1)
+    for number in range(5):
+        with contextlib.suppress(Overloaded):
+            bench.submit(f"high{number}", priority=1)
+    assert "low" not in bench.failed
+    assert isinstance(bench.failed["lower"], Overloaded)
+
+
+# Long expected outputs
+
+
+def known(bench: Bench, **lengths: int) -> None:
+    """Lets it be known how long the outputs of callers are."""
+    for caller, length in lengths.items():
+        for _ in range(20):
+            bench.coordinator._book.output_lengths.observe(caller, 20, length)
+
+
+def test_a_full_queue_sheds_the_longest_expected_output_of_the_lowest_priority(bench: Bench) -> None:
+    fill(bench, 9000)
+    known(bench, chat=200, essay=800)
+    for request_id, caller in (("a", "chat"), ("b", "essay"), ("c", "chat")):
+        bench.submit(request_id, max_tokens=900, tenant=caller)
+    bench.submit("urgent", max_tokens=900, priority=1, tenant="essay")
+    assert isinstance(bench.failed.pop("b"), Overloaded)
+    assert not bench.failed
+
+
+def test_a_shorter_output_takes_the_place_of_a_much_longer_one(bench: Bench) -> None:
+    fill(bench, 9000)
+    known(bench, word=10, chat=200, essay=800)
+    for request_id, caller in (("a", "chat"), ("b", "essay"), ("c", "essay")):
+        bench.submit(request_id, max_tokens=900, tenant=caller)
+    with pytest.raises(Overloaded, match="the queue is full"):
+        bench.submit("long", max_tokens=900, tenant="essay")
+    bench.submit("d", max_tokens=900, tenant="chat")
+    assert bench.failed.keys() == {"c"}
+    assert bench.failed["c"].retry_after_s
+    with pytest.raises(Overloaded, match="the queue is full"):
+        bench.submit("e", max_tokens=900, tenant="chat")  # of the longer ones, b has waited longest
+    bench.submit("f", max_tokens=900, tenant="word")
+    assert bench.failed.keys() == {"c", "b"}, "now a has"
+    bench.submit("g", max_tokens=4, tenant="chat")
+    assert bench.failed.keys() == {"c", "b", "d"}
+    bench.submit("h", max_tokens=4, tenant="chat")
+    assert bench.failed.keys() == {"c", "b", "d", "f"}
+    with pytest.raises(Overloaded, match="the queue is full"):
+        bench.submit("i", max_tokens=4, tenant="chat")
+
+
+def test_what_was_pushed_out_has_never_started(bench: Bench) -> None:
+    """A worker has the first, so it keeps its place though its output will be the longest."""
+    known(bench, chat=20, essay=800)
+    bench.submit("begun", max_tokens=900, tenant="essay")
+    bench.take_leg(Role.PREFILL)
+    fill(bench, 9000)
+    for number in range(6):
+        with contextlib.suppress(Overloaded):
+            bench.submit(f"r{number}", max_tokens=900, tenant="chat" if number % 2 else "essay")
+    bench.submit("urgent", max_tokens=900, priority=1, tenant="chat")
+    assert bench.failed
+    assert "begun" not in bench.failed
+    assert not bench.take_legs(Role.PREFILL)
 
 
 # Prompts that are being tokenised
@@ -286,9 +357,9 @@ def test_the_wait_for_the_tokenizer_counts_against_a_deadline(bench: Bench) -> N
 
 def test_a_prompt_at_the_tokenizer_has_a_place_in_the_queue(bench: Bench) -> None:
     fill(bench, 0)
-    bench.submit("queued")
-    for _ in range(2):
-        bench.coordinator.expect(arrival(), bench.now)
+    for request_id in ("oldest", "queued"):
+        bench.submit(request_id)
+    bench.coordinator.expect(arrival(), bench.now)
     with pytest.raises(Overloaded, match="the queue is full"):
         bench.coordinator.expect(arrival(), bench.now)
     with pytest.raises(Overloaded, match="the queue is full"):
