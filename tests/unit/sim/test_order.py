@@ -68,6 +68,6 @@ def test_a_stream_of_high_priority_above_the_capacity_starves_nobody() -> None:
     requests = simulate(plan, sorted(high + low, key=lambda each: each.at_s)).requests
     waits = [served.ttft_s for served in requests if not served.priority and served.ttft_s is not None]
     assert len(waits) == len(low)
-    assert max(waits) < AGING_S + 10.0
+    assert max(waits) < 2 * AGING_S + 5.0, "it waits in the router and at the worker, long in each"
     assert statistics.mean(waits) > AGING_S, "high priorities go first"
     assert max(served.ttft_s or 0.0 for served in requests if served.priority) > 20.0, "it is more than it can serve"
