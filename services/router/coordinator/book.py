@@ -89,6 +89,8 @@ class Book:
         self.claims: dict[str, tuple[int, int]] = {}
         """The workers that aged queued requests have claimed, with the `order` of the claimant; each pass makes it
         anew."""
+        self.aged_offers: dict[str, Request] = {}
+        """The aged handoff that each worker has been offered without having shown room for it."""
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request, by leg number."""

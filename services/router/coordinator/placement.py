@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from services.router import policy
 from services.router.coordinator.book import Book
-from services.router.coordinator.request import PlacedPrefill, Request
+from services.router.coordinator.request import Phase, PlacedPrefill, Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import Fingerprint, Source, WorkerSubset, WorkerView
 
@@ -36,14 +36,31 @@ def place_all(book: Book, now: float) -> None:
         waiting = {request.order for request in book.queue}
         book.claims = {worker_id: order for worker_id, order in book.claims.items() if order in waiting}
     before = (book.newest_leg, book.claims)
-    claimed: set[str] = set()
+    claimed = _with_aged_offers(book)
+    decoders = {view.worker_id for view in book.workers.views() if view.roles.can_decode} if len(book.parked) else set()
     for request in book.parked:
+        if decoders <= claimed and request.prefill is not None and request.prefill.worker.worker_id not in decoders:
+            continue  # nobody is left to be asked
         with book.isolated("placement", request, now):
             _place_handoff(book, request, claimed, now)
     _start_queued(book, claimed, now)
     if len(book.parked) and (book.newest_leg, book.claims) != before:
         # What was placed last may have moved the claim that an earlier handoff had to leave alone.
         book.placement_is_due = True
+
+
+def _with_aged_offers(book: Book) -> set[str]:
+    """Returns the workers that have not yet answered whether they take an aged handoff, and drops the offers that are
+    answered. Such a worker stays claimed: until it has room for that one it refuses younger ones, and to offer it all
+    that wait, one after the other, would ask as many questions at each of its snapshots."""
+    book.aged_offers = {
+        worker_id: request
+        for worker_id, request in book.aged_offers.items()
+        if request.phase is Phase.BINDING
+        and request.decode is not None
+        and request.decode.worker.worker_id == worker_id
+    }
+    return set(book.aged_offers)
 
 
 def may_be_asked_again(book: Book, worker: Worker, now: float) -> bool:
@@ -120,6 +137,8 @@ def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) 
     worker_id = next(filter(None, placed), None)
     if worker_id is None and now - request.waiting_since_s >= book.config.overtake_limit_s:
         worker_id = _claim(request, job, source, ways[-1], claimed, now)
+        if worker_id is not None:
+            book.aged_offers[worker_id] = request
     if worker_id is not None:
         book.open_decode(request, book.workers.get(worker_id), now)
 
