@@ -91,6 +91,8 @@ class Book:
         self.turns = Turns()
         self.overtaken_at: set[str] = set()
         """Workers where prompts that have waited long may have been overtaken as often as they may be."""
+        self.aged_offers: dict[str, Request] = {}
+        """The aged handoff that each worker has been offered without having shown room for it."""
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request, by leg number."""

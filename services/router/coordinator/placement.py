@@ -44,8 +44,11 @@ def place_all(book: Book, now: float) -> None:
         waiting = {request.order for request in book.queue}
         book.claims = {worker_id: order for worker_id, order in book.claims.items() if order in waiting}
     before = (book.newest_leg, book.claims)
-    claimed: set[str] = set()
+    claimed = _with_aged_offers(book)
+    decoders = {view.worker_id for view in book.workers.views() if view.roles.can_decode} if len(book.parked) else set()
     for request in sorted(book.parked, key=lambda request: _handoffs_turn(book, request, now)):
+        if decoders <= claimed and request.prefill is not None and request.prefill.worker.worker_id not in decoders:
+            continue  # nobody is left to be asked
         with book.isolated("placement", request, now):
             _place_handoff(book, request, claimed, now)
     _start_queued(book, claimed, now)
@@ -61,6 +64,20 @@ def has_waited_long(book: Book, request: Request, now: float) -> bool:
 def _handoffs_turn(book: Book, request: Request, now: float) -> tuple[bool, float]:
     """Returns the sort key that puts handoffs that have waited long before the others, whose order is kept."""
     return (False, request.waiting_since_s) if has_waited_long(book, request, now) else (True, 0.0)
+
+
+def _with_aged_offers(book: Book) -> set[str]:
+    """Returns the workers that have not yet answered whether they take an aged handoff, and drops the offers that are
+    answered. Such a worker stays claimed: until it has room for that one it refuses younger ones, and to offer it all
+    that wait, one after the other, would ask as many questions at each of its snapshots."""
+    book.aged_offers = {
+        worker_id: request
+        for worker_id, request in book.aged_offers.items()
+        if request.phase is Phase.BINDING
+        and request.decode is not None
+        and request.decode.worker.worker_id == worker_id
+    }
+    return set(book.aged_offers)
 
 
 def may_be_asked_again(book: Book, worker: Worker, now: float) -> bool:
@@ -137,6 +154,8 @@ def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) 
     worker_id = next(filter(None, placed), None)
     if worker_id is None and now - request.waiting_since_s >= book.config.overtake_limit_s:
         worker_id = _claim(request, job, source, ways[-1], claimed, now)
+        if worker_id is not None:
+            book.aged_offers[worker_id] = request
     if worker_id is not None:
         book.open_decode(request, book.workers.get(worker_id), now)
 

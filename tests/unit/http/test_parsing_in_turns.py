@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -55,13 +56,14 @@ async def asked(server: HttpServer, *parts: bytes) -> bytes:
 
 
 async def longest_turn_s() -> float:
-    """Runs until it is cancelled, and then returns how late the event loop was at most."""
-    loop, longest_s = asyncio.get_running_loop(), 0.0
+    """Runs until it is cancelled, and then returns how much of a processor a turn of the event loop took at most: by
+    the clock, a turn is as long as others on the machine make it."""
+    longest_s = 0.0
     try:
         while True:
-            before_s = loop.time()
+            before_s = time.thread_time()
             await asyncio.sleep(0)
-            longest_s = max(longest_s, loop.time() - before_s)
+            longest_s = max(longest_s, time.thread_time() - before_s)
     except asyncio.CancelledError:
         return longest_s
 
