@@ -47,7 +47,7 @@ from services.router.coordinator.request import (
 )
 from services.router.coordinator.waiting import Alarms, WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
-from services.router.policy import HandoffsInFlight, Role
+from services.router.policy import HandoffsInFlight, PlacementChoice, Role
 from services.router.policy.health import HealthRecord
 
 _WEIGHT = 0.05
@@ -131,7 +131,8 @@ class Book:
             return None
         return request, placed
 
-    def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
+    def open_prefill(self, request: Request, worker: Worker, now: float, choice: PlacementChoice | None = None) -> None:
+        """Opens a prefill leg at `worker`. `choice` says why there."""
         token_ids = request.leg_tokens()
         request.setbacks.num_fruitless_starts += 1
         leg = self._open_leg(request, worker, len(token_ids), len(token_ids), now)
@@ -147,11 +148,16 @@ class Book:
             sent_s=now,
             heard_s=self.awake.at(now),
         )
-        self.actions.append(_command(request, Role.PREFILL, request.prefill, token_ids, now))
+        request.story.vain_attempt = None
+        command = _command(request, Role.PREFILL, request.prefill, token_ids, now)
+        self.actions.append(replace(command, choice=choice))
         self.settle(request, now)
 
-    def open_decode(self, request: Request, worker: Worker, now: float) -> None:
-        """Opens a decode leg at `worker` for the request's lease; without a lease, the whole sequence runs there."""
+    def open_decode(self, request: Request, worker: Worker, now: float, choice: PlacementChoice | None = None) -> None:
+        """Opens a decode leg at `worker` for the request's lease; without a lease, the whole sequence runs there.
+
+        `choice` says why there.
+        """
         source = request.prefill
         handoff, age_s, tokens_to_prefill = None, 0.0, 0
         if source is None:
@@ -182,7 +188,8 @@ class Book:
             has_handoff=handoff is not None,
         )
         command = _command(request, Role.DECODE, request.decode, token_ids, now)
-        self.actions.append(replace(command, handoff=handoff, age_s=age_s))
+        self.actions.append(replace(command, handoff=handoff, age_s=age_s, choice=choice))
+        request.story.vain_attempt, request.story.decode_choice = None, choice
         self.settle(request, now)
 
     def end_prefill(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
@@ -276,6 +283,7 @@ class Book:
             request.story.num_retries += 1
         if after is not before and not refused:
             request.waiting_since_s = now
+            request.story.vain_attempt = None  # of another wait
 
     def _why_given_up(self, request: Request) -> str:
         """Returns why the request is placed no more; an empty text if it may be."""
