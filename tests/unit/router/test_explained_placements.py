@@ -1,4 +1,4 @@
-"""Tests that each command says why it goes to its worker: the terms at that moment, the others, and what was in the way.
+"""Tests that each command says why it goes to its worker: the terms then, the others, and what was in the way.
 
 That the winner is the worker of the command is also asserted of every command on the bench (`check_choice`).
 """

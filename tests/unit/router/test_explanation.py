@@ -281,7 +281,7 @@ def random_worker(draw: random.Random, name: str) -> WorkerView:
 
 
 def test_every_worker_is_a_candidate_or_was_left_out() -> None:
-    """Over random clusters: scores are the sums of their terms, in order, and nobody is missing or named twice."""
+    """The clusters are random. Scores are the sums of their terms, in order, and nobody is missing or named twice."""
     draw, num_chosen = random.Random(1), 0
     for _ in range(1500):
         workers = [random_worker(draw, name) for name in "abcdefgh"]
