@@ -65,7 +65,7 @@ def test_the_oldest_that_has_ended_is_forgotten_first_and_none_that_lives() -> N
 
 @pytest.mark.parametrize("num_live", [0, 50])
 def test_memory_is_bounded(num_live: int) -> None:
-    """A live request keeps its newest choice, whatever the bound."""
+    """What lives is bounded too: each such request keeps its newest choice alone."""
     explanations = Explanations(most_bytes=20_000)
     live = [served(explanations, f"live{number}", num_choices=3, ends=False) for number in range(num_live)]
     for number in range(1000):
