@@ -11,6 +11,7 @@ import pytest
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.router.workers.explained import MOST_ANSWERED
+from services.rpc.names import Attr, Span
 from services.rpc.options import channel_options
 from tests.support.router_harness import TEXT, Cluster, code_of, read, request
 
@@ -100,6 +101,33 @@ async def test_an_id_used_again_is_answered_newest_first_and_bounded(cluster: Cl
     assert len(found) == MOST_ANSWERED
     ages = [each.age_us for each in found]
     assert ages == sorted(ages)
+
+
+async def test_spans_have_the_terms_of_the_winner_and_of_the_runner_up(cluster: Cluster) -> None:
+    for worker_id in ("p2", "p1"):
+        await cluster.add("prefill", worker_id=worker_id)
+    await cluster.add("decode")
+    await read(cluster.inference.GenerateStream(request(request_id="r")))
+    (found,) = await explain(cluster, "r")
+    spans = {span.name: dict(span.attributes or {}) for span in cluster.spans.get_finished_spans()}
+    first, second = found.choices
+    for name, choice in ((Span.PREFILL, first), (Span.DECODE, second), (Span.PLACE, second)):
+        attributes, (winner, *others) = spans[name], choice.candidates
+        decider = control_pb2.Decider.Name(choice.verdict.decider).removeprefix("DECIDER_").lower()
+        assert attributes[Attr.PLACEMENT_DECIDED_BY] == (choice.verdict.term or decider)
+        assert attributes[Attr.PLACEMENT_NUM_CANDIDATES] == len(choice.candidates)
+        assert (attributes[Attr.WORKER], attributes[Attr.PLACEMENT_SCORE]) == (winner.worker_id, winner.score)
+        assert attributes[Attr.PLACEMENT_TERMS] == weighted(choice, winner)
+        assert attributes.get(Attr.RUNNER_UP) == (others[0].worker_id if others else None)
+        assert attributes.get(Attr.RUNNER_UP_SCORE) == (others[0].score if others else None)
+        assert attributes.get(Attr.RUNNER_UP_TERMS) == (weighted(choice, others[0]) if others else None)
+    assert Attr.RUNNER_UP in spans[Span.PREFILL]
+    assert Attr.PLACEMENT_SCORE not in spans[Span.QUEUE]
+
+
+def weighted(choice: control_pb2.PlacementChoice, candidate: control_pb2.PlacementCandidate) -> tuple[str, ...]:
+    pairs = zip(choice.terms, candidate.values, strict=True)
+    return tuple(f"{term.name}={term.weight * value:.4g}" for term, value in pairs)
 
 
 @pytest.mark.parametrize(
