@@ -100,14 +100,18 @@ def _decided(verdict: dict[str, Any], winner: str) -> str:
 
 
 def _cost(verdict: dict[str, Any], runner_up: str) -> str:
-    costs = [f"{runner_up}: a score {verdict['score_difference']:.3f} lower"]
+    lower = verdict["score_difference"]
+    costs = [f"{runner_up}: {f'a score {lower:.3f} lower' if lower else 'the same score'}"]
     if "queue_ms" in verdict:
-        costs.append(f"its turn {_ms(abs(verdict['queue_ms']))} {'later' if verdict['queue_ms'] >= 0 else 'earlier'}")
+        costs.append(f"its turn {_difference(verdict['queue_ms'], 'later', 'earlier', 'at the same time')}")
     if "step_ms" in verdict:
-        costs.append(
-            f"decode steps {_ms(abs(verdict['step_ms']))} {'longer' if verdict['step_ms'] >= 0 else 'shorter'}"
-        )
+        costs.append(f"decode steps {_difference(verdict['step_ms'], 'longer', 'shorter', 'as long')}")
     return ", ".join(costs)
+
+
+def _difference(milliseconds: float, more: str, less: str, same: str) -> str:
+    amount = _ms(abs(milliseconds))
+    return same if amount == _ms(0.0) else f"{amount} {more if milliseconds > 0 else less}"
 
 
 def _vain(attempt: dict[str, Any]) -> str:

@@ -89,8 +89,9 @@ def test_a_choice_is_a_table_with_the_reason_and_the_next_best() -> None:
         ({"decider": control_pb2.DECIDER_ONLY}, "decided by  nothing: it was the only candidate"),
         ({"decider": control_pb2.DECIDER_AGED}, "decided by  its age: it had waited so long that it went"),
         ({"decider": 99}, "decided by  99"),
-        ({"decider": control_pb2.DECIDER_TERM, "step_ms": -3.0}, "b: a score 0.000 lower, decode steps 3.0 ms shorter"),
-        ({"decider": control_pb2.DECIDER_TERM, "queue_ms": -2000.0}, "b: a score 0.000 lower, its turn 2.0 s earlier"),
+        ({"decider": control_pb2.DECIDER_TERM, "step_ms": -3.0}, "b: the same score, decode steps 3.0 ms shorter"),
+        ({"decider": control_pb2.DECIDER_TERM, "queue_ms": -2000.0}, "b: the same score, its turn 2.0 s earlier"),
+        ({"decider": control_pb2.DECIDER_TIE, "queue_ms": 0.01}, "b: the same score, its turn at the same time"),
     ],
 )
 def test_every_reason_is_in_words(verdict: dict[str, Any], line: str) -> None:
