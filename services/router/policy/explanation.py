@@ -223,8 +223,8 @@ def explain_choice(
         score = 0.0
         for (weight, _), value in zip(terms, values, strict=True):
             score += weight * value
-        scored = (_scored(phase, chosen, score, values),)
-        return PlacementChoice(phase, now, waited_s, True, terms, scored, 0, left_out, before)
+        only = _scored(phase, chosen, score, values)
+        return PlacementChoice(phase, now, waited_s, True, terms, (only,), 0, left_out, before)
     best = heapq.nsmallest(MOST_SCORED, ranking) if len(ranking) > MOST_SCORED else sorted(ranking)
     scored = tuple(
         [

@@ -14,9 +14,9 @@ from services.router.telemetry.explanations import ExplainedChoice, ExplainedReq
 MOST_ANSWERED = 8
 """The most requests of one id that are answered with."""
 
-_PHASES = {phase: control_pb2.PlacedPhase.Value(f"PLACED_PHASE_{phase.name}") for phase in PlacedPhase}
-_REASONS = {why: control_pb2.LeftOutReason.Value(f"LEFT_OUT_REASON_{why.name}") for why in WhyNot}
-_DECIDERS = {decider: control_pb2.Decider.Value(f"DECIDER_{decider.name}") for decider in Decider}
+_PHASES = {phase: f"PLACED_PHASE_{phase.name}" for phase in PlacedPhase}
+_REASONS = {why: f"LEFT_OUT_REASON_{why.name}" for why in WhyNot}
+_DECIDERS = {decider: f"DECIDER_{decider.name}" for decider in Decider}
 
 
 def explained(models: list[ServedModel], request_id: str, now: float) -> list[control_pb2.ExplainedRequest]:
