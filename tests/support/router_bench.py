@@ -215,7 +215,7 @@ class Bench:
                 case Defect():
                     raise action.error
                 case SendLeg():
-                    check_choice(action)
+                    check_choice(action, self.coordinator)
                 case EmitStarted():
                     assert action.request_id not in self.output
                     self.output[action.request_id] = []
@@ -236,8 +236,11 @@ class Bench:
         assert request_id not in self.failed
 
 
-def check_choice(command: SendLeg) -> None:
-    """Asserts that a command says why it goes where it goes, unless it is a canary's."""
+def check_choice(command: SendLeg, coordinator: Coordinator) -> None:
+    """Asserts that a command says why it goes where it goes, and what of the others, unless it is a canary's.
+
+    To be called in the turn of the command.
+    """
     choice, phase = command.choice, command.phase
     if choice is None:
         assert command.spec.request_id.startswith("canary"), "why this worker?"
@@ -247,6 +250,10 @@ def check_choice(command: SendLeg) -> None:
     assert choice.phase is (PlacedPhase.WHOLE if whole else PlacedPhase(phase.label))
     assert len({each.worker_id for each in choice.scored}) == len(choice.scored)
     assert not {each.worker_id for each in choice.scored} & {each.worker_id for each in choice.left_out.named}
+    views = coordinator._book.workers.cluster.whole.views()
+    with_role = {view.worker_id for view in views if phase in view.roles}
+    assert {each.worker_id for each in (*choice.scored, *choice.left_out.named)} <= with_role
+    assert max(1, choice.num_candidates) + choice.left_out.number == len(with_role)
 
 
 def two_of_each() -> Bench:

@@ -149,10 +149,10 @@ def test_a_record_of_another_worker_is_noticed(bench: Bench) -> None:
     bench.join("p0", Role.PREFILL)
     bench.submit()
     command = bench.take_leg(Role.PREFILL)
-    check_choice(command)
+    check_choice(command, bench.coordinator)
     wrong = bench.coordinator.worker("p0" if command.worker_id == "p" else "p").info
     with pytest.raises(AssertionError):
-        check_choice(replace(command, worker=wrong))
+        check_choice(replace(command, worker=wrong), bench.coordinator)
 
 
 def test_the_clock_of_a_record_is_the_caller_s() -> None:

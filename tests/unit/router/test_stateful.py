@@ -310,7 +310,7 @@ class ClusterLife(RuleBasedStateMachine):
             match action:
                 case SendLeg() | CancelLeg():
                     if isinstance(action, SendLeg):
-                        check_choice(action)
+                        check_choice(action, self.coordinator)
                     worker = self.workers[action.worker.worker_id]
                     if worker.connected and worker.info.incarnation == action.worker.incarnation:
                         worker.inbox.append(action)
