@@ -12,7 +12,7 @@ import pytest
 
 from services.core.clock import ManualClock
 from services.router.coordinator.actions import SendLeg, Stage, StageEnded
-from services.router.coordinator.events import DecodeAdmitted, DecodeRefused
+from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, LeaseEnd, LeaseEnded
 from services.router.policy import LeftOut, PlacedPhase, PlacementChoice, Role, WhyNot
 from services.router.policy.explanation import Decider
 from tests.support.router_bench import Bench, check_choice, started, tokens
@@ -142,6 +142,20 @@ def test_an_aged_handoff_goes_to_the_nearest_worker_whatever_its_score(bench: Be
     assert (choice.winner.worker_id, choice.num_candidates, choice.left_out.number) == ("d", 0, 0)
     assert choice.before is not None
     assert choice.before.left_out.named == (LeftOut("d", WhyNot.NO_BLOCKS),)
+
+
+def test_what_a_handoff_waited_for_is_no_reason_of_the_prompt_that_is_computed_again(bench: Bench) -> None:
+    bench.load("d", **FULL, num_running=1)
+    bench.submit()
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p", started(prefill))
+    waiting = bench.coordinator.wait_of("r")
+    assert waiting is not None
+    assert waiting[1] is not None
+    assert waiting[1].phase is PlacedPhase.DECODE
+    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    again = choice_of(bench.take_leg(Role.PREFILL))
+    assert (again.before, again.waited_s) == (None, 0.0)
 
 
 def test_a_record_of_another_worker_is_noticed(bench: Bench) -> None:
