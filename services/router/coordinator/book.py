@@ -149,8 +149,7 @@ class Book:
             heard_s=self.awake.at(now),
         )
         request.story.vain_attempt = None
-        command = _command(request, Role.PREFILL, request.prefill, token_ids, now)
-        self.actions.append(replace(command, choice=choice))
+        self.actions.append(_command(request, Role.PREFILL, request.prefill, token_ids, now, choice))
         self.settle(request, now)
 
     def open_decode(self, request: Request, worker: Worker, now: float, choice: PlacementChoice | None = None) -> None:
@@ -187,8 +186,8 @@ class Book:
             asked_s=self.awake.at(now),
             has_handoff=handoff is not None,
         )
-        command = _command(request, Role.DECODE, request.decode, token_ids, now)
-        self.actions.append(replace(command, handoff=handoff, age_s=age_s, choice=choice))
+        command = _command(request, Role.DECODE, request.decode, token_ids, now, choice)
+        self.actions.append(replace(command, handoff=handoff, age_s=age_s))
         request.story.vain_attempt, request.story.decode_choice = None, choice
         self.settle(request, now)
 
@@ -443,7 +442,14 @@ class Book:
         self.crashed.discard(request.request_id)
 
 
-def _command(request: Request, phase: Role, leg: PlacedLeg, token_ids: tuple[int, ...], now: float) -> SendLeg:
+def _command(
+    request: Request,
+    phase: Role,
+    leg: PlacedLeg,
+    token_ids: tuple[int, ...],
+    now: float,
+    choice: PlacementChoice | None,
+) -> SendLeg:
     deadline_s = request.spec.deadline_s
     return SendLeg(
         phase,
@@ -455,4 +461,5 @@ def _command(request: Request, phase: Role, leg: PlacedLeg, token_ids: tuple[int
         leg.output_base,
         remaining_s=None if deadline_s is None else max(0.0, deadline_s - now),
         attempt=leg.attempt,
+        choice=choice,
     )

@@ -19,7 +19,7 @@ A request that no ready worker could serve, even an idle one, is passed over: it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from services.router import policy
@@ -120,7 +120,7 @@ def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) 
     unclaimed = [view for view in able if view.worker_id not in claimed or view.worker_id == source.worker_id]
     ways = _ways_past_claims(book, request, source, unclaimed)
     askable = [[view for view in views if _may_ask(request, view, now)] for views in ways]
-    ranking: Ranking = []
+    ranking = Ranking()
     placed = (policy.place_decode(job, source, views, now, book.config.policy, ranking) for views in askable)
     worker_id = next(filter(None, placed), None)
     if worker_id is None and now - request.waiting_since_s >= book.config.overtake_limit_s:
@@ -158,37 +158,38 @@ class _DecodeReasons:
     def choice(self, worker_id: str, ranking: Ranking, asked: list[WorkerView], now: float) -> policy.PlacementChoice:
         """Returns why the worker was chosen. `asked` are those of the able ones that were not kept from it."""
         request, terms = self._request, self._book.config.policy.decode_terms
+        chosen = self._workers.view(worker_id)
         return policy.explain_choice(
             self._phase,
             self._job,
             self._source,
-            self._workers.view(worker_id),
+            chosen,
             ranking,
             terms,
             now,
             waited_s=now - request.waiting_since_s,
-            left_out=self._left_out({view.worker_id for _, view in ranking} or {worker_id}, asked, now),
+            left_out=self._left_out(ranking.candidates or [chosen], asked, now),
             before=request.story.vain_attempt,
         )
 
     def note_wait(self, asked: list[WorkerView], now: float) -> None:
         if _may_note(self._request, self._phase, now):
-            attempt = policy.VainAttempt(self._phase, now, self._left_out(set(), asked, now))
+            attempt = policy.VainAttempt(self._phase, now, self._left_out((), asked, now))
             self._request.story.vain_attempt = attempt
 
-    def _left_out(self, candidates: set[str], asked: list[WorkerView], now: float) -> policy.LeftOutWorkers:
+    def _left_out(self, candidates: Sequence[WorkerView], asked: list[WorkerView], now: float) -> policy.LeftOutWorkers:
         never = self._workers.fit(self._job).left_out_of_takers(self._source)
         claimed: list[WorkerView] = []
         if self._source is None and self._book.claims:
             views = self._book.workers.cluster.whole.views()
             claimed = [view for view in views if view.worker_id in self._book.claims and view.roles.can_decode]
         num_left_out = len(self._able) - len(candidates) + len(claimed)
-        ids = {view.worker_id for view in asked} if num_left_out else set()
 
         def left_out() -> Iterator[LeftOut]:
-            yield from policy.left_out_of_decode(self._job, self._source, asked, candidates)
+            ids, compared = {view.worker_id for view in asked}, {view.worker_id for view in candidates}
+            yield from policy.left_out_of_decode(self._job, self._source, asked, compared)
             for view in self._able:
-                if view.worker_id not in ids and view.worker_id not in candidates:
+                if view.worker_id not in ids and view.worker_id not in compared:
                     was_refused = not _may_ask(self._request, view, now)
                     yield LeftOut(view.worker_id, WhyNot.REFUSED if was_refused else WhyNot.CLAIMED)
             for view in claimed:
@@ -293,26 +294,27 @@ def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
 
 def _start(book: Book, request: Request, line: _Line) -> bool:
     job, config = request.next_job(), book.config.policy
-    ranking: Ranking = []
+    ranking = Ranking()
     worker_id = policy.place_prefill(job, line.left, book.handoffs_in_flight, line.now, config, ranking)
     if worker_id is None and book.workers.cluster.whole.fit(job).can_hand_over:
         if _may_note(request, PlacedPhase.PREFILL, line.now):
-            left_out = _left_out_of_start(book, job, line, set())
+            left_out = _left_out_of_start(book, job, line, ())
             request.story.vain_attempt = policy.VainAttempt(PlacedPhase.PREFILL, line.now, left_out)
         worker_id = _nearest_start(request, job, line, config) if line.is_aged(request) else None
         if worker_id is None:
             return False
     if worker_id is not None:
+        chosen = line.left.view(worker_id)
         choice = policy.explain_choice(
             PlacedPhase.PREFILL,
             job,
             None,
-            line.left.view(worker_id),
+            chosen,
             ranking,
             config.prefill_terms,
             line.now,
             waited_s=line.now - request.waiting_since_s,
-            left_out=_left_out_of_start(book, job, line, {view.worker_id for _, view in ranking} or {worker_id}),
+            left_out=_left_out_of_start(book, job, line, ranking.candidates or [chosen]),
             before=request.story.vain_attempt,
         )
         book.open_prefill(request, book.workers.get(worker_id), line.now, choice)
@@ -320,7 +322,9 @@ def _start(book: Book, request: Request, line: _Line) -> bool:
     return _start_whole(book, request, job, line)
 
 
-def _left_out_of_start(book: Book, job: policy.Job, line: _Line, candidates: set[str]) -> policy.LeftOutWorkers:
+def _left_out_of_start(
+    book: Book, job: policy.Job, line: _Line, candidates: Sequence[WorkerView]
+) -> policy.LeftOutWorkers:
     whole = book.workers.cluster.whole
     claimed = [view for view in whole.views() if view.worker_id in book.claims] if book.claims else []
     return policy.left_out_of_start(job, line.left, claimed, candidates, book.config.policy)
@@ -346,7 +350,7 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
     """
     able = line.left.able(job, None)
     askable = [view for view in able if view.worker_id not in line.for_handoffs and _may_ask(request, view, line.now)]
-    ranking: Ranking = []
+    ranking = Ranking()
     worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy, ranking)
     reasons = _DecodeReasons(book, request, job, None, line.left, able)
     if worker_id is not None:

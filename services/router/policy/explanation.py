@@ -1,14 +1,13 @@
 """Records why a worker was chosen: every candidate's terms, who was left out and why, and what decided. Pure.
 
 Owns: the record of one choice and what follows from it. Never: the choice itself (`placement.py`), or how records are
-kept and shown. A record is made for each placement, so it holds what was computed, and nothing is put into words until
-somebody asks.
+kept and shown. A record is made for each placement, so it only holds on to what the choice looked at; the terms are
+computed again when somebody asks.
 """
 
 from __future__ import annotations
 
 import enum
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,12 +17,21 @@ from services.router.policy.terms import Term
 from services.router.policy.views import Job, Source, WorkerView
 
 MOST_SCORED = 5
-"""The most candidates that a record keeps: each costs a placement some microseconds."""
+"""The most candidates that a record keeps."""
 MOST_NAMED = 8
 """The most workers that a record names as left out."""
 
-Ranking = list[tuple[tuple[float, str], WorkerView]]
-"""The candidates of a choice with what they were compared by: (the score's negative, the worker id)."""
+
+class Ranking:
+    """Is given the candidates of one choice, as they were compared."""
+
+    __slots__ = ("best", "candidates")
+
+    def __init__(self) -> None:
+        self.candidates: Sequence[WorkerView] = ()
+        self.best: Sequence[tuple[tuple[float, str], WorkerView]] = ()
+        """The best of them, the winner first, with what they were compared by: (the score's negative, the worker id).
+        At most `MOST_SCORED`."""
 
 
 class PlacedPhase(enum.Enum):
@@ -139,9 +147,9 @@ class Verdict:
     """How much longer a decode step would have been there; None as above, or for a prefill."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PlacementChoice:
-    """Records one choice of a worker."""
+    """Records one choice of a worker. It never changes, as far as others see."""
 
     phase: PlacedPhase
     at_s: float
@@ -151,12 +159,23 @@ class PlacementChoice:
     """Whether it went to the worker nearest to having room, whatever its score."""
     terms: Sequence[tuple[float, Term]]
     """The weights and terms of the phase."""
-    scored: tuple[ScoredWorker, ...]
-    """The winner, then the best of the others, best first; at most `MOST_SCORED`."""
     num_candidates: int
     left_out: LeftOutWorkers
-    before: VainAttempt | None = None
+    before: VainAttempt | None
     """The last attempt of this wait that found nobody, as far as noted."""
+    _best: Sequence[tuple[tuple[float, str], WorkerView]]
+    _looked_at: tuple[Job, Source | None] | None
+    """What the terms looked at beside the workers, until they have been computed again."""
+    _scored: tuple[ScoredWorker, ...] = ()
+
+    @property
+    def scored(self) -> tuple[ScoredWorker, ...]:
+        """Returns the winner, then the best of the others, best first; at most `MOST_SCORED`."""
+        if self._looked_at is not None:
+            job, source = self._looked_at
+            self._scored = tuple([self._score(rank, view, job, source) for rank, view in self._best])
+            self._best, self._looked_at = (), None
+        return self._scored
 
     @property
     def winner(self) -> ScoredWorker:
@@ -168,9 +187,17 @@ class PlacementChoice:
 
     @property
     def num_bytes(self) -> int:
-        """Returns about how much memory it takes. Names of workers and terms are shared with others."""
+        """Returns about how much memory it takes, with the workers as they were."""
         num_named = len(self.left_out.named) + (len(self.before.left_out.named) if self.before else 0)
-        return 600 + len(self.scored) * (280 + 32 * len(self.terms)) + 64 * num_named
+        num_workers = max(len(self._best), len(self._scored))
+        return 600 + num_workers * (800 + 32 * len(self.terms)) + 64 * num_named
+
+    def _score(self, rank: tuple[float, str], view: WorkerView, job: Job, source: Source | None) -> ScoredWorker:
+        values = tuple([term(view, job, source, self.at_s) for _, term in self.terms])
+        load, step_ms = view.load, 0.0
+        if self.phase is not PlacedPhase.PREFILL and load.ms_per_decode_step:
+            step_ms = view.step_ms(view.num_sequences + 1)
+        return ScoredWorker(view.worker_id, -rank[0], values, view.queued_tokens, load.ms_per_prefill_token, step_ms)
 
     def weighted(self, scored: ScoredWorker) -> list[tuple[str, float]]:
         """Returns each term's name with its weighted value; the values add up to the score."""
@@ -215,28 +242,26 @@ def explain_choice(
 ) -> PlacementChoice:
     """Returns the record of a choice. To be called before anything has changed since.
 
-    `ranking` has the candidates as they were compared, in any order; it is empty if `chosen` was taken without
-    comparing, as the worker nearest to having room.
+    `ranking` is empty if `chosen` was taken without comparing, as the worker nearest to having room.
     """
-    if not ranking:
-        values = tuple([term(chosen, job, source, now) for _, term in terms])
+    best, is_aged = ranking.best, not ranking.best
+    if is_aged:
         score = 0.0
-        for (weight, _), value in zip(terms, values, strict=True):
-            score += weight * value
-        only = _scored(phase, chosen, score, values)
-        return PlacementChoice(phase, now, waited_s, True, terms, (only,), 0, left_out, before)
-    best = heapq.nsmallest(MOST_SCORED, ranking) if len(ranking) > MOST_SCORED else sorted(ranking)
-    scored = tuple(
-        [
-            _scored(phase, view, -rank[0], tuple([term(view, job, source, now) for _, term in terms]))
-            for rank, view in best
-        ]
+        for weight, term in terms:
+            score += weight * term(chosen, job, source, now)
+        best = (((-score, chosen.worker_id), chosen),)
+    choice = PlacementChoice(
+        phase,
+        now,
+        waited_s,
+        is_aged,
+        terms,
+        len(ranking.candidates),
+        left_out,
+        before,
+        best,
+        (job, source),
     )
-    return PlacementChoice(phase, now, waited_s, False, terms, scored, len(ranking), left_out, before)
-
-
-def _scored(phase: PlacedPhase, view: WorkerView, score: float, values: tuple[float, ...]) -> ScoredWorker:
-    load, step_ms = view.load, 0.0
-    if phase is not PlacedPhase.PREFILL and load.ms_per_decode_step:
-        step_ms = view.step_ms(view.num_sequences + 1)
-    return ScoredWorker(view.worker_id, score, values, view.queued_tokens, load.ms_per_prefill_token, step_ms)
+    if chosen.cache is not None:  # the only part of a view that changes, and jobs have their hashes then
+        _ = choice.scored
+    return choice

@@ -8,12 +8,13 @@ by worker id.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.core.errors import ContextLengthExceeded
 from services.router.policy.cluster import Room, WorkerSubset, import_blocks, unblamed
-from services.router.policy.explanation import LeftOut, LeftOutWorkers, Ranking, WhyNot
+from services.router.policy.explanation import MOST_SCORED, LeftOut, LeftOutWorkers, Ranking, WhyNot
 from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import HandoffsInFlight, Job, Role, Source, WorkerView
 
@@ -181,19 +182,24 @@ def _best(
 
     if ranking is None:
         return min(candidates, key=rank).worker_id
-    ranking[:] = zip(map(rank, candidates), candidates, strict=True)
-    return min(ranking)[1].worker_id
+    ranking.candidates = candidates
+    ranking.best = heapq.nsmallest(MOST_SCORED, zip(map(rank, candidates), candidates, strict=True))
+    return ranking.best[0][1].worker_id
 
 
 # Who was no candidate
 
 
 def left_out_of_start(
-    job: Job, workers: WorkerSubset, claimed: Sequence[WorkerView], candidates: Collection[str], config: PolicyConfig
+    job: Job,
+    workers: WorkerSubset,
+    claimed: Sequence[WorkerView],
+    candidates: Sequence[WorkerView],
+    config: PolicyConfig,
 ) -> LeftOutWorkers:
     """Returns the workers with the role that were no candidates in `place_prefill`, and why.
 
-    `claimed` are those that `workers` leaves out; `candidates` are the ids of those that had room.
+    `claimed` are those that `workers` leaves out; `candidates` are those that had room.
     """
     fit = workers.fit(job)
     claimed = [worker for worker in claimed if worker.roles.can_prefill]
@@ -202,8 +208,9 @@ def left_out_of_start(
         return fit.left_out_of_starts
 
     def first() -> Iterator[LeftOut]:
+        had_room = {worker.worker_id for worker in candidates}
         for start in fit.starts:
-            if start.worker_id not in candidates:
+            if start.worker_id not in had_room:
                 yield LeftOut(start.worker_id, _why_no_start(job, workers.view(start.worker_id), config))
         for worker in claimed:
             yield LeftOut(worker.worker_id, WhyNot.CLAIMED)

@@ -16,6 +16,7 @@ from services.router.policy import (
     Fingerprint,
     HandoffsInFlight,
     Job,
+    KnownCache,
     LeftOut,
     Load,
     PlacedPhase,
@@ -56,10 +57,10 @@ def start(
     worker_id = policy.place_prefill(job, left, HandoffsInFlight(in_flight), NOW, config, ranking)
     assert worker_id == policy.place_prefill(job, left, HandoffsInFlight(in_flight), NOW, config), "as without a record"
     if worker_id is None:
-        assert not ranking
+        assert not ranking.best
         return None
     kept = [cluster.views[name] for name in claimed]
-    left_out = policy.left_out_of_start(job, left, kept, {view.worker_id for _, view in ranking}, config)
+    left_out = policy.left_out_of_start(job, left, kept, ranking.candidates, config)
     terms = config.prefill_terms
     chosen = left.view(worker_id)
     return explain_choice(PlacedPhase.PREFILL, job, None, chosen, ranking, terms, NOW, waited_s=0.0, left_out=left_out)
@@ -147,7 +148,8 @@ def test_a_runner_up_costs_the_difference_of_the_steps(
         decode(name, load=load(num_running=running, queued_prefill_tokens=10 * running, **figures))
         for name, running in (("a", 1), ("b", 3))
     )
-    ranking: Ranking = [((-1.0, "a"), a), ((-0.5, "b"), b)]
+    ranking = Ranking()
+    ranking.candidates, ranking.best = (a, b), (((-1.0, "a"), a), ((-0.5, "b"), b))
     terms = ((1.0, constant("x", **A)),)
     choice = explain_choice(phase, JOB, None, a, ranking, terms, NOW, waited_s=0.0, left_out=policy.LeftOutWorkers())
     verdict = choice.verdict()
@@ -157,7 +159,7 @@ def test_a_runner_up_costs_the_difference_of_the_steps(
 def test_one_that_was_not_compared_says_so() -> None:
     worker, terms = prefill("a"), ((2.0, TERMS["dedicated"]), (1.0, TERMS["trusted"]))
     choice = explain_choice(
-        PlacedPhase.PREFILL, JOB, None, worker, [], terms, NOW, waited_s=2.0, left_out=policy.LeftOutWorkers()
+        PlacedPhase.PREFILL, JOB, None, worker, Ranking(), terms, NOW, waited_s=2.0, left_out=policy.LeftOutWorkers()
     )
     assert choice.verdict() == Verdict(Decider.AGED)
     assert (choice.winner.score, choice.weighted(choice.winner)) == (3.0, [("dedicated", 2.0), ("trusted", 1.0)])
@@ -222,7 +224,7 @@ def test_who_had_to_leave_a_handoff_and_why(case: str) -> None:
     worker, job, why = LEFT_OUT_OF_DECODE[case]
     able, ranking = [worker, decode("a")], Ranking()
     assert policy.place_decode(job, SOURCE, able, NOW, PolicyConfig(), ranking) == "a"
-    candidates = {view.worker_id for _, view in ranking}
+    candidates = {view.worker_id for view in ranking.candidates}
     assert list(policy.left_out_of_decode(job, SOURCE, able, candidates)) == [LeftOut("x", why)]
 
 
@@ -246,17 +248,38 @@ def test_a_record_is_bounded_and_keeps_the_best() -> None:
     assert [each.why for each in choice.left_out.named] == [WhyNot.NO_BLOCKS] * 5 + [WhyNot.NOT_READY] * 3
 
 
-def test_what_a_record_says_of_its_size_is_about_its_size() -> None:
-    workers = [prefill(f"p{n}", load=load(queued_prefill_tokens=100 * n)) for n in range(9)]
-    assert start([*workers, decode()]) is not None
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_a_record_says_of_its_size_is_about_its_size(is_asked: bool) -> None:
+    def record() -> PlacementChoice:
+        loads = [load(queued_prefill_tokens=1000 * n, ms_per_prefill_token=0.5 + n) for n in range(MOST_SCORED)]
+        choice = start([*(prefill(f"p{n}", load=each) for n, each in enumerate(loads)), decode()])
+        assert choice is not None
+        if is_asked:
+            assert len(choice.scored) == MOST_SCORED
+        return choice
+
+    record()
     tracemalloc.start()
     try:
-        choices = [start([*workers, decode()]) for _ in range(50)]
+        choices = [record() for _ in range(50)]
         num_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert choices[0] is not None
-    assert 0.5 <= 50 * choices[0].num_bytes / num_bytes <= 3.0
+    assert 0.5 <= 50 * choices[0].num_bytes / num_bytes <= 5.0
+
+
+def test_a_record_tells_what_was_known_then() -> None:
+    """A prefix cache changes after the choice; the views and the job do not."""
+    cache = KnownCache(64, NOW)
+    job = replace(JOB, conversation="c")
+    config = PolicyConfig(hash_prompts=True, prefill_terms=((1.0, TERMS["same_conversation"]),))
+    choice = start(
+        [prefill("a", cache=cache), prefill("b", cache=KnownCache(64, NOW)), decode()], job=job, config=config
+    )
+    cache.expect((), "c")
+    assert choice is not None
+    assert [each.values for each in choice.scored] == [(0.0,), (0.0,)]
+    assert cache.has_conversation("c")
 
 
 def random_worker(draw: random.Random, name: str) -> WorkerView:

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
-from services.router.policy import LeftOutWorkers, PlacedPhase, PlacementChoice
-from services.router.policy.explanation import ScoredWorker
+from services.router.policy import Job, LeftOutWorkers, PlacedPhase, PlacementChoice, Ranking, explain_choice
+from services.router.policy.terms import TERMS
 from services.router.telemetry.explanations import MOST_CHOICES, ExplainedRequest, Explanations
+from tests.support.worker_views import prefill
 
 
 def choice(worker_id: str = "p") -> PlacementChoice:
-    scored = (ScoredWorker(worker_id, 1.0, (1.0,), 0, 0.0, 0.0),)
-    return PlacementChoice(PlacedPhase.PREFILL, 1.0, 0.0, False, ((1.0, lambda *_: 1.0),), scored, 1, LeftOutWorkers())
+    job, worker, terms = Job(1, 2), prefill(worker_id), ((1.0, TERMS["dedicated"]),)
+    return explain_choice(
+        PlacedPhase.PREFILL, job, None, worker, Ranking(), terms, 1.0, waited_s=0.0, left_out=LeftOutWorkers()
+    )
 
 
 def served(explanations: Explanations, request_id: str, *, num_choices: int = 1, ends: bool = True) -> ExplainedRequest:
