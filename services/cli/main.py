@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("services.cli.generate", "send one prompt and print the answer as it comes"),
     "chat": ("services.cli.chat", "talk to the model"),
     "status": ("services.cli.status", "show the workers, their load and their blocks"),
+    "explain": ("services.cli.explain", "show why a request was placed where it was, or what it waits for"),
     "drain": ("services.cli.drain", "take a worker out of service without losing a request"),
     "health": ("services.cli.health", "ask one process whether it serves (for container checks)"),
     "trace": ("services.cli.trace", "show where a request spent its time"),

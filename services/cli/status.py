@@ -9,13 +9,13 @@ from typing import Any
 from baton.v1 import control_pb2
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, plain
+from services.cli.tables import clip, table
 from services.core.printable import printable
 
 _CLASSES = ("importing", "leased", "active", "cached", "free")
 _MODEL_HEADINGS = ("model", "state", "context", "workers", "queued", "running")
 _PAIRING = "to pair, workers need the same weights, --dtype, --kv-dtype and --quantization"
 _HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *_CLASSES, "session", "age")
-_MOST_CELL_CHARS = 48
 _MOST_LINE_CHARS = 400
 _MOST_NAMED = 16
 """The most names of a list."""
@@ -43,17 +43,17 @@ def text(target: str, status: dict[str, Any]) -> str:
     ]
     rows = [_HEADINGS, *(_row(worker) for worker in status["workers"])]
     if len(status["models"]) > 1:
-        lines += [*_table([_MODEL_HEADINGS, *map(_model_row, status["models"])]), ""]
+        lines += [*table([_MODEL_HEADINGS, *map(_model_row, status["models"])]), ""]
         names = ["model", *(_model_of(worker) for worker in status["workers"])]
         rows = [(row[0], name, *row[1:]) for row, name in zip(rows, names, strict=True)]
-    lines += _table(rows)
+    lines += table(rows)
     reasons = [f"{_id(worker)}: {worker['reason']}" for worker in status["workers"] if worker["reason"]]
     ways = [
-        f"{_clip(pair['prefill'])} -> {_clip(pair['decode'])}: {pair['state']}; {pair['reason']}"
+        f"{clip(pair['prefill'])} -> {clip(pair['decode'])}: {pair['state']}; {pair['reason']}"
         for pair in status["pairs"]
         if pair["reason"]
     ]
-    rest = [_clip(line, _MOST_LINE_CHARS) for line in (*_kernels(status), *reasons, *ways, *_groups(status))]
+    rest = [clip(line, _MOST_LINE_CHARS) for line in (*_kernels(status), *reasons, *ways, *_groups(status))]
     return "\n".join(map(printable, [*lines, *rest]))
 
 
@@ -65,7 +65,7 @@ def _models(status: dict[str, Any]) -> str:
 def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
     running = model["num_live"] - model["num_queued"]
     counts = (model["context_tokens"], model["num_workers"], model["num_queued"], running)
-    return (_clip(model["model_id"]), "ready" if model["ready"] else "not ready", *map(str, counts))
+    return (clip(model["model_id"]), "ready" if model["ready"] else "not ready", *map(str, counts))
 
 
 def _kernels(status: dict[str, Any]) -> list[str]:
@@ -74,7 +74,7 @@ def _kernels(status: dict[str, Any]) -> list[str]:
     for worker in (worker for worker in status["workers"] if worker.get("worker", {}).get("kernels")):
         description = worker["worker"]
         numerics, kv_dtype = description["fingerprint"]["numerics"], description.get("layout", {}).get("dtype")
-        words = f"{numerics}; {f'{_clip(kv_dtype)} KV; ' if kv_dtype else ''}{description['kernels']}"
+        words = f"{numerics}; {f'{clip(kv_dtype)} KV; ' if kv_dtype else ''}{description['kernels']}"
         names.setdefault(words, []).append(_id(worker))
     return [f"{_listed(ids)}: {words}" for words, ids in names.items()]
 
@@ -85,7 +85,7 @@ def _groups(status: dict[str, Any]) -> list[str]:
     for model in status["models"]:
         groups = [f"{_listed(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
         if len(groups) > 1:
-            of = f"{_clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
+            of = f"{clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
             lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
     return [*lines, _PAIRING] if lines else []
 
@@ -104,7 +104,7 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
         counts = [str(load[name]) for name in ("num_running", "num_waiting", *(f"blocks_{name}" for name in _CLASSES))]
         age = f"{status['load_age_ms']} ms"
     identity = (_id(status), _role(worker.get("roles", [])), status["state"], str(worker.get("pid", "-")))
-    return (*identity, _clip(worker.get("address", "-")), *counts, "yes" if status["has_session"] else "no", age)
+    return (*identity, clip(worker.get("address", "-")), *counts, "yes" if status["has_session"] else "no", age)
 
 
 def _role(roles: Sequence[str]) -> str:
@@ -113,28 +113,13 @@ def _role(roles: Sequence[str]) -> str:
 
 
 def _model_of(status: dict[str, Any]) -> str:
-    return _clip(str(status.get("worker", {}).get("layout", {}).get("model_id", "-")))
+    return clip(str(status.get("worker", {}).get("layout", {}).get("model_id", "-")))
 
 
 def _id(status: dict[str, Any]) -> str:
-    return _clip(str(status.get("worker", {}).get("worker_id", "-")))
-
-
-def _clip(text: str, most: int = _MOST_CELL_CHARS) -> str:
-    """Returns the text, or its beginning: one worker's long name must not push all others off the screen."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return clip(str(status.get("worker", {}).get("worker_id", "-")))
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(map(_clip, names[:_MOST_NAMED])) + more
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with columns as wide as their widest cell; numbers are aligned to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(_pad(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _pad(cell: str, width: int) -> str:
-    return cell.rjust(width) if cell[:1].isdigit() and ":" not in cell else cell.ljust(width)
+    return ", ".join(map(clip, names[:_MOST_NAMED])) + more

@@ -69,6 +69,12 @@ class UnknownWorker(BatonError):
     reason = "UNKNOWN_WORKER"
 
 
+class UnknownRequest(BatonError):
+    """Nothing is remembered of a request of that id."""
+
+    reason = "UNKNOWN_REQUEST"
+
+
 class WorkerIdInUse(BatonError):
     """Another live process has this worker id."""
 

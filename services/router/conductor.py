@@ -42,6 +42,7 @@ from services.router.coordinator.actions import (
 from services.router.coordinator.events import FinishReason, LegEvent, RequestSpec, WorkerInfo
 from services.router.policy import Role
 from services.router.policy.health import Health
+from services.router.telemetry.explanations import ExplainedRequest, Explanations
 from services.router.telemetry.metrics import ConductorMetrics
 from services.router.telemetry.request_metrics import RequestRecord
 from services.router.telemetry.tracing import RequestTrace
@@ -66,6 +67,7 @@ class _Live:
     answer: Answer
     trace: RequestTrace
     record: RequestRecord
+    explained: ExplainedRequest
 
 
 class Conductor:
@@ -87,6 +89,7 @@ class Conductor:
         self.coordinator = coordinator
         self.incarnation = incarnation
         self.links: dict[str, WorkerLink] = {}
+        self.explanations = Explanations()
         self._clock = clock
         self._awake = AwakeClock(clock)
         self._metrics = metrics
@@ -116,8 +119,10 @@ class Conductor:
 
         Anything that fails after that is reported in the answer.
         """
-        self.coordinator.submit(spec, self._clock.now())
-        self._live[spec.request_id] = _Live(answer, trace, record)
+        now = self._clock.now()
+        self.coordinator.submit(spec, now)
+        explained = self.explanations.begin(spec.request_id, now)
+        self._live[spec.request_id] = _Live(answer, trace, record, explained)
         with self.isolated("action", spec.request_id):
             record.accepted(len(spec.token_ids))
             log.info("request queued: %d tokens", len(spec.token_ids), extra=ids(spec.request_id, trace.traceparent))
@@ -354,6 +359,7 @@ class Conductor:
                 if action.stage is Stage.QUEUE:
                     self._metrics.requests.queued(action)
                 if live := self._live.get(action.request_id):
+                    self._note_stage(live.explained, action)
                     live.trace.stage_ended(action)
             case HealthChanged():
                 _log_health(action)
@@ -361,6 +367,11 @@ class Conductor:
                 _log_groups(action)
             case Defect():
                 self._defect(action.where, action.request_id, action.error)
+
+    def _note_stage(self, explained: ExplainedRequest, ended: StageEnded) -> None:
+        if ended.leg:
+            self.explanations.leg_ended(explained, ended.leg, ended.outcome)
+        explained.unplaced = ended.vain_attempt
 
     @contextlib.contextmanager
     def isolated(self, where: str, request_id: str = "") -> Iterator[None]:
@@ -389,6 +400,8 @@ class Conductor:
         live = self._live.get(command.spec.request_id)
         if live is None and command.spec.payload is not None:
             return
+        if live is not None and command.choice is not None:
+            self.explanations.placed(live.explained, command.leg, command.attempt, command.choice)
         # Canaries are the coordinator's own requests: they have no client, no payload and no trace.
         traceparent = live.trace.leg_sent(command, self._clock.now()) if live is not None else UNTRACED
         kind = "prefill" if command.phase is Role.PREFILL else "decode"
@@ -438,12 +451,14 @@ class Conductor:
             extra=ids(action.request_id, live.trace.traceparent),
         )
         del self._live[action.request_id]
+        self.explanations.end(live.explained)
 
     def _failed(self, request_id: str, error: BatonError) -> None:
         """Ends a request: its answer, its metrics and its trace each learn of the error, even if one of them raises."""
         live, now = self._live.pop(request_id, None), self._clock.now()
         if live is None:
             return
+        self.explanations.end(live.explained)
         with self.isolated("action"):
             if not live.answer.over:  # if it is over, the client has all of it, and only what came after that failed
                 live.answer.failed(error)

@@ -80,6 +80,16 @@ class Attr:
     PRIORITY = "baton.priority"
     # On place: the number of decode workers that refused the leg.
     NUM_REFUSALS = "baton.place.num_refusals"
+    # On prefill, decode and place: why the leg's worker was chosen, and what the next best had. The name of the term
+    # that decided, or "tie", "only", "aged".
+    PLACEMENT_DECIDED_BY = "baton.placement.decided_by"
+    PLACEMENT_NUM_CANDIDATES = "baton.placement.num_candidates"
+    # Sums of the terms, and "term=weighted value" for each.
+    PLACEMENT_SCORE = "baton.placement.score"
+    PLACEMENT_TERMS = "baton.placement.terms"
+    RUNNER_UP = "baton.placement.runner_up"
+    RUNNER_UP_SCORE = "baton.placement.runner_up.score"
+    RUNNER_UP_TERMS = "baton.placement.runner_up.terms"
     # On prefill.compute, and on its chunk events.
     NUM_TOKENS = "baton.num_tokens"
     CACHED_TOKENS = "baton.cached_tokens"

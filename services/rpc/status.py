@@ -34,6 +34,7 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     errors.UnknownModel: _Code.NOT_FOUND,
     errors.UnknownWorker: _Code.NOT_FOUND,
+    errors.UnknownRequest: _Code.NOT_FOUND,
     errors.WorkerIdInUse: _Code.ALREADY_EXISTS,
     errors.DuplicateRequest: _Code.ALREADY_EXISTS,
     errors.Overloaded: _Code.RESOURCE_EXHAUSTED,

@@ -50,6 +50,11 @@ class OpenSpan:
         """Returns 32 hex digits, for logs; empty when tracing is disabled."""
         return trace_id_of(self.traceparent)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Returns whether anybody will see its attributes: costly ones need not be computed otherwise."""
+        return self._span.is_recording()
+
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(_known(attributes))
 

@@ -11,6 +11,10 @@ class NullSpan(OpenSpan):
     def __init__(self) -> None:
         self.traceparent = ""
 
+    @property
+    def is_recorded(self) -> bool:
+        return False
+
     def set(self, attributes: Any) -> None:
         pass
 

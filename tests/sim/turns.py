@@ -16,7 +16,7 @@ from services.router import policy
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import Request
 from services.router.coordinator.workers import Worker
-from services.router.policy import Source
+from services.router.policy import PlacementChoice, Source
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -62,11 +62,11 @@ def watch_placements(world: World, book: Any) -> None:
     """Judges every placement of a decode: not where an aged handoff that came before has its only place."""
     open_decode = book.open_decode
 
-    def opening(request: Request, worker: Worker, now: float) -> None:
+    def opening(request: Request, worker: Worker, now: float, choice: PlacementChoice | None = None) -> None:
         overtaken = [other for other in book.parked if _is_overtaken(book, other, request, worker, now)]
         names = [other.request_id for other in overtaken]
         world.require(not names, f"{request.request_id} goes to {worker.info.worker_id} before {names}")
-        open_decode(request, worker, now)
+        open_decode(request, worker, now, choice)
 
     book.open_decode = opening
 

@@ -31,7 +31,7 @@ from services.router.coordinator.events import (
     WorkerInfo,
 )
 from services.router.coordinator.request import Phase
-from services.router.policy import Fingerprint, Load, Role
+from services.router.policy import Fingerprint, Load, PlacedPhase, Role
 
 A = TypeVar("A")
 AT_REST = {"num_running": 0, "blocks_active": 0, "blocks_leased": 0, "num_waiting": 1}
@@ -214,6 +214,8 @@ class Bench:
             match action:
                 case Defect():
                     raise action.error
+                case SendLeg():
+                    check_choice(action, self.coordinator)
                 case EmitStarted():
                     assert action.request_id not in self.output
                     self.output[action.request_id] = []
@@ -232,6 +234,26 @@ class Bench:
     def _ended(self, request_id: str) -> None:
         assert request_id not in self.finished
         assert request_id not in self.failed
+
+
+def check_choice(command: SendLeg, coordinator: Coordinator) -> None:
+    """Asserts that a command says why it goes where it goes, and what of the others, unless it is a canary's.
+
+    To be called in the turn of the command.
+    """
+    choice, phase = command.choice, command.phase
+    if choice is None:
+        assert command.spec.request_id.startswith("canary"), "why this worker?"
+        return
+    assert choice.winner.worker_id == command.worker_id
+    whole = phase is Role.DECODE and command.handoff is None
+    assert choice.phase is (PlacedPhase.WHOLE if whole else PlacedPhase(phase.label))
+    assert len({each.worker_id for each in choice.scored}) == len(choice.scored)
+    assert not {each.worker_id for each in choice.scored} & {each.worker_id for each in choice.left_out.named}
+    views = coordinator._book.workers.cluster.whole.views()
+    with_role = {view.worker_id for view in views if phase in view.roles}
+    assert {each.worker_id for each in (*choice.scored, *choice.left_out.named)} <= with_role
+    assert max(1, choice.num_candidates) + choice.left_out.number == len(with_role)
 
 
 def two_of_each() -> Bench:

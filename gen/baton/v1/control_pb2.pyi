@@ -23,6 +23,38 @@ class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAIR_STATE_UNPROVEN: _ClassVar[PairState]
     PAIR_STATE_PROVEN: _ClassVar[PairState]
     PAIR_STATE_BROKEN: _ClassVar[PairState]
+
+class PlacedPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLACED_PHASE_UNSPECIFIED: _ClassVar[PlacedPhase]
+    PLACED_PHASE_PREFILL: _ClassVar[PlacedPhase]
+    PLACED_PHASE_DECODE: _ClassVar[PlacedPhase]
+    PLACED_PHASE_WHOLE: _ClassVar[PlacedPhase]
+
+class LeftOutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LEFT_OUT_REASON_UNSPECIFIED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_NOT_READY: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_TOO_LONG: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_OTHER_FINGERPRINT: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_BARRED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_NO_TAKER: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_BLAMED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_UNTRIED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_CLAIMED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_REFUSED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_NO_BLOCKS: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_FULL_BATCH: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_QUEUE_LIMIT: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_NO_DECODE_ROOM: _ClassVar[LeftOutReason]
+
+class Decider(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DECIDER_UNSPECIFIED: _ClassVar[Decider]
+    DECIDER_TERM: _ClassVar[Decider]
+    DECIDER_TIE: _ClassVar[Decider]
+    DECIDER_ONLY: _ClassVar[Decider]
+    DECIDER_AGED: _ClassVar[Decider]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_JOINING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -33,6 +65,29 @@ PAIR_STATE_UNSPECIFIED: PairState
 PAIR_STATE_UNPROVEN: PairState
 PAIR_STATE_PROVEN: PairState
 PAIR_STATE_BROKEN: PairState
+PLACED_PHASE_UNSPECIFIED: PlacedPhase
+PLACED_PHASE_PREFILL: PlacedPhase
+PLACED_PHASE_DECODE: PlacedPhase
+PLACED_PHASE_WHOLE: PlacedPhase
+LEFT_OUT_REASON_UNSPECIFIED: LeftOutReason
+LEFT_OUT_REASON_NOT_READY: LeftOutReason
+LEFT_OUT_REASON_TOO_LONG: LeftOutReason
+LEFT_OUT_REASON_OTHER_FINGERPRINT: LeftOutReason
+LEFT_OUT_REASON_BARRED: LeftOutReason
+LEFT_OUT_REASON_NO_TAKER: LeftOutReason
+LEFT_OUT_REASON_BLAMED: LeftOutReason
+LEFT_OUT_REASON_UNTRIED: LeftOutReason
+LEFT_OUT_REASON_CLAIMED: LeftOutReason
+LEFT_OUT_REASON_REFUSED: LeftOutReason
+LEFT_OUT_REASON_NO_BLOCKS: LeftOutReason
+LEFT_OUT_REASON_FULL_BATCH: LeftOutReason
+LEFT_OUT_REASON_QUEUE_LIMIT: LeftOutReason
+LEFT_OUT_REASON_NO_DECODE_ROOM: LeftOutReason
+DECIDER_UNSPECIFIED: Decider
+DECIDER_TERM: Decider
+DECIDER_TIE: Decider
+DECIDER_ONLY: Decider
+DECIDER_AGED: Decider
 
 class WorkerDescription(_message.Message):
     __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "layout", "num_blocks", "max_model_len", "max_num_seqs", "host_id", "vocab_size", "device", "fingerprint", "kernels")
@@ -217,3 +272,117 @@ class RecentRequest(_message.Message):
     total_us: int
     failed: bool
     def __init__(self, age_us: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., ttft_us: _Optional[int] = ..., total_us: _Optional[int] = ..., failed: _Optional[bool] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[ExplainedRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[ExplainedRequest, _Mapping]]] = ...) -> None: ...
+
+class ExplainedRequest(_message.Message):
+    __slots__ = ("request_id", "model", "age_us", "live", "choices", "num_forgotten", "waiting")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    age_us: int
+    live: bool
+    choices: _containers.RepeatedCompositeFieldContainer[PlacementChoice]
+    num_forgotten: int
+    waiting: VainAttempt
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., age_us: _Optional[int] = ..., live: _Optional[bool] = ..., choices: _Optional[_Iterable[_Union[PlacementChoice, _Mapping]]] = ..., num_forgotten: _Optional[int] = ..., waiting: _Optional[_Union[VainAttempt, _Mapping]] = ...) -> None: ...
+
+class LeftOutWorker(_message.Message):
+    __slots__ = ("worker_id", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    reason: LeftOutReason
+    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[_Union[LeftOutReason, str]] = ...) -> None: ...
+
+class VainAttempt(_message.Message):
+    __slots__ = ("phase", "age_us", "left_out", "num_left_out")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    phase: PlacedPhase
+    age_us: int
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOutWorker]
+    num_left_out: int
+    def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., age_us: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
+
+class PlacementChoice(_message.Message):
+    __slots__ = ("phase", "leg", "attempt", "age_us", "waited_us", "outcome", "terms", "candidates", "num_candidates", "left_out", "num_left_out", "verdict", "before")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
+    WAITED_US_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    phase: PlacedPhase
+    leg: int
+    attempt: int
+    age_us: int
+    waited_us: int
+    outcome: str
+    terms: _containers.RepeatedCompositeFieldContainer[PlacementTerm]
+    candidates: _containers.RepeatedCompositeFieldContainer[PlacementCandidate]
+    num_candidates: int
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOutWorker]
+    num_left_out: int
+    verdict: PlacementVerdict
+    before: VainAttempt
+    def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., leg: _Optional[int] = ..., attempt: _Optional[int] = ..., age_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., outcome: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[PlacementTerm, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ..., verdict: _Optional[_Union[PlacementVerdict, _Mapping]] = ..., before: _Optional[_Union[VainAttempt, _Mapping]] = ...) -> None: ...
+
+class PlacementTerm(_message.Message):
+    __slots__ = ("name", "weight")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weight: float
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class PlacementCandidate(_message.Message):
+    __slots__ = ("worker_id", "score", "values")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    score: float
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, worker_id: _Optional[str] = ..., score: _Optional[float] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class PlacementVerdict(_message.Message):
+    __slots__ = ("decider", "term", "term_difference", "score_difference", "queue_ms", "step_ms")
+    DECIDER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    SCORE_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    decider: Decider
+    term: str
+    term_difference: float
+    score_difference: float
+    queue_ms: float
+    step_ms: float
+    def __init__(self, decider: _Optional[_Union[Decider, str]] = ..., term: _Optional[str] = ..., term_difference: _Optional[float] = ..., score_difference: _Optional[float] = ..., queue_ms: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...

@@ -49,6 +49,11 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.ControlService/Explain',
+                request_serializer=baton_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -76,6 +81,14 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request was placed where it was, or what it waits for: of those that live, and of those that have ended lately.
+        No text. NOT_FOUND if nothing is remembered of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +106,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ListRecentRequests,
                     request_deserializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +194,33 @@ class ControlService:
             '/baton.v1.ControlService/ListRecentRequests',
             baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/Explain',
+            baton_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
 from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
-from services.router.policy import Role
+from services.router.policy import PlacementChoice, Role, VainAttempt
 from services.router.policy.health import Health
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class SendLeg:
     """The lease that a decode leg takes over. None: it computes the prompt itself."""
     age_s: float = 0.0
     """How long the handoff has been waiting."""
+    choice: PlacementChoice | None = None
+    """Why it is this worker; None for a canary."""
 
     @property
     def worker_id(self) -> str:
@@ -139,6 +141,10 @@ class StageEnded:
     """How the stage ended: "done", "refused", "lost", "cancelled", ..."""
     num_refusals: int = 0
     """For PLACE, how many times a worker refused the handoff."""
+    choice: PlacementChoice | None = None
+    """For PLACE, why it was the last worker that was asked."""
+    vain_attempt: VainAttempt | None = None
+    """For QUEUE and PLACE, the last attempt that found no worker, if the request has ended without one."""
 
 
 @dataclass(frozen=True, slots=True)

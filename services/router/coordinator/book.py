@@ -49,7 +49,7 @@ from services.router.coordinator.request import (
 )
 from services.router.coordinator.waiting import Alarms, Turns, WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
-from services.router.policy import HandoffsInFlight, Role
+from services.router.policy import HandoffsInFlight, PlacementChoice, Role
 from services.router.policy.health import HealthRecord
 
 
@@ -152,7 +152,8 @@ class Book:
             return None
         return request, placed
 
-    def open_prefill(self, request: Request, worker: Worker, now: float) -> None:
+    def open_prefill(self, request: Request, worker: Worker, now: float, choice: PlacementChoice | None = None) -> None:
+        """Opens a prefill leg at `worker`. `choice` says why there."""
         token_ids = request.leg_tokens()
         request.setbacks.num_fruitless_starts += 1
         leg = self._open_leg(request, worker, len(token_ids), len(token_ids), now)
@@ -168,11 +169,15 @@ class Book:
             sent_s=now,
             heard_s=self.awake.at(now),
         )
-        self.actions.append(_command(request, Role.PREFILL, request.prefill, token_ids, now))
+        request.story.vain_attempt = None
+        self.actions.append(_command(request, Role.PREFILL, request.prefill, token_ids, now, choice))
         self.settle(request, now)
 
-    def open_decode(self, request: Request, worker: Worker, now: float) -> None:
-        """Opens a decode leg at `worker` for the request's lease; without a lease, the whole sequence runs there."""
+    def open_decode(self, request: Request, worker: Worker, now: float, choice: PlacementChoice | None = None) -> None:
+        """Opens a decode leg at `worker` for the request's lease; without a lease, the whole sequence runs there.
+
+        `choice` says why there.
+        """
         source = request.prefill
         handoff, age_s, tokens_to_prefill = None, 0.0, 0
         if source is None:
@@ -202,8 +207,9 @@ class Book:
             asked_s=self.awake.at(now),
             has_handoff=handoff is not None,
         )
-        command = _command(request, Role.DECODE, request.decode, token_ids, now)
+        command = _command(request, Role.DECODE, request.decode, token_ids, now, choice)
         self.actions.append(replace(command, handoff=handoff, age_s=age_s))
+        request.story.vain_attempt, request.story.decode_choice = None, choice
         self.settle(request, now)
 
     def end_prefill(self, request: Request, now: float, outcome: str, *, cancel: bool = True) -> None:
@@ -297,6 +303,7 @@ class Book:
             request.story.num_retries += 1
         if after is not before and not refused:
             request.waiting_since_s = now
+            request.story.vain_attempt = None  # of another wait
 
     def _why_given_up(self, request: Request) -> str:
         """Returns why the request is placed no more; an empty text if it may be."""
@@ -481,7 +488,14 @@ class Book:
         self.crashed.discard(request.request_id)
 
 
-def _command(request: Request, phase: Role, leg: PlacedLeg, token_ids: tuple[int, ...], now: float) -> SendLeg:
+def _command(
+    request: Request,
+    phase: Role,
+    leg: PlacedLeg,
+    token_ids: tuple[int, ...],
+    now: float,
+    choice: PlacementChoice | None,
+) -> SendLeg:
     deadline_s = request.spec.deadline_s
     return SendLeg(
         phase,
@@ -493,4 +507,5 @@ def _command(request: Request, phase: Role, leg: PlacedLeg, token_ids: tuple[int
         leg.output_base,
         remaining_s=None if deadline_s is None else max(0.0, deadline_s - now),
         attempt=leg.attempt,
+        choice=choice,
     )

@@ -29,7 +29,7 @@ from services.router.coordinator.events import ExpectedRequest, FinishReason, Le
 from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all
 from services.router.coordinator.request import Phase, Request
 from services.router.coordinator.workers import Worker, WorkerState
-from services.router.policy import Load
+from services.router.policy import Load, VainAttempt
 
 TICK_S = 0.1
 """How often `tick` is to be called, in seconds."""
@@ -355,6 +355,14 @@ class Coordinator:
     def phases(self) -> Counter[Phase]:
         """Returns the number of live requests by phase."""
         return +self._book.num_in
+
+    def wait_of(self, request_id: str) -> tuple[float, VainAttempt | None] | None:
+        """Returns since when a live request has been waiting for a worker, and the newest attempt that was noted; None
+        if it waits for none."""
+        request = self._book.requests.get(request_id)
+        if request is None or request.phase not in (Phase.QUEUED, Phase.PARKED):
+            return None
+        return request.waiting_since_s, request.story.vain_attempt
 
     @property
     def num_live(self) -> int:

@@ -26,14 +26,17 @@ then delay high ones as if there were no priorities.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from services.router import policy
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import Phase, PlacedPrefill, Request
 from services.router.coordinator.workers import Worker
-from services.router.policy import Fingerprint, Source, WorkerSubset, WorkerView
+from services.router.policy import Fingerprint, LeftOut, PlacedPhase, Ranking, Source, WhyNot, WorkerSubset, WorkerView
+
+NOTE_S = 1.0
+"""How often it is noted of a waiting request why no worker takes it, in seconds: it may be tried in every turn."""
 
 
 def place_all(book: Book, now: float) -> None:
@@ -150,14 +153,90 @@ def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) 
     unclaimed = [view for view in able if view.worker_id not in claimed or view.worker_id == source.worker_id]
     ways = _ways_past_claims(book, request, source, unclaimed)
     askable = [[view for view in views if _may_ask(request, view, now)] for views in ways]
-    placed = (policy.place_decode(job, source, views, now, book.config.policy) for views in askable)
+    ranking = Ranking()
+    placed = (policy.place_decode(job, source, views, now, book.config.policy, ranking) for views in askable)
     worker_id = next(filter(None, placed), None)
     if worker_id is None and now - request.waiting_since_s >= book.config.overtake_limit_s:
         worker_id = _claim(request, job, source, ways[-1], claimed, now)
         if worker_id is not None:
             book.aged_offers[worker_id] = request
-    if worker_id is not None:
-        book.open_decode(request, book.workers.get(worker_id), now)
+    reasons = _DecodeReasons(book, request, job, source, book.workers.cluster.whole, able)
+    if worker_id is None:
+        reasons.note_wait(askable[-1], now)
+        return
+    asked = next((views for views in askable if any(view.worker_id == worker_id for view in views)), askable[-1])
+    choice = reasons.choice(worker_id, ranking, asked, now)
+    book.open_decode(request, book.workers.get(worker_id), now, choice)
+
+
+class _DecodeReasons:
+    """Finds, for one request that a decode worker is looked for, why the others were no candidates."""
+
+    def __init__(
+        self,
+        book: Book,
+        request: Request,
+        job: policy.Job,
+        source: Source | None,
+        workers: WorkerSubset,
+        able: list[WorkerView],
+    ) -> None:
+        """`able` are those of the workers that could ever take it."""
+        self._book = book
+        self._request = request
+        self._job = job
+        self._source = source
+        self._workers = workers
+        self._able = able
+        self._phase = PlacedPhase.WHOLE if source is None else PlacedPhase.DECODE
+
+    def choice(self, worker_id: str, ranking: Ranking, asked: list[WorkerView], now: float) -> policy.PlacementChoice:
+        """Returns why the worker was chosen. `asked` are those of the able ones that were not kept from it."""
+        request, terms = self._request, self._book.config.policy.decode_terms
+        chosen = self._workers.view(worker_id)
+        return policy.explain_choice(
+            self._phase,
+            self._job,
+            self._source,
+            chosen,
+            ranking,
+            terms,
+            now,
+            waited_s=now - request.waiting_since_s,
+            left_out=self._left_out(ranking.candidates or [chosen], asked, now),
+            before=request.story.vain_attempt,
+        )
+
+    def note_wait(self, asked: list[WorkerView], now: float) -> None:
+        if _may_note(self._request, self._phase, now):
+            attempt = policy.VainAttempt(self._phase, now, self._left_out((), asked, now))
+            self._request.story.vain_attempt = attempt
+
+    def _left_out(self, candidates: Sequence[WorkerView], asked: list[WorkerView], now: float) -> policy.LeftOutWorkers:
+        never = self._workers.fit(self._job).left_out_of_takers(self._source)
+        claimed: list[WorkerView] = []
+        if self._source is None and self._book.claims:
+            views = self._book.workers.cluster.whole.views()
+            claimed = [view for view in views if view.worker_id in self._book.claims and view.roles.can_decode]
+        num_left_out = len(self._able) - len(candidates) + len(claimed)
+
+        def left_out() -> Iterator[LeftOut]:
+            ids, compared = {view.worker_id for view in asked}, {view.worker_id for view in candidates}
+            yield from policy.left_out_of_decode(self._job, self._source, asked, compared)
+            for view in self._able:
+                if view.worker_id not in ids and view.worker_id not in compared:
+                    was_refused = not _may_ask(self._request, view, now)
+                    yield LeftOut(view.worker_id, WhyNot.REFUSED if was_refused else WhyNot.CLAIMED)
+            for view in claimed:
+                yield LeftOut(view.worker_id, WhyNot.CLAIMED)
+
+        return never.joined(left_out(), num_left_out)
+
+
+def _may_note(request: Request, phase: PlacedPhase, now: float) -> bool:
+    """Returns whether why the request waits is to be noted again."""
+    last = request.story.vain_attempt
+    return last is None or last.phase is not phase or now - last.at_s >= NOTE_S
 
 
 def _ways_past_claims(book: Book, request: Request, source: Source, able: list[WorkerView]) -> list[list[WorkerView]]:
@@ -281,16 +360,41 @@ def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
 
 def _start(book: Book, request: Request, line: _Line) -> bool:
     job, config = request.next_job(), book.config.policy
-    worker_id = policy.place_prefill(job, line.left_to(request), book.handoffs_in_flight, line.now, config)
+    ranking = Ranking()
+    worker_id = policy.place_prefill(job, line.left_to(request), book.handoffs_in_flight, line.now, config, ranking)
     if worker_id is None and book.workers.cluster.whole.fit(job).can_hand_over:
+        if _may_note(request, PlacedPhase.PREFILL, line.now):
+            left_out = _left_out_of_start(book, request, job, line, ())
+            request.story.vain_attempt = policy.VainAttempt(PlacedPhase.PREFILL, line.now, left_out)
         worker_id = _nearest_start(request, job, line, config) if line.is_aged(request) else None
         if worker_id is None:
             return False
     if worker_id is not None:
-        book.open_prefill(request, book.workers.get(worker_id), line.now)
+        chosen = line.left_to(request).view(worker_id)
+        choice = policy.explain_choice(
+            PlacedPhase.PREFILL,
+            job,
+            None,
+            chosen,
+            ranking,
+            config.prefill_terms,
+            line.now,
+            waited_s=line.now - request.waiting_since_s,
+            left_out=_left_out_of_start(book, request, job, line, ranking.candidates or [chosen]),
+            before=request.story.vain_attempt,
+        )
+        book.open_prefill(request, book.workers.get(worker_id), line.now, choice)
         line.note_start()
         return True
     return _start_whole(book, request, job, line)
+
+
+def _left_out_of_start(
+    book: Book, request: Request, job: policy.Job, line: _Line, candidates: Sequence[WorkerView]
+) -> policy.LeftOutWorkers:
+    whole = book.workers.cluster.whole
+    claimed = [view for view in whole.views() if view.worker_id in book.claims] if book.claims else []
+    return policy.left_out_of_start(job, line.left_to(request), claimed, candidates, book.config.policy)
 
 
 def _nearest_start(request: Request, job: policy.Job, line: _Line, config: policy.PolicyConfig) -> str | None:
@@ -313,11 +417,15 @@ def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> 
     """
     able = line.left_to(request).able(job, None)
     askable = [view for view in able if view.worker_id not in line.for_handoffs and _may_ask(request, view, line.now)]
-    worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy)
+    ranking = Ranking()
+    worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy, ranking)
+    reasons = _DecodeReasons(book, request, job, None, line.left_to(request), able)
     if worker_id is not None:
-        book.open_decode(request, book.workers.get(worker_id), line.now)
+        choice = reasons.choice(worker_id, ranking, askable, line.now)
+        book.open_decode(request, book.workers.get(worker_id), line.now, choice)
         line.note_start()
         return True
+    reasons.note_wait(askable, line.now)
     if line.is_aged(request) and (nearest := policy.nearest_to_room(job, None, able)) is not None:
         line.claim(nearest, request)
     return False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from services.router.coordinator.actions import Stage, StageEnded, Summary
 from services.router.coordinator.events import RequestSpec, WorkerInfo
-from services.router.policy import Fingerprint, Job, Load, Role
+from services.router.policy import Fingerprint, Job, Load, PlacementChoice, Role, VainAttempt
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2
@@ -168,6 +168,10 @@ class Story:
     prefill_wait_s: float | None = None
     prefill_compute_s: float | None = None
     worker_timings: list[types_pb2.PhaseTimings] = field(default_factory=list)
+    decode_choice: PlacementChoice | None = None
+    """Why it was the decode worker that was last asked."""
+    vain_attempt: VainAttempt | None = None
+    """The newest attempt to place it that found nobody and was noted, while it waits."""
 
 
 @dataclass(slots=True)
@@ -271,7 +275,17 @@ def leg_stage(request: Request, stage: Stage, leg: PlacedLeg, now: float, outcom
 
 def queue_stage(request: Request, now: float, *, outcome: str) -> StageEnded:
     attempt = request.story.num_retries + 1
-    return StageEnded(request.request_id, Stage.QUEUE, 0, "", attempt, request.phase_since_s, now, outcome)
+    return StageEnded(
+        request.request_id,
+        Stage.QUEUE,
+        0,
+        "",
+        attempt,
+        request.phase_since_s,
+        now,
+        outcome,
+        vain_attempt=request.story.vain_attempt,
+    )
 
 
 def place_stage(request: Request, started_s: float, now: float, outcome: str) -> StageEnded:
@@ -286,6 +300,8 @@ def place_stage(request: Request, started_s: float, now: float, outcome: str) ->
         now,
         outcome,
         num_refusals,
+        request.story.decode_choice,
+        request.story.vain_attempt,
     )
 
 

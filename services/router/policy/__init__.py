@@ -5,9 +5,21 @@ requests, clocks, I/O.
 """
 
 from services.router.policy.cluster import Cluster, WorkerSubset, can_decode, can_prefill, can_take_over
+from services.router.policy.explanation import (
+    LeftOut,
+    LeftOutWorkers,
+    PlacedPhase,
+    PlacementChoice,
+    Ranking,
+    VainAttempt,
+    WhyNot,
+    explain_choice,
+)
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
 from services.router.policy.known_cache import KnownCache
 from services.router.policy.placement import (
+    left_out_of_decode,
+    left_out_of_start,
     nearest_start,
     nearest_to_room,
     place_decode,
@@ -26,17 +38,27 @@ __all__ = [
     "HandoffsInFlight",
     "Job",
     "KnownCache",
+    "LeftOut",
+    "LeftOutWorkers",
     "Load",
+    "PlacedPhase",
+    "PlacementChoice",
     "PolicyConfig",
+    "Ranking",
     "Role",
     "Source",
     "Term",
+    "VainAttempt",
+    "WhyNot",
     "Work",
     "WorkerSubset",
     "WorkerView",
     "can_decode",
     "can_prefill",
     "can_take_over",
+    "explain_choice",
+    "left_out_of_decode",
+    "left_out_of_start",
     "nearest_start",
     "nearest_to_room",
     "place_decode",

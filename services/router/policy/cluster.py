@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from services.router.policy.explanation import MOST_NAMED, LeftOut, LeftOutWorkers, WhyNot
 from services.router.policy.views import Fingerprint, Job, Role, Source, WorkerView
 
 _MOST_FITS = 1024
@@ -217,6 +218,8 @@ class Fit:
         self._job = replace(job, block_hashes={})  # what is kept must not keep them in memory
         self._takers: dict[tuple[str, str], tuple[str, ...]] = {}
         self._starts: tuple[Start, ...] | None = None
+        self._left_out_of_starts: LeftOutWorkers | None = None
+        self._left_out_of_takers: dict[tuple[str, str] | None, LeftOutWorkers] = {}
         sources = (Source(view.worker_id, view.host_id, view.fingerprint) for view in views if can_prefill(job, view))
         self._sources = [source for source in sources if self.takers(source)]
 
@@ -253,6 +256,27 @@ class Fit:
             self._takers[key] = tuple(view.worker_id for view in views if can_take_over(self._job, source, view))
         return self._takers[key]
 
+    @property
+    def left_out_of_starts(self) -> LeftOutWorkers:
+        """Returns the workers that take prompts and are not among `starts`, with the reason."""
+        if self._left_out_of_starts is None:
+            starts = {start.worker_id for start in self.starts}
+            left = [view for view in self._views() if view.roles.can_prefill and view.worker_id not in starts]
+            named = [LeftOut(view.worker_id, self._why_no_start(view)) for view in left[:MOST_NAMED]]
+            self._left_out_of_starts = LeftOutWorkers(tuple(named), len(left))
+        return self._left_out_of_starts
+
+    def left_out_of_takers(self, source: Source | None) -> LeftOutWorkers:
+        """Returns the decode workers that could not take over from the source, with the reason; without a source, those
+        that could not run the whole of it."""
+        key = None if source is None else (source.worker_id, source.fingerprint.kv)
+        if key not in self._left_out_of_takers:
+            takers = self.decoders if source is None else self.takers(source)
+            left = [view for view in self._views() if view.roles.can_decode and view.worker_id not in takers]
+            named = [LeftOut(view.worker_id, self._why_no_taker(source, view)) for view in left[:MOST_NAMED]]
+            self._left_out_of_takers[key] = LeftOutWorkers(tuple(named), len(left))
+        return self._left_out_of_takers[key]
+
     def check(self, views: list[WorkerView]) -> None:
         """Raises AssertionError if it is not what these views, now, would make it."""
         fresh = Fit(self._cluster, views, self._job)
@@ -260,6 +284,31 @@ class Fit:
         for source in self._sources:
             assert self.takers(source) == fresh.takers(source)
         assert {start.worker_id for start in self.starts} == {start.worker_id for start in fresh.starts}
+        assert self.left_out_of_starts == fresh.left_out_of_starts
+
+    def _views(self) -> list[WorkerView]:
+        return [self._cluster.views[worker_id] for worker_id in self._worker_ids]
+
+    def _why_no_start(self, view: WorkerView) -> WhyNot:
+        if not view.ready:
+            return WhyNot.NOT_READY
+        if self._job.num_tokens >= view.context_tokens:
+            return WhyNot.TOO_LONG
+        if not _may_compute(self._job, view):
+            return WhyNot.OTHER_FINGERPRINT
+        if not self.takers(Source(view.worker_id, view.host_id, view.fingerprint)):
+            return WhyNot.NO_TAKER
+        return WhyNot.BLAMED if view.worker_id in self._job.avoid else WhyNot.UNTRIED
+
+    def _why_no_taker(self, source: Source | None, view: WorkerView) -> WhyNot:
+        job = self._job
+        if not view.ready:
+            return WhyNot.NOT_READY
+        if job.total_tokens > view.context_tokens or (source and import_blocks(job, view) > view.num_blocks):
+            return WhyNot.TOO_LONG
+        if source is not None and source.worker_id in view.barred:
+            return WhyNot.BARRED
+        return WhyNot.OTHER_FINGERPRINT
 
     def _has_tried_taker(self, source: Source) -> bool:
         views = self._cluster.views

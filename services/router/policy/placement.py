@@ -8,11 +8,13 @@ by worker id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.core.errors import ContextLengthExceeded
 from services.router.policy.cluster import Room, WorkerSubset, import_blocks, unblamed
+from services.router.policy.explanation import MOST_SCORED, LeftOut, LeftOutWorkers, Ranking, WhyNot
 from services.router.policy.terms import PolicyConfig, Term
 from services.router.policy.views import HandoffsInFlight, Job, Role, Source, WorkerView
 
@@ -36,9 +38,14 @@ def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, context_t
 
 
 def place_prefill(
-    job: Job, workers: WorkerSubset, handoffs_in_flight: HandoffsInFlight, now: float, config: PolicyConfig
+    job: Job,
+    workers: WorkerSubset,
+    handoffs_in_flight: HandoffsInFlight,
+    now: float,
+    config: PolicyConfig,
+    ranking: Ranking | None = None,
 ) -> str | None:
-    """Returns the worker for the prompt, or None to wait.
+    """Returns the worker for the prompt, or None to wait. `ranking` is given the candidates.
 
     `handoffs_in_flight` are those that no decode worker has admitted yet. A prefill starts only if decode workers have
     room for those and this one: a lease that no worker can take over fills its prefill worker. With none in flight, one
@@ -56,18 +63,23 @@ def place_prefill(
                 continue
         if _has_prefill_room(job, worker, config):
             candidates.append(worker)
-    return _best(candidates, job, None, now, config.prefill_terms)
+    return _best(candidates, job, None, now, config.prefill_terms, ranking)
 
 
 def place_decode(
-    job: Job, source: Source | None, able: list[WorkerView], now: float, config: PolicyConfig
+    job: Job,
+    source: Source | None,
+    able: list[WorkerView],
+    now: float,
+    config: PolicyConfig,
+    ranking: Ranking | None = None,
 ) -> str | None:
     """Returns the worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait.
 
-    `able` has the workers of `WorkerSubset.able` that may be asked.
+    `able` has the workers of `WorkerSubset.able` that may be asked. `ranking` is given the candidates.
     """
     candidates = [worker for worker in _tried(unblamed(able, job), source) if _has_room_to_decode(job, source, worker)]
-    return _best(candidates, job, source, now, config.decode_terms)
+    return _best(candidates, job, source, now, config.decode_terms, ranking)
 
 
 def nearest_to_room(job: Job, source: Source | None, able: list[WorkerView]) -> str | None:
@@ -157,6 +169,7 @@ def _best(
     source: Source | None,
     now: float,
     terms: Sequence[tuple[float, Term]],
+    ranking: Ranking | None = None,
 ) -> str | None:
     if not candidates:
         return None
@@ -167,4 +180,65 @@ def _best(
             score += weight * term(worker, job, source, now)
         return -score, worker.worker_id
 
-    return min(candidates, key=rank).worker_id
+    if ranking is None:
+        return min(candidates, key=rank).worker_id
+    ranking.candidates = candidates
+    ranking.best = heapq.nsmallest(MOST_SCORED, zip(map(rank, candidates), candidates, strict=True))
+    return ranking.best[0][1].worker_id
+
+
+# Who was no candidate
+
+
+def left_out_of_start(
+    job: Job,
+    workers: WorkerSubset,
+    claimed: Sequence[WorkerView],
+    candidates: Sequence[WorkerView],
+    config: PolicyConfig,
+) -> LeftOutWorkers:
+    """Returns the workers with the role that were no candidates in `place_prefill`, and why.
+
+    `claimed` are those that `workers` leaves out; `candidates` are those that had room.
+    """
+    fit = workers.fit(job)
+    claimed = [worker for worker in claimed if worker.roles.can_prefill]
+    num_without_room = len(fit.starts) - len(candidates)
+    if not num_without_room and not claimed:
+        return fit.left_out_of_starts
+
+    def first() -> Iterator[LeftOut]:
+        had_room = {worker.worker_id for worker in candidates}
+        for start in fit.starts:
+            if start.worker_id not in had_room:
+                yield LeftOut(start.worker_id, _why_no_start(job, workers.view(start.worker_id), config))
+        for worker in claimed:
+            yield LeftOut(worker.worker_id, WhyNot.CLAIMED)
+
+    return fit.left_out_of_starts.joined(first(), num_without_room + len(claimed))
+
+
+def left_out_of_decode(
+    job: Job, source: Source | None, able: list[WorkerView], candidates: Collection[str]
+) -> Iterable[LeftOut]:
+    """Yields those of the `able` ones given to `place_decode` that were no candidates, and why."""
+    fair = {worker.worker_id for worker in unblamed(able, job)}
+    tried = {worker.worker_id for worker in _tried(unblamed(able, job), source)}
+    for worker in able:
+        if worker.worker_id in candidates:
+            continue
+        if worker.worker_id not in fair:
+            why = WhyNot.BLAMED
+        elif worker.worker_id not in tried:
+            why = WhyNot.UNTRIED
+        else:
+            lacks_blocks = worker.available_blocks < import_blocks(job, worker)
+            why = WhyNot.NO_BLOCKS if lacks_blocks else WhyNot.FULL_BATCH
+        yield LeftOut(worker.worker_id, why)
+
+
+def _why_no_start(job: Job, worker: WorkerView, config: PolicyConfig) -> WhyNot:
+    if _has_prefill_room(job, worker, config):
+        return WhyNot.NO_DECODE_ROOM
+    lacks_blocks = worker.available_blocks < worker.blocks_for(job.num_tokens)
+    return WhyNot.NO_BLOCKS if lacks_blocks else WhyNot.QUEUE_LIMIT

@@ -11,7 +11,8 @@ from baton.v1 import inference_pb2
 from services.core.errors import BatonError, Cancelled
 from services.router.coordinator.actions import SendLeg, Stage, StageEnded, Summary
 from services.router.coordinator.events import FinishReason
-from services.router.policy import Role
+from services.router.policy import PlacementChoice, Role
+from services.router.policy.explanation import ScoredWorker
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Attributes, OpenSpan, Tracer
 
@@ -64,6 +65,8 @@ class RequestTrace:
         span = self._tracer.start(
             stage, request_id=self._request_id, start_s=now, parent=self.traceparent, attributes=attributes
         )
+        if command.choice is not None and span.is_recorded:
+            span.set(_why(command.choice))
         self._legs[command.leg] = span
         return span.traceparent
 
@@ -81,6 +84,8 @@ class RequestTrace:
             return
         if ended.stage is Stage.PLACE:
             attributes = {**attributes, Attr.NUM_REFUSALS: ended.num_refusals}
+            if ended.choice is not None and self._root.is_recorded:
+                attributes = {**attributes, **_why(ended.choice)}
         elif ended.attempt > 1:
             self._root.event(Event.RETRY, ended.started_s, {Attr.ATTEMPT: ended.attempt})
         self._child(_NAMES[ended.stage], ended.started_s, ended.ended_s, attributes)
@@ -138,6 +143,24 @@ def _asked_for(request: inference_pb2.GenerateRequest, model_id: str, *, stream:
         Attr.CONVERSATION_ID: request.session or None,
         Attr.PRIORITY: request.priority or None,
     }
+
+
+def _why(choice: PlacementChoice) -> Attributes:
+    """Returns why the worker was chosen, and what the next best had: seven attributes at most."""
+    verdict, other = choice.verdict(), choice.runner_up
+    return {
+        Attr.PLACEMENT_DECIDED_BY: verdict.term or verdict.decider.value,
+        Attr.PLACEMENT_NUM_CANDIDATES: choice.num_candidates,
+        Attr.PLACEMENT_SCORE: choice.winner.score,
+        Attr.PLACEMENT_TERMS: _terms(choice, choice.winner),
+        Attr.RUNNER_UP: other.worker_id if other is not None else None,
+        Attr.RUNNER_UP_SCORE: other.score if other is not None else None,
+        Attr.RUNNER_UP_TERMS: _terms(choice, other) if other is not None else None,
+    }
+
+
+def _terms(choice: PlacementChoice, scored: ScoredWorker) -> list[str]:
+    return [f"{name}={value:.4g}" for name, value in choice.weighted(scored)]
 
 
 def error_outcome(error: BaseException) -> str:

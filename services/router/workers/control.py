@@ -8,14 +8,16 @@ from collections import Counter
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.core.clock import Clock
 from services.core.config import DAY_S
-from services.core.errors import InvalidRequest
+from services.core.errors import InvalidRequest, UnknownRequest
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
+from services.router.front.validation import MAX_LABEL_CHARS
 from services.router.policy.health import Health, HealthRecord
 from services.router.telemetry.recent_requests import LONGEST_S, RecentRequest
 from services.router.workers.description import check_worker_id
+from services.router.workers.explained import explained
 from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.ControlService"
@@ -101,6 +103,18 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.ListRecentRequestsResponse(
             requests=[_recent(each, now) for each in model.metrics.recent.since(since_s)]
         )
+
+    async def Explain(self, request: control_pb2.ExplainRequest, context: CallContext) -> control_pb2.ExplainResponse:
+        if not request.request_id:
+            raise InvalidRequest("request_id", "is empty")
+        found = explained(self._catalogue.all(), request.request_id, self._clock.now())
+        if not found:
+            named = request.request_id[:MAX_LABEL_CHARS]
+            raise UnknownRequest(
+                f"nothing is remembered of a request {named!r}: it was refused on arrival, ended too long ago, or "
+                "never came"
+            )
+        return control_pb2.ExplainResponse(requests=found)
 
     def _worker(self, conductor: Conductor, worker: Worker) -> control_pb2.WorkerStatus:
         description = worker.info.description

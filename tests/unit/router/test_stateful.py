@@ -37,6 +37,7 @@ from tests.support.fake_cluster import (
     finish_of,
     reference,
 )
+from tests.support.router_bench import check_choice
 
 ROLES = {
     "split": {"p1": Role.PREFILL, "p2": Role.PREFILL, "d1": Role.DECODE, "d2": Role.DECODE},
@@ -308,6 +309,8 @@ class ClusterLife(RuleBasedStateMachine):
         for action in self.coordinator.take_actions():
             match action:
                 case SendLeg() | CancelLeg():
+                    if isinstance(action, SendLeg):
+                        check_choice(action, self.coordinator)
                     worker = self.workers[action.worker.worker_id]
                     if worker.connected and worker.info.incarnation == action.worker.incarnation:
                         worker.inbox.append(action)

@@ -41,6 +41,7 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.MessageTooLarge: Kind(413, _INVALID),
     errors.UnknownModel: Kind(404, _INVALID, "model_not_found"),
     errors.UnknownWorker: Kind(404, _INVALID),
+    errors.UnknownRequest: Kind(404, _INVALID),
     errors.DuplicateRequest: Kind(409, _INVALID),
     errors.Overloaded: Kind(429, "rate_limit_error"),
     errors.NoWorker: _UNAVAILABLE,

@@ -1,0 +1,22 @@
+"""Lays out what commands print: columns, and texts of unknown length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_CELL_CHARS = 48
+
+
+def clip(text: str, most: int = _MOST_CELL_CHARS) -> str:
+    """Returns the text, or its beginning: one worker's long name must not push all others off the screen."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines with columns as wide as their widest cell; numbers are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(_pad(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _pad(cell: str, width: int) -> str:
+    return cell.rjust(width) if cell[:1].isdigit() and ":" not in cell else cell.ljust(width)

@@ -1,0 +1,267 @@
+"""Records why a worker was chosen: every candidate's terms, who was left out and why, and what decided. Pure.
+
+Owns: the record of one choice and what follows from it. Never: the choice itself (`placement.py`), or how records are
+kept and shown. A record is made for each placement, so it only holds on to what the choice looked at; the terms are
+computed again when somebody asks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from services.router.policy.terms import Term
+from services.router.policy.views import Job, Source, WorkerView
+
+MOST_SCORED = 5
+"""The most candidates that a record keeps."""
+MOST_NAMED = 8
+"""The most workers that a record names as left out."""
+
+
+class Ranking:
+    """Is given the candidates of one choice, as they were compared."""
+
+    __slots__ = ("best", "candidates")
+
+    def __init__(self) -> None:
+        self.candidates: Sequence[WorkerView] = ()
+        self.best: Sequence[tuple[tuple[float, str], WorkerView]] = ()
+        """The best of them, the winner first, with what they were compared by: (the score's negative, the worker id).
+        At most `MOST_SCORED`."""
+
+
+class PlacedPhase(enum.Enum):
+    """Says what a worker was chosen for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    """A handoff was to be taken over."""
+    WHOLE = "whole"
+    """A decode worker was to run the whole sequence."""
+
+
+class WhyNot(enum.Enum):
+    """Says by which filter a worker was left out of a choice; the values are words for people."""
+
+    NOT_READY = "not ready"
+    TOO_LONG = "cannot hold so long a sequence"
+    OTHER_FINGERPRINT = "computes something else"
+    BARRED = "transfers from the source fail"
+    NO_TAKER = "no decode worker could take over from it"
+    BLAMED = "failed under this request"
+    UNTRIED = "no transfer has proven the pair yet"
+    CLAIMED = "kept for a request that has waited too long"
+    REFUSED = "refused this handoff just now"
+    NO_BLOCKS = "no room: too few blocks"
+    FULL_BATCH = "no room: its batch is full"
+    QUEUE_LIMIT = "no room: its queue is at the limit"
+    NO_DECODE_ROOM = "no room at decode workers for one more handoff"
+
+
+class LeftOut(NamedTuple):
+    worker_id: str
+    why: WhyNot
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutWorkers:
+    """Names some of the workers that had the role, and were no candidates."""
+
+    named: tuple[LeftOut, ...] = ()
+    """At most `MOST_NAMED`."""
+    number: int = 0
+    """All of them, named or not."""
+
+    def joined(self, first: Iterable[LeftOut], num_first: int) -> LeftOutWorkers:
+        """Returns these after `num_first` others, of which only as many are looked at as are named."""
+        if not num_first:
+            return self
+        named = tuple(islice(first, MOST_NAMED))
+        return LeftOutWorkers((named + self.named)[:MOST_NAMED], num_first + self.number)
+
+
+NOBODY_LEFT_OUT = LeftOutWorkers()
+
+
+class ScoredWorker(NamedTuple):
+    """Holds a candidate's score and what it was made of, and what the choice would have cost there."""
+
+    worker_id: str
+    score: float
+    values: tuple[float, ...]
+    """Each term's value, in the order of `PlacementChoice.terms`."""
+    queued_tokens: int
+    """Prompt tokens that wait there."""
+    ms_per_prefill_token: float
+    """As calibrated; 0 if it is not."""
+    step_ms: float
+    """A decode step with this sequence in it; 0 if it is not calibrated, or the choice was of a prefill worker."""
+
+    @property
+    def queue_ms(self) -> float | None:
+        """Returns how long the prompt would wait for its turn; None without calibrated costs."""
+        return self.queued_tokens * self.ms_per_prefill_token if self.ms_per_prefill_token else None
+
+
+@dataclass(frozen=True, slots=True)
+class VainAttempt:
+    """Records an attempt to place that found nobody: the request goes on waiting."""
+
+    phase: PlacedPhase
+    at_s: float
+    left_out: LeftOutWorkers
+
+
+class Decider(enum.Enum):
+    """Says what decided between the winner and the runner-up."""
+
+    TERM = "term"
+    """The scores; the term named has the largest weighted difference."""
+    TIE = "tie"
+    """Nothing: the scores are equal, and the lower worker id wins."""
+    ONLY = "only"
+    """There was one candidate."""
+    AGED = "aged"
+    """Not the scores: the request had waited too long, and goes to the worker nearest to having room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Says why the winner won, and what the runner-up would have cost."""
+
+    decider: Decider
+    term: str = ""
+    """The term's name, if a term decided."""
+    term_difference: float = 0.0
+    """By how much the winner's weighted value of that term is higher."""
+    score_difference: float = 0.0
+    """By how much the winner's score is higher."""
+    queue_ms: float | None = None
+    """How much longer the prompt would have waited for its turn at the runner-up; negative: shorter. None without a
+    runner-up, without calibrated costs, or for a decode."""
+    step_ms: float | None = None
+    """How much longer a decode step would have been there; None as above, or for a prefill."""
+
+
+@dataclass(slots=True, eq=False)
+class PlacementChoice:
+    """Records one choice of a worker. It never changes, as far as others see."""
+
+    phase: PlacedPhase
+    at_s: float
+    waited_s: float
+    """How long the request had been waiting for this."""
+    is_aged: bool
+    """Whether it went to the worker nearest to having room, whatever its score."""
+    terms: Sequence[tuple[float, Term]]
+    """The weights and terms of the phase."""
+    num_candidates: int
+    left_out: LeftOutWorkers
+    before: VainAttempt | None
+    """The last attempt of this wait that found nobody, as far as noted."""
+    _best: Sequence[tuple[tuple[float, str], WorkerView]]
+    _looked_at: tuple[Job, Source | None] | None
+    """What the terms looked at beside the workers, until they have been computed again."""
+    _scored: tuple[ScoredWorker, ...] = ()
+
+    @property
+    def scored(self) -> tuple[ScoredWorker, ...]:
+        """Returns the winner, then the best of the others, best first; at most `MOST_SCORED`."""
+        if self._looked_at is not None:
+            job, source = self._looked_at
+            self._scored = tuple([self._score(rank, view, job, source) for rank, view in self._best])
+            self._best, self._looked_at = (), None
+        return self._scored
+
+    @property
+    def winner(self) -> ScoredWorker:
+        return self.scored[0]
+
+    @property
+    def runner_up(self) -> ScoredWorker | None:
+        return self.scored[1] if len(self.scored) > 1 else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns about how much memory it takes, with the workers as they were."""
+        num_named = len(self.left_out.named) + (len(self.before.left_out.named) if self.before else 0)
+        num_workers = max(len(self._best), len(self._scored))
+        return 600 + num_workers * (800 + 32 * len(self.terms)) + 64 * num_named
+
+    def _score(self, rank: tuple[float, str], view: WorkerView, job: Job, source: Source | None) -> ScoredWorker:
+        values = tuple([term(view, job, source, self.at_s) for _, term in self.terms])
+        load, step_ms = view.load, 0.0
+        if self.phase is not PlacedPhase.PREFILL and load.ms_per_decode_step:
+            step_ms = view.step_ms(view.num_sequences + 1)
+        return ScoredWorker(view.worker_id, -rank[0], values, view.queued_tokens, load.ms_per_prefill_token, step_ms)
+
+    def weighted(self, scored: ScoredWorker) -> list[tuple[str, float]]:
+        """Returns each term's name with its weighted value; the values add up to the score."""
+        return [
+            (term_name(term), weight * value) for (weight, term), value in zip(self.terms, scored.values, strict=True)
+        ]
+
+    def verdict(self) -> Verdict:
+        if self.is_aged:
+            return Verdict(Decider.AGED)
+        winner, other = self.winner, self.runner_up
+        if other is None:
+            return Verdict(Decider.ONLY)
+        queue_ms = step_ms = None
+        if self.phase is not PlacedPhase.DECODE and winner.queue_ms is not None and other.queue_ms is not None:
+            queue_ms = other.queue_ms - winner.queue_ms
+        if self.phase is not PlacedPhase.PREFILL and winner.step_ms and other.step_ms:
+            step_ms = other.step_ms - winner.step_ms
+        if winner.score == other.score:
+            return Verdict(Decider.TIE, queue_ms=queue_ms, step_ms=step_ms)
+        pairs = zip(self.weighted(winner), self.weighted(other), strict=True)
+        difference, term = max(((mine - theirs, name) for (name, mine), (_, theirs) in pairs), key=lambda each: each[0])
+        return Verdict(Decider.TERM, term, difference, winner.score - other.score, queue_ms, step_ms)
+
+
+def term_name(term: Term) -> str:
+    return str(getattr(term, "__name__", "unnamed"))
+
+
+def explain_choice(
+    phase: PlacedPhase,
+    job: Job,
+    source: Source | None,
+    chosen: WorkerView,
+    ranking: Ranking,
+    terms: Sequence[tuple[float, Term]],
+    now: float,
+    *,
+    waited_s: float,
+    left_out: LeftOutWorkers,
+    before: VainAttempt | None = None,
+) -> PlacementChoice:
+    """Returns the record of a choice. To be called before anything has changed since.
+
+    `ranking` is empty if `chosen` was taken without comparing, as the worker nearest to having room.
+    """
+    best, is_aged = ranking.best, not ranking.best
+    if is_aged:
+        score = 0.0
+        for weight, term in terms:
+            score += weight * term(chosen, job, source, now)
+        best = (((-score, chosen.worker_id), chosen),)
+    choice = PlacementChoice(
+        phase,
+        now,
+        waited_s,
+        is_aged,
+        terms,
+        len(ranking.candidates),
+        left_out,
+        before,
+        best,
+        (job, source),
+    )
+    if chosen.cache is not None:  # the only part of a view that changes, and jobs have their hashes then
+        _ = choice.scored
+    return choice

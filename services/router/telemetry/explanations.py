@@ -1,0 +1,106 @@
+"""Remembers, for `baton explain`, why recent requests of one model were placed as they were. No text, no token. Pure.
+
+Owns: the memory and its bounds. Never: a clock, or what decided (`services.router.policy.explanation`). Requests that
+live are found too; of those that have ended, the oldest are forgotten first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.router.policy import PlacementChoice, VainAttempt
+
+MOST_REQUESTS = 4096
+"""The most requests of one model that are remembered after their end."""
+MOST_BYTES = 16 << 20
+"""The memory that the records of one model may take; of a live request the newest is kept whatever it takes."""
+MOST_CHOICES = 16
+"""The most choices that are kept of one request: the first, and the newest."""
+_REQUEST_BYTES = 700
+_CHOICE_BYTES = 100
+
+
+@dataclass(slots=True)
+class ExplainedChoice:
+    """Holds one choice of a worker, and what became of the leg."""
+
+    leg: int
+    attempt: int
+    choice: PlacementChoice
+    outcome: str = ""
+    """How the leg ended; empty while it runs."""
+
+
+@dataclass(slots=True, eq=False)
+class ExplainedRequest:
+    """Holds the choices that were made for one request."""
+
+    request_id: str
+    arrived_s: float
+    choices: list[ExplainedChoice] = field(default_factory=list)
+    """In the order in which they were made."""
+    num_forgotten: int = 0
+    """Choices that were made between the first and the rest, and are no longer kept."""
+    is_live: bool = True
+    unplaced: VainAttempt | None = None
+    """If it has ended while it waited for a worker, the last attempt that found nobody."""
+    num_bytes: int = _REQUEST_BYTES
+
+
+class Explanations:
+    def __init__(self, most_requests: int = MOST_REQUESTS, most_bytes: int = MOST_BYTES) -> None:
+        self._most_requests = most_requests
+        self._most_bytes = most_bytes
+        self._by_id: dict[str, list[ExplainedRequest]] = {}
+        """Each list in the order of arrival."""
+        self._ended: deque[ExplainedRequest] = deque()
+        self.num_bytes = 0
+
+    def begin(self, request_id: str, now: float) -> ExplainedRequest:
+        """Returns the record of a request that has arrived. It is kept at least until its `end`."""
+        request = ExplainedRequest(request_id, now)
+        self._by_id.setdefault(request_id, []).append(request)
+        self.num_bytes += request.num_bytes
+        self._forget()
+        return request
+
+    def placed(self, request: ExplainedRequest, leg: int, attempt: int, choice: PlacementChoice) -> None:
+        request.choices.append(ExplainedChoice(leg, attempt, choice))
+        self._count(request, choice.num_bytes + _CHOICE_BYTES)
+        self._forget()
+        over = self.num_bytes > self._most_bytes
+        while len(request.choices) > (1 if over else MOST_CHOICES):
+            dropped = request.choices.pop(0 if over else 1)
+            request.num_forgotten += 1
+            self._count(request, -dropped.choice.num_bytes - _CHOICE_BYTES)
+
+    def leg_ended(self, request: ExplainedRequest, leg: int, outcome: str) -> None:
+        for each in reversed(request.choices):
+            if each.leg == leg:
+                each.outcome = outcome
+                return
+
+    def end(self, request: ExplainedRequest) -> None:
+        """Notes that the request has ended: it may be forgotten from now on."""
+        if request.is_live:
+            request.is_live = False
+            self._ended.append(request)
+            self._forget()
+
+    def find(self, request_id: str) -> list[ExplainedRequest]:
+        """Returns the requests of that id which are remembered, the newest first; a client may use an id again."""
+        return self._by_id.get(request_id, [])[::-1]
+
+    def _count(self, request: ExplainedRequest, num_bytes: int) -> None:
+        request.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def _forget(self) -> None:
+        while self._ended and (len(self._ended) > self._most_requests or self.num_bytes > self._most_bytes):
+            request = self._ended.popleft()
+            self.num_bytes -= request.num_bytes
+            same_id = self._by_id[request.request_id]
+            same_id.remove(request)
+            if not same_id:
+                del self._by_id[request.request_id]

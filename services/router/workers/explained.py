@@ -1,0 +1,93 @@
+"""Writes down why requests were placed as they were, as ControlService tells it.
+
+Owns: the messages. Never: what is remembered (`telemetry/explanations.py`), or what decided (`policy/explanation.py`).
+"""
+
+from __future__ import annotations
+
+from baton.v1 import control_pb2
+from services.router.catalogue import ServedModel
+from services.router.policy import LeftOutWorkers, PlacedPhase, PlacementChoice, VainAttempt, WhyNot
+from services.router.policy.explanation import Decider, Verdict, term_name
+from services.router.telemetry.explanations import ExplainedChoice, ExplainedRequest
+
+MOST_ANSWERED = 8
+"""The most requests of one id that are answered with."""
+
+_PHASES = {phase: f"PLACED_PHASE_{phase.name}" for phase in PlacedPhase}
+_REASONS = {why: f"LEFT_OUT_REASON_{why.name}" for why in WhyNot}
+_DECIDERS = {decider: f"DECIDER_{decider.name}" for decider in Decider}
+
+
+def explained(models: list[ServedModel], request_id: str, now: float) -> list[control_pb2.ExplainedRequest]:
+    """Returns what the models remember of requests of that id, the newest first, at most `MOST_ANSWERED`."""
+    found = [(model, each) for model in models for each in model.conductor.explanations.find(request_id)]
+    found.sort(key=lambda pair: -pair[1].arrived_s)
+    return [_request(model, each, now) for model, each in found[:MOST_ANSWERED]]
+
+
+def _request(model: ServedModel, request: ExplainedRequest, now: float) -> control_pb2.ExplainedRequest:
+    vain = request.unplaced
+    if request.is_live:
+        waits = model.conductor.coordinator.wait_of(request.request_id)
+        vain = waits[1] if waits is not None else None
+    return control_pb2.ExplainedRequest(
+        request_id=request.request_id,
+        model=model.model_id,
+        age_us=_us(now - request.arrived_s),
+        live=request.is_live,
+        choices=[_choice(each, now) for each in request.choices],
+        num_forgotten=request.num_forgotten,
+        waiting=_vain(vain, now) if vain is not None else None,
+    )
+
+
+def _choice(placed: ExplainedChoice, now: float) -> control_pb2.PlacementChoice:
+    choice = placed.choice
+    return control_pb2.PlacementChoice(
+        phase=_PHASES[choice.phase],
+        leg=placed.leg,
+        attempt=placed.attempt,
+        age_us=_us(now - choice.at_s),
+        waited_us=_us(choice.waited_s),
+        outcome=placed.outcome,
+        terms=[control_pb2.PlacementTerm(name=term_name(term), weight=weight) for weight, term in choice.terms],
+        candidates=[
+            control_pb2.PlacementCandidate(worker_id=each.worker_id, score=each.score, values=each.values)
+            for each in choice.scored
+        ],
+        num_candidates=choice.num_candidates,
+        left_out=_left_out(choice.left_out),
+        num_left_out=choice.left_out.number,
+        verdict=_verdict(choice),
+        before=_vain(choice.before, now) if choice.before is not None else None,
+    )
+
+
+def _verdict(choice: PlacementChoice) -> control_pb2.PlacementVerdict:
+    verdict: Verdict = choice.verdict()
+    return control_pb2.PlacementVerdict(
+        decider=_DECIDERS[verdict.decider],
+        term=verdict.term,
+        term_difference=verdict.term_difference,
+        score_difference=verdict.score_difference,
+        queue_ms=verdict.queue_ms,
+        step_ms=verdict.step_ms,
+    )
+
+
+def _vain(attempt: VainAttempt, now: float) -> control_pb2.VainAttempt:
+    return control_pb2.VainAttempt(
+        phase=_PHASES[attempt.phase],
+        age_us=_us(now - attempt.at_s),
+        left_out=_left_out(attempt.left_out),
+        num_left_out=attempt.left_out.number,
+    )
+
+
+def _left_out(workers: LeftOutWorkers) -> list[control_pb2.LeftOutWorker]:
+    return [control_pb2.LeftOutWorker(worker_id=each.worker_id, reason=_REASONS[each.why]) for each in workers.named]
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
