@@ -25,47 +25,47 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xd5\x02\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x05roles\x18\x02 \x03(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x07 \x01(\x05\x12\x15\n\rmax_model_len\x18\x08 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\x05\x12\x0f\n\x07host_id\x18\x0b \x01(\t\x12\x12\n\nvocab_size\x18\x0c \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12*\n\x0b\x66ingerprint\x18\x0e \x01(\x0b\x32\x15.baton.v1.Fingerprint\x12\x0f\n\x07kernels\x18\x0f \x01(\t\">\n\x0fRegisterRequest\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\"C\n\x10RegisterResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x13\n\x0binterval_ms\x18\x02 \x01(\x05\"\x12\n\x10GetStatusRequest\"\xb0\x02\n\x11GetStatusResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x12\n\nrouter_pid\x18\x02 \x01(\x05\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x12\n\nnum_queued\x18\x05 \x01(\x05\x12\x16\n\x0enum_prefilling\x18\x06 \x01(\x05\x12\x12\n\nnum_parked\x18\x07 \x01(\x05\x12\x14\n\x0cnum_decoding\x18\x08 \x01(\x05\x12%\n\x06models\x18\t \x03(\x0b\x32\x15.baton.v1.ModelStatus\x12#\n\x05pairs\x18\n \x03(\x0b\x32\x14.baton.v1.PairStatus\x12\x11\n\thttp_port\x18\x0b \x01(\x05\"\xa7\x01\n\x0bModelStatus\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x13\n\x0bnum_workers\x18\x04 \x01(\x05\x12\x12\n\nnum_queued\x18\x05 \x01(\x05\x12\x10\n\x08num_live\x18\x06 \x01(\x05\x12$\n\tkv_groups\x18\x07 \x03(\x0b\x32\x11.baton.v1.KVGroup\")\n\x07KVGroup\x12\n\n\x02kv\x18\x01 \x01(\t\x12\x12\n\nworker_ids\x18\x02 \x03(\t\"\x9c\x01\n\nPairStatus\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.baton.v1.PairState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x13.baton.v1.TransportH\x00\x88\x01\x01\x42\x0c\n\n_transport\"\xd7\x01\n\x0cWorkerStatus\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12\x13\n\x0bload_age_ms\x18\x04 \x01(\x03\x12\x13\n\x0bhas_session\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x14\n\x0cnum_requests\x18\x07 \x01(\x05\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_deadline_ms\";\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x14\n\x0cnum_migrated\x18\x02 \x01(\x05\"P\n\x19ListRecentRequestsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\twithin_ms\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x0c\n\n_within_ms\"G\n\x1aListRecentRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RecentRequest\"\xcb\x01\n\rRecentRequest\x12\x0e\n\x06\x61ge_us\x18\x01 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x15\n\routput_tokens\x18\x03 \x01(\x05\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x14\n\x07ttft_us\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x10\n\x08total_us\x18\x07 \x01(\x03\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokensB\n\n\x08_ttft_us*\xa6\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_JOINING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x15\n\x11WORKER_STATE_DOWN\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_LEFT\x10\x05*n\n\tPairState\x12\x1a\n\x16PAIR_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13PAIR_STATE_UNPROVEN\x10\x01\x12\x15\n\x11PAIR_STATE_PROVEN\x10\x02\x12\x15\n\x11PAIR_STATE_BROKEN\x10\x03\x32\xf1\x01\n\x0e\x43ontrolService\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12_\n\x12ListRecentRequests\x12#.baton.v1.ListRecentRequestsRequest\x1a$.baton.v1.ListRecentRequestsResponse2T\n\x0fRegistryService\x12\x41\n\x08Register\x12\x19.baton.v1.RegisterRequest\x1a\x1a.baton.v1.RegisterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xf9\x02\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x05roles\x18\x02 \x03(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x12\n\nnum_blocks\x18\x07 \x01(\x05\x12\x15\n\rmax_model_len\x18\x08 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\x05\x12\x0f\n\x07host_id\x18\x0b \x01(\t\x12\x12\n\nvocab_size\x18\x0c \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12*\n\x0b\x66ingerprint\x18\x0e \x01(\x0b\x32\x15.baton.v1.Fingerprint\x12\x0f\n\x07kernels\x18\x0f \x01(\t\x12\x15\n\x08\x63\x61pacity\x18\x10 \x01(\x01H\x00\x88\x01\x01\x42\x0b\n\t_capacity\">\n\x0fRegisterRequest\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\"C\n\x10RegisterResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x13\n\x0binterval_ms\x18\x02 \x01(\x05\"\x12\n\x10GetStatusRequest\"\xb0\x02\n\x11GetStatusResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x12\n\nrouter_pid\x18\x02 \x01(\x05\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x12\n\nnum_queued\x18\x05 \x01(\x05\x12\x16\n\x0enum_prefilling\x18\x06 \x01(\x05\x12\x12\n\nnum_parked\x18\x07 \x01(\x05\x12\x14\n\x0cnum_decoding\x18\x08 \x01(\x05\x12%\n\x06models\x18\t \x03(\x0b\x32\x15.baton.v1.ModelStatus\x12#\n\x05pairs\x18\n \x03(\x0b\x32\x14.baton.v1.PairStatus\x12\x11\n\thttp_port\x18\x0b \x01(\x05\"\xa7\x01\n\x0bModelStatus\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x13\n\x0bnum_workers\x18\x04 \x01(\x05\x12\x12\n\nnum_queued\x18\x05 \x01(\x05\x12\x10\n\x08num_live\x18\x06 \x01(\x05\x12$\n\tkv_groups\x18\x07 \x03(\x0b\x32\x11.baton.v1.KVGroup\")\n\x07KVGroup\x12\n\n\x02kv\x18\x01 \x01(\t\x12\x12\n\nworker_ids\x18\x02 \x03(\t\"\x9c\x01\n\nPairStatus\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.baton.v1.PairState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x13.baton.v1.TransportH\x00\x88\x01\x01\x42\x0c\n\n_transport\"\xd7\x01\n\x0cWorkerStatus\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12\x13\n\x0bload_age_ms\x18\x04 \x01(\x03\x12\x13\n\x0bhas_session\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x14\n\x0cnum_requests\x18\x07 \x01(\x05\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_deadline_ms\";\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x14\n\x0cnum_migrated\x18\x02 \x01(\x05\"P\n\x19ListRecentRequestsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\twithin_ms\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x0c\n\n_within_ms\"G\n\x1aListRecentRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RecentRequest\"\xcb\x01\n\rRecentRequest\x12\x0e\n\x06\x61ge_us\x18\x01 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x15\n\routput_tokens\x18\x03 \x01(\x05\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x14\n\x07ttft_us\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x10\n\x08total_us\x18\x07 \x01(\x03\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokensB\n\n\x08_ttft_us*\xa6\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_JOINING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x15\n\x11WORKER_STATE_DOWN\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_LEFT\x10\x05*n\n\tPairState\x12\x1a\n\x16PAIR_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13PAIR_STATE_UNPROVEN\x10\x01\x12\x15\n\x11PAIR_STATE_PROVEN\x10\x02\x12\x15\n\x11PAIR_STATE_BROKEN\x10\x03\x32\xf1\x01\n\x0e\x43ontrolService\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12_\n\x12ListRecentRequests\x12#.baton.v1.ListRecentRequestsRequest\x1a$.baton.v1.ListRecentRequestsResponse2T\n\x0fRegistryService\x12\x41\n\x08Register\x12\x19.baton.v1.RegisterRequest\x1a\x1a.baton.v1.RegisterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1952
-  _globals['_WORKERSTATE']._serialized_end=2118
-  _globals['_PAIRSTATE']._serialized_start=2120
-  _globals['_PAIRSTATE']._serialized_end=2230
+  _globals['_WORKERSTATE']._serialized_start=1988
+  _globals['_WORKERSTATE']._serialized_end=2154
+  _globals['_PAIRSTATE']._serialized_start=2156
+  _globals['_PAIRSTATE']._serialized_end=2266
   _globals['_WORKERDESCRIPTION']._serialized_start=59
-  _globals['_WORKERDESCRIPTION']._serialized_end=400
-  _globals['_REGISTERREQUEST']._serialized_start=402
-  _globals['_REGISTERREQUEST']._serialized_end=464
-  _globals['_REGISTERRESPONSE']._serialized_start=466
-  _globals['_REGISTERRESPONSE']._serialized_end=533
-  _globals['_GETSTATUSREQUEST']._serialized_start=535
-  _globals['_GETSTATUSREQUEST']._serialized_end=553
-  _globals['_GETSTATUSRESPONSE']._serialized_start=556
-  _globals['_GETSTATUSRESPONSE']._serialized_end=860
-  _globals['_MODELSTATUS']._serialized_start=863
-  _globals['_MODELSTATUS']._serialized_end=1030
-  _globals['_KVGROUP']._serialized_start=1032
-  _globals['_KVGROUP']._serialized_end=1073
-  _globals['_PAIRSTATUS']._serialized_start=1076
-  _globals['_PAIRSTATUS']._serialized_end=1232
-  _globals['_WORKERSTATUS']._serialized_start=1235
-  _globals['_WORKERSTATUS']._serialized_end=1450
-  _globals['_DRAINREQUEST']._serialized_start=1452
-  _globals['_DRAINREQUEST']._serialized_end=1527
-  _globals['_DRAINRESPONSE']._serialized_start=1529
-  _globals['_DRAINRESPONSE']._serialized_end=1588
-  _globals['_LISTRECENTREQUESTSREQUEST']._serialized_start=1590
-  _globals['_LISTRECENTREQUESTSREQUEST']._serialized_end=1670
-  _globals['_LISTRECENTREQUESTSRESPONSE']._serialized_start=1672
-  _globals['_LISTRECENTREQUESTSRESPONSE']._serialized_end=1743
-  _globals['_RECENTREQUEST']._serialized_start=1746
-  _globals['_RECENTREQUEST']._serialized_end=1949
-  _globals['_CONTROLSERVICE']._serialized_start=2233
-  _globals['_CONTROLSERVICE']._serialized_end=2474
-  _globals['_REGISTRYSERVICE']._serialized_start=2476
-  _globals['_REGISTRYSERVICE']._serialized_end=2560
+  _globals['_WORKERDESCRIPTION']._serialized_end=436
+  _globals['_REGISTERREQUEST']._serialized_start=438
+  _globals['_REGISTERREQUEST']._serialized_end=500
+  _globals['_REGISTERRESPONSE']._serialized_start=502
+  _globals['_REGISTERRESPONSE']._serialized_end=569
+  _globals['_GETSTATUSREQUEST']._serialized_start=571
+  _globals['_GETSTATUSREQUEST']._serialized_end=589
+  _globals['_GETSTATUSRESPONSE']._serialized_start=592
+  _globals['_GETSTATUSRESPONSE']._serialized_end=896
+  _globals['_MODELSTATUS']._serialized_start=899
+  _globals['_MODELSTATUS']._serialized_end=1066
+  _globals['_KVGROUP']._serialized_start=1068
+  _globals['_KVGROUP']._serialized_end=1109
+  _globals['_PAIRSTATUS']._serialized_start=1112
+  _globals['_PAIRSTATUS']._serialized_end=1268
+  _globals['_WORKERSTATUS']._serialized_start=1271
+  _globals['_WORKERSTATUS']._serialized_end=1486
+  _globals['_DRAINREQUEST']._serialized_start=1488
+  _globals['_DRAINREQUEST']._serialized_end=1563
+  _globals['_DRAINRESPONSE']._serialized_start=1565
+  _globals['_DRAINRESPONSE']._serialized_end=1624
+  _globals['_LISTRECENTREQUESTSREQUEST']._serialized_start=1626
+  _globals['_LISTRECENTREQUESTSREQUEST']._serialized_end=1706
+  _globals['_LISTRECENTREQUESTSRESPONSE']._serialized_start=1708
+  _globals['_LISTRECENTREQUESTSRESPONSE']._serialized_end=1779
+  _globals['_RECENTREQUEST']._serialized_start=1782
+  _globals['_RECENTREQUEST']._serialized_end=1985
+  _globals['_CONTROLSERVICE']._serialized_start=2269
+  _globals['_CONTROLSERVICE']._serialized_end=2510
+  _globals['_REGISTRYSERVICE']._serialized_start=2512
+  _globals['_REGISTRYSERVICE']._serialized_end=2596
 # @@protoc_insertion_point(module_scope)

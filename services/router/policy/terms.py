@@ -202,6 +202,8 @@ TERMS: Mapping[str, Term] = {
 }
 LOOKING_AT_PROMPTS: frozenset[Term] = frozenset({prefix_cached, same_conversation, session_or_prefix})
 """Terms that need `PolicyConfig.hash_prompts`."""
+MOST_WEIGHT = 1e6
+"""The largest weight of a term: beyond it, the other terms' shares of a score would be lost in rounding."""
 
 
 @dataclass(frozen=True)
@@ -230,16 +232,26 @@ class PolicyConfig:
 
 
 def weighted(policy: PolicyConfig, weights: Sequence[str], flag: str) -> PolicyConfig:
-    """Returns the policy with the weights of PHASE.TERM=W, such as prefill.prefix_cached=8; a term of weight 0 is left
-    out. Prompts are hashed where a term looks at them. Raises ConfigError, which names the flag."""
-    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
+    """Returns the policy with the weights of PHASE.TERM=W, such as prefill.prefix_cached=8. Raises ConfigError, which
+    names the flag."""
     for weight in weights:
         match = re.fullmatch(r"(prefill|decode)\.(\w+)=(\d+(?:\.\d+)?)", weight, re.ASCII)
         term = TERMS.get(match[2]) if match is not None else None
         if match is None or term is None:
             raise ConfigError(f"{flag}: {weight!r} is not like prefill.short_queue=4; there are {', '.join(TERMS)}")
-        others = tuple(each for each in terms[match[1]] if each[1] is not term)
-        terms[match[1]] = (*others, (float(match[3]), term)) if float(match[3]) else others
+        policy = reweighted(policy, match[1], term, float(match[3]), f"{flag}: {weight!r}")
+    return policy
+
+
+def reweighted(policy: PolicyConfig, phase: str, term: Term, weight: float, origin: str) -> PolicyConfig:
+    """Returns the policy with another weight for a term of a phase, "prefill" or "decode"; a term of weight 0 is left
+    out. Prompts are hashed where a term looks at them. Raises ConfigError, which names `origin`, for a weight that is
+    out of range."""
+    if not 0 <= weight <= MOST_WEIGHT:
+        raise ConfigError(f"{origin}: the weight {weight:g} is not in [0, {MOST_WEIGHT:g}]")
+    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
+    others = tuple(each for each in terms[phase] if each[1] is not term)
+    terms[phase] = (*others, (weight, term)) if weight else others
     looks = any(term in LOOKING_AT_PROMPTS for of_phase in terms.values() for _, term in of_phase)
     return replace(
         policy,
