@@ -170,26 +170,36 @@ def session_place(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float
 @Comparison
 def session_or_prefix(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
     """Scores as `session_place` while the session's own worker hits well, else by the share of the prompt that each
-    worker's prefix cache has, if that is worth going there, else 0 for all.
+    worker's prefix cache has, if that is worth going there, else 0 for all. Workers over the bound of `session_place`
+    do not count, so that what many prompts share, such as a system prompt, does not draw all of them to one worker.
 
     The worker hits well if, of what is cached of the prompt anywhere, it has nearly as much as any: of a new session
     with a new prompt, nobody has anything, and the session begins where it will be found again.
     """
-    shares = {worker.worker_id: prefix_cached(worker, job, None, 0.0) for worker in workers}
+    most_requests = _most_requests(workers)
+    shares = {
+        worker.worker_id: prefix_cached(worker, job, None, 0.0) if worker.num_requests < most_requests else 0.0
+        for worker in workers
+    }
     most = max(shares.values())
     if job.conversation and shares[_session_order(workers, job)[0].worker_id] >= _HITS_WELL * most:
         return session_place.scores(workers, job)
     return shares if most >= _WORTH_GOING else dict.fromkeys(shares, 0.0)
 
 
+def _most_requests(workers: Sequence[WorkerView]) -> int:
+    """Returns how many requests a worker may have, the new one included, that is not to be passed over."""
+    return math.ceil(LOAD_BOUND * (sum(worker.num_requests for worker in workers) + 1) / len(workers))
+
+
 def _session_order(workers: Sequence[WorkerView], job: Job) -> list[WorkerView]:
     """Returns the workers in the order in which the job's session would use them."""
-    most = math.ceil(LOAD_BOUND * (sum(worker.num_requests for worker in workers) + 1) / len(workers))
+    most_requests = _most_requests(workers)
     session = hashlib.blake2b(f"{job.tenant}\0{job.conversation}".encode(), digest_size=16).digest()
 
     def rank(worker: WorkerView) -> tuple[bool, bytes]:
         hash = hashlib.blake2b(worker.worker_id.encode(), digest_size=8, key=session).digest()
-        return worker.num_requests >= most, hash
+        return worker.num_requests >= most_requests, hash
 
     return sorted(workers, key=rank)
 
