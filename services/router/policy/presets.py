@@ -16,20 +16,20 @@ from services.router.policy.terms import (
     LOOKING_AT_PROMPTS,
     PolicyConfig,
     Term,
+    conversation_or_prefix,
+    conversation_place,
     few_requests,
     free_capacity,
     free_memory,
     in_place,
+    least_recent,
     prefix_cached,
     quick_steps,
     room_for_urgent,
-    session_or_prefix,
-    session_place,
     short_queue,
     small_batch,
     soon_computed,
     trusted,
-    turn,
 )
 
 Terms = tuple[tuple[float, Term], ...]
@@ -50,7 +50,7 @@ def _alike(*terms: tuple[float, Term]) -> PolicyConfig:
 
 
 PRESETS: Mapping[str, PolicyConfig] = {
-    "round_robin": _alike((1.0, turn), (1.0, trusted)),
+    "round_robin": _alike((1.0, least_recent), (1.0, trusted)),
     "least_loaded": _alike((4.0, few_requests), (1.0, trusted)),
     "weighted": _alike((4.0, free_capacity), (1.0, trusted)),
     "token_aware": _preset(
@@ -61,10 +61,10 @@ PRESETS: Mapping[str, PolicyConfig] = {
         prefill=((4.0, prefix_cached), (1.0, short_queue), (1.0, trusted)),
         decode=((4.0, prefix_cached), (1.0, free_memory), (1.0, small_batch), (1.0, trusted)),
     ),
-    "sticky": _alike((4.0, session_place), (1.0, few_requests), (1.0, trusted)),
+    "sticky": _alike((4.0, conversation_place), (1.0, few_requests), (1.0, trusted)),
     "hybrid": _preset(
-        prefill=((4.0, session_or_prefix), (1.0, soon_computed), (1.0, trusted)),
-        decode=((4.0, session_or_prefix), (1.0, quick_steps), (1.0, trusted)),
+        prefill=((4.0, conversation_or_prefix), (1.0, soon_computed), (1.0, trusted)),
+        decode=((4.0, conversation_or_prefix), (1.0, quick_steps), (1.0, trusted)),
     ),
     # 0.45 prefix match - 0.25 queue delay - 0.20 KV pressure + 0.10 caller's priority. What is subtracted there is 1
     # less a term here: the order of the workers is the same.

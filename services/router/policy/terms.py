@@ -24,10 +24,10 @@ _GUESSED_MS_PER_PREFILL_TOKEN = 0.5
 _STEP_SCALE_MS = 50.0
 _GUESSED_MS_PER_DECODE_STEP = 20.0
 LOAD_BOUND = 1.25
-"""A session passes a worker over that would have more than so many times the mean of requests: the `c` of consistent
-hashing with bounded loads (arXiv 1608.01350), at the value that its authors use in production."""
+"""A conversation passes a worker over that would have more than so many times the mean of requests: the `c` of
+consistent hashing with bounded loads (arXiv 1608.01350)."""
 _HITS_WELL = 0.75
-"""A session's own worker hits well if it has this share of what the worker has that knows most of the prompt."""
+"""A conversation's own worker hits well if it has this share of what the worker has that knows most of the prompt."""
 _WORTH_GOING = 0.25
 """The share of a prompt in a prefix cache for which a request without a better reason goes there."""
 
@@ -143,7 +143,7 @@ class Comparison:
 
 
 @Comparison
-def turn(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+def least_recent(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
     """Returns 1 for the worker whose newest leg is the oldest, and less for each that was placed to later.
 
     Nothing is kept for it: the numbers of legs grow, and say in which order workers were chosen.
@@ -153,28 +153,29 @@ def turn(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
 
 
 @Comparison
-def session_place(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
-    """Returns 1 for the session's own worker, 1/2 for the next in the session's order, 1/3 for the one after it; 0 for
-    all if the job belongs to no session.
+def conversation_place(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+    """Returns 1 for the conversation's own worker, 1/2 for the next in its order, 1/3 for the one after it; 0 for all
+    if the job belongs to no conversation.
 
-    It is consistent hashing with bounded loads (arXiv 1608.01350): a hash of session and worker puts the workers in
-    order (rendezvous hashing, which has no ring to keep), so that a worker that comes or goes moves only the sessions
-    that it gains or loses, and routers agree without telling each other. Workers that would have more than
-    `LOAD_BOUND` times the mean of requests come last.
+    It is consistent hashing with bounded loads (arXiv 1608.01350): a hash of conversation and worker puts the workers
+    in order (rendezvous hashing, which has no ring to keep), so that a worker that comes or goes moves only the
+    conversations that it gains or loses, and routers agree without telling each other. Workers that would have more
+    than `LOAD_BOUND` times the mean of requests come last.
     """
-    order = _session_order(workers, job) if job.conversation else []
+    order = _conversation_order(workers, job) if job.conversation else []
     scores = dict.fromkeys((worker.worker_id for worker in workers), 0.0)
     return scores | {worker.worker_id: 1.0 / place for place, worker in enumerate(order, start=1)}
 
 
 @Comparison
-def session_or_prefix(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
-    """Scores as `session_place` while the session's own worker hits well, else by the share of the prompt that each
-    worker's prefix cache has, if that is worth going there, else 0 for all. Workers over the bound of `session_place`
-    do not count, so that what many prompts share, such as a system prompt, does not draw all of them to one worker.
+def conversation_or_prefix(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+    """Scores as `conversation_place` while the conversation's own worker hits well, else by the share of the prompt
+    that each worker's prefix cache has, if that is worth going there, else 0 for all. Workers over the bound of
+    `conversation_place` do not count, so that what many prompts share, such as a system prompt, does not draw all of
+    them to one worker.
 
-    The worker hits well if, of what is cached of the prompt anywhere, it has nearly as much as any: of a new session
-    with a new prompt, nobody has anything, and the session begins where it will be found again.
+    The worker hits well if, of what is cached of the prompt anywhere, it has nearly as much as any: of a new
+    conversation with a new prompt, nobody has anything, and it begins where it will be found again.
     """
     most_requests = _most_requests(workers)
     shares = {
@@ -182,8 +183,8 @@ def session_or_prefix(workers: Sequence[WorkerView], job: Job) -> Mapping[str, f
         for worker in workers
     }
     most = max(shares.values())
-    if job.conversation and shares[_session_order(workers, job)[0].worker_id] >= _HITS_WELL * most:
-        return session_place.scores(workers, job)
+    if job.conversation and shares[_conversation_order(workers, job)[0].worker_id] >= _HITS_WELL * most:
+        return conversation_place.scores(workers, job)
     return shares if most >= _WORTH_GOING else dict.fromkeys(shares, 0.0)
 
 
@@ -192,13 +193,13 @@ def _most_requests(workers: Sequence[WorkerView]) -> int:
     return math.ceil(LOAD_BOUND * (sum(worker.num_requests for worker in workers) + 1) / len(workers))
 
 
-def _session_order(workers: Sequence[WorkerView], job: Job) -> list[WorkerView]:
-    """Returns the workers in the order in which the job's session would use them."""
+def _conversation_order(workers: Sequence[WorkerView], job: Job) -> list[WorkerView]:
+    """Returns the workers in the order in which the job's conversation would use them."""
     most_requests = _most_requests(workers)
-    session = hashlib.blake2b(f"{job.tenant}\0{job.conversation}".encode(), digest_size=16).digest()
+    conversation = hashlib.blake2b(f"{job.tenant}\0{job.conversation}".encode(), digest_size=16).digest()
 
     def rank(worker: WorkerView) -> tuple[bool, bytes]:
-        hash = hashlib.blake2b(worker.worker_id.encode(), digest_size=8, key=session).digest()
+        hash = hashlib.blake2b(worker.worker_id.encode(), digest_size=8, key=conversation).digest()
         return worker.num_requests >= most_requests, hash
 
     return sorted(workers, key=rank)
@@ -206,11 +207,11 @@ def _session_order(workers: Sequence[WorkerView], job: Job) -> list[WorkerView]:
 
 _TERMS: tuple[Term, ...] = (short_queue, free_memory, small_batch, dedicated, near, trusted)
 _OF_PRESETS: tuple[Term, ...] = (few_requests, free_capacity, soon_computed, quick_steps, in_place, room_for_urgent)
-_COMPARISONS: tuple[Term, ...] = (turn, session_place, session_or_prefix)
+_COMPARISONS: tuple[Term, ...] = (least_recent, conversation_place, conversation_or_prefix)
 TERMS: Mapping[str, Term] = {
     term.__name__: term for term in (*_TERMS, prefix_cached, same_conversation, *_OF_PRESETS, *_COMPARISONS)
 }
-LOOKING_AT_PROMPTS: frozenset[Term] = frozenset({prefix_cached, same_conversation, session_or_prefix})
+LOOKING_AT_PROMPTS: frozenset[Term] = frozenset({prefix_cached, same_conversation, conversation_or_prefix})
 """Terms that need `PolicyConfig.hash_prompts`."""
 MOST_WEIGHT = 1e6
 """The largest weight of a term: beyond it, the other terms' shares of a score would be lost in rounding."""

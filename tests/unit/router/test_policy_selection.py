@@ -64,7 +64,7 @@ def test_weights_stand_beside_their_policy_and_those_of_the_flag_come_last(tmp_p
     selection = read_selection([], ["prefill.near=3"], path)
     top, chat, code = (selection.of(name).config for name in ("any", "chat", "org/code"))
     assert named(top.decode_terms)["quick_steps"] == 2
-    assert named(chat.prefill_terms) == {"session_place": 4, "few_requests": 1, "trusted": 1, "near": 3}
+    assert named(chat.prefill_terms) == {"conversation_place": 4, "few_requests": 1, "trusted": 1, "near": 3}
     assert named(chat.decode_terms) == named(PRESETS["sticky"].decode_terms), "the top's weights are of its policy"
     assert named(code.prefill_terms) == {"soon_computed": 4, "prefix_cached": 8, "near": 3}
     assert named(code.decode_terms)["quick_steps"] == 2, "a table without a policy adds to the top"
@@ -74,8 +74,8 @@ def test_weights_stand_beside_their_policy_and_those_of_the_flag_come_last(tmp_p
 
 
 def test_what_is_chosen_can_be_read() -> None:
-    chosen = Selection(["round_robin"], ["decode.turn=0", "decode.in_place=0", "decode.trusted=0"]).of("m")
-    assert str(chosen) == "round_robin (prefill 1 turn + 1 trusted; decode nothing)"
+    chosen = Selection(["round_robin"], ["decode.least_recent=0", "decode.in_place=0", "decode.trusted=0"]).of("m")
+    assert str(chosen) == "round_robin (prefill 1 least_recent + 1 trusted; decode nothing)"
 
 
 KNOWN = ", ".join(PRESETS)

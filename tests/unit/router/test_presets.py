@@ -84,7 +84,7 @@ ALONE: dict[str, tuple[Term, WorkerView, Job, Source | None, float]] = {
         None,
         3 / 8,
     ),
-    "first of one": (of.turn, prefill(newest_leg=7), JOB, None, 1.0),
+    "first of one": (of.least_recent, prefill(newest_leg=7), JOB, None, 1.0),
 }
 
 
@@ -100,40 +100,40 @@ def scores(term: Term, workers: Sequence[WorkerView], job: Job) -> list[float]:
     return [among(worker, job, None, NOW) for worker in workers]
 
 
-def test_the_turn_is_of_the_one_that_was_placed_to_longest_ago() -> None:
+def test_the_least_recent_is_the_one_that_was_placed_to_longest_ago() -> None:
     workers = [prefill("a", newest_leg=9), prefill("b", newest_leg=2), prefill("c"), prefill("d")]
-    assert scores(of.turn, workers, JOB) == [0.25, 0.5, 1.0, 0.75]
+    assert scores(of.least_recent, workers, JOB) == [0.25, 0.5, 1.0, 0.75]
 
 
-def of_session(session: str, **changes: object) -> Job:
-    return replace(JOB, conversation=session, **changes)  # type: ignore[arg-type]
+def of_conversation(conversation: str, **changes: object) -> Job:
+    return replace(JOB, conversation=conversation, **changes)  # type: ignore[arg-type]
 
 
 def first(workers: Sequence[WorkerView], job: Job) -> str:
-    found = scores(of.session_place, workers, job)
+    found = scores(of.conversation_place, workers, job)
     return workers[found.index(max(found))].worker_id
 
 
 def test_a_session_keeps_its_worker_and_only_sessions_of_a_worker_that_goes_move() -> None:
     workers = [prefill(f"p-{number}") for number in range(8)]
-    before = {session: first(workers, of_session(session)) for session in map(str, range(800))}
+    before = {conversation: first(workers, of_conversation(conversation)) for conversation in map(str, range(800))}
     counts = Counter(before.values())
     assert len(counts) == 8
     assert max(counts.values()) < 1.4 * 100, "they are even"
-    after = {session: first(workers[:-1], of_session(session)) for session in before}
-    assert {session for session in before if before[session] != after[session]} == {
-        session for session in before if before[session] == "p-7"
+    after = {conversation: first(workers[:-1], of_conversation(conversation)) for conversation in before}
+    assert {conversation for conversation in before if before[conversation] != after[conversation]} == {
+        conversation for conversation in before if before[conversation] == "p-7"
     }
-    assert first(workers[::-1], of_session("5")) == before["5"], "routers know workers in different orders"
-    others = [first(workers, of_session(session, tenant="t")) for session in before]
-    assert others != list(before.values()), "another tenant's session of the same name is another session"
+    assert first(workers[::-1], of_conversation("5")) == before["5"], "routers know workers in different orders"
+    others = [first(workers, of_conversation(conversation, tenant="t")) for conversation in before]
+    assert others != list(before.values()), "another tenant's conversation of the same name is another conversation"
 
 
 def test_a_worker_over_the_bound_is_passed_over_to_the_next_in_the_sessions_order() -> None:
     idle = [prefill(name) for name in "abcd"]
-    job = of_session("s")
-    order = sorted(idle, key=lambda worker: -scores(of.session_place, idle, job)[idle.index(worker)])
-    assert sorted(scores(of.session_place, idle, job)) == pytest.approx([1 / 4, 1 / 3, 1 / 2, 1.0])
+    job = of_conversation("s")
+    order = sorted(idle, key=lambda worker: -scores(of.conversation_place, idle, job)[idle.index(worker)])
+    assert sorted(scores(of.conversation_place, idle, job)) == pytest.approx([1 / 4, 1 / 3, 1 / 2, 1.0])
 
     def with_requests(*counts: int) -> list[WorkerView]:
         return [replace(worker, num_legs=count) for worker, count in zip(order, counts, strict=True)]
@@ -147,7 +147,7 @@ def test_a_worker_over_the_bound_is_passed_over_to_the_next_in_the_sessions_orde
 
 def test_without_a_session_no_worker_is_preferred() -> None:
     workers = [prefill("a"), prefill("b")]
-    assert scores(of.session_place, workers, JOB) == [0.0, 0.0]
+    assert scores(of.conversation_place, workers, JOB) == [0.0, 0.0]
 
 
 def test_hybrid_goes_from_session_to_prefix_to_neither() -> None:
@@ -157,16 +157,16 @@ def test_hybrid_goes_from_session_to_prefix_to_neither() -> None:
 
     def found(in_own: int, in_other: int, job: Job) -> dict[str, float]:
         workers = [prefill(own, cache=has(in_own)), prefill(other, cache=has(in_other))]
-        return dict(zip((own, other), scores(of.session_or_prefix, workers, job), strict=True))
+        return dict(zip((own, other), scores(of.conversation_or_prefix, workers, job), strict=True))
 
     sticky = {own: 1.0, other: 0.5}
-    assert found(0, 0, job) == sticky, "a new session begins where it will be found again"
+    assert found(0, 0, job) == sticky, "a new conversation begins where it will be found again"
     assert found(3, 4, job) == sticky, "it has three quarters of what there is"
     assert found(2, 4, job) == {own: 0.5, other: 1.0}, "its hit rate is no longer good"
     assert found(0, 1, job) == {own: 0.0, other: 0.25}
     long = replace(job, num_tokens=80)
     assert found(0, 1, long) == {own: 0.0, other: 0.0}, "a fifth is not worth going there"
-    assert found(2, 3, KNOWN) == {own: 0.5, other: 0.75}, "it belongs to no session"
+    assert found(2, 3, KNOWN) == {own: 0.5, other: 0.75}, "it belongs to no conversation"
     assert found(0, 0, KNOWN) == {own: 0.0, other: 0.0}
 
 
@@ -205,8 +205,8 @@ def busy(**figures: float) -> Load:
 
 
 PREFILL_CASES: dict[str, tuple[str, Job, list[WorkerView], str]] = {
-    "turn": ("round_robin", JOB, [prefill("a", newest_leg=3), prefill("b", newest_leg=2, num_legs=9)], "b"),
-    "a turn is lost after a failure": (
+    "least recent": ("round_robin", JOB, [prefill("a", newest_leg=3), prefill("b", newest_leg=2, num_legs=9)], "b"),
+    "passed over after a failure": (
         "round_robin",
         JOB,
         [prefill("a", newest_leg=3), prefill("b", newest_leg=2, ramp=Ramp(NOW, 30.0))],
@@ -234,9 +234,9 @@ PREFILL_CASES: dict[str, tuple[str, Job, list[WorkerView], str]] = {
         "a",
     ),
     "known beginning": ("prefix_aware", KNOWN, [prefill("a"), prefill("b", num_legs=3, cache=has(3))], "b"),
-    "its session": ("sticky", of_session("s"), [prefill("a", num_legs=1), prefill("b", num_legs=1)], "b"),
-    "no session": ("sticky", JOB, [prefill("a", num_legs=1), prefill("b")], "b"),
-    "neither session nor prefix": (
+    "its conversation": ("sticky", of_conversation("s"), [prefill("a", num_legs=1), prefill("b", num_legs=1)], "b"),
+    "no conversation": ("sticky", JOB, [prefill("a", num_legs=1), prefill("b")], "b"),
+    "neither conversation nor prefix": (
         "hybrid",
         KNOWN,
         [prefill("a", load=measured(ms_per_prefill_token=4.0)), prefill("b", load=busy(queued_prefill_tokens=100))],
@@ -274,15 +274,15 @@ def test_only_presets_that_look_at_prompts_have_them_hashed() -> None:
 
 
 def test_weights_change_a_preset() -> None:
-    changed = weighted(PRESETS["sticky"], ["prefill.prefix_cached=2", "decode.session_place=0"], "--policy-weight")
+    changed = weighted(PRESETS["sticky"], ["prefill.prefix_cached=2", "decode.conversation_place=0"], "--policy-weight")
     assert changed.hash_prompts
     assert [(weight, term.__name__) for weight, term in changed.prefill_terms] == [
-        (4.0, "session_place"),
+        (4.0, "conversation_place"),
         (1.0, "few_requests"),
         (1.0, "trusted"),
         (2.0, "prefix_cached"),
     ]
-    assert "session_place" not in {term.__name__ for _, term in changed.decode_terms}
+    assert "conversation_place" not in {term.__name__ for _, term in changed.decode_terms}
 
 
 def test_an_unknown_preset_is_named_with_those_there_are() -> None:
@@ -295,7 +295,7 @@ def test_an_unknown_preset_is_named_with_those_there_are() -> None:
 
 
 @pytest.mark.parametrize("phase", [Role.PREFILL, Role.DECODE])
-def test_round_robin_takes_workers_in_turn_and_a_new_one_takes_one_turn(phase: Role) -> None:
+def test_round_robin_takes_workers_in_turn_and_a_new_one_takes_one_request(phase: Role) -> None:
     """A worker that joins late has been placed to least recently: it gets the next request, not all of them."""
     bench = Bench(policy=PRESETS["round_robin"])
     for name in ("a", "b", "c"):
@@ -309,12 +309,12 @@ def test_round_robin_takes_workers_in_turn_and_a_new_one_takes_one_turn(phase: R
         bench.submit(f"r{number}")
         taken.append(bench.take_leg(phase).worker_id)
         if number % 2:
-            bench.cancel(f"r{number}")  # what has ended changes no turn
+            bench.cancel(f"r{number}")  # what has ended changes nothing
     assert "".join(taken) == "abcanbcanb"
 
 
-def test_a_handoff_in_place_is_no_turn() -> None:
-    """Each request has a prefill leg and a decode leg on its worker; the prompts alone decide whose turn it is."""
+def test_a_handoff_in_place_does_not_count_as_a_placement() -> None:
+    """Each request has a prefill leg and a decode leg on its worker; the prompts alone decide who is next."""
     bench = Bench(policy=PRESETS["round_robin"])
     for name in ("a", "b"):
         bench.join(name, Role.MIXED)
