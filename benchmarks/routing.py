@@ -1,7 +1,7 @@
 """Compares the presets of placement in the simulator, in one scenario made for each of them.
 
-`python -m benchmarks.routing [PRESET ...] [--seed N]` prints, for the scenario of each preset, the figure that all
-presets get, the best first. Time is virtual: the figures are the same on every machine.
+`python -m benchmarks.routing [PRESET ...] [--seed N] [--figure NAME]` prints, for the scenario of each preset, the
+figure that all presets get, the best first. Time is virtual: the figures are the same on every machine.
 `tests/unit/sim/test_routing_presets.py` demands that each preset wins its own.
 """
 
@@ -212,11 +212,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
     parser.add_argument("preset", nargs="*", help=f"whose scenario is run, of {', '.join(SCENARIOS)} (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and lengths (default: 1)")
+    parser.add_argument("--figure", default="", help='another figure of the report, such as "ttft_ms.p95"')
     arguments = parser.parse_args()
     if unknown := set(arguments.preset) - set(SCENARIOS):
         parser.error(f"there is no {', '.join(sorted(unknown))}")
     for preset in arguments.preset or SCENARIOS:
         scenario = SCENARIOS[preset](arguments.seed)
+        if arguments.figure:
+            more_is_better = scenario.more_is_better and arguments.figure == scenario.figure
+            scenario = dataclasses.replace(scenario, figure=arguments.figure, more_is_better=more_is_better)
         ranked = scenario.ranked()
         figures = ", ".join(f"{name} {value:.3g}" for name, value in ranked)
         lead = f"{scenario.lead(ranked):.2f} x" if ranked[0][0] == preset else "not the best"
