@@ -55,6 +55,8 @@ class ClusterPlan:
     worker_flags: tuple[str, ...]
     trace_file: str
     drain_s: float
+    # Flags of the router: how it places requests.
+    router_flags: tuple[str, ...] = ()
     # -1 means no HTTP.
     http_port: int = -1
     control_port: int = 0
@@ -118,7 +120,7 @@ class LocalCluster:
         flags = ["--host", plan.host, "--port", str(self._port), "--http-port", str(self._http_port)]
         flags += ["--metrics-port", str(plan.router_metrics_port)]
         flags += ["--control-host", CONTROL_HOST, "--control-port", str(self._control_port)]
-        return self._command("router", [*flags, "--drain-s", str(plan.drain_s)])
+        return self._command("router", [*flags, *plan.router_flags, "--drain-s", str(plan.drain_s)])
 
     def _worker_command(self, worker: PlannedWorker) -> list[str]:
         router = local_address(CONTROL_HOST, self._control_port)

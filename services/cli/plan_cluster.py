@@ -14,8 +14,10 @@ from typing import Any
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.live import read_live
 from services.cli.simulate import (
+    add_policy,
     add_workload,
     check_writable,
+    read_policy,
     read_profiles,
     read_workload,
     scaled_as_asked,
@@ -35,6 +37,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Returns 0 if a cluster meets the objective, and 1 if none does. What it raises ends it with another status."""
     parser = Parser(prog=prog, description="Finds the cheapest cluster that serves a trace within an objective.")
     add_workload(parser)
+    add_policy(parser)
     parser.add_argument(
         "--slo", required=True, metavar="BOUNDS", help="such as ttft_p95=500ms,tpot_p95=50ms (also itl and queue)"
     )
@@ -54,7 +57,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
-    goal, costs = parse_goal(arguments.slo), _costs(arguments.cost)
+    goal, costs, policy = parse_goal(arguments.slo), _costs(arguments.cost), read_policy(arguments)
     if arguments.plot:
         check_writable(Path(arguments.plot), "--plot")
     trace, (profile, of_decode), served = _workload(arguments, goal)
@@ -65,7 +68,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    found = search(trace, profile, of_decode, goal, arguments.max_workers, tell)
+    found = search(trace, profile, of_decode, goal, arguments.max_workers, tell, policy)
     if arguments.json:
         print(as_json(_plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})))
     else:

@@ -15,7 +15,8 @@ from services.cli.arguments import Parser
 from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
-from services.router.policy import weighted
+from services.router.policy import PRESETS, PolicyConfig, preset, weighted
+from services.router.policy.presets import DEFAULT
 from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
@@ -31,6 +32,7 @@ _BAR = 30
 _NOT_ABLATED = (
     "die",
     "slow",
+    "capacity",
     "weight",
     "decode_profile",
     "plot",
@@ -62,12 +64,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
     parser.add_argument("--static-batching", action="store_true", help="nobody joins or leaves a worker's batch")
     parser.add_argument(
-        "--weight",
+        "--capacity",
         action="append",
         default=[],
-        metavar="PHASE.TERM=W",
-        help="changes or adds a term of the policy: prefill.prefix_cached=4, decode.near=0",
+        metavar="WORKER=X",
+        help="what it declares as its capacity, for --policy weighted: decode-0=2 (default: 1)",
     )
+    add_policy(parser)
     parser.add_argument(
         "--ablations",
         action="store_true",
@@ -107,6 +110,8 @@ def _ablations(
     for flag in _NOT_ABLATED:
         if getattr(arguments, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
+    if arguments.policy != DEFAULT:
+        raise ConfigError("--policy: --ablations has clusters of its own, without it")
     count = len(plan.worker_ids)
     if count < 2:
         raise ConfigError("--ablations: one worker cannot be split; ask for two or more")
@@ -141,6 +146,25 @@ def write_whole(path: Path, content: str, flag: str) -> None:
         path.write_text(content)
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how the router places requests."""
+    parser.add_argument(
+        "--policy", default=DEFAULT, metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--weight",
+        action="append",
+        default=[],
+        metavar="PHASE.TERM=W",
+        help="changes or adds a term of the policy: prefill.prefix_cached=4, decode.near=0",
+    )
+
+
+def read_policy(arguments: argparse.Namespace) -> PolicyConfig:
+    """Returns the policy that the flags of `add_policy` name. Raises ConfigError, which names the flag."""
+    return weighted(preset(arguments.policy, "--policy"), arguments.weight, "--weight")
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -192,17 +216,19 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
         raise ConfigError(f"--cold-start-s: {arguments.cold_start_s:g} must be at least 0")
     deaths = [Death(*_of_worker("--die", text, "@", plan)) for text in arguments.die]
     slowness = [_of_worker("--slow", text, "=", plan) for text in arguments.slow]
+    capacities = [_of_worker("--capacity", text, "=", plan) for text in arguments.capacity]
     return dataclasses.replace(
         plan,
         deaths=tuple(deaths),
         cold_start_s=arguments.cold_start_s,
         slowness=tuple(slowness),
+        capacities=tuple(capacities),
         rules=WorkerRules(
             prefix_caching=not arguments.no_prefix_caching,
             chunked=not arguments.no_chunking,
             static=arguments.static_batching,
         ),
-        router=dataclasses.replace(plan.router, policy=weighted(plan.router.policy, arguments.weight, "--weight")),
+        router=dataclasses.replace(plan.router, policy=read_policy(arguments)),
     )
 
 

@@ -53,7 +53,10 @@ def text(target: str, status: dict[str, Any]) -> str:
         for pair in status["pairs"]
         if pair["reason"]
     ]
-    rest = [clip(line, _MOST_LINE_CHARS) for line in (*_kernels(status), *reasons, *ways, *_groups(status))]
+    rest = [
+        clip(line, _MOST_LINE_CHARS)
+        for line in (*_kernels(status), *_capacities(status), *reasons, *ways, *_groups(status))
+    ]
     return "\n".join(map(printable, [*lines, *rest]))
 
 
@@ -77,6 +80,15 @@ def _kernels(status: dict[str, Any]) -> list[str]:
         words = f"{numerics}; {f'{clip(kv_dtype)} KV; ' if kv_dtype else ''}{description['kernels']}"
         names.setdefault(words, []).append(_id(worker))
     return [f"{_listed(ids)}: {words}" for words, ids in names.items()]
+
+
+def _capacities(status: dict[str, Any]) -> list[str]:
+    """Returns a line for each capacity that workers have declared, other than the usual 1."""
+    names: dict[float, list[str]] = {}
+    for worker in status["workers"]:
+        if (capacity := worker.get("worker", {}).get("capacity", 1.0)) != 1.0:
+            names.setdefault(capacity, []).append(_id(worker))
+    return [f"{_listed(ids)}: capacity {capacity:g}" for capacity, ids in sorted(names.items())]
 
 
 def _groups(status: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ from services.core.config import port as is_port
 from services.core.errors import ConfigError
 from services.core.listening import require_free
 from services.core.printable import printable
+from services.router.policy.presets import DEFAULT, PRESETS
+from services.router.policy_file import read_selection
 
 _EXIT_INTERRUPTED = 130
 
@@ -116,6 +119,11 @@ class UpConfig:
         must=f"must be at least {FEWEST_BLOCKS}",
     )
     transport: str = option("auto", "how KV is moved", choices=("auto", "shm", "grpc"))
+    policy: tuple[str, ...] = option(
+        (), f"how the router places requests: {', '.join(PRESETS)}; repeatable as MODEL=NAME (default: {DEFAULT})"
+    )
+    policy_file: str = option("", "TOML file with the policies and weights of models; --policy comes before it")
+    policy_weight: tuple[str, ...] = option((), "changes or adds a term of placement, PHASE.TERM=W; repeatable")
     trace_file: str = option("", "append all spans to this file as OTLP JSON lines")
     drain_s: float = option(
         30.0, "time requests get to finish when stopping, seconds", check=duration_or_zero, must=A_DURATION_OR_ZERO
@@ -130,6 +138,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     _require_free(config, *_plan_ports(config, roles))  # a wrong flag is reported before a long download
     cluster_token(config.cluster_token_file)  # and so is a token file that must not be used
     _require_writable(config.trace_file)
+    read_selection(config.policy, config.policy_weight, config.policy_file)
     demand_torch("a worker")
     machine.demand_device(config.device)
     configuration.demand_kv_dtype(config.kv_dtype, config.device)
@@ -172,6 +181,7 @@ def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> C
         router_metrics_port=metrics_ports[0],
         workers=tuple(workers),
         worker_flags=_worker_flags(config),
+        router_flags=_router_flags(config),
         trace_file=config.trace_file,
         drain_s=config.drain_s,
         http_port=http_port,
@@ -212,6 +222,14 @@ def _worker_flags(config: UpConfig) -> tuple[str, ...]:
     flags += ["--transport", config.transport]
     if config.kv_blocks is not None:
         flags += ["--kv-blocks", str(config.kv_blocks)]
+    return tuple(flags)
+
+
+def _router_flags(config: UpConfig) -> tuple[str, ...]:
+    flags = [f"--policy={policy}" for policy in config.policy]
+    flags += [f"--policy-weight={weight}" for weight in config.policy_weight]
+    if config.policy_file:
+        flags += [f"--policy-file={pathlib.Path(config.policy_file).absolute()}"]
     return tuple(flags)
 
 

@@ -93,6 +93,8 @@ def device(value: str) -> bool:
     return re.fullmatch(r"cpu|cuda(:\d{1,3})?", value, re.ASCII) is not None
 
 
+LEAST_CAPACITY, MOST_CAPACITY = 1e-3, 1e6
+"""Bounds of what a worker declares as its capacity beside others."""
 A_DEVICE = "must be cpu, cuda, or one GPU such as cuda:0"
 A_DURATION = "must be in [0.001, 86400]"
 A_DURATION_OR_ZERO = "must be in [0, 86400]"

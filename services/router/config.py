@@ -20,6 +20,7 @@ from services.core.config import (
     positive,
 )
 from services.core.config import port as is_port
+from services.router.policy.presets import DEFAULT, PRESETS
 
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?|\*", re.ASCII)
 
@@ -81,10 +82,16 @@ class RouterConfig:
         check=positive,
         must="must be positive",
     )
+    policy: tuple[str, ...] = option(
+        (),
+        f"how requests are placed, of all models, or as MODEL=NAME of one: {', '.join(PRESETS)}; repeatable "
+        f"(default: {DEFAULT})",
+    )
+    policy_file: str = option("", "TOML file with the policies and weights of models; --policy comes before it")
     policy_weight: tuple[str, ...] = option(
         (),
         "changes or adds a term of placement, PHASE.TERM=W: prefill.prefix_cached=8 sends prompts where their "
-        "beginnings are cached; repeatable",
+        "beginnings are cached; of all models, whatever their policies are; repeatable",
     )
     tokenizer_threads: int = option(
         0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"

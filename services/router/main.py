@@ -31,8 +31,9 @@ from services.router.front.http.server import HttpServer
 from services.router.front.intake import Intake
 from services.router.front.validation import ModelFacts
 from services.router.malloc import Trimmer, separate_large_blocks
-from services.router.policy import PolicyConfig, weighted
+from services.router.policy import PolicyConfig
 from services.router.policy.health import HealthConfig
+from services.router.policy_file import read_selection
 from services.router.telemetry.activity import activity_log
 from services.router.telemetry.metrics import RouterMetrics
 from services.router.text.model_text_fetch import model_text_of
@@ -86,6 +87,7 @@ class Router:
         # Several texts are tokenised at once by the router's threads; the library's own pool would use every core for
         # each.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._policies = read_selection(config.policy, config.policy_weight, config.policy_file)
         model_id = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
         clock, self._incarnation = MonotonicClock(), new_incarnation()
         self._config, self._clock = config, clock
@@ -229,9 +231,10 @@ class Router:
 
     def _serve(self, model_id: str, text: ModelText, num_threads: int = 1) -> ServedModel:
         """Makes what serves a model, at first without workers. `num_threads` tokenise its long texts."""
-        metrics = self._metrics.of(model_id)
+        metrics, policy = self._metrics.of(model_id), self._policies.of(model_id)
+        log.info("model %s: placed by %s", model_id, policy)
         conductor = Conductor(
-            Coordinator(_coordinator_config(self._config, text)),
+            Coordinator(_coordinator_config(self._config, text, policy.config)),
             clock=self._clock,
             metrics=metrics,
             times=SessionTimes(self._config.heartbeat_s, self._config.silence_s),
@@ -267,7 +270,7 @@ def _own_text(folder: str) -> ModelText:
         raise ConfigError(f"--model: {error}") from error
 
 
-def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorConfig:
+def _coordinator_config(config: RouterConfig, text: ModelText, policy: PolicyConfig) -> CoordinatorConfig:
     return CoordinatorConfig(
         model_context_tokens=text.context_tokens,
         vocab_size=text.vocab_size,
@@ -278,7 +281,7 @@ def _coordinator_config(config: RouterConfig, text: ModelText) -> CoordinatorCon
         aging_s=config.aging_s,
         step_timeout_s=config.step_timeout_s,
         canary_salt=f"canary-{new_request_id()}",
-        policy=weighted(PolicyConfig(), config.policy_weight, "--policy-weight"),
+        policy=policy,
         health=HealthConfig(canaries=config.canaries, recheck_s=config.canary_period_s, starts_slowly=True),
     )
 

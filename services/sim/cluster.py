@@ -67,6 +67,11 @@ class SimPlan:
     """How long after its death a worker is back, with nothing in its memory; infinite for never."""
     slowness: tuple[tuple[str, float], ...] = ()
     """Workers whose steps take so many times as long."""
+    unreported: tuple[tuple[str, float], ...] = ()
+    """Workers whose steps take so many times as long by a cause that the figures which they report do not show, such as
+    a machine that is throttled or shared."""
+    capacities: tuple[tuple[str, float], ...] = ()
+    """What workers declare as their capacities; 1 for all others."""
     rules: WorkerRules = field(default_factory=WorkerRules)
     asked_tokens: int = 0
     """The output that every request asks for at most, where that is more than it gets: so the router does not know how
@@ -170,6 +175,7 @@ class _Simulation:
         self._workers: dict[str, SimWorker] = {}
         self._dead: list[SimWorker] = []
         slowness = dict(plan.slowness)
+        self._capacities, self._unreported = dict(plan.capacities), dict(plan.unreported)
         for worker_id in plan.worker_ids:
             roles = _ROLES[worker_id.partition("-")[0]]
             profile = plan.decode_profile if roles is Role.DECODE and plan.decode_profile else plan.profile
@@ -188,6 +194,7 @@ class _Simulation:
             profile.max_model_len,
             profile.max_num_seqs,
             host_id=worker_id,
+            capacity=self._capacities.get(worker_id, 1.0),
         )
         worker = self._workers[worker_id] = SimWorker(
             self._world,
@@ -198,6 +205,7 @@ class _Simulation:
             rules=self._rules,
             host=self._workers.values() if profile.shares_host else (),
             is_followed=self._coordinator.follows_caches,
+            unreported=self._unreported.get(worker_id, 1.0),
         )
         self._coordinator.worker_joined(info, self._world.now)
         self._coordinator.session_opened(worker_id, incarnation, self._world.now)
@@ -378,7 +386,7 @@ def _alone_s(plan: SimPlan, trace: Sequence[TracedRequest]) -> float:
         chunks_ms = -(-longest // chunk) * profile.prefill_ms(chunk) if chunk else 0.0
         attended_ms = longest**2 / 2 * profile.ms_per_attended_token
         alone_ms = max(alone_ms, chunks_ms + attended_ms + output * profile.decode_ms(1, longest))
-    return max([1.0, *(times for _, times in plan.slowness)]) * alone_ms / 1e3
+    return _slowest(plan) * alone_ms / 1e3
 
 
 def _patience_s(plan: SimPlan, trace: Sequence[TracedRequest]) -> float:
@@ -388,5 +396,9 @@ def _patience_s(plan: SimPlan, trace: Sequence[TracedRequest]) -> float:
         computing_s = profile.step_s(longest, profile.max_num_seqs, longest * profile.max_num_seqs, longest**2 / 2)
         moving_s = longest * profile.kv_bytes_per_token / profile.transfer_bytes_per_s
         alone_s = max(alone_s, computing_s + moving_s + profile.transfer_latency_ms / 1e3)
-    slowest = max((times for _, times in plan.slowness), default=1.0)
-    return _PATIENCE_S + _TIMES_ALONE * max(1.0, slowest) * alone_s
+    return _PATIENCE_S + _TIMES_ALONE * _slowest(plan) * alone_s
+
+
+def _slowest(plan: SimPlan) -> float:
+    """Returns how many times as long as by its profile a worker's steps may take."""
+    return math.prod(max([1.0, *(times for _, times in causes)]) for causes in (plan.slowness, plan.unreported))

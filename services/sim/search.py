@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from services.router.policy import PolicyConfig
 from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import Points, WorkerProfile
 from services.sim.report import Objective, summary
@@ -154,26 +155,30 @@ def search(
     goal: Goal,
     most_workers: int,
     progress: Callable[[str], None] = lambda line: None,
+    policy: PolicyConfig | None = None,
 ) -> Found:
-    """Simulates clusters of at most so many workers, the cheapest first, until one meets the goal and another too."""
-    return _Search(trace, profile, decode_profile, goal, most_workers, progress).found()
+    """Simulates clusters of at most so many workers, the cheapest first, until one meets the goal and another too.
+    `policy` is their router's; None for the default."""
+    plan = SimPlan(profile=profile, decode_profile=decode_profile)
+    if policy is not None:
+        plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, policy=policy))
+    return _Search(trace, plan, goal, most_workers, progress).found()
 
 
 class _Search:
     def __init__(
         self,
         trace: Sequence[TracedRequest],
-        profile: WorkerProfile,
-        decode_profile: WorkerProfile | None,
+        plan: SimPlan,
         goal: Goal,
         most_workers: int,
         progress: Callable[[str], None],
     ) -> None:
+        """`plan` has the profiles and the router; its numbers of workers do not matter."""
         self._trace = trace
         self._goal = goal
         self._most = most_workers
         self._progress = progress
-        plan = SimPlan(profile=profile, decode_profile=decode_profile)
         self._needs = _needs(trace, plan, goal)
         self._fewest = self._needs.fewest(plan)
         self._tried: dict[tuple[int, int, int], Candidate] = {}
@@ -240,7 +245,10 @@ class _Search:
         alone come first, then split ones, the most even first, then those of all kinds, the fewest mixed first.
         """
         fewest, most = self._fewest, self._most
-        plans = [SimPlan(0, 0, mixed, profile=fewest.profile) for mixed in range(fewest.mixed, most + 1)]
+        plans = [
+            SimPlan(0, 0, mixed, profile=fewest.profile, router=fewest.router)
+            for mixed in range(fewest.mixed, most + 1)
+        ]
         split = [
             plan
             for mixed in range(most - 1)
@@ -287,7 +295,7 @@ class _Search:
             count = int(cost / profile.cost_per_hour + 1e-9) if profile.cost_per_hour else self._most
             if not 1 <= count <= self._most:
                 return None, None
-            return self._run(SimPlan(0, 0, count, profile=profile)), None
+            return self._run(SimPlan(0, 0, count, profile=profile, router=self._fewest.router)), None
         plans = [
             dataclasses.replace(self._fewest, prefill=prefill, decode=decode, mixed=0)
             for prefill in range(1, self._most)

@@ -76,10 +76,12 @@ class SimWorker:
         rules: WorkerRules,
         host: Collection[SimWorker] = (),
         is_followed: bool = False,
+        unreported: float = 1.0,
     ) -> None:
         """`tell` takes what the worker reports; `note_gap(seconds, count)` notes gaps between tokens of a stream.
         `host` are the workers, perhaps itself among them, that compute on the same host. `is_followed` says whether the
-        router wants to know of changes in its prefix cache."""
+        router wants to know of changes in its prefix cache. Its steps take `unreported` times as long as by `profile`,
+        which has the figures that it reports."""
         self.info = info
         self.profile = profile
         self.busy_s = 0.0
@@ -90,6 +92,7 @@ class SimWorker:
         self._note_gap = note_gap
         self._host = host
         self._rules = rules
+        self._unreported = unreported
         self._pool = SimPool(
             profile.num_blocks, profile.block_size, caches=rules.prefix_caching, is_followed=is_followed
         )
@@ -272,7 +275,7 @@ class SimWorker:
         if self._world.now - self._refused_s < _OFFERED_AGAIN_S:
             return 1
         num_steps = min(work.most_output - work.num_output for work in decodes)
-        step_s = self.profile.decode_ms(len(decodes), sum(work.context for work in decodes)) / 1e3
+        step_s = self.profile.decode_ms(len(decodes), sum(work.context for work in decodes)) * self._unreported / 1e3
         return int(min(num_steps, _LONGEST_RUN_S / step_s)) if step_s else num_steps
 
     def _schedule(self, run: _Run) -> None:
@@ -295,8 +298,9 @@ class SimWorker:
     def _slowness(self, has_prompts: bool) -> float:
         """Returns how many times as long a step takes that begins now, by what others do on the same host."""
         if not any(other._run is not None for other in self._host if other is not self):
-            return 1.0
-        return self.profile.prefill_beside_factor if has_prompts else self.profile.decode_beside_factor
+            return self._unreported
+        beside = self.profile.prefill_beside_factor if has_prompts else self.profile.decode_beside_factor
+        return self._unreported * beside
 
     def _catch_up(self) -> None:
         """Notes the steps that have ended of those taken together, so that tokens and blocks are those of now."""

@@ -16,7 +16,9 @@ from services.core.config import (
     FEWEST_BLOCKS,
     KV_DTYPE_HELP,
     KV_DTYPES,
+    LEAST_CAPACITY,
     LOG_INTERVAL_HELP,
+    MOST_CAPACITY,
     QUANTIZATION,
     QUANTIZATION_HELP,
     duration,
@@ -65,6 +67,12 @@ class WorkerConfig:
         "compute threads; 0 takes one per core it may use",
         check=lambda v: 0 <= v <= 1024,
         must="must be in [0, 1024]",
+    )
+    capacity: float = option(
+        1.0,
+        "share of requests beside other workers', for the router's --policy weighted: 4 takes four times those of 1",
+        check=lambda v: LEAST_CAPACITY <= v <= MOST_CAPACITY,
+        must=f"must be in [{LEAST_CAPACITY:g}, {MOST_CAPACITY:.0f}]",
     )
     # Where the worker listens and which routers it joins.
     host: str = option("127.0.0.1", "address to bind")

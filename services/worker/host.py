@@ -300,6 +300,7 @@ class WorkerHost:
             address=self.address,
             incarnation=self.incarnation,
             max_num_seqs=self.config.max_num_seqs,
+            capacity=self.config.capacity,
         )
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:

@@ -24,6 +24,7 @@ def describe(
     address: str,
     incarnation: int,
     max_num_seqs: int,
+    capacity: float = 1.0,
 ) -> control_pb2.WorkerDescription:
     return control_pb2.WorkerDescription(
         worker_id=worker_id,
@@ -40,6 +41,7 @@ def describe(
         device=str(info.device),
         fingerprint=types_pb2.Fingerprint(kv=layout.fingerprint, numerics=info.numerics),
         kernels=info.kernels,
+        capacity=None if capacity == 1.0 else capacity,
     )
 
 

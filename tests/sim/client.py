@@ -5,11 +5,12 @@ Stands for the router's `Answer`, with the real search for stop strings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import BatonError
+from services.core.hashing import block_hashes, short_hashes
 from services.router.coordinator.actions import EmitFinished, EmitStarted
 from services.router.coordinator.events import FinishReason, RequestSpec
 from services.router.text.streaming import TextStream
@@ -69,8 +70,10 @@ class SimRequest:
     def num_output_tokens(self) -> int:
         return len(self.received)
 
-    def spec(self, now: float) -> RequestSpec:
+    def spec(self, now: float, block_sizes: Collection[int] = ()) -> RequestSpec:
+        """Returns the request as `Intake` submits it, with the hashes of its blocks of these sizes."""
         message = self.message
+        ids, salt = message.token_ids.ids, message.cache_salt
         return RequestSpec(
             request_id=message.request_id,
             token_ids=tuple(message.token_ids.ids),
@@ -78,6 +81,8 @@ class SimRequest:
             priority=message.priority,
             deadline_s=None if self.deadline_s is None else now + self.deadline_s,
             cache_salt=message.cache_salt,
+            conversation=message.session,
+            block_hashes={size: short_hashes(block_hashes(ids, size, salt)) for size in block_sizes},
             model="sim",
             payload=message,
         )

@@ -100,7 +100,8 @@ class SimRouter:
         trace = RequestTrace(
             NullTracer(), request.message, model_id="sim", parent="", stream=True, arrived_s=self.node.now()
         )
-        self.conductor.submit(request.spec(self.node.now()), _any(request), trace, _any(NullMetrics()))
+        spec = request.spec(self.node.now(), self.coordinator.block_sizes_to_hash())
+        self.conductor.submit(spec, _any(request), trace, _any(NullMetrics()))
 
     def cancel(self, request: SimRequest) -> None:
         self.conductor.cancel(request.request_id, _any(request))

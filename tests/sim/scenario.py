@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton.v1 import inference_pb2
 from services.core.hashing import num_blocks_for
 from services.router.coordinator.config import CoordinatorConfig
+from services.router.policy import PRESETS, PolicyConfig
 from services.router.policy.health import HealthConfig
 from services.worker.config import WorkerConfig
 from services.worker.phase import role_name
@@ -57,6 +58,14 @@ def block_sizes(seed: int) -> list[int]:
     return [BLOCK_SIZE] * _MOST_WORKERS
 
 
+def policy_of(seed: int) -> PolicyConfig:
+    """Returns how the routers place requests: in four clusters out of five by default, in others by each preset in
+    turn. The seed itself decides, so that all other draws are the same; the seeds named in `test_simulation.py` have
+    the default."""
+    presets = list(PRESETS.values())
+    return presets[seed // 5 % len(presets)] if seed % 5 == 3 else PolicyConfig()
+
+
 def choose_load(world: World) -> Load:
     growing = world.chance(0.3)
     return Load(tight=growing or world.chance(0.4), growing=growing)
@@ -77,6 +86,7 @@ def build(world: World, load: Load) -> Cluster:
         answer_timeout_s=4.0,
         canary_timeout_s=4.0,
         aging_s=3.0,
+        policy=policy_of(world.seed),
         max_queue=1 if world.seed % 10 == 4 else 1024,
         # By the seed itself, so that the other draws are the same with and without.
         health=HealthConfig(canaries=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True),
@@ -150,6 +160,7 @@ def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
         context = min(contexts) if choose.random() < 0.9 else max(contexts)
         prompt = _prompt(choose, min(context, 40), choose.choice(stems), load)
         made.append(_request(world, cluster, f"r{number}", arrival_s, prompt, min(context, 40), load))
+        made[-1].message.session = ("", "a", "b")[number % 3]
     return made
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from services.router.policy import PRESETS, PolicyConfig
 from tests.sim import campaign
 from tests.sim.cluster import Cluster
 from tests.sim.scenario import BLOCK_SIZE, Load, build, choose_load
@@ -43,6 +44,19 @@ def test_clusters_have_blocks_of_different_sizes() -> None:
     assert any(len(each) > 1 for each in sizes)
     assert sizes.count({BLOCK_SIZE}) > len(sizes) / 2
     assert [_built(seed).block_sizes for seed in FAILED_ONCE] == [{BLOCK_SIZE}] * len(FAILED_ONCE)
+
+
+def test_clusters_are_placed_by_every_preset() -> None:
+    """Where a seed found something, it was the default, and still is."""
+    policies = [_policy(seed) for seed in range(100)]
+    assert [name for name, policy in PRESETS.items() if policy not in policies] == []
+    assert policies.count(PolicyConfig()) > len(policies) / 2
+    assert [_policy(seed) for seed in FAILED_ONCE] == [PolicyConfig()] * len(FAILED_ONCE)
+
+
+def _policy(seed: int) -> PolicyConfig:
+    (first, *_) = _built(seed).routers.values()
+    return first.config.policy
 
 
 def _built(seed: int) -> Cluster:

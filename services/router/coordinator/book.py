@@ -191,7 +191,8 @@ class Book:
             handoff = HandoffRef(source.lease.lease_id, source.lease.source)
             age_s = now - request.waiting_since_s
         in_place = source is not None and source.worker.worker_id == worker.info.worker_id
-        leg = self._open_leg(request, worker, 0 if in_place else len(token_ids), tokens_to_prefill, now)
+        num_tokens = 0 if in_place else len(token_ids)
+        leg = self._open_leg(request, worker, num_tokens, tokens_to_prefill, now, in_place=in_place)
         request.story.num_decodes += 1
         request.story.decode_worker = worker.info.worker_id
         if source is None:
@@ -398,7 +399,16 @@ class Book:
             self.handoffs_in_flight.add(after)
         request.tokens_in_flight = after
 
-    def _open_leg(self, request: Request, worker: Worker, num_tokens: int, queued_tokens: int, now: float) -> int:
+    def _open_leg(
+        self,
+        request: Request,
+        worker: Worker,
+        num_tokens: int,
+        queued_tokens: int,
+        now: float,
+        *,
+        in_place: bool = False,
+    ) -> int:
         leg = self.new_leg()
         self.legs[leg] = request
         self.silent_legs.set(self.awake.at(now) + self.config.soonest_silence_s, leg)
@@ -407,7 +417,7 @@ class Book:
         if queued_tokens:
             prediction.priority = request.spec.priority
             self._note_overtaken(worker, request.spec.priority, now)
-        self.workers.add_leg(worker, leg, request.request_id, prediction)
+        self.workers.add_leg(worker, leg, request.request_id, prediction, in_place=in_place)
         if worker.cache is not None:
             spec = request.spec
             worker.cache.expect(spec.block_hashes.get(worker.info.block_size, ()), spec.conversation)

@@ -32,6 +32,8 @@ class WorkerInfo:
     max_num_seqs: int
     model_id: str = ""
     host_id: str = ""
+    capacity: float = 1.0
+    """Its share of the requests beside that of others, as declared; above 0."""
     description: control_pb2.WorkerDescription | None = None
     """The whole description, for the shells."""
 

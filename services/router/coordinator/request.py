@@ -248,6 +248,7 @@ class Request:
             conversation=self.spec.conversation,
             tenant=self.spec.tenant,
             model=self.spec.model,
+            priority=self.spec.priority,
             block_hashes=self.spec.block_hashes,
         )
 

@@ -153,6 +153,8 @@ class Worker:
     legs: dict[int, str] = field(default_factory=dict)
     """The requests' ids by the numbers of their current legs there."""
     predictions: dict[int, Prediction] = field(default_factory=dict)
+    newest_leg: int = 0
+    """The newest leg that was placed there from elsewhere; 0 for none."""
     cache: KnownCache | None = None
     """What is known of its prefix cache; None if prompts are not hashed."""
     draining: bool = False
@@ -196,6 +198,9 @@ class Worker:
             barred=self.sources.barred(),
             untried=self.sources.untried(),
             cache=self.cache,
+            capacity=info.capacity,
+            num_legs=len(self.legs),
+            newest_leg=self.newest_leg,
         )
 
 
@@ -385,8 +390,13 @@ class WorkerTable:
         self._stale[worker.info.worker_id] = None
         self.has_news = self.has_news or has_more_room
 
-    def add_leg(self, worker: Worker, leg: int, request_id: str, prediction: Prediction) -> None:
+    def add_leg(
+        self, worker: Worker, leg: int, request_id: str, prediction: Prediction, *, in_place: bool = False
+    ) -> None:
+        """Notes a leg that was sent to the worker; `in_place` says that it adopts a lease of the worker's own."""
         worker.legs[leg] = request_id
+        if not in_place:
+            worker.newest_leg = leg
         worker.predictions[leg] = prediction
         self._stale[worker.info.worker_id] = None
 

@@ -26,11 +26,15 @@ from services.router.policy.placement import (
     place_prefill,
     resolve_max_tokens,
 )
+from services.router.policy.presets import PRESETS, preset
+from services.router.policy.selection import Chosen, Selection
 from services.router.policy.terms import PolicyConfig, Term, weighted
 from services.router.policy.views import Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 
 __all__ = [
+    "PRESETS",
     "Ahead",
+    "Chosen",
     "Cluster",
     "Costs",
     "Fingerprint",
@@ -46,6 +50,7 @@ __all__ = [
     "PolicyConfig",
     "Ranking",
     "Role",
+    "Selection",
     "Source",
     "Term",
     "VainAttempt",
@@ -63,6 +68,7 @@ __all__ = [
     "nearest_to_room",
     "place_decode",
     "place_prefill",
+    "preset",
     "resolve_max_tokens",
     "weighted",
 ]

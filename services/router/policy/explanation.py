@@ -25,13 +25,15 @@ MOST_NAMED = 8
 class Ranking:
     """Is given the candidates of one choice, as they were compared."""
 
-    __slots__ = ("best", "candidates")
+    __slots__ = ("best", "candidates", "terms")
 
     def __init__(self) -> None:
         self.candidates: Sequence[WorkerView] = ()
         self.best: Sequence[tuple[tuple[float, str], WorkerView]] = ()
         """The best of them, the winner first, with what they were compared by: (the score's negative, the worker id).
         At most `MOST_SCORED`."""
+        self.terms: Sequence[tuple[float, Term]] = ()
+        """The weights, and the terms as they score these candidates."""
 
 
 class PlacedPhase(enum.Enum):
@@ -244,7 +246,7 @@ def explain_choice(
 
     `ranking` is empty if `chosen` was taken without comparing, as the worker nearest to having room.
     """
-    best, is_aged = ranking.best, not ranking.best
+    best, is_aged, terms = ranking.best, not ranking.best, ranking.terms or terms
     if is_aged:
         score = 0.0
         for weight, term in terms:

@@ -3,7 +3,7 @@
 Pure functions of (job, workers, now, config).
 
 A choice is filter (ready, compatible: `cluster.py`; room) -> score in [0, 1] -> weighted sum -> best; ties are broken
-by worker id.
+by worker id. All presets (`presets.py`) are weights for this one scorer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from services.core.errors import ContextLengthExceeded
 from services.router.policy.cluster import Room, WorkerSubset, import_blocks, unblamed
 from services.router.policy.explanation import MOST_SCORED, LeftOut, LeftOutWorkers, Ranking, WhyNot
-from services.router.policy.terms import PolicyConfig, Term
+from services.router.policy.terms import Comparison, PolicyConfig, Term
 from services.router.policy.views import HandoffsInFlight, Job, Role, Source, WorkerView
 
 
@@ -174,15 +174,17 @@ def _best(
     if not candidates:
         return None
 
+    scored = [(weight, term.among(candidates, job) if isinstance(term, Comparison) else term) for weight, term in terms]
+
     def rank(worker: WorkerView) -> tuple[float, str]:
         score = 0.0
-        for weight, term in terms:
+        for weight, term in scored:
             score += weight * term(worker, job, source, now)
         return -score, worker.worker_id
 
     if ranking is None:
         return min(candidates, key=rank).worker_id
-    ranking.candidates = candidates
+    ranking.candidates, ranking.terms = candidates, scored
     ranking.best = heapq.nsmallest(MOST_SCORED, zip(map(rank, candidates), candidates, strict=True))
     return ranking.best[0][1].worker_id
 

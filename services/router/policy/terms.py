@@ -1,10 +1,14 @@
 """Scores workers by what makes them a good choice, in [0, 1], with weights. Pure.
 
-A new criterion is one more `Term` in `PolicyConfig`.
+A new criterion is one more `Term` in `PolicyConfig`; named sets of them are in `presets.py`. A term scores a worker by
+itself, or, as a `Comparison`, beside the others that could be chosen.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +21,15 @@ Term = Callable[[WorkerView, Job, Source | None, float], float]
 
 _WAIT_SCALE_MS = 500.0
 _GUESSED_MS_PER_PREFILL_TOKEN = 0.5
+_STEP_SCALE_MS = 50.0
+_GUESSED_MS_PER_DECODE_STEP = 20.0
+LOAD_BOUND = 1.25
+"""A conversation passes a worker over that would have more than so many times the mean of requests: the `c` of
+consistent hashing with bounded loads (arXiv 1608.01350)."""
+_HITS_WELL = 0.75
+"""A conversation's own worker hits well if it has this share of what the worker has that knows most of the prompt."""
+_WORTH_GOING = 0.25
+"""The share of a prompt in a prefix cache for which a request without a better reason goes there."""
 
 
 def short_queue(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
@@ -66,12 +79,147 @@ def same_conversation(worker: WorkerView, job: Job, source: Source | None, now: 
     return 1.0 if worker.cache is not None and worker.cache.has_conversation(job.conversation) else 0.0
 
 
+def few_requests(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Falls with the requests that the worker has, whatever their lengths: it is a half with one."""
+    return 1.0 / (1.0 + worker.num_requests)
+
+
+def free_capacity(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Falls with the requests that the worker would have for each unit of its declared capacity: it is a half where
+    they are as many as the capacity."""
+    return worker.capacity / (worker.capacity + worker.num_requests + 1)
+
+
+def soon_computed(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Falls with the time until the whole prompt is computed, those before it included, by the milliseconds per token
+    that the worker has measured of itself: it is a half at half a second."""
+    ms_per_token = worker.load.ms_per_prefill_token or _GUESSED_MS_PER_PREFILL_TOKEN
+    return 1.0 / (1.0 + (worker.queued_tokens + job.num_tokens) * ms_per_token / _WAIT_SCALE_MS)
+
+
+def quick_steps(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Falls with the time of a decode step that has the job in it too, by the milliseconds that the worker has measured
+    of itself: it is a half at 50 ms."""
+    step_ms = worker.step_ms(worker.num_sequences + 1) or _GUESSED_MS_PER_DECODE_STEP
+    return 1.0 / (1.0 + step_ms / _STEP_SCALE_MS)
+
+
+def in_place(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Returns 1 where the job's KV stands already, so that no byte moves, else 0."""
+    return 1.0 if source is not None and worker.worker_id == source.worker_id else 0.0
+
+
+def room_for_urgent(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+    """Returns the share of the worker's batch that is empty, as far as the caller's priority counts: nothing at 0 or
+    below, a half of it at 1, and nearly all of it at 10.
+
+    A priority alone is the same number for all workers, and would choose none.
+    """
+    urgency = max(0, job.priority)
+    return urgency / (1.0 + urgency) * small_batch(worker, job, source, now)
+
+
+class Comparison:
+    """Scores each worker beside all that could be chosen for the job; a `Term` for which nobody else is there."""
+
+    __name__: str
+
+    def __init__(self, compare: Callable[[Sequence[WorkerView], Job], Mapping[str, float]]) -> None:
+        """`compare` maps (candidates, job) to scores in [0, 1] by worker id."""
+        self._compare = compare
+        functools.update_wrapper(self, compare)
+
+    def __call__(self, worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+        return self._compare([worker], job)[worker.worker_id]
+
+    def scores(self, workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+        """Returns the score of each of these workers, by worker id."""
+        return self._compare(workers, job)
+
+    def among(self, workers: Sequence[WorkerView], job: Job) -> Term:
+        """Returns the term that scores these workers, which are all candidates for the job."""
+        scores = self._compare(workers, job)
+
+        def score(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+            return scores[worker.worker_id]
+
+        score.__name__ = self.__name__
+        return score
+
+
+@Comparison
+def least_recent(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+    """Returns 1 for the worker whose newest leg is the oldest, and less for each that was placed to later.
+
+    Nothing is kept for it: the numbers of legs grow, and say in which order workers were chosen.
+    """
+    oldest_first = sorted(workers, key=lambda worker: (worker.newest_leg, worker.worker_id))
+    return {worker.worker_id: 1.0 - place / len(workers) for place, worker in enumerate(oldest_first)}
+
+
+@Comparison
+def conversation_place(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+    """Returns 1 for the conversation's own worker, 1/2 for the next in its order, 1/3 for the one after it; 0 for all
+    if the job belongs to no conversation.
+
+    It is consistent hashing with bounded loads (arXiv 1608.01350): a hash of conversation and worker puts the workers
+    in order (rendezvous hashing, which has no ring to keep), so that a worker that comes or goes moves only the
+    conversations that it gains or loses, and routers agree without telling each other. Workers that would have more
+    than `LOAD_BOUND` times the mean of requests come last.
+    """
+    order = _conversation_order(workers, job) if job.conversation else []
+    scores = dict.fromkeys((worker.worker_id for worker in workers), 0.0)
+    return scores | {worker.worker_id: 1.0 / place for place, worker in enumerate(order, start=1)}
+
+
+@Comparison
+def conversation_or_prefix(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+    """Scores as `conversation_place` while the conversation's own worker hits well, else by the share of the prompt
+    that each worker's prefix cache has, if that is worth going there, else 0 for all. Workers over the bound of
+    `conversation_place` do not count, so that what many prompts share, such as a system prompt, does not draw all of
+    them to one worker.
+
+    The worker hits well if, of what is cached of the prompt anywhere, it has nearly as much as any: of a new
+    conversation with a new prompt, nobody has anything, and it begins where it will be found again.
+    """
+    most_requests = _most_requests(workers)
+    shares = {
+        worker.worker_id: prefix_cached(worker, job, None, 0.0) if worker.num_requests < most_requests else 0.0
+        for worker in workers
+    }
+    most = max(shares.values())
+    if job.conversation and shares[_conversation_order(workers, job)[0].worker_id] >= _HITS_WELL * most:
+        return conversation_place.scores(workers, job)
+    return shares if most >= _WORTH_GOING else dict.fromkeys(shares, 0.0)
+
+
+def _most_requests(workers: Sequence[WorkerView]) -> int:
+    """Returns how many requests a worker may have, the new one included, that is not to be passed over."""
+    return math.ceil(LOAD_BOUND * (sum(worker.num_requests for worker in workers) + 1) / len(workers))
+
+
+def _conversation_order(workers: Sequence[WorkerView], job: Job) -> list[WorkerView]:
+    """Returns the workers in the order in which the job's conversation would use them."""
+    most_requests = _most_requests(workers)
+    conversation = hashlib.blake2b(f"{job.tenant}\0{job.conversation}".encode(), digest_size=16).digest()
+
+    def rank(worker: WorkerView) -> tuple[bool, bytes]:
+        hash = hashlib.blake2b(worker.worker_id.encode(), digest_size=8, key=conversation).digest()
+        return worker.num_requests >= most_requests, hash
+
+    return sorted(workers, key=rank)
+
+
+_TERMS: tuple[Term, ...] = (short_queue, free_memory, small_batch, dedicated, near, trusted)
+_OF_PRESETS: tuple[Term, ...] = (few_requests, free_capacity, soon_computed, quick_steps, in_place, room_for_urgent)
+_COMPARISONS: tuple[Term, ...] = (least_recent, conversation_place, conversation_or_prefix)
 TERMS: Mapping[str, Term] = {
-    term.__name__: term
-    for term in (short_queue, free_memory, small_batch, dedicated, near, trusted, prefix_cached, same_conversation)
+    term.__name__: term for term in (*_TERMS, prefix_cached, same_conversation, *_OF_PRESETS, *_COMPARISONS)
 }
-LOOKING_AT_PROMPTS = frozenset({prefix_cached, same_conversation})
+LOOKING_AT_PROMPTS: frozenset[Term] = frozenset({prefix_cached, same_conversation, conversation_or_prefix})
 """Terms that need `PolicyConfig.hash_prompts`."""
+MOST_WEIGHT = 1e6
+"""The largest weight of a term: beyond it, the other terms' shares of a score would be lost in rounding."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +248,26 @@ class PolicyConfig:
 
 
 def weighted(policy: PolicyConfig, weights: Sequence[str], flag: str) -> PolicyConfig:
-    """Returns the policy with the weights of PHASE.TERM=W, such as prefill.prefix_cached=8; a term of weight 0 is left
-    out. Prompts are hashed where a term looks at them. Raises ConfigError, which names the flag."""
-    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
+    """Returns the policy with the weights of PHASE.TERM=W, such as prefill.prefix_cached=8. Raises ConfigError, which
+    names the flag."""
     for weight in weights:
         match = re.fullmatch(r"(prefill|decode)\.(\w+)=(\d+(?:\.\d+)?)", weight, re.ASCII)
         term = TERMS.get(match[2]) if match is not None else None
         if match is None or term is None:
             raise ConfigError(f"{flag}: {weight!r} is not like prefill.short_queue=4; there are {', '.join(TERMS)}")
-        others = tuple(each for each in terms[match[1]] if each[1] is not term)
-        terms[match[1]] = (*others, (float(match[3]), term)) if float(match[3]) else others
+        policy = reweighted(policy, match[1], term, float(match[3]), f"{flag}: {weight!r}")
+    return policy
+
+
+def reweighted(policy: PolicyConfig, phase: str, term: Term, weight: float, origin: str) -> PolicyConfig:
+    """Returns the policy with another weight for a term of a phase, "prefill" or "decode"; a term of weight 0 is left
+    out. Prompts are hashed where a term looks at them. Raises ConfigError, which names `origin`, for a weight that is
+    out of range."""
+    if not 0 <= weight <= MOST_WEIGHT:
+        raise ConfigError(f"{origin}: the weight {weight:g} is not in [0, {MOST_WEIGHT:g}]")
+    terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
+    others = tuple(each for each in terms[phase] if each[1] is not term)
+    terms[phase] = (*others, (weight, term)) if weight else others
     looks = any(term in LOOKING_AT_PROMPTS for of_phase in terms.values() for _, term in of_phase)
     return replace(
         policy,

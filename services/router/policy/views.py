@@ -130,6 +130,13 @@ class WorkerView:
     cache: KnownCache | None = None
     """What is known of its prefix cache, and which conversations it was given lately; None if prompts are not
     hashed."""
+    capacity: float = 1.0
+    """Its share of the requests beside that of others, as its operator has declared it."""
+    num_legs: int = 0
+    """Legs of this router's requests that run there now, or wait there, or whose leases it holds."""
+    newest_leg: int = 0
+    """The number of the newest leg that was placed there from elsewhere; 0 for none. A leg that adopts a lease in place
+    does not count."""
 
     context_tokens: int = field(init=False)
     """Tokens of the longest sequence that this worker can ever hold, prompt and output together."""
@@ -138,6 +145,9 @@ class WorkerView:
     num_sequences: int = field(init=False)
     """Sequences that will share its decode steps, as far as known."""
     queued_tokens: int = field(init=False)
+    num_requests: int = field(init=False)
+    """Requests that it has, as far as known: this router's legs, or what its snapshot counts if that is more, as it is
+    where several routers use it."""
 
     def __post_init__(self) -> None:
         # A view is looked at much more often than it is made.
@@ -148,6 +158,7 @@ class WorkerView:
             ("idle", load.idle and not self.predicted_sequences),
             ("num_sequences", load.num_running + load.num_importing + self.predicted_sequences),
             ("queued_tokens", load.queued_prefill_tokens + self.predicted_tokens),
+            ("num_requests", max(self.num_legs, load.num_running + load.num_waiting + load.num_importing)),
         ):
             object.__setattr__(self, name, value)
 
@@ -181,6 +192,8 @@ class Job:
     """The tenant that sent the request; empty for none."""
     model: str = ""
     """The model that is to compute it. No worker of another model may."""
+    priority: int = 0
+    """Its caller's priority; a higher one comes first, and 0 is usual."""
     block_hashes: Mapping[int, tuple[ShortHash, ...]] = field(default_factory=dict, hash=False)
     """The short hashes of the prompt's full blocks, by block size, as workers' prefix caches know them. Replayed output
     is not in them. Empty if prompts are not hashed (`PolicyConfig.hash_prompts`)."""

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from baton.v1 import control_pb2, types_pb2
 from services.core.addresses import is_dialable
+from services.core.config import LEAST_CAPACITY, MOST_CAPACITY
 from services.core.errors import InvalidRequest
 from services.core.ids import WORKER_ID_FORM, is_worker_id
 
@@ -61,6 +62,10 @@ def check_description(worker: control_pb2.WorkerDescription) -> None:
         raise InvalidRequest("worker.layout.model_id", "is missing, or has blanks at an end")
     if not _DIGEST.fullmatch(worker.fingerprint.kv):
         raise InvalidRequest("worker.fingerprint.kv", "must be 32 hex digits")
+    if worker.HasField("capacity") and not LEAST_CAPACITY <= worker.capacity <= MOST_CAPACITY:
+        raise InvalidRequest(
+            "worker.capacity", f"is {worker.capacity:g}, outside [{LEAST_CAPACITY:g}, {MOST_CAPACITY:.0f}]"
+        )
     _check_fields(worker, "")
 
 

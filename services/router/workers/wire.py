@@ -76,6 +76,7 @@ def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
         max_num_seqs=worker.max_num_seqs,
         model_id=worker.layout.model_id,
         host_id=worker.host_id,
+        capacity=worker.capacity if worker.HasField("capacity") else 1.0,
         description=worker,
     )
 

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.hashing import block_hashes, short_hashes
-from services.router.policy import Job, PolicyConfig, WorkerView
+from services.router.policy import PRESETS, Job, PolicyConfig, WorkerView
 from services.router.policy.terms import prefix_cached
 from services.router.text.tokenisation import ModelText
 from services.rpc.status import status_of_call
@@ -248,7 +248,7 @@ async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_block
     policy = PolicyConfig(hash_prompts=True, prefill_terms=terms, decode_terms=terms)
     monkeypatch.setattr("services.router.front.intake.block_hashes", hashing)
     monkeypatch.setattr("services.router.front.intake._INLINE_TOKENS", 64)
-    monkeypatch.setattr("services.router.main.PolicyConfig", lambda: policy)
+    monkeypatch.setitem(PRESETS, "pressure", policy)
     cluster = Cluster(replace(CONFIG, model=model))
     await cluster.start()
     for role in ("prefill", "decode"):

@@ -75,6 +75,19 @@ async def test_a_worker_brings_its_model(several: Cluster, text: Path) -> None:
     assert second.num_texts_given == 1
 
 
+async def test_each_model_has_a_policy_of_its_own(model: str, text: Path) -> None:
+    """One is placed by where prompts' beginnings are cached, for which they are hashed, and the other in turn."""
+    cluster = Cluster(replace(CONFIG, model=model, policy=("round_robin", f"{OTHER}=prefix_aware")))
+    await cluster.start()
+    await cluster.add("mixed", worker_id="first")
+    await cluster.add("mixed", worker_id="second", model_id=OTHER, text=text)
+    assert [await generate(cluster), await generate(cluster, model=OTHER)] == [TEXT, TEXT]
+    hashing = {each.model_id: each.conductor.coordinator.follows_caches for each in cluster.router.catalogue.all()}
+    assert hashing == {MODEL_ID: False, OTHER: True}
+    await cluster.assert_idle()
+    await cluster.stop()
+
+
 async def test_no_model_waits_for_another(several: Cluster, text: Path) -> None:
     """The queue of one is full and its only worker does nothing: the other does not notice."""
     await several.add("mixed", worker_id="first")

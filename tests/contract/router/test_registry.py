@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,7 @@ async def test_one_that_was_never_reached_does_not_keep_its_name(cluster: Cluste
         *((name, "x" * 300) for name in ("host_id", "device")),
         *((name, -1) for name in ("pid", "num_blocks", "max_model_len", "max_num_seqs", "vocab_size")),
         *((name, (1 << 31) - 1) for name in ("num_blocks", "max_num_seqs", "max_model_len")),
+        *(("capacity", number) for number in (0.0, -1.0, 1e-4, 1e7, math.inf, math.nan)),
         ("layout.model_id", "tiny\x00"),
         ("layout.dtype", "float\u202e32"),
         ("layout.block_size", 1 << 20),

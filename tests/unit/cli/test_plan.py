@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from services.cli import machine, up
 from services.cli.arguments import Parser
-from services.cli.child import Ready
-from services.cli.cluster import line_of, worker_flags
+from services.cli.child import Lifeline, Ready
+from services.cli.cluster import LocalCluster, line_of, worker_flags
 from services.cli.model_cache import ResolvedModel
 from services.cli.plan import (
     MAX_POOL_BYTES,
@@ -202,6 +202,31 @@ def test_plan_of_a_cluster() -> None:
         "--kv-blocks": "64",
     }
     assert {worker.device for worker in plan.workers} == {"cpu"}
+
+
+def test_the_router_of_a_cluster_is_told_how_to_place() -> None:
+    assert make_plan(UpConfig(), ["mixed"], ResolvedModel("m", pathlib.Path("/m"))).router_flags == ()
+    config = UpConfig(policy=("sticky", "m=hybrid"), policy_weight=("prefill.near=1",), policy_file="policies.toml")
+    plan = make_plan(config, ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
+    assert plan.router_flags == (
+        "--policy=sticky",
+        "--policy=m=hybrid",
+        "--policy-weight=prefill.near=1",
+        f"--policy-file={pathlib.Path.cwd() / 'policies.toml'}",
+    )
+    lifeline = Lifeline()
+    command = LocalCluster(plan, lifeline, print)._router_command()
+    lifeline.close()
+    parser = Parser(prog="baton router")
+    configuration.add_arguments(parser, RouterConfig)
+    router = configuration.load(RouterConfig, parser.parse_known_args(command[command.index("router") + 1 :])[0], {})
+    assert (router.policy, router.policy_weight) == (config.policy, config.policy_weight)
+
+
+@pytest.mark.parametrize("flag", ["--policy=robin", "--policy-weight=near=1", "--policy-file=/none"])
+def test_a_wrong_policy_is_reported_before_anything_is_downloaded(flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag.partition("=")[0] + ": "):
+        up.main([flag, "--port", "0"], "baton up")
 
 
 def test_every_port_that_a_service_can_do_without_can_be_left_out_of_a_cluster() -> None:

@@ -37,3 +37,11 @@ def test_one_long_name_leaves_the_others_on_the_screen() -> None:
 def test_many_workers_are_counted_where_they_are_listed() -> None:
     status = control_pb2.GetStatusResponse(workers=[worker(f"decode-{number}", "tiny") for number in range(40)])
     assert "decode-15 and 24 more: " in text("target", plain(status))
+
+
+def test_a_declared_capacity_is_shown_unless_it_is_the_usual_one() -> None:
+    workers = [worker(f"decode-{number}", "tiny") for number in range(3)]
+    assert "capacity" not in text("target", plain(control_pb2.GetStatusResponse(workers=workers)))
+    workers[0].worker.capacity, workers[1].worker.capacity, workers[2].worker.capacity = 2.5, 1.0, 2.5
+    lines = text("target", plain(control_pb2.GetStatusResponse(workers=workers))).splitlines()
+    assert [line for line in lines if "capacity" in line] == ["decode-0, decode-2: capacity 2.5"]

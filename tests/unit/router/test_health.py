@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.router import main
 from services.router.config import RouterConfig
+from services.router.policy import PolicyConfig
 from services.router.policy.health import TRANSITIONS, Health, HealthConfig, HealthRecord
 
 SHALLOW = HealthConfig()
@@ -173,8 +174,8 @@ def test_any_life(events: list[tuple[str, float]], deep: bool) -> None:
 def test_a_router_checks_deeply_again_and_again_and_trusts_what_is_new_slowly() -> None:
     """The configuration is the default of `baton router`."""
     text: Any = SimpleNamespace(context_tokens=8, vocab_size=8)
-    health = main._coordinator_config(RouterConfig(model="m"), text).health
+    health = main._coordinator_config(RouterConfig(model="m"), text, PolicyConfig()).health
     assert (health.canaries, health.starts_slowly) == (True, True)
     assert health.recheck_s == RouterConfig(model="m").canary_period_s > 0
-    without = main._coordinator_config(RouterConfig(model="m", canaries=False), text).health
+    without = main._coordinator_config(RouterConfig(model="m", canaries=False), text, PolicyConfig()).health
     assert (without.canaries, without.starts_slowly) == (False, True)

@@ -149,6 +149,9 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "predicted_sequences": 1,
         "ramp": 0.5,
         "cache": KnownCache(64, 0.0),
+        "capacity": 2.0,
+        "num_legs": 1,
+        "newest_leg": 7,
     }
     cluster = Cluster([prefill, decode])
     for part in (cluster.whole, cluster.without(frozenset({"x"}))):

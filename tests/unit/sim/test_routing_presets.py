@@ -1,0 +1,122 @@
+"""Tests that each preset is the best of all in the scenario that is made for it, by a margin, and by one figure.
+
+The scenarios are those of `benchmarks/routing.py`, in virtual time: the figures are the same each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.routing import PROFILE, SCENARIOS
+from services.cli import plan_cluster, simulate
+from services.core.errors import ConfigError
+from services.router.policy import PRESETS
+from services.sim.cluster import SimPlan
+from services.sim.cluster import simulate as run
+from services.sim.profile import write_profile
+from services.sim.trace import TracedRequest
+
+LEADS = {
+    "round_robin": 3.0,
+    "least_loaded": 1.08,
+    "weighted": 1.3,
+    "token_aware": 1.5,
+    "prefix_aware": 1.2,
+    "sticky": 1.1,
+    "hybrid": 1.1,
+    "kv_score": 1.08,
+    "pressure": 2.0,
+}
+"""How many times as good the preset must be as the next best one."""
+
+
+def test_every_preset_has_a_scenario() -> None:
+    assert set(LEADS) == set(SCENARIOS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", LEADS)
+def test_a_preset_wins_its_scenario(preset: str) -> None:
+    scenario = SCENARIOS[preset](1)
+    ranked = scenario.ranked()
+    assert ranked[0][0] == preset, ranked
+    assert scenario.lead(ranked) > LEADS[preset], ranked
+
+
+def test_round_robin_serves_all_workers_alike_where_others_send_all_to_one() -> None:
+    """Lets requests come one by one, so that every worker is at rest: only their names tell them apart."""
+    scenario = dataclasses.replace(SCENARIOS["round_robin"](1), plan=SimPlan(4, 1, profile=PROFILE))
+    scenario = dataclasses.replace(scenario, trace=[TracedRequest(float(number), 500, 2) for number in range(40)])
+    busy = {}
+    for preset in ("round_robin", "pressure"):
+        router = dataclasses.replace(scenario.plan.router, policy=PRESETS[preset])
+        outcome = run(dataclasses.replace(scenario.plan, router=router), scenario.trace)
+        busy[preset] = [outcome.busy[f"prefill-{number}"] for number in range(4)]
+    assert max(busy["round_robin"]) == pytest.approx(min(busy["round_robin"]))
+    assert busy["pressure"][1:] == [0.0] * 3
+
+
+def test_a_worker_slower_than_it_reports_takes_longer_and_says_the_same() -> None:
+    trace = [TracedRequest(0.0, 500, 21)]
+    plan = SimPlan(0, 0, 1, profile=PROFILE)
+    slow = dataclasses.replace(plan, unreported=(("mixed-0", 3.0),))
+    totals_s = [run(each, trace).requests[0].total_s or 0.0 for each in (plan, slow)]
+    assert totals_s[1] == pytest.approx(3 * totals_s[0], rel=0.01)
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    write_profile(tmp_path / "profile.json", PROFILE)
+    return ["--profile", str(tmp_path / "profile.json"), "--requests", "60", "--rate-scale", "8"]
+
+
+def test_the_flags_of_simulate(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for name, more in {
+        "default": [],
+        "pressure": ["--policy", "pressure"],
+        "in turn": ["--policy", "round_robin"],
+        "declared": ["--policy", "weighted", "--capacity", "mixed-1=8"],
+        "changed": ["--policy", "round_robin", "--weight", "prefill.least_recent=0"],
+    }.items():
+        assert simulate.main([*flags, "--mixed", "3", "--json", "-", *more], "baton simulate") == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    assert found["default"] == found["pressure"]
+    busy = {name: [figures["busy"][f"mixed-{number}"] for number in range(3)] for name, figures in found.items()}
+    assert len({tuple(shares) for shares in busy.values()}) == 4
+    assert busy["declared"][1] == max(busy["declared"])
+    assert busy["changed"][0] > 1.5 * busy["in turn"][0], "without the term, the first one gets all that fits"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["--policy", "robin"], "--policy: 'robin' is not one of round_robin, "),
+        (["--weight", "near=1"], "--weight: 'near=1' is not like "),
+    ],
+)
+def test_a_wrong_flag_is_named_by_simulate_and_plan(flags: list[str], wrong: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        simulate.main([*flags, *wrong], "baton simulate")
+    with pytest.raises(ConfigError, match=why):
+        plan_cluster.main([*flags, "--slo", "ttft_p95=1s", *wrong], "baton plan")
+    with pytest.raises(ConfigError, match="--policy: --ablations has clusters of its own"):
+        simulate.main([*flags, "--mixed", "2", "--ablations", "--policy", "sticky"], "baton simulate")
+    with pytest.raises(ConfigError, match="--capacity: 'x=1' names no worker"):
+        simulate.main([*flags, "--mixed", "2", "--capacity", "x=1"], "baton simulate")
+
+
+def test_plan_searches_with_the_policy(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Demands what least loaded workers keep and a policy without terms, by which the first gets all, does not."""
+    command = [*flags, "--slo", "ttft_p95=4s", "--max-workers", "3", "--json"]
+    plan_cluster.main([*command, "--policy", "least_loaded"], "baton plan")
+    found = json.loads(capsys.readouterr().out)
+    nothing = [part for term in ("least_recent", "trusted") for part in ("--weight", f"prefill.{term}=0")]
+    plan_cluster.main([*command, "--policy", "round_robin", *nothing], "baton plan")
+    other = json.loads(capsys.readouterr().out)
+    margins = [{tuple(each["workers"].values()): each["margin"] for each in plans["tried"]} for plans in (found, other)]
+    shared = [workers for workers in margins[0].keys() & margins[1].keys() if workers[2] > 1]
+    assert any(margins[0][workers] != margins[1][workers] for workers in shared)
