@@ -214,10 +214,7 @@ class _DecodeReasons:
 
     def _left_out(self, candidates: Sequence[WorkerView], asked: list[WorkerView], now: float) -> policy.LeftOutWorkers:
         never = self._workers.fit(self._job).left_out_of_takers(self._source)
-        claimed: list[WorkerView] = []
-        if self._source is None and self._book.claims:
-            views = self._book.workers.cluster.whole.views()
-            claimed = [view for view in views if view.worker_id in self._book.claims and view.roles.can_decode]
+        claimed = [view for view in _kept_from(self._book, self._workers) if view.roles.can_decode]
         num_left_out = len(self._able) - len(candidates) + len(claimed)
 
         def left_out() -> Iterator[LeftOut]:
@@ -392,9 +389,17 @@ def _start(book: Book, request: Request, line: _Line) -> bool:
 def _left_out_of_start(
     book: Book, request: Request, job: policy.Job, line: _Line, candidates: Sequence[WorkerView]
 ) -> policy.LeftOutWorkers:
+    left = line.left_to(request)
+    return policy.left_out_of_start(job, left, _kept_from(book, left), candidates, book.config.policy)
+
+
+def _kept_from(book: Book, left: WorkerSubset) -> list[WorkerView]:
+    """Returns the workers that are not among those left to a request: others that have waited long need them."""
     whole = book.workers.cluster.whole
-    claimed = [view for view in whole.views() if view.worker_id in book.claims] if book.claims else []
-    return policy.left_out_of_start(job, line.left_to(request), claimed, candidates, book.config.policy)
+    if left is whole:
+        return []
+    ids = {view.worker_id for view in left.views()}
+    return [view for view in whole.views() if view.worker_id not in ids]
 
 
 def _nearest_start(request: Request, job: policy.Job, line: _Line, config: policy.PolicyConfig) -> str | None:

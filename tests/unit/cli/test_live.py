@@ -140,7 +140,7 @@ async def test_a_router_that_says_nothing_is_not_waited_for_for_ever(
         assert await asyncio.to_thread(main, [*command, "--target", f"127.0.0.1:{port}"]) != 0
     finally:
         await silent.stop(None)
-    assert "DEADLINE_EXCEEDED" in capsys.readouterr().err
+    assert "no answer within 0.3 s" in capsys.readouterr().err
 
 
 def test_a_router_that_cannot_be_asked_is_told_apart_from_a_plan_that_nothing_meets(

@@ -15,6 +15,7 @@ from services.router.coordinator.actions import SendLeg, Stage, StageEnded
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, LeaseEnd, LeaseEnded
 from services.router.policy import LeftOut, PlacedPhase, PlacementChoice, Role, WhyNot
 from services.router.policy.explanation import Decider
+from services.router.policy.presets import PRESETS
 from tests.support.router_bench import Bench, check_choice, started, tokens
 
 FULL: dict[str, Any] = {"blocks_free": 0, "blocks_active": 64}
@@ -175,3 +176,21 @@ def test_the_clock_of_a_record_is_the_caller_s() -> None:
     bench.join("d", Role.DECODE)
     bench.submit()
     assert choice_of(bench.take_leg(Role.DECODE)).at_s == 5000.0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_terms_of_each_preset_add_up_to_the_scores_that_were_compared(name: str) -> None:
+    """Some compare the candidates with one another, and would say something else of each alone."""
+    bench = Bench(policy=PRESETS[name])
+    for number in range(3):
+        bench.join(f"p{number}", Role.PREFILL)
+        bench.join(f"d{number}", Role.DECODE)
+        bench.load(f"p{number}", queued_prefill_tokens=300 * number, ms_per_prefill_token=0.5)
+        bench.load(f"d{number}", num_running=number, ms_per_decode_step=10.0)
+    for number in range(4):
+        bench.submit(f"r{number}")
+        choice = choice_of(bench.take_leg(Role.PREFILL))
+        assert len(choice.scored) == 3
+        for each in choice.scored:
+            assert sum(value for _, value in choice.weighted(each)) == pytest.approx(each.score)
+        assert len({name for name, _ in choice.weighted(choice.winner)}) == len(choice.terms)
