@@ -249,10 +249,11 @@ def check_choice(command: SendLeg, coordinator: Coordinator) -> None:
     whole = phase is Role.DECODE and command.handoff is None
     assert choice.phase is (PlacedPhase.WHOLE if whole else PlacedPhase(phase.label))
     assert len({each.worker_id for each in choice.scored}) == len(choice.scored)
-    assert not {each.worker_id for each in choice.scored} & {each.worker_id for each in choice.left_out.named}
+    scored, left_out = {each.worker_id for each in choice.scored}, {each.worker_id for each in choice.left_out.named}
+    assert not scored & left_out
     views = coordinator._book.workers.cluster.whole.views()
     with_role = {view.worker_id for view in views if phase in view.roles}
-    assert {each.worker_id for each in (*choice.scored, *choice.left_out.named)} <= with_role
+    assert scored | left_out <= with_role
     assert max(1, choice.num_candidates) + choice.left_out.number == len(with_role)
 
 

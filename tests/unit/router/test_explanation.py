@@ -320,7 +320,7 @@ def test_every_worker_is_a_candidate_or_was_left_out() -> None:
         ranks = [(-each.score, each.worker_id) for each in choice.scored]
         assert ranks == sorted(ranks)
         able = {worker.worker_id for worker in workers if worker.roles.can_prefill}
-        named = [each.worker_id for each in (*choice.scored, *choice.left_out.named)]
+        named = [each.worker_id for each in choice.scored] + [each.worker_id for each in choice.left_out.named]
         assert len(named) == len(set(named))
         assert set(named) <= able
         assert choice.num_candidates + choice.left_out.number == len(able)
