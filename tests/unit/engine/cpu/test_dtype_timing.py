@@ -41,6 +41,7 @@ def test_the_kv_cache_is_of_the_type_that_workers_have(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.alone  # it compares times
 def test_a_large_model_is_cut_to_some_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers are counted. What comes beside the layers is small, but in a model as tiny as this: where all layers
     are one call, they must be larger to be most of a step."""
