@@ -32,11 +32,11 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
     is too short even for an idle cluster, and Overloaded if queued work stands in the way or the queue is full.
     """
     num_tokens = len(spec.token_ids)
-    work = _work(book, spec.tenant, num_tokens, spec.min_tokens, max_tokens)
-    _check_deadline(book, spec, work, now)
+    _check_deadline(book, spec, spec.tenant, num_tokens, max_tokens, now)
     if len(book.queue) + book.num_expected < book.config.max_queue:
         return
-    victims = _victims(book, spec.priority, num_tokens + max_tokens, work.output_tokens)
+    expected_tokens = book.expected_output(spec.tenant, num_tokens, spec.min_tokens, max_tokens)
+    victims = _victims(book, spec.priority, num_tokens + max_tokens, expected_tokens)
     if not victims:
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
     crowded_out = Overloaded("crowded out of a full queue", retry_after_s=book.config.retry_after_s)
@@ -62,17 +62,17 @@ def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -
     No queued request is failed yet: each one whose place could be taken counts as one more place. Raises what `admit`
     does.
     """
-    work = _work(book, "", expected.fewest_tokens, expected.min_tokens, max_tokens)
-    _check_deadline(book, expected, work, now, before_s=expected.tokenise_s)
+    _check_deadline(book, expected, "", expected.fewest_tokens, max_tokens, now, before_s=expected.tokenise_s)
     num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
     if num_beyond < 0:
         return
     fewest_tokens = expected.fewest_tokens + expected.min_tokens
-    if num_beyond >= len(_victims(book, expected.priority, fewest_tokens, work.output_tokens)):
+    expected_tokens = book.expected_output("", expected.fewest_tokens, expected.min_tokens, max_tokens)
+    if num_beyond >= len(_victims(book, expected.priority, fewest_tokens, expected_tokens)):
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
 
 
-def _victims(book: Book, priority: int, total_tokens: int, expected_tokens: float) -> list[Request]:
+def _victims(book: Book, priority: int, total_tokens: int, expected_tokens: int) -> list[Request]:
     """Returns the queued requests whose places a request may take, the best one last.
 
     They have no output. Those that no ready worker could hold must not keep out what others could serve. Of the rest
@@ -202,7 +202,9 @@ def _tokens_to_come(book: Book, request: Request) -> float:
 def _check_deadline(
     book: Book,
     spec: RequestSpec | ExpectedRequest,
-    work: Work,
+    caller: str,
+    num_tokens: int,
+    max_tokens: int,
     now: float,
     *,
     before_s: float = 0.0,
@@ -211,7 +213,8 @@ def _check_deadline(
         return
     # A request that no ready worker could serve delays nobody.
     longest = book.workers.cluster.whole.longest_sequence
-    line = _Line(book)
+    line = _Line(book)  # before the work: what is expected of outputs is looked up for it
+    work = _work(book, caller, num_tokens, spec.min_tokens, max_tokens)
     for other in book.queue.up_to(order_of(spec.priority, int(work.output_tokens), sys.maxsize)):
         if other.total_tokens <= longest:
             line.add(other)

@@ -73,9 +73,9 @@ def test_goodput_is_kept_and_few_are_late(name: str, multiple: float) -> None:
 
 def test_a_cluster_that_begins_with_too_much_learns_what_it_can_do() -> None:
     """Nothing is known of outputs until the first is complete, and with too many at once none ever would be."""
-    plan, most_late = CLUSTERS["mixed"]
+    plan, _ = CLUSTERS["mixed"]
     outcome = simulate(plan, arrivals([(30.0, 3.0 * capacity(plan))]))
     late = [each for each in outcome.requests if each.at_s >= 15.0 and each.error == "DEADLINE_EXCEEDED"]
     good = [each for each in outcome.requests if each.at_s >= 15.0 and each.total_s is not None]
     assert len(good) > 150
-    assert len(late) <= most_late * len(good)
+    assert not late
