@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baton.v1 import control_pb2
-from services.cli.arguments import Parser, add_control
+from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, plain
 from services.cli.tables import clip, table
 from services.core.printable import printable
@@ -23,7 +23,7 @@ _PHASES = {"prefill": "prefill", "decode": "decode", "whole": "whole sequence"}
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Shows why a recent request's workers were chosen, or what it waits for.")
     parser.add_argument("--request", required=True, metavar="ID", help="the request's id, as its client gave it")
-    add_control(parser)
+    add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
     parser.add_argument(
         "--router", dest="target", default=argparse.SUPPRESS, metavar="HOST:PORT", help="the same as --target"
     )

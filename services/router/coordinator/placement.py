@@ -64,6 +64,11 @@ def has_waited_long(book: Book, request: Request, now: float) -> bool:
     return now - request.waiting_since_s >= book.config.aging_s
 
 
+def _is_aged(book: Book, request: Request, now: float) -> bool:
+    """Returns whether the request has waited longer than others may overtake it."""
+    return now - request.waiting_since_s >= book.config.overtake_limit_s
+
+
 def _handoffs_turn(book: Book, request: Request, now: float) -> tuple[bool, float]:
     """Returns the sort key that puts handoffs that have waited long before the others, whose order is kept."""
     return (False, request.waiting_since_s) if has_waited_long(book, request, now) else (True, 0.0)
@@ -90,9 +95,7 @@ def may_be_asked_again(book: Book, worker: Worker, now: float) -> bool:
     offered to the worker nearest to having room, and which one that is changes with every snapshot.
     """
     return any(
-        worker.info.worker_id in request.setbacks.refusals
-        or now - request.waiting_since_s >= book.config.overtake_limit_s
-        for request in book.parked
+        worker.info.worker_id in request.setbacks.refusals or _is_aged(book, request, now) for request in book.parked
     )
 
 
@@ -156,7 +159,7 @@ def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) 
     ranking = Ranking()
     placed = (policy.place_decode(job, source, views, now, book.config.policy, ranking) for views in askable)
     worker_id = next(filter(None, placed), None)
-    if worker_id is None and now - request.waiting_since_s >= book.config.overtake_limit_s:
+    if worker_id is None and _is_aged(book, request, now):
         worker_id = _claim(request, job, source, ways[-1], claimed, now)
         if worker_id is not None:
             book.aged_offers[worker_id] = request
@@ -322,9 +325,6 @@ class _Line:
         self._book.claims[worker_id] = request.order
         self._claimed = frozenset(self._book.claims)
 
-    def is_aged(self, request: Request) -> bool:
-        return self.now - request.waiting_since_s >= self._book.config.overtake_limit_s
-
     def _is_out_of_reach(self, request: Request) -> bool:
         """Returns whether no unclaimed worker could hold the request, even if all were idle.
 
@@ -357,17 +357,17 @@ def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
 
 def _start(book: Book, request: Request, line: _Line) -> bool:
     job, config = request.next_job(), book.config.policy
-    ranking = Ranking()
-    worker_id = policy.place_prefill(job, line.left_to(request), book.handoffs_in_flight, line.now, config, ranking)
+    left, ranking = line.left_to(request), Ranking()
+    worker_id = policy.place_prefill(job, left, book.handoffs_in_flight, line.now, config, ranking)
     if worker_id is None and book.workers.cluster.whole.fit(job).can_hand_over:
         if _may_note(request, PlacedPhase.PREFILL, line.now):
-            left_out = _left_out_of_start(book, request, job, line, ())
+            left_out = _left_out_of_start(book, job, left, ())
             request.story.vain_attempt = policy.VainAttempt(PlacedPhase.PREFILL, line.now, left_out)
-        worker_id = _nearest_start(request, job, line, config) if line.is_aged(request) else None
+        worker_id = _nearest_start(request, job, left, line, config) if _is_aged(book, request, line.now) else None
         if worker_id is None:
             return False
     if worker_id is not None:
-        chosen = line.left_to(request).view(worker_id)
+        chosen = left.view(worker_id)
         choice = policy.explain_choice(
             PlacedPhase.PREFILL,
             job,
@@ -377,19 +377,18 @@ def _start(book: Book, request: Request, line: _Line) -> bool:
             config.prefill_terms,
             line.now,
             waited_s=line.now - request.waiting_since_s,
-            left_out=_left_out_of_start(book, request, job, line, ranking.candidates or [chosen]),
+            left_out=_left_out_of_start(book, job, left, ranking.candidates or [chosen]),
             before=request.story.vain_attempt,
         )
         book.open_prefill(request, book.workers.get(worker_id), line.now, choice)
         line.note_start()
         return True
-    return _start_whole(book, request, job, line)
+    return _start_whole(book, request, job, left, line)
 
 
 def _left_out_of_start(
-    book: Book, request: Request, job: policy.Job, line: _Line, candidates: Sequence[WorkerView]
+    book: Book, job: policy.Job, left: WorkerSubset, candidates: Sequence[WorkerView]
 ) -> policy.LeftOutWorkers:
-    left = line.left_to(request)
     return policy.left_out_of_start(job, left, _kept_from(book, left), candidates, book.config.policy)
 
 
@@ -402,9 +401,11 @@ def _kept_from(book: Book, left: WorkerSubset) -> list[WorkerView]:
     return [view for view in whole.views() if view.worker_id not in ids]
 
 
-def _nearest_start(request: Request, job: policy.Job, line: _Line, config: policy.PolicyConfig) -> str | None:
+def _nearest_start(
+    request: Request, job: policy.Job, left: WorkerSubset, line: _Line, config: policy.PolicyConfig
+) -> str | None:
     """Returns the prefill worker on which an aged request starts; None if it claims workers instead, or finds none."""
-    nearest = policy.nearest_start(job, line.left_to(request), config)
+    nearest = policy.nearest_start(job, left, config)
     if nearest is None:
         return None
     if nearest.source_has_room and nearest.target_has_room:
@@ -415,23 +416,23 @@ def _nearest_start(request: Request, job: policy.Job, line: _Line, config: polic
     return None
 
 
-def _start_whole(book: Book, request: Request, job: policy.Job, line: _Line) -> bool:
+def _start_whole(book: Book, request: Request, job: policy.Job, left: WorkerSubset, line: _Line) -> bool:
     """Starts the whole sequence on a decode worker: no prefill worker is there, or it is too long for them all.
 
     Returns False if no decode worker has room; an aged request then claims the nearest one.
     """
-    able = line.left_to(request).able(job, None)
+    able = left.able(job, None)
     askable = [view for view in able if view.worker_id not in line.for_handoffs and _may_ask(request, view, line.now)]
     ranking = Ranking()
     worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy, ranking)
-    reasons = _DecodeReasons(book, request, job, None, line.left_to(request), able)
+    reasons = _DecodeReasons(book, request, job, None, left, able)
     if worker_id is not None:
         choice = reasons.choice(worker_id, ranking, askable, line.now)
         book.open_decode(request, book.workers.get(worker_id), line.now, choice)
         line.note_start()
         return True
     reasons.note_wait(askable, line.now)
-    if line.is_aged(request) and (nearest := policy.nearest_to_room(job, None, able)) is not None:
+    if _is_aged(book, request, line.now) and (nearest := policy.nearest_to_room(job, None, able)) is not None:
         line.claim(nearest, request)
     return False
 

@@ -130,7 +130,7 @@ class Comparison:
         functools.update_wrapper(self, compare)
 
     def __call__(self, worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-        return self._compare([worker], job)[worker.worker_id]
+        return self.scores([worker], job)[worker.worker_id]
 
     def scores(self, workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
         """Returns the score of each of these workers, by worker id."""
@@ -138,7 +138,7 @@ class Comparison:
 
     def among(self, workers: Sequence[WorkerView], job: Job) -> Term:
         """Returns the term that scores these workers, which are all candidates for the job."""
-        scores = self._compare(workers, job)
+        scores = self.scores(workers, job)
 
         def score(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
             return scores[worker.worker_id]

@@ -206,7 +206,13 @@ def test_status_of_a_port_that_is_not_for_it(router: Router, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     "command",
-    [["status"], ["drain", "prefill-0"], ["calibrate", "--out", "OUT"], ["plan", "--live", "--slo", "ttft_p95=1s"]],
+    [
+        ["status"],
+        ["explain", "--request", "r"],
+        ["drain", "prefill-0"],
+        ["calibrate", "--out", "OUT"],
+        ["plan", "--live", "--slo", "ttft_p95=1s"],
+    ],
 )
 def test_a_port_that_never_answers_is_told(
     command: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
