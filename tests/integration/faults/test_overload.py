@@ -27,10 +27,27 @@ NUM_ASKING = 80
 REFUSED_WITHIN_S = 2.0
 """At most. Each of `NUM_ASKING` begins apart, or a refusal would wait for all the others of its moment."""
 REFUSED_MEDIAN_S = 1.0
+ROUNDS = 3
+"""Whoever else uses this machine may make it slower within a round by more than any bound or forecast allows for.
+One round in which that does not happen is enough; what a router that foresees nothing does, it does in each.
+`tests/unit/sim/test_overload.py` asks for more, in virtual time, where nobody disturbs."""
 
 
 async def test_three_times_too_much(cluster: RealCluster, reference: GreedyReference) -> None:
     """Sends 160 requests, by clients who ask for the next at once when one is refused."""
+    rounds: list[list[float]] = []
+    while len(rounds) < ROUNDS and not any(map(_at_once, rounds)):
+        rounds.append(await _times_of_refusals(cluster, reference))
+    assert any(map(_at_once, rounds))
+
+
+def _at_once(times: list[float]) -> bool:
+    """Whether enough were refused, and soon enough."""
+    return len(times) >= 40 and times[-1] < REFUSED_WITHIN_S and times[len(times) // 2] < REFUSED_MEDIAN_S
+
+
+async def _times_of_refusals(cluster: RealCluster, reference: GreedyReference) -> list[float]:
+    """Seconds that each refusal took, in order. Checks that what is accepted is right, and how the others fail."""
     jobs = mixed_jobs(random.Random(3), 160, range(50, 150), range(60, 100))  # some tenths of a second on any machine
     lengths: list[int] = []
     watching = asyncio.create_task(_watch_queue(cluster, lengths))
@@ -58,10 +75,8 @@ async def test_three_times_too_much(cluster: RealCluster, reference: GreedyRefer
     print(f"{len(accepted)} accepted; refused: {[round(each, 2) for each in times]}")
     assert len(accepted) + len(refused) == len(jobs)
     assert len(accepted) >= MAX_QUEUE
-    assert len(refused) >= 40
-    assert times[-1] < REFUSED_WITHIN_S
-    assert times[len(times) // 2] < REFUSED_MEDIAN_S
     assert 0 < max(lengths) <= MAX_QUEUE
+    return times
 
 
 async def _ask(cluster: RealCluster, job: Job) -> tuple[Any, float]:
@@ -92,10 +107,6 @@ GOODPUT = 0.7
 use this machine too. The benchmark measures by the clock and longer: `make bench BENCH_ARGS='--only overload'`."""
 LATE = 0.1
 """At most so many are late for each that is in time: what cannot be met is refused in advance."""
-ROUNDS = 3
-"""Whoever else uses this machine may make it slower within a round by more than any forecast made before allows for.
-One round in which that does not happen is enough; what a router that foresees nothing does, it does in each.
-`tests/unit/sim/test_overload.py` asks for more, in virtual time, where nobody disturbs."""
 MOST_GROWN_MB = 100
 
 
