@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
+from services.core.records import record
 from services.sim.pool import Hits, Part, PromptParts, Remnant, SimPool
 from services.sim.profile import WorkerProfile
 
@@ -113,7 +114,7 @@ class SimLeg:
 _rank = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SimStep:
     """Says what a step computes: a token of each of `decodes`, and so many tokens of each prompt in `parts`."""
 

@@ -7,10 +7,10 @@ ended may be dropped: the coordinator learns of the lost session by itself.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
+from services.core.records import record
 from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
 from services.router.policy import PlacementChoice, Role, VainAttempt
 from services.router.policy.health import Health
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from baton.v1 import types_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HandoffRef:
     """Names the lease that a decode worker is to take over, and its source."""
 
@@ -27,7 +27,7 @@ class HandoffRef:
     source: types_pb2.KVSource
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendLeg:
     """Commands one phase of a request from a worker."""
 
@@ -54,13 +54,13 @@ class SendLeg:
         return self.worker.worker_id
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CancelLeg:
     worker: WorkerInfo
     leg: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EmitStarted:
     """Tells the client which worker prefills its prompt. It comes once per request, before the first token."""
 
@@ -69,7 +69,7 @@ class EmitStarted:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EmitTokens:
     """Brings new output tokens. A request's tokens come in order, without a gap or a repeat."""
 
@@ -79,7 +79,7 @@ class EmitTokens:
     logprobs: tuple[types_pb2.TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Summary:
     """Tells what happened to a finished request. Durations are in seconds; None means that the event did not happen."""
 
@@ -99,7 +99,7 @@ class Summary:
     """What the workers measured, in order of arrival."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EmitFinished:
     request_id: str
     reason: FinishReason
@@ -107,7 +107,7 @@ class EmitFinished:
     summary: Summary
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EmitFailed:
     request_id: str
     error: BatonError
@@ -122,7 +122,7 @@ class Stage(enum.Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StageEnded:
     """Reports a span that has ended.
 
@@ -147,7 +147,7 @@ class StageEnded:
     """For QUEUE and PLACE, the last attempt that found no worker, if the request has ended without one."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HealthChanged:
     """Reports, for the log, that the health of a worker or of a pair has changed."""
 
@@ -158,7 +158,7 @@ class HealthChanged:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GroupsChanged:
     """Reports, for the log, that ready workers of one model compute differently, or no longer do."""
 
@@ -166,7 +166,7 @@ class GroupsChanged:
     """Each group as (kv fingerprint, worker ids). Workers of different groups do not pair."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Defect:
     """Reports, for the log and the metrics, an exception that the coordinator did not expect.
 

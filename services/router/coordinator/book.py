@@ -12,9 +12,7 @@ the parked iff PARKED, and each current leg is listed with its worker.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from services.core.errors import BatonError, WorkerFailed, unforeseen
@@ -332,13 +330,10 @@ class Book:
 
     # Defects
 
-    @contextlib.contextmanager
-    def isolated(self, where: str, request: Request | None, now: float) -> Iterator[None]:
-        """Reports an exception of the block as a defect, and ends only the request it was met for, if there is one."""
-        try:
-            yield
-        except Exception as error:
-            self.spoil(where, request, error, now)
+    def isolated(self, where: str, request: Request | None, now: float) -> _Isolated:
+        """Returns a context that reports an exception of its block as a defect, and ends only the request it was met
+        for, if there is one."""
+        return _Isolated(self, where, request, now)
 
     def spoil(self, where: str, request: Request | None, error: Exception, now: float) -> None:
         """Reports a defect, and fails the request on whose behalf it was met, if there is one."""
@@ -496,6 +491,24 @@ class Book:
         del self.num_in[Phase.FINISHED]
         del self.requests[request.request_id]
         self.crashed.discard(request.request_id)
+
+
+class _Isolated:
+    """Keeps an exception of its block from whoever runs it. Entered twenty times for a request, and so no generator."""
+
+    __slots__ = ("_book", "_now", "_request", "_where")
+
+    def __init__(self, book: Book, where: str, request: Request | None, now: float) -> None:
+        self._book, self._where, self._request, self._now = book, where, request, now
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._book.spoil(self._where, self._request, error, self._now)
+        return True
 
 
 def _command(

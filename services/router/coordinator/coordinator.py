@@ -292,8 +292,8 @@ class Coordinator:
         if not self.placement_is_due:
             return
         book.placement_is_due = book.workers.has_news = False
-        served = bool(book.workers.cluster.whole.longest_sequence)
-        self._ready = served and (self._ready or not self._canaries.checking)
+        if len(book.parked) or len(book.queue) or not self._ready:  # else no view of a worker needs to be renewed
+            self._ready = self._serves() and (self._ready or not self._canaries.checking)
         with book.isolated("placement", None, now):
             place_all(book, now)
 
@@ -320,6 +320,7 @@ class Coordinator:
             with book.isolated("tick", None, now):
                 part()
         book.placement_is_due = True
+        self._ready = self._ready and self._serves()
 
     # For shells and operators
 
@@ -397,6 +398,10 @@ class Coordinator:
     def check_idle(self) -> None:
         """Raises AssertionError if any request, leg or prediction is left."""
         invariants.check_idle(self._book)
+
+    def _serves(self) -> bool:
+        """Returns whether any ready worker decodes."""
+        return bool(self._book.workers.cluster.whole.longest_sequence)
 
     def _take_load(self, worker: Worker, load: Load | None, now: float) -> None:
         if load is not None:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError
 from services.core.hashing import ShortHash
+from services.core.records import record
 from services.router.policy import Fingerprint, Role
 
 if TYPE_CHECKING:
     from baton.v1 import control_pb2, inference_pb2, types_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerInfo:
     """Mirrors `baton.v1.WorkerDescription`, as far as the coordinator needs it."""
 
@@ -48,7 +49,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceEnd:
     """Says how a worker ended a sequence."""
 
@@ -57,7 +58,7 @@ class SequenceEnd:
     timings: types_pb2.PhaseTimings | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tokens:
     """Brings output from `position` on. A decode leg's first token repeats the one that its prefill leg sampled."""
 
@@ -71,13 +72,13 @@ class Tokens:
     """What a prefill worker measured. A decode worker's are in `finish`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LegFailed:
     leg: int
     error: BatonError
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PrefillStarted:
     leg: int
     lease_id: bytes
@@ -92,32 +93,32 @@ class LeaseEnd(enum.Enum):
     ABORTED = "aborted"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeaseEnded:
     leg: int
     lease_id: bytes
     reason: LeaseEnd
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DecodeAdmitted:
     leg: int
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DecodeRefused:
     leg: int
     needed_blocks: int = 0
     missing_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ImportReady:
     leg: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ImportFailed:
     leg: int
     lease_alive: bool
@@ -130,7 +131,7 @@ LegEvent = (
 """The first two come from prefill legs, the last two from legs of both phases, the others from decode legs."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestSpec:
     """Describes a validated and tokenised request."""
 
@@ -156,7 +157,7 @@ class RequestSpec:
     """Sampling, stopping and response options, for the commands; pure code never reads them."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExpectedRequest:
     """Describes a validated request whose prompt is about to be tokenised."""
 

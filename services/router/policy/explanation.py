@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from services.core.records import record
 from services.router.policy.terms import Term
 from services.router.policy.views import Job, Source, WorkerView
 
@@ -69,7 +70,7 @@ class LeftOut(NamedTuple):
     why: WhyNot
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeftOutWorkers:
     """Names some of the workers that had the role, and were no candidates."""
 
@@ -109,7 +110,7 @@ class ScoredWorker(NamedTuple):
         return self.queued_tokens * self.ms_per_prefill_token if self.ms_per_prefill_token else None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class VainAttempt:
     """Records an attempt to place that found nobody: the request goes on waiting."""
 
@@ -131,7 +132,7 @@ class Decider(enum.Enum):
     """Not the scores: the request had waited too long, and goes to the worker nearest to having room."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Verdict:
     """Says why the winner won, and what the runner-up would have cost."""
 

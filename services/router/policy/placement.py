@@ -176,16 +176,16 @@ def _best(
 
     scored = [(weight, term.among(candidates, job) if isinstance(term, Comparison) else term) for weight, term in terms]
 
-    def rank(worker: WorkerView) -> tuple[float, str]:
-        score = 0.0
-        for weight, term in scored:
-            score += weight * term(worker, job, source, now)
-        return -score, worker.worker_id
-
+    scores = [0.0] * len(candidates)
+    for weight, term in scored:
+        scores = [
+            score + weight * term(worker, job, source, now) for score, worker in zip(scores, candidates, strict=True)
+        ]
+    ranked = (((-score, worker.worker_id), worker) for score, worker in zip(scores, candidates, strict=True))
     if ranking is None:
-        return min(candidates, key=rank).worker_id
+        return min(ranked)[1].worker_id
     ranking.candidates, ranking.terms = candidates, scored
-    ranking.best = heapq.nsmallest(MOST_SCORED, zip(map(rank, candidates), candidates, strict=True))
+    ranking.best = heapq.nsmallest(MOST_SCORED, ranked)
     return ranking.best[0][1].worker_id
 
 

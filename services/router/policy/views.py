@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from services.core.hashing import ShortHash, num_blocks_for
+from services.core.records import record
 from services.router.policy.health import Ramp
 from services.router.policy.known_cache import KnownCache
 
@@ -37,7 +38,7 @@ class Role(enum.Flag):
         return self.name.lower()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fingerprint:
     """Names what a worker computes (mirror of `baton.v1.Fingerprint`)."""
 
@@ -52,7 +53,7 @@ class Fingerprint:
         return self.kv[:8]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Load:
     """Counts a worker's load (mirror of `baton.v1.LoadSnapshot`, in the same units)."""
 
@@ -99,7 +100,7 @@ class Load:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerView:
     """Holds what policy knows of a worker: its description, its newest snapshot, and what was sent there since."""
 
@@ -171,7 +172,7 @@ class WorkerView:
         return num_blocks_for(num_tokens, self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Job:
     """Describes a leg that is to be placed. Lengths are in tokens."""
 
@@ -199,7 +200,7 @@ class Job:
     is not in them. Empty if prompts are not hashed (`PolicyConfig.hash_prompts`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Source:
     """Names the worker that holds a handoff's lease."""
 
