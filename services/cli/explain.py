@@ -54,8 +54,11 @@ def _request(request: dict[str, Any]) -> Iterator[str]:
     if "waiting" in request:
         yield ""
         yield f"{'waits' if request['live'] else 'ended while it waited'} for a worker: {_vain(request['waiting'])}"
-    elif not request["choices"]:
+    elif not request["choices"] and not request["failure"]:
         yield "it was not placed, and no attempt to place it is known: others are before it, or it ended first"
+    if request["failure"]:
+        yield ""
+        yield f"its client was told: {clip(request['failure'], 500)}"
 
 
 def _choice(choice: dict[str, Any]) -> Iterator[str]:

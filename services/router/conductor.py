@@ -120,7 +120,11 @@ class Conductor:
         Anything that fails after that is reported in the answer.
         """
         now = self._clock.now()
-        self.coordinator.submit(spec, now)
+        try:
+            self.coordinator.submit(spec, now)
+        except BatonError as error:
+            self.explanations.refused(spec.request_id, now, str(error))
+            raise
         explained = self.explanations.begin(spec.request_id, now)
         self._live[spec.request_id] = _Live(answer, trace, record, explained)
         with self.isolated("action", spec.request_id):
@@ -458,7 +462,7 @@ class Conductor:
         live, now = self._live.pop(request_id, None), self._clock.now()
         if live is None:
             return
-        self.explanations.end(live.explained)
+        self.explanations.end(live.explained, str(error))
         with self.isolated("action"):
             if not live.answer.over:  # if it is over, the client has all of it, and only what came after that failed
                 live.answer.failed(error)

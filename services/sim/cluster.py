@@ -12,6 +12,7 @@ from functools import partial
 
 from services.core.config import DAY_S
 from services.core.errors import BatonError, ConfigError
+from services.core.hashing import ShortHash
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
     Action,
@@ -73,6 +74,9 @@ class SimPlan:
     capacities: tuple[tuple[str, float], ...] = ()
     """What workers declare as their capacities; 1 for all others."""
     rules: WorkerRules = field(default_factory=WorkerRules)
+    knows_caches_at_once: bool = False
+    """Whether the router knows, at each choice, what stands in the prefix caches at that moment. No real router can: it
+    is what one that hears of changes by messages is compared with."""
     asked_tokens: int = 0
     """The output that every request asks for at most, where that is more than it gets: so the router does not know how
     long outputs will be. By default each asks for what it gets."""
@@ -163,6 +167,7 @@ class _Simulation:
         """Prompts and outputs of those that live."""
         self._rules = plan.rules
         self._asked_tokens = plan.asked_tokens
+        self._knows_caches_at_once = plan.knows_caches_at_once
         self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
         self._last_end_s = 0.0
@@ -306,18 +311,25 @@ class _Simulation:
         def deliver() -> None:
             if not worker.dead:
                 info = worker.info
-                if stored or removed:
-                    self._coordinator.cache_changed(
-                        info.worker_id, info.incarnation, whole=False, stored=stored, removed=removed
-                    )
+                self._cache_changed(worker, stored, removed)
                 self._coordinator.worker_events(info.worker_id, info.incarnation, events, load, self._world.now)
                 self._turn()
 
         self._world.after(MESSAGE_S, deliver)
 
+    def _cache_changed(self, worker: SimWorker, stored: Sequence[ShortHash], removed: Sequence[ShortHash]) -> None:
+        if stored or removed:
+            info = worker.info
+            self._coordinator.cache_changed(
+                info.worker_id, info.incarnation, whole=False, stored=stored, removed=removed
+            )
+
     def _turn(self) -> None:
         """Does what a turn of the router's event loop does after its inputs."""
         coordinator = self._coordinator
+        if self._knows_caches_at_once and coordinator.placement_is_due:
+            for worker in self._workers.values():
+                self._cache_changed(worker, *worker.take_cache_changes())
         while True:
             for action in coordinator.take_actions():
                 self._do(action)

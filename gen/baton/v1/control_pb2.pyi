@@ -288,7 +288,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[ExplainedRequest, _Mapping]]] = ...) -> None: ...
 
 class ExplainedRequest(_message.Message):
-    __slots__ = ("request_id", "model", "age_us", "live", "choices", "num_forgotten", "waiting")
+    __slots__ = ("request_id", "model", "age_us", "live", "choices", "num_forgotten", "waiting", "failure")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGE_US_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +296,7 @@ class ExplainedRequest(_message.Message):
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     NUM_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     age_us: int
@@ -303,7 +304,8 @@ class ExplainedRequest(_message.Message):
     choices: _containers.RepeatedCompositeFieldContainer[PlacementChoice]
     num_forgotten: int
     waiting: VainAttempt
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., age_us: _Optional[int] = ..., live: _Optional[bool] = ..., choices: _Optional[_Iterable[_Union[PlacementChoice, _Mapping]]] = ..., num_forgotten: _Optional[int] = ..., waiting: _Optional[_Union[VainAttempt, _Mapping]] = ...) -> None: ...
+    failure: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., age_us: _Optional[int] = ..., live: _Optional[bool] = ..., choices: _Optional[_Iterable[_Union[PlacementChoice, _Mapping]]] = ..., num_forgotten: _Optional[int] = ..., waiting: _Optional[_Union[VainAttempt, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class LeftOutWorker(_message.Message):
     __slots__ = ("worker_id", "reason")

@@ -18,6 +18,8 @@ MOST_BYTES = 16 << 20
 MOST_CHOICES = 16
 """The most choices that are kept of one request: the first, and the newest."""
 _REQUEST_BYTES = 700
+_MOST_FAILURE = 500
+_MOST_REFUSED = 512
 _CHOICE_BYTES = 100
 
 
@@ -43,6 +45,8 @@ class ExplainedRequest:
     num_forgotten: int = 0
     """Choices that were made between the first and the rest, and are no longer kept."""
     is_live: bool = True
+    failure: str = ""
+    """What its client was told, if it was refused or has failed; shortened."""
     unplaced: VainAttempt | None = None
     """If it has ended while it waited for a worker, the last attempt that found nobody."""
     num_bytes: int = _REQUEST_BYTES
@@ -55,6 +59,7 @@ class Explanations:
         self._by_id: dict[str, list[ExplainedRequest]] = {}
         """Each list in the order of arrival."""
         self._ended: deque[ExplainedRequest] = deque()
+        self._refused: deque[ExplainedRequest] = deque()
         self.num_bytes = 0
 
     def begin(self, request_id: str, now: float) -> ExplainedRequest:
@@ -81,12 +86,22 @@ class Explanations:
                 each.outcome = outcome
                 return
 
-    def end(self, request: ExplainedRequest) -> None:
-        """Notes that the request has ended: it may be forgotten from now on."""
+    def end(self, request: ExplainedRequest, failure: str = "") -> None:
+        """Notes that the request has ended, and why if it failed: it may be forgotten from now on."""
         if request.is_live:
-            request.is_live = False
+            request.is_live, request.failure = False, failure[:_MOST_FAILURE]
+            self._count(request, len(request.failure))
             self._ended.append(request)
             self._forget()
+
+    def refused(self, request_id: str, now: float, failure: str) -> None:
+        """Notes a request that was refused at its arrival. Few of these are kept: a flood of them spares the others."""
+        request = ExplainedRequest(request_id, now, is_live=False, failure=failure[:_MOST_FAILURE])
+        request.num_bytes += len(request.failure)
+        self._by_id.setdefault(request_id, []).append(request)
+        self.num_bytes += request.num_bytes
+        self._refused.append(request)
+        self._forget()
 
     def find(self, request_id: str) -> list[ExplainedRequest]:
         """Returns the requests of that id which are remembered, the newest first; a client may use an id again."""
@@ -97,10 +112,11 @@ class Explanations:
         self.num_bytes += num_bytes
 
     def _forget(self) -> None:
-        while self._ended and (len(self._ended) > self._most_requests or self.num_bytes > self._most_bytes):
-            request = self._ended.popleft()
-            self.num_bytes -= request.num_bytes
-            same_id = self._by_id[request.request_id]
-            same_id.remove(request)
-            if not same_id:
-                del self._by_id[request.request_id]
+        for requests, most in ((self._refused, _MOST_REFUSED), (self._ended, self._most_requests)):
+            while requests and (len(requests) > most or self.num_bytes > self._most_bytes):
+                request = requests.popleft()
+                self.num_bytes -= request.num_bytes
+                same_id = self._by_id[request.request_id]
+                same_id.remove(request)
+                if not same_id:
+                    del self._by_id[request.request_id]

@@ -36,6 +36,7 @@ def _request(model: ServedModel, request: ExplainedRequest, now: float) -> contr
         model=model.model_id,
         age_us=_us(now - request.arrived_s),
         live=request.is_live,
+        failure=request.failure,
         choices=[_choice(each, now) for each in request.choices],
         num_forgotten=request.num_forgotten,
         waiting=_vain(vain, now) if vain is not None else None,

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
 from services.router.workers.explained import MOST_ANSWERED
 from services.rpc.names import Attr, Span
 from services.rpc.options import channel_options
@@ -27,6 +27,7 @@ async def test_both_choices_of_an_answered_request(cluster: Cluster, pair: Any) 
     (found,) = await explain(cluster, "r")
     assert (found.request_id, found.live, found.HasField("waiting")) == ("r", False, False)
     assert found.model
+    assert not found.failure
     first, second = found.choices
     assert (first.phase, second.phase) == (control_pb2.PLACED_PHASE_PREFILL, control_pb2.PLACED_PHASE_DECODE)
     for choice, worker in ((first, prefill), (second, decode)):
@@ -92,6 +93,15 @@ async def test_a_live_request_says_what_it_waits_for(cluster: Cluster, pair: Any
 
     await cluster.until(is_over)
     assert len(seen[0].choices) <= 16
+
+
+async def test_a_refused_request_says_what_its_client_was_told(cluster: Cluster, pair: Any) -> None:
+    asked = request(request_id="r", stopping=types_pb2.StoppingParams(max_tokens=1 << 30))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(cluster.inference.GenerateStream(asked))
+    (found,) = await explain(cluster, "r")
+    assert (found.live, list(found.choices), found.HasField("waiting")) == (False, [], False)
+    assert found.failure == caught.value.details()
 
 
 async def test_an_id_used_again_is_answered_newest_first_and_bounded(cluster: Cluster, pair: Any) -> None:

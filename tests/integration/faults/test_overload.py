@@ -47,7 +47,8 @@ def _at_once(times: list[float]) -> bool:
 
 
 async def _times_of_refusals(cluster: RealCluster, reference: GreedyReference) -> list[float]:
-    """Returns the seconds that each refusal took, in order. Checks that what is accepted is right, and how the others fail."""
+    """Returns the seconds that each refusal took, in order. Checks that what is accepted is right, and how others
+    fail."""
     jobs = mixed_jobs(random.Random(3), 160, range(50, 150), range(60, 100))  # some tenths of a second on any machine
     lengths: list[int] = []
     watching = asyncio.create_task(_watch_queue(cluster, lengths))

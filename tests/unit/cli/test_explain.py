@@ -115,6 +115,12 @@ def test_a_request_that_waits_says_for_what() -> None:
     assert "it was not placed" in shown(live=True)
 
 
+def test_a_request_that_was_refused_says_what_its_client_was_told() -> None:
+    printed = shown(failure="the queue is full (24 requests)\x1b[2J")
+    assert printed.endswith("\n\nits client was told: the queue is full (24 requests)\\x1b[2J")
+    assert "it was not placed" not in printed
+
+
 def test_choices_that_are_not_kept_are_counted() -> None:
     printed = shown(choice(("a", 1.0, [1.0, 1.0])), choice(("b", 1.0, [1.0, 1.0])), num_forgotten=85)
     assert printed.index("on a") < printed.index("85 choices that followed are no longer kept") < printed.index("on b")

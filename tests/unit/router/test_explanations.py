@@ -90,6 +90,27 @@ def test_memory_is_bounded(num_live: int) -> None:
     assert not explanations.find("live0")
 
 
+def test_a_flood_of_refusals_is_bounded_and_leaves_the_others() -> None:
+    explanations = Explanations()
+    answered = served(explanations, "answered")
+    explanations.refused("first refused", 1.0, "full")
+    for number in range(600):
+        explanations.refused(str(number), 1.0, "x" * 10_000)
+    assert explanations.find("answered") == [answered]
+    assert explanations.find("first refused") == []
+    (newest,) = explanations.find("599")
+    assert (newest.is_live, newest.choices, newest.failure) == (False, [], "x" * 500)
+    assert len(explanations._by_id) == 513
+
+
+def test_why_it_failed_is_remembered() -> None:
+    explanations = Explanations()
+    request = explanations.begin("r", 0.0)
+    explanations.end(request, "no worker")
+    explanations.end(request, "told twice")
+    assert request.failure == "no worker"
+
+
 def test_what_is_forgotten_leaves_nothing() -> None:
     explanations: Any = Explanations(most_requests=0)
     for _ in range(10):
