@@ -38,7 +38,7 @@ _SATURATED = 20.0
 
 @dataclass(frozen=True)
 class Workload:
-    """A trace, and the profile of workers whose pools hold a share of its distinct blocks."""
+    """Holds a trace, and the profile of workers whose pools hold a share of its distinct blocks."""
 
     trace: Sequence[TracedRequest]
     profile: WorkerProfile

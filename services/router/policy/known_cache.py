@@ -6,6 +6,8 @@ prompt that is expected there but is not costs what it costs anywhere.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from services.core.hashing import ShortHash
@@ -18,15 +20,20 @@ _EXPECTED_S = 10.0
 that prompts that begin alike and come together meet. After that, what the worker has told counts."""
 
 
+_MOST_ALIKE = 32
+"""The most expected prompts with one beginning that are kept, the newest: whoever came before has been told of since,
+or waits behind them."""
+
+
 class KnownCache:
     """Keeps the short hashes of blocks that one worker has, or is about to have."""
 
     def __init__(self, most_blocks: int, now: float) -> None:
         """`most_blocks` are those of the worker's pool: it caches no more."""
         self._most_blocks = min(most_blocks, _MOST_BLOCKS)
-        self._told: set[ShortHash] = set()
-        self._expected: set[ShortHash] = set()
-        self._expected_before: set[ShortHash] = set()
+        self._told: dict[ShortHash, None] = {}
+        """A set would take up to half as much again."""
+        self._expected, self._expected_before = _Prompts(), _Prompts()
         self._turn_s = now + _EXPECTED_S
         """When what is expected becomes what was expected before, and what was is forgotten."""
         self._conversations: dict[str, None] = {}
@@ -40,20 +47,19 @@ class KnownCache:
 
         What exceeds the worker's pool is left out: it cannot be true.
         """
-        if whole:
-            self._told = set()
-        self._told.difference_update(removed)
-        if len(self._told) + len(stored) <= self._most_blocks:
-            self._told.update(stored)
-        else:
-            self._told.update(hash for hash, _ in zip(stored, range(self._most_blocks - len(self._told)), strict=False))
+        told = self._told = {} if whole else self._told
+        for hash in removed:
+            told.pop(hash, None)
+        if len(told) + len(stored) > self._most_blocks:
+            stored = list(itertools.islice(stored, self._most_blocks - len(told)))
+        told.update(dict.fromkeys(stored))
 
     def expect(self, hashes: Sequence[ShortHash], conversation: str) -> None:
         """Notes that the worker was given a prompt. `hashes` are those of its full blocks, in order; `conversation` is
         empty for none."""
-        if len(self._expected) + len(hashes) > self._most_blocks:
+        if self._expected.num_blocks + len(hashes) > self._most_blocks:
             self._turn()
-        self._expected.update(hashes[: self._most_blocks])
+        self._expected.add(hashes[: self._most_blocks])
         if conversation:
             self._conversations.pop(conversation, None)
             self._conversations[conversation] = None
@@ -66,24 +72,64 @@ class KnownCache:
             self._turn()
             self._turn_s = now + _EXPECTED_S
 
-    def num_blocks(self, hashes: Sequence[ShortHash]) -> int:
-        """Returns how many of a prompt's first blocks are known or expected to be there."""
-        told, expected, before = self._told, self._expected, self._expected_before
-        # Whoever has a block has, but for rare cases, those before it: they are evicted later. So there is one place
-        # from which on all are missing, and a prompt of two thousand blocks is looked up eleven times.
-        low, high = 0, len(hashes)
-        middle = 0
-        while low < high:
-            hash = hashes[middle]
-            if hash in told or hash in expected or hash in before:
-                low = middle + 1
-            else:
-                high = middle
-            middle = (low + high) // 2
-        return low
+    def num_blocks(self, hashes: Sequence[ShortHash], guess: int = 0) -> int:
+        """Returns how many of a prompt's first blocks are known or expected to be there. `guess` is how many others
+        have: that is looked at first."""
+        if not hashes:
+            return 0
+        first = hashes[0]
+        known = self._num_told(hashes, guess) if first in self._told else 0
+        for prompts in (self._expected, self._expected_before):
+            if alike := prompts.by_first.get(first):
+                known = _extended(hashes, known, alike)
+        return known
 
     def has_conversation(self, conversation: str) -> bool:
         return conversation in self._conversations
 
+    def _num_told(self, hashes: Sequence[ShortHash], guess: int) -> int:
+        """Returns how many of the blocks the worker has told of, which has the first of them."""
+        # Whoever has a block has, but for rare cases, those before it: they are evicted later. So there is one place
+        # from which on all are missing. Most workers have nothing, all of it, or what many prompts begin with, and so
+        # as much as another: three looks tell. Else a prompt of two thousand blocks is looked up a dozen times.
+        told, low, high = self._told, 1, len(hashes)
+        middle, is_first = max(1, min(guess, high - 1)), True
+        while low < high:
+            if hashes[middle] in told:
+                low = middle + 1
+            else:
+                high = middle
+            middle, is_first = high - 1 if is_first else (low + high) // 2, False
+        return low
+
     def _turn(self) -> None:
-        self._expected_before, self._expected = self._expected, set()
+        self._expected_before, self._expected = self._expected, _Prompts()
+
+
+class _Prompts:
+    """Keeps the blocks of prompts, by the first of each."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.by_first: dict[ShortHash, deque[Sequence[ShortHash]]] = {}
+
+    def add(self, hashes: Sequence[ShortHash]) -> None:
+        if hashes:
+            alike = self.by_first.setdefault(hashes[0], deque(maxlen=_MOST_ALIKE))
+            alike.append(hashes)
+            self.num_blocks += len(hashes)
+
+
+def _extended(hashes: Sequence[ShortHash], known: int, prompts: Iterable[Sequence[ShortHash]]) -> int:
+    """Returns how many of the first blocks are known if `known` of them are, and those of these prompts."""
+    for other in prompts:
+        high = min(len(hashes), len(other))
+        if known < high and other[known] == hashes[known]:
+            known += 1  # a block's hash stands for those before it too, so that equal ones have equal beginnings
+            while known < high:
+                middle = (known + high) // 2
+                if other[middle] == hashes[middle]:
+                    known = middle + 1
+                else:
+                    high = middle
+    return known

@@ -65,15 +65,6 @@ def trusted(worker: WorkerView, job: Job, source: Source | None, now: float) -> 
     return 1.0 if worker.ramp is None else worker.ramp.at(now)
 
 
-def prefix_cached(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-    """Returns the share of the job's tokens that stand in full blocks which the worker's prefix cache has, by what it
-    told, or will have, by the prompts it was given."""
-    if worker.cache is None:
-        return 0.0
-    num_blocks = worker.cache.num_blocks(job.block_hashes.get(worker.block_size, ()))
-    return num_blocks * worker.block_size / job.num_tokens
-
-
 def same_conversation(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
     """Returns 1 where the job's conversation was placed lately, else 0."""
     return 1.0 if worker.cache is not None and worker.cache.has_conversation(job.conversation) else 0.0
@@ -158,6 +149,20 @@ def least_recent(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]
 
 
 @Comparison
+def prefix_cached(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+    """Returns the share of the job's tokens that stand in full blocks which the worker's prefix cache has, by what it
+    told, or will have, by the prompts it was given."""
+    scores, num_blocks = {}, 0
+    for worker in workers:
+        if worker.cache is None:
+            scores[worker.worker_id] = 0.0
+        else:
+            num_blocks = worker.cache.num_blocks(job.block_hashes.get(worker.block_size, ()), num_blocks)
+            scores[worker.worker_id] = num_blocks * worker.block_size / job.num_tokens
+    return scores
+
+
+@Comparison
 def conversation_place(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
     """Returns 1 for the conversation's own worker, 1/2 for the next in its order, 1/3 for the one after it; 0 for all
     if the job belongs to no conversation.
@@ -183,10 +188,8 @@ def conversation_or_prefix(workers: Sequence[WorkerView], job: Job) -> Mapping[s
     conversation with a new prompt, nobody has anything, and it begins where it will be found again.
     """
     most_requests = _most_requests(workers)
-    shares = {
-        worker.worker_id: prefix_cached(worker, job, None, 0.0) if worker.num_requests < most_requests else 0.0
-        for worker in workers
-    }
+    cached = prefix_cached.scores([worker for worker in workers if worker.num_requests < most_requests], job)
+    shares = {worker.worker_id: cached.get(worker.worker_id, 0.0) for worker in workers}
     most = max(shares.values())
     if job.conversation and shares[_conversation_order(workers, job)[0].worker_id] >= _HITS_WELL * most:
         return conversation_place.scores(workers, job)

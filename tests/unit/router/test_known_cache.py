@@ -148,7 +148,7 @@ def test_what_is_known_is_bounded() -> None:
     assert len(cache) == 8, "it says that it has more than its pool"
     for number in range(1000):
         cache.expect(tuple(range(number * 5, number * 5 + 5)), f"c{number}")
-    assert len(cache._expected) + len(cache._expected_before) <= 16
+    assert cache._expected.num_blocks + cache._expected_before.num_blocks <= 16
     assert cache.num_blocks(tuple(range(4995, 5000))) == 5
     for number in range(10_000):
         cache.expect((), f"conversation {number}")
@@ -157,12 +157,31 @@ def test_what_is_known_is_bounded() -> None:
     assert not cache.has_conversation("c999")
 
 
+def test_of_many_expected_prompts_the_longest_common_beginning_counts() -> None:
+    """Siblings that part after a common beginning, some of which the worker has told of."""
+    cache = KnownCache(1 << 16, 0.0)
+    common = tuple(range(100, 110))
+    for number in range(40):
+        cache.expect((*common, *range(1000 * number, 1000 * number + 10)), "")
+        if number == 20:
+            cache.tick(10.0)
+    cache.tell(whole=True, stored=common[:4], removed=())
+    for number, known in ((39, 20), (25, 20), (20, 20)):
+        assert cache.num_blocks((*common, *range(1000 * number, 1000 * number + 10))) == known
+    assert cache.num_blocks((*common, *range(39_000, 39_005), 7)) == 15
+    assert cache.num_blocks((*common, 7)) == 10
+    assert cache.num_blocks((*common[:2], 7)) == 2
+    assert cache.num_blocks((7, *common)) == 0
+
+
+@pytest.mark.parametrize("guess", [0, 1, 3, 99, 500])
 @pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 7, 8, 100])
-def test_each_length_of_a_known_beginning_is_found(num_blocks: int) -> None:
+def test_each_length_of_a_known_beginning_is_found(num_blocks: int, guess: int) -> None:
     random_ = random.Random(num_blocks)
     prompt = tuple(random_.getrandbits(64) for _ in range(num_blocks))
     for length in range(num_blocks + 1):
         cache = KnownCache(256, 0.0)
         cache.tell(whole=True, stored=prompt[: length // 2], removed=())
+        assert cache.num_blocks(prompt, guess) == length // 2
         cache.expect(prompt[:length], "")
-        assert cache.num_blocks(prompt) == length
+        assert cache.num_blocks(prompt, guess) == length
