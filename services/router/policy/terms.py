@@ -214,11 +214,10 @@ def _conversation_order(workers: Sequence[WorkerView], job: Job) -> list[WorkerV
 
 
 _TERMS: tuple[Term, ...] = (short_queue, free_memory, small_batch, dedicated, near, trusted)
+_OF_PROMPTS: tuple[Term, ...] = (prefix_cached, same_conversation)
 _OF_PRESETS: tuple[Term, ...] = (few_requests, free_capacity, soon_computed, quick_steps, in_place, room_for_urgent)
 _COMPARISONS: tuple[Term, ...] = (least_recent, conversation_place, conversation_or_prefix)
-TERMS: Mapping[str, Term] = {
-    term.__name__: term for term in (*_TERMS, prefix_cached, same_conversation, *_OF_PRESETS, *_COMPARISONS)
-}
+TERMS: Mapping[str, Term] = {term.__name__: term for term in (*_TERMS, *_OF_PROMPTS, *_OF_PRESETS, *_COMPARISONS)}
 LOOKING_AT_PROMPTS: frozenset[Term] = frozenset({prefix_cached, same_conversation, conversation_or_prefix})
 """Terms that need `PolicyConfig.hash_prompts`."""
 MOST_WEIGHT = 1e6
