@@ -34,7 +34,6 @@ from services.router.coordinator.events import FinishReason, RequestSpec, Worker
 from services.router.coordinator.output_lengths import OutputLengths
 from services.router.coordinator.request import (
     TRANSITIONS,
-    Order,
     Phase,
     PlacedDecode,
     PlacedLeg,
@@ -83,8 +82,8 @@ class Book:
         self.deadlines: Alarms[str] = Alarms(self.requests)
         self.queue = WaitList(lambda request: request.queue_order)
         self.parked = WaitList(lambda request: request.order)
-        self.claims: dict[str, Order] = {}
-        """The workers that aged queued requests have claimed, with the `order` of the claimant; each pass makes it
+        self.claims: dict[str, Request] = {}
+        """The workers that aged queued requests have claimed, with the claimant; each pass makes it
         anew."""
         self.turns = Turns()
         self.overtaken_at: set[str] = set()

@@ -44,8 +44,9 @@ def place_all(book: Book, now: float) -> None:
         book.claims = {}
         return
     if book.claims:  # a claim ends with the wait of its claimant
-        waiting = {request.order for request in book.queue}
-        book.claims = {worker_id: order for worker_id, order in book.claims.items() if order in waiting}
+        book.claims = {
+            worker_id: claimant for worker_id, claimant in book.claims.items() if claimant.phase is Phase.QUEUED
+        }
     before = (book.newest_leg, book.claims)
     claimed = _with_aged_offers(book)
     decoders = {view.worker_id for view in book.workers.views() if view.roles.can_decode} if len(book.parked) else set()
@@ -246,7 +247,7 @@ def _ways_past_claims(book: Book, request: Request, source: Source, able: list[W
     too, all workers are allowed in the end: the claimant waits for the blocks that the handoff holds there, and each
     of the two would wait for the other.
     """
-    older = {worker_id for worker_id, order in book.claims.items() if order < request.order}
+    older = {worker_id for worker_id, claimant in book.claims.items() if claimant.order < request.order}
     elsewhere = [view for view in able if view.worker_id not in older]
     if not elsewhere:
         return [able]
@@ -287,10 +288,12 @@ class _Line:
         It is to be started, or not, before the next is asked for.
         """
         book, first = self._book, None
-        waiting = [request for request in book.queue if has_waited_long(book, request, self.now)]
+        waiting: Sequence[Request] | None = None  # those that may have a turn; most walks have none
         for request in book.queue:
             is_turn = book.turns.num_starts >= book.config.turn_every - 1
-            if is_turn and waiting and (first is None or first.phase is not Phase.QUEUED):
+            if is_turn and waiting != [] and (first is None or first.phase is not Phase.QUEUED):
+                if waiting is None:
+                    waiting = [each for each in book.queue if has_waited_long(book, each, self.now)]
                 waiting = [each for each in waiting if each.phase is Phase.QUEUED and not self.passes_over(each)]
                 first = min(waiting, key=book.turns.order, default=None)
                 if first is not None:
@@ -322,7 +325,7 @@ class _Line:
             self._must_not_overtake = self._book.must_not_overtake()
 
     def claim(self, worker_id: str, request: Request) -> None:
-        self._book.claims[worker_id] = request.order
+        self._book.claims[worker_id] = request
         self._claimed = frozenset(self._book.claims)
 
     def _is_out_of_reach(self, request: Request) -> bool:
