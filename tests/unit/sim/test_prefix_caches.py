@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.cli import simulate as command
 from services.core.errors import ConfigError
+from services.router.coordinator import Coordinator
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.policy import PRESETS
 from services.router.policy.terms import TERMS
 from services.sim.cluster import MESSAGE_S, Death, SimPlan, simulate
+from services.sim.pool import SimPool
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.report import Objective, summary, text
 from services.sim.scheduler import WorkerRules
@@ -27,12 +33,12 @@ PROFILE = WorkerProfile(
 )
 
 
-def conversations(count: int, seed: int = 0) -> list[TracedRequest]:
+def conversations(count: int, seed: int = 0, num_documents: int = 4) -> list[TracedRequest]:
     """Returns requests of a few documents, each of which begins many prompts, eight a second."""
     rng = random.Random(seed)
     requests = []
     for number in range(count):
-        document = rng.randrange(4)
+        document = rng.randrange(num_documents)
         num_parts = rng.randint(1, 6)
         ids = (*(100 * document + part for part in range(num_parts)), 1000 + number)
         length = rng.randint(num_parts * 64, (num_parts + 1) * 64 + 40)
@@ -105,6 +111,50 @@ def test_prompts_go_where_policy_has_placed_their_beginnings(tmp_path: Path) -> 
         for plan in (plain, dataclasses.replace(plain, router=router))
     ]
     assert rates[1] > rates[0]
+
+
+def test_the_router_knows_nearly_as_much_as_one_that_sees_into_the_caches() -> None:
+    """Compares hit rates where caches are small, so that blocks that were there are gone when the next prompt comes."""
+    router = CoordinatorConfig(model_context_tokens=1 << 20, policy=PRESETS["prefix_aware"])
+    told = SimPlan(4, 2, profile=dataclasses.replace(PROFILE, num_blocks=120), router=router)
+    arrivals = conversations(400, num_documents=24)
+    trace = [dataclasses.replace(each, at_s=each.at_s / 10, output_tokens=4) for each in arrivals]
+    by_luck = dataclasses.replace(told, router=CoordinatorConfig(1 << 20, policy=PRESETS["least_loaded"]))
+    plans = (told, dataclasses.replace(told, knows_caches_at_once=True), by_luck)
+    rates = [summary(plan, simulate(plan, trace), Objective(1.0, 1.0))["hit_rate"] for plan in plans]
+    assert rates[0] >= rates[1] - 0.03
+    assert rates[1] >= rates[2] + 0.1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_seen_at_once_is_what_stands_in_the_caches(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares, at each choice, what the router knows of a worker with the worker's cache; by messages it is late."""
+    router = CoordinatorConfig(model_context_tokens=1 << 20, policy=PRESETS["prefix_aware"])
+    small = dataclasses.replace(PROFILE, num_blocks=90)
+    plan = SimPlan(2, 2, profile=small, router=router, knows_caches_at_once=at_once)
+    pools: list[SimPool] = []
+    monkeypatch.setattr(SimPool, "__init__", _noting(SimPool.__init__, pools))
+    was_right: list[bool] = []
+    place = Coordinator.place
+
+    def look(coordinator: Coordinator, now: float) -> None:
+        for view, pool in zip(coordinator._book.workers.views(), pools, strict=True):
+            assert view.cache is not None
+            was_right.append(len(view.cache) == sum(part.num_blocks for part in pool._parts.values()))
+        place(coordinator, now)
+
+    monkeypatch.setattr(Coordinator, "place", look)
+    simulate(plan, conversations(60))
+    assert len(was_right) > 240
+    assert all(was_right) == at_once
+
+
+def _noting(init: Callable[..., None], made: list[SimPool]) -> Callable[..., None]:
+    def noted(pool: SimPool, *arguments: Any, **flags: Any) -> None:
+        init(pool, *arguments, **flags)
+        made.append(pool)
+
+    return noted
 
 
 @pytest.mark.parametrize("weight", ["prefill.fast=1", "prefix_cached=4", "decode.near=-1", "decode.near=x", "x.near=1"])
