@@ -32,8 +32,8 @@ _DECODE_BLOCKS = 100_000
 """So many that the caches of decode workers, which nobody varies here, are not what is short."""
 _MOST_QUEUE = 1 << 20
 _PATIENCE_S = 86_400.0
-_SATURATED = 20.0
-"""So many times the trace's rate is more than any of these clusters can serve."""
+_FIRST, _FLOOD, _OVERLOAD = 500, 100.0, 1.15
+"""What saturates is what is served of arrivals a little faster than what is served of the first 500 at once."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def workload(trace: Sequence[TracedRequest], table: Path, share: float) -> Workl
 
 
 def measure(load: Workload, presets: Sequence[str], shares: Sequence[float]) -> Findings:
-    saturation = load.run("least_loaded", _SATURATED * len(load.trace) / load.trace[-1].at_s)["served"]
+    first = dataclasses.replace(load, trace=load.trace[:_FIRST]).run("least_loaded", _FLOOD)["served"]
+    saturation = load.run("least_loaded", _OVERLOAD * first)["served"]
     found: Findings = [Figure("least_loaded saturates at", "requests/s", (saturation,))]
     for share in shares:
         rate = share * saturation
