@@ -1,8 +1,9 @@
 """Sends prompts that begin with one of a few system prompts to a real `baton up`, once with each preset of placement.
 
 `python -m benchmarks.shared_prompts [--model MODEL] [--presets …] [--repeats 3]`. Two prefill and two decode workers
-share the machine. A prefill worker's pool has room for two thirds of the system prompts, and the requests that run: whoever
-sends each of them to both workers has them computed again and again. Arrivals are those of a closed loop of clients.
+share the machine. A prefill worker's pool has room for two thirds of the system prompts, and for the requests that run:
+whoever sends each of them to both workers has them computed again and again. Clients wait for an answer before they ask
+again.
 """
 
 from __future__ import annotations
@@ -80,11 +81,8 @@ async def _closed_loop(address: str) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_prompts", description=__doc__)
     parser.add_argument("--model", default="", help="by default the one that Baton serves by default")
-    parser.add_argument(
-        "--presets",
-        default="least_loaded,prefix_aware,hybrid,pressure",
-        help="the first is what others are compared with",
-    )
+    presets = "least_loaded,prefix_aware,hybrid,pressure"
+    parser.add_argument("--presets", default=presets, help="the first is what others are compared with")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--json", type=Path, default=Path("out/shared-prompts.json"), help="the result file")
     arguments = parser.parse_args()
