@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from services.cli import health
 from services.cli.main import COMMANDS
 from services.core.errors import ConfigError
 from services.router.front.grpc import servicer
+from services.router.policy import PRESETS
+from services.router.policy_file import read_selection
 from services.router.workers import control, registry
 from services.worker.session import WORKER_SERVICE
 from services.worker.transfer import TRANSFER_SERVICE
@@ -141,12 +144,25 @@ def test_what_the_image_sets_exists() -> None:
 def test_settings_left_alone_are_the_services_defaults() -> None:
     """The settings of a container differ from a service's defaults only where a deployment has a reason."""
     changed = {"host", "port", "metrics_port", "http_port", "control_host", "cluster_token_file"}
-    changed |= {"router", "shm_dir", "transport", "memory_utilization"}
+    changed |= {"router", "shm_dir", "transport", "memory_utilization", "policy_file"}
     for name in ("router", "prefill"):
         config = compose.configuration_of(OURS[name])
         for field in dataclasses.fields(config):
             if field.name not in changed | {"drain_s"}:
                 assert getattr(config, field.name) == field.default, field.name
+
+
+def test_the_policy_file_that_is_mounted_sets_nothing_and_what_it_shows_is_valid(tmp_path: Path) -> None:
+    (mount,) = (volume for volume in OURS["router"]["volumes"] if "policy" in volume)
+    path, inside, mode = mount.split(":")
+    assert (OURS["router"]["environment"]["BATON_POLICY_FILE"], mode) == (inside, "ro")
+    shown = (compose.DEPLOY / path).read_text()
+    assert read_selection((), (), str(compose.DEPLOY / path)).of("any") == read_selection((), (), "").of("any")
+    example = tmp_path / "policy.toml"
+    example.write_text(re.sub(r"(?m)^# ?((policy|weights|\[).*)", r"\1", shown))
+    chosen = read_selection((), (), str(example))
+    assert chosen.of("code").config.prefill_terms == PRESETS["prefix_aware"].prefill_terms
+    assert chosen.of("other").config.prefill_terms == PRESETS["hybrid"].prefill_terms
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
