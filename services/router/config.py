@@ -58,7 +58,7 @@ class RouterConfig:
     control_host: str = option("127.0.0.1", "address to bind for workers and operators")
     control_port: int = option(
         DEFAULT_CONTROL_PORT,
-        "gRPC port that workers join, and that baton status and baton drain ask; 0 picks a free one",
+        "gRPC port for workers and for baton status, drain, explain, calibrate and plan --live; 0 picks a free one",
         check=is_port,
         must="must be in [0, 65535]",
     )
