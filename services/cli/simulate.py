@@ -16,6 +16,7 @@ from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.router.policy import PRESETS, PolicyConfig, preset, weighted
+from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT
 from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
@@ -59,6 +60,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     parser.add_argument(
         "--slow", action="append", default=[], metavar="WORKER=X", help="its steps take X times as long: decode-0=2"
+    )
+    parser.add_argument(
+        "--slow-factor",
+        type=float,
+        default=OutlierConfig.slow_factor,
+        metavar="X",
+        help="eject workers that take X times their peers' median, as the router does (default: %(default)g; 0: never)",
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
     parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
@@ -212,6 +220,8 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
         raise ConfigError("--decode: somebody must decode; give --decode or --mixed")
     profile, of_decode = read_profiles(arguments)
     plan = SimPlan(prefill, decode, mixed, profile=profile, decode_profile=of_decode)
+    if not is_slow_factor(arguments.slow_factor):
+        raise ConfigError(f"--slow-factor: {arguments.slow_factor:g} must be 0, or above 1 and at most 1000")
     if not arguments.cold_start_s >= 0:
         raise ConfigError(f"--cold-start-s: {arguments.cold_start_s:g} must be at least 0")
     deaths = [Death(*_of_worker("--die", text, "@", plan)) for text in arguments.die]
@@ -228,7 +238,9 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
             chunked=not arguments.no_chunking,
             static=arguments.static_batching,
         ),
-        router=dataclasses.replace(plan.router, policy=read_policy(arguments)),
+        router=dataclasses.replace(
+            plan.router, policy=read_policy(arguments), outliers=OutlierConfig(slow_factor=arguments.slow_factor)
+        ),
     )
 
 

@@ -104,6 +104,9 @@ class EngineStats:
     ms_per_prefill_token: float
     ms_per_decode_step: float
     ms_per_decode_sequence: float
+    num_prefill_steps: int
+    num_decode_steps: int
+    tokens_per_prefill_step: float
     current_step_ms: float
     """Milliseconds since the running step was begun; 0 between steps."""
     num_steps: int

@@ -20,6 +20,10 @@ class CostModel:
     def __init__(self) -> None:
         self.ms_per_prefill_token = 0.0
         """Milliseconds that a prompt token takes; 0 until a step has shown it."""
+        self.tokens_per_prefill_step = 0.0
+        """Prompt tokens of the steps that have shown it; an average with the same weights."""
+        self.num_prefill_steps = 0
+        self.num_decode_steps = 0
         self._decode = _FittedLine()
 
     @property
@@ -36,14 +40,19 @@ class CostModel:
         """Adds a step of `ms` milliseconds that computed `num_prefill_tokens` tokens of prompts, and the next token of
         `num_decodes` sequences."""
         if num_prefill_tokens == 0:
+            self.num_decode_steps += 1
             self._decode.observe(num_decodes, ms)
         elif num_prefill_tokens >= _FEWEST_TOKENS:
             # Decodes in a step with prompt tokens cost less than a step of their own. So that subtracting the cost of
             # such a step does not leave too little, the prompt tokens count for at least half of the time.
             rest = max(ms - self._decode.at(num_decodes), ms / 2) if num_decodes else ms
-            newest = rest / num_prefill_tokens
-            before = self.ms_per_prefill_token
-            self.ms_per_prefill_token = before + _WEIGHT * (newest - before) if before else newest
+            self.num_prefill_steps += 1
+            self.ms_per_prefill_token = _averaged(self.ms_per_prefill_token, rest / num_prefill_tokens)
+            self.tokens_per_prefill_step = _averaged(self.tokens_per_prefill_step, num_prefill_tokens)
+
+
+def _averaged(before: float, newest: float) -> float:
+    return before + _WEIGHT * (newest - before) if before else newest
 
 
 class _FittedLine:

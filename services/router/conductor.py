@@ -29,6 +29,7 @@ from services.router.coordinator.actions import (
     Action,
     CancelLeg,
     Defect,
+    EjectionChanged,
     EmitFailed,
     EmitFinished,
     EmitStarted,
@@ -367,6 +368,8 @@ class Conductor:
                     live.trace.stage_ended(action)
             case HealthChanged():
                 _log_health(action)
+            case EjectionChanged():
+                _log_ejection(action, self._clock.now())
             case GroupsChanged():
                 _log_groups(action)
             case Defect():
@@ -499,7 +502,7 @@ def _request_of(action: Action) -> str:
     match action:
         case SendLeg() | CancelLeg():
             return ""  # `_do` ends the leg of a command that cannot be sent; a cancel that fails ends nothing
-        case HealthChanged() | GroupsChanged() | Defect():
+        case HealthChanged() | EjectionChanged() | GroupsChanged() | Defect():
             return ""
         case _:
             return action.request_id
@@ -509,6 +512,13 @@ def _log_health(change: HealthChanged) -> None:
     what = f"transfers from {change.source_id} to {change.worker_id}" if change.source_id else change.worker_id
     level = logging.WARNING if change.state in (Health.SUSPECT, Health.DOWN) else logging.INFO
     log.log(level, "health of %s: %s%s", what, change.state.value, f" ({change.reason})" if change.reason else "")
+
+
+def _log_ejection(change: EjectionChanged, now: float) -> None:
+    if change.ejection is None:
+        log.info("worker %s is no longer ejected: its share grows again", change.worker_id)
+    else:
+        log.warning("worker %s is %s", change.worker_id, change.ejection.reason(now))
 
 
 def _log_groups(change: GroupsChanged) -> None:

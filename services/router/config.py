@@ -20,6 +20,7 @@ from services.core.config import (
     positive,
 )
 from services.core.config import port as is_port
+from services.router.policy.outliers import is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?|\*", re.ASCII)
@@ -135,6 +136,12 @@ class RouterConfig:
         "a worker whose device step runs longer is stuck: its requests go elsewhere, seconds",
         check=duration,
         must=A_DURATION,
+    )
+    slow_factor: float = option(
+        2.0,
+        "a worker whose steps take this many times the median of its peers' is ejected for a while; 0: never",
+        check=is_slow_factor,
+        must="must be 0, or above 1 and at most 1000",
     )
     # Sessions.
     heartbeat_s: float = option(0.5, "interval of heartbeats to workers, seconds", check=duration, must=A_DURATION)

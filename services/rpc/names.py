@@ -136,6 +136,7 @@ class Metric:
     INTERNAL_ERRORS = "baton_internal_errors"
     WORKERS = "baton_workers"
     WORKERS_HEALTH = "baton_workers_health"
+    WORKERS_EJECTED = "baton_workers_ejected"
     # Metrics of workers.
     BLOCKS = "baton_blocks"
     KV_USAGE = "baton_kv_usage_ratio"

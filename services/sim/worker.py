@@ -109,6 +109,8 @@ class SimWorker:
         self._num_loads = 0
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
+        self._num_prefill_steps = 0
+        self._num_decode_steps = 0
 
     # What the router says
 
@@ -225,6 +227,8 @@ class SimWorker:
             ms_per_prefill_token=profile.ms_per_prefill_token,
             ms_per_decode_step=profile.ms_per_decode_step,
             ms_per_decode_sequence=profile.ms_per_decode_sequence,
+            num_prefill_steps=self._num_prefill_steps,
+            num_decode_steps=self._num_decode_steps,
         )
 
     def check_idle(self) -> None:
@@ -322,6 +326,10 @@ class SimWorker:
         """Gives sequences the tokens of so many steps of the run, the last of which ended at `until_s`. What lies
         before a sequence's first token of them may be more than a step: its handoff, its wait for others' step."""
         self.busy_s += until_s - run.started_s
+        if run.parts:
+            self._num_prefill_steps += num_steps
+        else:
+            self._num_decode_steps += num_steps
         step_s = (until_s - run.started_s - run.delay_s) / num_steps
         first_s, num_in_a_row = run.started_s + run.delay_s + step_s, 0
         for work in run.decodes:

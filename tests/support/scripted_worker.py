@@ -78,6 +78,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """What it says to have measured."""
         self.num_running = 0
         """Others' sequences, as its load tells."""
+        self.ms_per_decode_step = 0.0
+        """What it says to have measured, in ten steps more with each snapshot; 0 for nothing."""
         self.num_to_sit_on = 0
         """How many commands to accept next and never begin: they are listed as live."""
         self.num_to_lose = 0
@@ -194,8 +196,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         return self._num_snapshots
 
     def _load(self) -> types_pb2.LoadSnapshot:
+        number = self.next_snapshot()
         return types_pb2.LoadSnapshot(
-            sequence_number=self.next_snapshot(), blocks_free=self.num_blocks, num_running=self.num_running
+            sequence_number=number,
+            blocks_free=self.num_blocks,
+            num_running=self.num_running,
+            ms_per_decode_step=self.ms_per_decode_step,
+            num_decode_steps=10 * number,
         )
 
 

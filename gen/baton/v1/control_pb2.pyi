@@ -16,6 +16,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DOWN: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LEFT: _ClassVar[WorkerState]
+    WORKER_STATE_EJECTED: _ClassVar[WorkerState]
 
 class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -47,6 +48,7 @@ class LeftOutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEFT_OUT_REASON_FULL_BATCH: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_QUEUE_LIMIT: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_NO_DECODE_ROOM: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_EJECTED: _ClassVar[LeftOutReason]
 
 class Decider(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -61,6 +63,7 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DOWN: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LEFT: WorkerState
+WORKER_STATE_EJECTED: WorkerState
 PAIR_STATE_UNSPECIFIED: PairState
 PAIR_STATE_UNPROVEN: PairState
 PAIR_STATE_PROVEN: PairState
@@ -83,6 +86,7 @@ LEFT_OUT_REASON_NO_BLOCKS: LeftOutReason
 LEFT_OUT_REASON_FULL_BATCH: LeftOutReason
 LEFT_OUT_REASON_QUEUE_LIMIT: LeftOutReason
 LEFT_OUT_REASON_NO_DECODE_ROOM: LeftOutReason
+LEFT_OUT_REASON_EJECTED: LeftOutReason
 DECIDER_UNSPECIFIED: Decider
 DECIDER_TERM: Decider
 DECIDER_TIE: Decider

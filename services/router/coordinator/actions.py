@@ -14,6 +14,7 @@ from services.core.records import record
 from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
 from services.router.policy import PlacementChoice, Role, VainAttempt
 from services.router.policy.health import Health
+from services.router.policy.outliers import Ejection
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2
@@ -159,6 +160,15 @@ class HealthChanged:
 
 
 @record
+class EjectionChanged:
+    """Reports, for the log, that a worker is ejected since it is slower than its peers, or is back."""
+
+    worker_id: str
+    ejection: Ejection | None
+    """None if it is back."""
+
+
+@record
 class GroupsChanged:
     """Reports, for the log, that ready workers of one model compute differently, or no longer do."""
 
@@ -189,6 +199,7 @@ Action = (
     | EmitFailed
     | StageEnded
     | HealthChanged
+    | EjectionChanged
     | GroupsChanged
     | Defect
 )

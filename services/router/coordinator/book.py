@@ -21,6 +21,7 @@ from services.router.coordinator.actions import (
     Action,
     CancelLeg,
     Defect,
+    EjectionChanged,
     EmitFailed,
     EmitFinished,
     EmitStarted,
@@ -66,7 +67,13 @@ class Outlook:
 class Book:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self.workers = WorkerTable(config.health, self._health_changed, follow_caches=config.policy.hash_prompts)
+        self.workers = WorkerTable(
+            config.health,
+            self._health_changed,
+            lambda worker_id, ejection: self.actions.append(EjectionChanged(worker_id, ejection)),
+            outliers=config.outliers,
+            follow_caches=config.policy.hash_prompts,
+        )
         self.requests: dict[str, Request] = {}
         self.num_expected = 0
         """Requests whose prompts are being tokenised: each has a place in the queue."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.router.policy import PolicyConfig
 from services.router.policy.health import HealthConfig
+from services.router.policy.outliers import OutlierConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class CoordinatorConfig:
     canary_salt: str = "canary"
     """The beginning of the canaries' cache salts. No other process may use the same: blocks that another router's
     canary left in a prefix cache would be found instead of copied, and the canary would not check the transfer."""
+    outliers: OutlierConfig = field(default_factory=OutlierConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
 

@@ -35,6 +35,8 @@ class WorkerInfo:
     host_id: str = ""
     capacity: float = 1.0
     """Its share of the requests beside that of others, as declared; above 0."""
+    hardware: str = ""
+    """What it computes on and by which kernels, as far as it says."""
     description: control_pb2.WorkerDescription | None = None
     """The whole description, for the shells."""
 

@@ -18,6 +18,7 @@ from services.core.errors import Overloaded, UnknownWorker
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Cluster, KnownCache, Load, Role, WorkerView
 from services.router.policy.health import Health, HealthConfig, HealthRecord
+from services.router.policy.outliers import Ejection, OutlierConfig, OutlierDetection
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2
@@ -162,6 +163,8 @@ class Worker:
     """Whether it has had a session, so that its description is more than an unchecked statement."""
     reason: str = ""
     """Why it has no session or drains, in words for people."""
+    ejection: Ejection | None = None
+    """Why it is given nothing new, though it is healthy; None if it is as fast as its peers."""
 
     @property
     def has_session(self) -> bool:
@@ -201,6 +204,8 @@ class Worker:
             capacity=info.capacity,
             num_legs=len(self.legs),
             newest_leg=self.newest_leg,
+            hardware=info.hardware,
+            ejected=self.ejection is not None,
         )
 
 
@@ -209,13 +214,18 @@ class WorkerTable:
         self,
         health: HealthConfig,
         on_health: Callable[[str, str, HealthRecord], None] = lambda *_: None,
+        on_ejection: Callable[[str, Ejection | None], None] = lambda *_: None,
         *,
+        outliers: OutlierConfig | None = None,
         follow_caches: bool = False,
     ) -> None:
         """`follow_caches` says that policy looks at workers' prefix caches.
 
-        `on_health(worker id, source id or "", record)` is called at every change of a health record's state."""
+        `on_health(worker id, source id or "", record)` is called at every change of a health record's state,
+        `on_ejection(worker id, ejection)` when a worker is ejected, and with None when it is back."""
         self._health = health
+        self._outliers = OutlierDetection(outliers or OutlierConfig())
+        self._on_ejection = on_ejection
         self._follow_caches = follow_caches
         self._pair_health = replace(health, recheck_s=0.0, starts_slowly=False)
         """A pair has no share of the load that could grow, and its requests show whether it works."""
@@ -261,8 +271,9 @@ class WorkerTable:
             worker.draining = known.draining and same
             worker.health = known.health
             if same:
-                worker.sources = known.sources
+                worker.sources, worker.ejection = known.sources, known.ejection
             else:
+                self._outliers.forget(info.worker_id)
                 worker.health.restarted(now)
             worker.proven = known.proven and known.view().context_tokens == worker.view().context_tokens
         self._workers[info.worker_id] = worker
@@ -350,8 +361,8 @@ class WorkerTable:
                 pair.health.succeeded(now)
 
     def tick(self, now: float) -> None:
-        """Lets time act on the health records: it ends pauses and slow starts. And what a cache was expected to have is
-        forgotten after a while."""
+        """Lets time act on the health records: it ends pauses and slow starts. What a cache was expected to have is
+        forgotten after a while, and workers are compared with their peers."""
         for worker_id, worker in self._workers.items():
             if worker.cache is not None:
                 worker.cache.tick(now)
@@ -361,6 +372,14 @@ class WorkerTable:
             for pair in worker.sources.unsettled:
                 with self._watch(worker_id, pair.source.worker_id, pair.health):
                     pair.health.tick(now)
+
+        for worker_id in self._outliers.tick(self.views, now):
+            worker = self._workers[worker_id]
+            worker.ejection = self._outliers.ejection(worker_id)
+            if worker.ejection is None:
+                worker.health.returned(now)
+            self._changed(worker_id)
+            self._on_ejection(worker_id, worker.ejection)
 
     @contextlib.contextmanager
     def _watch(self, worker_id: str, source_id: str, health: HealthRecord) -> Iterator[None]:
@@ -433,6 +452,7 @@ class WorkerTable:
     def drop(self, worker: Worker) -> None:
         """Forgets a worker, which must have no session, and its pairs."""
         del self._workers[worker.info.worker_id]
+        self._outliers.forget(worker.info.worker_id)
         self._changed(worker.info.worker_id)
         for other in self._workers.values():
             if other.sources.forget(worker.info.worker_id):

@@ -11,7 +11,7 @@ no worker of the topology tells apart by their lengths have one `Fit`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from services.router.policy.explanation import MOST_NAMED, LeftOut, LeftOutWorkers, WhyNot
@@ -211,11 +211,11 @@ class Fit:
     """Computes which of some workers could ever run, take over or decode jobs of one kind."""
 
     def __init__(self, cluster: Cluster, views: list[WorkerView], job: Job) -> None:
-        self.decoders = tuple(view.worker_id for view in views if can_decode(job, view))
-        """The workers that could run the whole of it."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._job = replace(job, block_hashes={})  # what is kept must not keep them in memory
+        self.decoders = self._spared(views, lambda view: can_decode(job, view))
+        """The workers that could run the whole of it."""
         self._takers: dict[tuple[str, str], tuple[str, ...]] = {}
         self._starts: tuple[Start, ...] | None = None
         self._left_out_of_starts: LeftOutWorkers | None = None
@@ -239,8 +239,8 @@ class Fit:
         which it has failed, and only workers from which another is known to be able to take it over."""
         if self._starts is None:
             views = self._cluster.views
-            able = unblamed([views[source.worker_id] for source in self._sources], self._job)
-            left = {view.worker_id for view in able}
+            spared = self._spared([views[source.worker_id] for source in self._sources], self._may_start)
+            left = {view.worker_id for view in unblamed([views[worker_id] for worker_id in spared], self._job)}
             sources = [source for source in self._sources if source.worker_id in left]
             tried = [source for source in sources if self._has_tried_taker(source)] or sources
             self._starts = tuple(
@@ -253,8 +253,25 @@ class Fit:
         key = (source.worker_id, source.fingerprint.kv)
         if key not in self._takers:
             views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
-            self._takers[key] = tuple(view.worker_id for view in views if can_take_over(self._job, source, view))
+            self._takers[key] = self._spared(views, lambda view: can_take_over(self._job, source, view), source)
         return self._takers[key]
+
+    def _spared(
+        self, views: Iterable[WorkerView], able: Callable[[WorkerView], bool], source: Source | None = None
+    ) -> tuple[str, ...]:
+        """Returns the able ones of these workers: an ejected one only if, of all workers, claimed or not, no other is
+        able on which the job has not failed. A handoff may stay where it is."""
+        found = [view for view in views if able(view)]
+        if any(view.ejected for view in found):
+            everyone = self._cluster.views.values()
+            if any(able(view) for view in everyone if not view.ejected and view.worker_id not in self._job.avoid):
+                here = source.worker_id if source is not None else None
+                found = [view for view in found if not view.ejected or view.worker_id == here]
+        return tuple(view.worker_id for view in found)
+
+    def _may_start(self, view: WorkerView) -> bool:
+        source, others = Source(view.worker_id, view.host_id, view.fingerprint), self._cluster.views.values()
+        return can_prefill(self._job, view) and any(can_take_over(self._job, source, other) for other in others)
 
     @property
     def left_out_of_starts(self) -> LeftOutWorkers:
@@ -298,7 +315,9 @@ class Fit:
             return WhyNot.OTHER_FINGERPRINT
         if not self.takers(Source(view.worker_id, view.host_id, view.fingerprint)):
             return WhyNot.NO_TAKER
-        return WhyNot.BLAMED if view.worker_id in self._job.avoid else WhyNot.UNTRIED
+        if view.worker_id in self._job.avoid:
+            return WhyNot.BLAMED
+        return WhyNot.EJECTED if view.ejected else WhyNot.UNTRIED
 
     def _why_no_taker(self, source: Source | None, view: WorkerView) -> WhyNot:
         job = self._job
@@ -308,6 +327,8 @@ class Fit:
             return WhyNot.TOO_LONG
         if source is not None and source.worker_id in view.barred:
             return WhyNot.BARRED
+        if can_decode(job, view) if source is None else can_take_over(job, source, view):
+            return WhyNot.EJECTED
         return WhyNot.OTHER_FINGERPRINT
 
     def _has_tried_taker(self, source: Source) -> bool:
@@ -317,12 +338,13 @@ class Fit:
 
 def _lasting(
     view: WorkerView,
-) -> tuple[str, bool, bool, Role, Fingerprint, int, int, int, frozenset[str], frozenset[str]]:
+) -> tuple[str, bool, bool, bool, Role, Fingerprint, int, int, int, frozenset[str], frozenset[str]]:
     """Returns everything of a view that decides which jobs fit it: what does not change with the load."""
     return (
         view.model,
         view.ready,
         view.on_trial,
+        view.ejected,
         view.roles,
         view.fingerprint,
         view.block_size,

@@ -73,7 +73,8 @@ class Costs:
     prefill_context: int
     """Prompts must have fewer tokens than this to run on prefill workers."""
     decoders: tuple[WorkerView, ...]
-    """The emptiest first: there a request is likeliest to end soon enough, and the search for a worker ends."""
+    """Without those that are ejected, unless all are. The emptiest first: there a request is likeliest to end soon
+    enough, and the search for a worker ends."""
     lone_step_ms: float
     """Milliseconds of the fastest worker's step with a single sequence."""
 
@@ -82,11 +83,12 @@ class Costs:
         ready = [worker for worker in workers if worker.ready]
         prefillers = [worker for worker in ready if worker.roles.can_prefill]
         decoders = [worker for worker in ready if worker.roles.can_decode]
+        quick = [worker for worker in decoders if not worker.ejected] or decoders
         return Costs(
             _Lane.of(prefillers),
             _Lane.of(decoders),
             max((worker.context_tokens for worker in prefillers), default=0),
-            tuple(sorted(decoders, key=lambda worker: worker.num_sequences / worker.max_num_seqs)),
+            tuple(sorted(quick, key=lambda worker: worker.num_sequences / worker.max_num_seqs)),
             min((worker.step_ms(1) for worker in decoders), default=0.0),
         )
 

@@ -187,6 +187,11 @@ class HealthRecord:
         elif self.state is Health.UP and self._config.starts_slowly:
             self._starts_at_s = now
 
+    def returned(self, now: float) -> None:
+        """Lets the share of what was given nothing for a while grow from nothing, as after it was down."""
+        if self.state is Health.UP:
+            self._starts_at_s = now
+
     def tick(self, now: float) -> bool:
         """Makes the transitions that time alone causes. Returns True if the state has changed."""
         before = self.state

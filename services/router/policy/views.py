@@ -71,6 +71,9 @@ class Load:
     ms_per_prefill_token: float = 0.0
     ms_per_decode_step: float = 0.0
     ms_per_decode_sequence: float = 0.0
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    tokens_per_prefill_step: float = 0.0
     current_step_ms: float = 0.0
     prefix_tokens_queried: int = 0
     prefix_tokens_hit: int = 0
@@ -138,6 +141,10 @@ class WorkerView:
     newest_leg: int = 0
     """The number of the newest leg that was placed there from elsewhere; 0 for none. A leg that adopts a lease in place
     does not count."""
+    hardware: str = ""
+    """What it computes on, as far as known: workers that say the same should be as fast as each other."""
+    ejected: bool = False
+    """Whether it is given nothing new while others can take it, since it is slower than its peers (`outliers.py`)."""
 
     context_tokens: int = field(init=False)
     """Tokens of the longest sequence that this worker can ever hold, prompt and output together."""

@@ -73,6 +73,7 @@ class RouterMetrics:
                 phases=coordinator.phases(),
                 states=Tally((worker.info.roles, worker.state) for worker in workers),
                 healths=Tally((worker.info.roles, worker.health.state) for worker in workers),
+                ejected=Tally(worker.info.roles for worker in workers if worker.has_session and worker.ejection),
                 kv_usage=_kv_usage(workers),
             ),
         )
@@ -103,6 +104,7 @@ class _Cluster:
     phases: Tally[Phase] = field(default_factory=Tally)
     states: Tally[tuple[Role, WorkerState]] = field(default_factory=Tally)
     healths: Tally[tuple[Role, Health]] = field(default_factory=Tally)
+    ejected: Tally[Role] = field(default_factory=Tally)
     kv_usage: float = 0.0
     """Share of the blocks of all pools together that cannot be evicted."""
 
@@ -139,6 +141,9 @@ class _ClusterCollector(Collector):
         healths = GaugeMetricFamily(
             name.WORKERS_HEALTH, "Workers by role and health", labels=["model", "role", "health"]
         )
+        ejected = GaugeMetricFamily(
+            name.WORKERS_EJECTED, "Workers ejected since they are slower than their peers", labels=["model", "role"]
+        )
         for model_id, now in clusters.items():
             served.add_metric([model_id], float(now.ready))
             for phase in Phase:
@@ -147,9 +152,10 @@ class _ClusterCollector(Collector):
             for role in (Role.PREFILL, Role.DECODE, Role.MIXED):
                 for state in WorkerState:
                     states.add_metric([model_id, role.label, state.value], now.states[role, state])
+                ejected.add_metric([model_id, role.label], now.ejected[role])
                 for health in Health:
                     healths.add_metric([model_id, role.label, health.value], now.healths[role, health])
-        yield from (served, live, states, healths)
+        yield from (served, live, states, healths, ejected)
         yield from _for_pickers(clusters)
 
 

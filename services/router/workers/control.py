@@ -121,11 +121,12 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         assert description is not None, "every worker has described itself"
         state = _STATES[worker.state]
         if worker.state is WorkerState.READY:
-            state = _UNHEALTHY.get(worker.health.state, state)
+            usual = control_pb2.WORKER_STATE_EJECTED if worker.ejection is not None else state
+            state = _UNHEALTHY.get(worker.health.state, usual)
         status = control_pb2.WorkerStatus(
             worker=description,
             state=state,
-            reason=worker.reason or _reason(worker.health),
+            reason=worker.reason or _reason(worker.health) or self._why_ejected(worker),
             num_requests=len(set(worker.legs.values())),
         )
         link = conductor.links.get(worker.info.worker_id)
@@ -135,6 +136,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 status.load.CopyFrom(link.load)
                 status.load_age_ms = round((self._clock.now() - worker.load_s) * 1000)
         return status
+
+    def _why_ejected(self, worker: Worker) -> str:
+        return "" if worker.ejection is None else worker.ejection.reason(self._clock.now())
 
 
 def _model(model: ServedModel) -> control_pb2.ModelStatus:

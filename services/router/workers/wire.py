@@ -77,6 +77,7 @@ def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
         model_id=worker.layout.model_id,
         host_id=worker.host_id,
         capacity=worker.capacity if worker.HasField("capacity") else 1.0,
+        hardware=f"{worker.device.partition(':')[0]} {worker.kernels}".strip(),
         description=worker,
     )
 

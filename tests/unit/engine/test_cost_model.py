@@ -50,3 +50,15 @@ def test_a_cost_is_never_negative() -> None:
         costs.observe(0, sequences, ms)
         assert costs.ms_per_decode_step >= 0
         assert costs.ms_per_decode_sequence >= 0
+
+
+def test_it_says_by_how_many_steps_and_how_large_ones_it_has_measured() -> None:
+    costs = CostModel()
+    costs.observe(100, 0, 100.0)
+    costs.observe(3, 4, 30.0)
+    costs.observe(0, 4, 30.0)
+    assert (costs.num_prefill_steps, costs.num_decode_steps, costs.tokens_per_prefill_step) == (1, 1, 100.0)
+    for _ in range(100):
+        costs.observe(500, 2, 500.0)
+    assert (costs.num_prefill_steps, costs.num_decode_steps) == (101, 1)
+    assert costs.tokens_per_prefill_step == pytest.approx(500.0, rel=1e-3)

@@ -156,6 +156,7 @@ def test_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--die", "decode-0@soon"], "--die: 'decode-0@soon' is not like decode-0@2"),
         (["--die", "decode-0@inf"], "--die: 'decode-0@inf' is not like decode-0@2"),
         (["--slow", "decode-0=0"], "--slow: 'decode-0=0' is not like decode-0=2"),
+        (["--slow-factor", "1"], "--slow-factor: 1 must be 0, or above 1"),
         (["--slow", "decode-0"], "--slow: 'decode-0' is not like decode-0=2"),
         (["--cold-start-s", "nan"], "--cold-start-s: nan must be at least 0"),
         (["--rate-scale", "1e-9"], "--rate-scale: the last request arrives after"),

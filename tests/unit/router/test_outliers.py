@@ -1,0 +1,267 @@
+"""Tests which workers are ejected since they are slower than their peers, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.router.policy import Fingerprint, Load, Role, WorkerView
+from services.router.policy.outliers import Ejection, OutlierConfig, OutlierDetection
+from tests.support.worker_views import view
+
+CONFIG = OutlierConfig(sustained_s=5.0, fewest_steps=20, base_ejection_s=30.0, max_ejection_s=100.0)
+STEPS_A_SECOND = 10
+
+
+class Group:
+    """Is a group of workers that compute all the time, each step in as many milliseconds as the test says."""
+
+    def __init__(self, *workers: WorkerView, config: OutlierConfig = CONFIG) -> None:
+        self.outliers = OutlierDetection(config)
+        self.workers = {worker.worker_id: worker for worker in workers}
+        self.now = 1000.0
+        self.changes: list[str] = []
+
+    def work(self, seconds: float, *, idle: str = "", **ms: float) -> None:
+        """Lets time pass in which the workers report so many milliseconds; those that are not named as before."""
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            for worker_id, worker in self.workers.items():
+                load = worker.load
+                if worker_id in ms:
+                    load = replace(load, ms_per_prefill_token=ms[worker_id], ms_per_decode_step=ms[worker_id])
+                if worker_id != idle:
+                    load = replace(
+                        load,
+                        num_prefill_steps=load.num_prefill_steps + STEPS_A_SECOND,
+                        num_decode_steps=load.num_decode_steps + STEPS_A_SECOND,
+                    )
+                self.workers[worker_id] = replace(worker, load=load)
+            self.changes += self.outliers.tick(self.workers.values, self.now)
+
+    def ejection(self, worker_id: str) -> Ejection | None:
+        return self.outliers.ejection(worker_id)
+
+    @property
+    def ejected(self) -> set[str]:
+        return {worker_id for worker_id in self.workers if self.ejection(worker_id) is not None}
+
+
+def alike(number: int, role: Role = Role.DECODE, **changes: object) -> list[WorkerView]:
+    load = Load(1, blocks_free=64, ms_per_prefill_token=1.0, ms_per_decode_step=10.0, tokens_per_prefill_step=512.0)
+    return [view(f"w{index}", role, load=load, **changes) for index in range(number)]
+
+
+def changed(workers: list[WorkerView], index: int, load: dict[str, float] | None = None, **facts: object) -> None:
+    worker = workers[index]
+    workers[index] = replace(worker, load=replace(worker.load, **(load or {})), **facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.MIXED])
+def test_a_worker_that_is_slow_for_long_is_ejected_and_it_is_said_why(role: Role) -> None:
+    group = Group(*alike(4, role))
+    group.work(60, w0=10.0, w1=10.0, w2=11.0, w3=10.0)
+    assert group.ejected == set()
+    group.work(5, w2=20.0)
+    assert group.ejected == set(), "it was found slow 4 s ago"
+    group.work(1)
+    assert group.ejected == {"w2"} == set(group.changes)
+    ejection = group.ejection("w2")
+    assert ejection is not None
+    what = "a prompt token" if role.can_prefill else "a decode step of 1"
+    assert ejection.reason(group.now + 7) == f"ejected for 23 s: {what} takes 20 ms, the median of its peers 10 ms"
+
+
+def test_what_comes_and_goes_ejects_nobody() -> None:
+    group = Group(*alike(4))
+    for _ in range(40):
+        group.work(5, w0=30.0)
+        group.work(1, w0=19.0)
+    assert group.changes == []
+    assert set(group.outliers._records["w0"].slow_since) == set(), "nothing adds up"
+
+
+def test_a_few_steps_prove_nothing_however_long_they_are_ago() -> None:
+    group = Group(*alike(4))
+    group.work(1, w0=30.0)
+    group.work(600, idle="w0")
+    assert group.ejected == set()
+    group.work(2)
+    assert group.ejected == {"w0"}
+
+
+def test_where_all_are_slow_nobody_is() -> None:
+    group = Group(*alike(4))
+    group.work(30)
+    group.work(60, w0=40.0, w1=40.0, w2=41.0, w3=42.0)
+    assert group.changes == []
+
+
+def test_two_workers_cannot_tell_which_of_them_is_slow() -> None:
+    group = Group(*alike(2))
+    group.work(60, w0=100.0)
+    assert group.changes == []
+
+
+@pytest.mark.parametrize(("number", "ejected"), [(3, 1), (4, 2), (5, 2), (6, 3), (7, 3)])
+def test_at_most_half_are_ejected_and_two_are_left(number: int, ejected: int) -> None:
+    """Makes all but two slow, one after the other."""
+    group = Group(*alike(number))
+    for index in range(number - 2):
+        group.work(6, **{f"w{index}": 50.0})
+    assert group.ejected == {f"w{index}" for index in range(ejected)}
+
+
+def test_a_majority_of_slow_ones_is_what_workers_are() -> None:
+    group = Group(*alike(4))
+    group.work(60, w0=50.0, w1=50.0, w2=50.0)
+    assert group.changes == []
+
+
+def test_the_slowest_goes_first() -> None:
+    group = Group(*alike(6), config=replace(CONFIG, most_ejected=0.17))
+    group.work(10, w1=30.0, w4=50.0)
+    assert group.ejected == {"w4"}
+
+
+def test_it_is_back_after_a_time_that_doubles_while_it_stays_slow() -> None:
+    group = Group(*alike(4))
+    lengths = []
+    for _ in range(4):
+        group.work(5 if lengths else 6, w0=40.0)
+        found = group.ejection("w0")
+        assert found is not None
+        lengths.append(found.seconds)
+        group.work(found.seconds - 1)
+        assert group.ejected == {"w0"}
+        group.work(1)
+        assert group.ejected == set(), "it is judged by what it does from now on"
+    assert lengths == [30.0, 60.0, 100.0, 100.0]
+    assert group.changes == ["w0"] * 8
+
+
+def test_a_worker_that_was_well_for_long_begins_anew() -> None:
+    for well_s, seconds in ((CONFIG.max_ejection_s - 10, 60.0), (CONFIG.max_ejection_s, 30.0)):
+        group = Group(*alike(4))
+        group.work(36, w0=40.0)
+        group.work(well_s, w0=10.0)
+        group.work(6, w0=40.0)
+        found = group.ejection("w0")
+        assert found is not None
+        assert found.seconds == seconds
+
+
+def test_a_worker_that_is_ejected_is_nobodys_peer() -> None:
+    """Two of five are slow. Once they are ejected, a third one has three times its peers' median, and not the median
+    with theirs."""
+    group = Group(*alike(7))
+    group.work(6, w0=90.0, w1=90.0)
+    assert group.ejected == {"w0", "w1"}
+    group.work(6, w2=25.0, w3=12.0, w4=12.0)
+    assert group.ejected == {"w0", "w1", "w2"}
+
+
+OTHERS: dict[str, dict[str, object]] = {
+    "another model": {"model": "other"},
+    "another role": {"roles": Role.MIXED},
+    "another fingerprint": {"fingerprint": Fingerprint("M")},
+    "other numerics": {"fingerprint": Fingerprint("L", "int8")},
+    "other hardware": {"hardware": "cuda"},
+    "not ready": {"ready": False},
+}
+
+
+@pytest.mark.parametrize("facts", OTHERS.values(), ids=OTHERS)
+def test_only_likes_are_compared(facts: dict[str, object]) -> None:
+    workers = alike(3)
+    changed(workers, 2, **facts)
+    group = Group(*workers)
+    group.work(60, w0=100.0)
+    assert group.changes == [], "two are left, too few"
+    group = Group(*alike(3))
+    group.work(60, w0=100.0)
+    assert group.ejected == {"w0"}
+
+
+def test_half_of_the_capacity_may_take_twice_the_time() -> None:
+    workers = alike(4)
+    changed(workers, 0, capacity=0.5)
+    group = Group(*workers)
+    group.work(60, w0=35.0)
+    assert group.changes == []
+    group.work(6, w0=41.0)
+    assert group.ejected == {"w0"}
+    found = group.ejection("w0")
+    assert found is not None
+    assert (found.slowness.ms, found.slowness.peers_ms) == (41.0, 20.0)
+
+
+def test_a_peer_of_less_capacity_does_not_excuse_a_slow_one() -> None:
+    workers = alike(3)
+    changed(workers, 1, capacity=0.25)
+    changed(workers, 2, capacity=0.25)
+    group = Group(*workers)
+    group.work(60, w0=25.0, w1=40.0, w2=40.0)
+    assert group.ejected == {"w0"}
+
+
+def test_costs_of_prompts_are_compared_between_steps_of_about_one_size() -> None:
+    workers = alike(4, Role.PREFILL)
+    changed(workers, 0, {"tokens_per_prefill_step": 100.0})
+    group = Group(*workers)
+    group.work(60, w0=4.0, w1=1.0, w2=1.0, w3=1.0)
+    assert group.changes == []
+    for index in range(4):
+        group.workers[f"w{index}"] = replace(
+            group.workers[f"w{index}"],
+            load=replace(group.workers[f"w{index}"].load, tokens_per_prefill_step=300.0 if index else 150.0),
+        )
+    group.work(6)
+    assert group.ejected == {"w0"}
+
+
+def test_steps_are_compared_at_the_batches_that_workers_run() -> None:
+    """Lets a full worker and nearly idle ones say very different things of a step of one, as a fit far from its points
+    does, and the same of what they run."""
+    workers = alike(4)
+    changed(workers, 0, {"ms_per_decode_step": 25.0, "ms_per_decode_sequence": 0.5, "num_running": 8})
+    for index in (1, 2, 3):
+        changed(workers, index, {"ms_per_decode_step": 10.0, "ms_per_decode_sequence": 2.0, "num_running": 1})
+    group = Group(*workers)
+    group.work(60)
+    assert group.changes == [], "28.5 and 24 ms for eight"
+    group = Group(*workers)
+    group.work(6, w0=60.0)
+    assert group.ejected == {"w0"}
+
+
+def test_who_has_measured_nothing_is_not_judged_and_judges_nobody() -> None:
+    workers = alike(4)
+    for index in (2, 3):
+        changed(workers, index, {"ms_per_decode_step": 0.0})
+    group = Group(*workers)
+    group.work(60, w0=100.0)
+    assert group.changes == [], "one peer has measured"
+    group.work(6, w2=10.0)
+    assert group.ejected == {"w0"}
+
+
+def test_of_many_workers_some_peers_are_enough() -> None:
+    group = Group(*alike(40))
+    group.work(6, w39=30.0, w0=30.0)
+    assert group.ejected == {"w0", "w39"}
+
+
+def test_a_factor_of_0_ejects_nobody() -> None:
+    group = Group(*alike(4), config=OutlierConfig(slow_factor=0.0))
+    group.work(60, w0=1000.0)
+    assert group.changes == []
+
+
+def test_workers_are_compared_once_a_second() -> None:
+    group = Group(*alike(4))
+    asked = []
+    for tick in range(30):
+        group.outliers.tick(lambda tick=tick: asked.append(tick) or [], 1000.0 + tick / 10)  # type: ignore[misc]
+    assert asked == [0, 10, 20]

@@ -1,0 +1,69 @@
+"""Tests what one slow worker does to a simulated cluster, and what its ejection saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from services.router.policy.outliers import OutlierConfig
+from services.sim.cluster import Outcome, SimPlan, simulate
+from services.sim.profile import WorkerProfile
+from services.sim.report import Objective, summary
+from services.sim.trace import TracedRequest
+
+PROFILE = WorkerProfile(
+    "test",
+    ms_per_prefill_token=0.2,
+    ms_per_decode_step=20.0,
+    ms_per_decode_sequence=0.5,
+    kv_bytes_per_token=1000,
+    transfer_bytes_per_s=1e9,
+    max_num_seqs=32,
+)
+OBJECTIVE = Objective(1.0, 0.1)
+NEVER = OutlierConfig(slow_factor=0.0)
+
+
+def trace(rate: float = 8.0, seconds: float = 240.0) -> list[TracedRequest]:
+    chance, at_s, requests = random.Random(7), 0.0, []
+    while at_s < seconds:
+        requests.append(TracedRequest(at_s, chance.randint(200, 1800), chance.randint(50, 150)))
+        at_s += chance.expovariate(rate)
+    return requests
+
+
+def times(plan: SimPlan, *, from_s: float = 20.0) -> dict[str, float]:
+    """Returns p95 of what was served after the time in which a slow worker is found."""
+    outcome = simulate(plan, trace())
+    assert not any(each.error for each in outcome.requests)
+    later: dict[str, Any] = summary(plan, _after(outcome, from_s), OBJECTIVE)
+    return {name: later[name]["p95"] for name in ("ttft_ms", "tpot_ms")}
+
+
+def _after(outcome: Outcome, from_s: float) -> Outcome:
+    return dataclasses.replace(outcome, requests=[each for each in outcome.requests if each.at_s >= from_s])
+
+
+@pytest.mark.parametrize(
+    ("plan", "without", "slow"),
+    [
+        (SimPlan(4, 3, 0, profile=PROFILE), SimPlan(3, 3, 0, profile=PROFILE), "prefill-0"),
+        (SimPlan(3, 4, 0, profile=PROFILE), SimPlan(3, 3, 0, profile=PROFILE), "decode-0"),
+        (SimPlan(0, 0, 4, profile=PROFILE), SimPlan(0, 0, 3, profile=PROFILE), "mixed-0"),
+    ],
+    ids=["prefill", "decode", "mixed"],
+)
+def test_it_is_nearly_as_if_the_slow_worker_were_not_there(plan: SimPlan, without: SimPlan, slow: str) -> None:
+    plan = dataclasses.replace(plan, slowness=((slow, 4.0),))
+    ejects, lets_be = times(plan), times(dataclasses.replace(plan, router=_never(plan)))
+    for figure in ("ttft_ms", "tpot_ms"):
+        assert ejects[figure] < 1.1 * times(without)[figure]
+    figure = "ttft_ms" if slow == "prefill-0" else "tpot_ms"
+    assert lets_be[figure] > 1.6 * times(without)[figure]
+
+
+def _never(plan: SimPlan) -> Any:
+    return dataclasses.replace(plan.router, outliers=NEVER)
