@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.router.policy import PolicyConfig
+from services.router.policy import PolicyConfig, Split
 from services.router.policy.health import HealthConfig
 
 
@@ -69,6 +69,8 @@ class CoordinatorConfig:
     canary left in a prefix cache would be found instead of copied, and the canary would not check the transfer."""
     health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    split: Split = Split.ALWAYS
+    """Which prompts run apart from their decodes, where both ways are open."""
 
     @property
     def soonest_silence_s(self) -> float:
