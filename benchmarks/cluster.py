@@ -36,6 +36,7 @@ class Up:
 def cluster(model: str, precision: Precision, *flags: str) -> Iterator[Up]:
     """Runs a `baton up` that is ready, and ends it with SIGTERM. What it logs goes to `out/bench-up.log`."""
     command = [sys.executable, "-m", "services.cli.main", "up", "--model", model, "--port", "0"]
+    command += ["--split", "always"]  # what is measured is splitting, whether it pays or not
     log = Path("out/bench-up.log")
     log.parent.mkdir(exist_ok=True)
     started = time.perf_counter()

@@ -13,10 +13,11 @@ from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, plain
 from services.cli.tables import clip, table
 from services.core.printable import printable
-from services.router.policy import WhyNot
+from services.router.policy import WhyNot, WhyWhole
 
 _MOST_LINE_CHARS = 400
 _REASONS = {why.name.lower(): why.value for why in WhyNot}
+_UNSPLIT = {why.name.lower(): why.value for why in WhyWhole}
 _PHASES = {"prefill": "prefill", "decode": "decode", "whole": "whole sequence"}
 
 
@@ -73,6 +74,8 @@ def _choice(choice: dict[str, Any]) -> Iterator[str]:
     num_more = choice["num_candidates"] - len(candidates)
     if num_more > 0:
         yield f"and {num_more} more with lower scores"
+    if "unsplit" in choice:
+        yield f"not split   {_unsplit(choice['unsplit'])}"
     yield f"decided by  {_decided(verdict, winner)}"
     if verdict["decider"] in ("term", "tie") and len(candidates) > 1:
         yield f"next best   {_cost(verdict, clip(candidates[1]['worker_id']))}"
@@ -80,6 +83,19 @@ def _choice(choice: dict[str, Any]) -> Iterator[str]:
         yield f"left out    {_left_out(choice)}"
     if "before" in choice:
         yield f"before      {_vain(choice['before'])}"
+
+
+def _unsplit(unsplit: dict[str, Any]) -> str:
+    reason = str(unsplit["reason"])
+    words = _UNSPLIT.get(reason, reason)
+    if "costs" not in unsplit:
+        return words
+    costs = {name: _ms(value) for name, value in unsplit["costs"].items()}
+    return (
+        f"{words}: on {clip(unsplit['prefill'])} queue {costs['queue_ms']} + prompt {costs['prefill_ms']} + handoff "
+        f"{costs['handoff_ms']}, here queue {costs['whole_queue_ms']} + prompt {costs['whole_prefill_ms']} + delay of "
+        f"others {costs['disturbance_ms']}"
+    )
 
 
 def _row(candidate: dict[str, Any]) -> list[str]:

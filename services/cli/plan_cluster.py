@@ -17,14 +17,15 @@ from services.cli.simulate import (
     add_policy,
     add_workload,
     check_writable,
-    read_policy,
     read_profiles,
     read_workload,
+    router_of,
     scaled_as_asked,
     write_whole,
 )
 from services.core.errors import ConfigError
 from services.sim.chart import Axis, Chart
+from services.sim.cluster import ROUTER
 from services.sim.profile import WorkerProfile
 from services.sim.report import PERCENTS, as_json, failures
 from services.sim.search import METRICS, Candidate, Found, Goal, search
@@ -57,7 +58,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
-    goal, costs, policy = parse_goal(arguments.slo), _costs(arguments.cost), read_policy(arguments)
+    goal, costs, router = parse_goal(arguments.slo), _costs(arguments.cost), router_of(arguments, ROUTER)
     if arguments.plot:
         check_writable(Path(arguments.plot), "--plot")
     trace, (profile, of_decode), served = _workload(arguments, goal)
@@ -68,7 +69,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    found = search(trace, profile, of_decode, goal, arguments.max_workers, tell, policy)
+    found = search(trace, profile, of_decode, goal, arguments.max_workers, tell, router)
     if arguments.json:
         print(as_json(_plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})))
     else:

@@ -15,7 +15,8 @@ from services.cli.arguments import Parser
 from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
-from services.router.policy import PRESETS, PolicyConfig, preset, weighted
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.policy import PRESETS, Split, preset, weighted
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT
 from services.sim.ablations import ablations, table
@@ -120,6 +121,8 @@ def _ablations(
             raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
     if arguments.policy != DEFAULT:
         raise ConfigError("--policy: --ablations has clusters of its own, without it")
+    if arguments.split != Split.AUTO.value:
+        raise ConfigError("--split: --ablations has clusters of its own, which split all prompts or none")
     count = len(plan.worker_ids)
     if count < 2:
         raise ConfigError("--ablations: one worker cannot be split; ask for two or more")
@@ -168,11 +171,18 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         metavar="PHASE.TERM=W",
         help="changes or adds a term of the policy: prefill.prefix_cached=4, decode.near=0",
     )
+    parser.add_argument(
+        "--split",
+        default=Split.AUTO.value,
+        choices=[split.value for split in Split],
+        help="which prompts run apart from their decodes (default: %(default)s, where it pays)",
+    )
 
 
-def read_policy(arguments: argparse.Namespace) -> PolicyConfig:
-    """Returns the policy that the flags of `add_policy` name. Raises ConfigError, which names the flag."""
-    return weighted(preset(arguments.policy, "--policy"), arguments.weight, "--weight")
+def router_of(arguments: argparse.Namespace, router: CoordinatorConfig) -> CoordinatorConfig:
+    """Returns the router with what the flags of `add_policy` say. Raises ConfigError, which names the flag."""
+    policy = weighted(preset(arguments.policy, "--policy"), arguments.weight, "--weight")
+    return dataclasses.replace(router, policy=policy, split=Split(arguments.split))
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +249,7 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
             static=arguments.static_batching,
         ),
         router=dataclasses.replace(
-            plan.router, policy=read_policy(arguments), outliers=OutlierConfig(slow_factor=arguments.slow_factor)
+            router_of(arguments, plan.router), outliers=OutlierConfig(slow_factor=arguments.slow_factor)
         ),
     )
 

@@ -55,7 +55,7 @@ def text(target: str, status: dict[str, Any]) -> str:
     ]
     rest = [
         clip(line, _MOST_LINE_CHARS)
-        for line in (*_kernels(status), *_capacities(status), *reasons, *ways, *_groups(status))
+        for line in (*_kernels(status), *_capacities(status), *_splitting(status), *reasons, *ways, *_groups(status))
     ]
     return "\n".join(map(printable, [*lines, *rest]))
 
@@ -100,6 +100,23 @@ def _groups(status: dict[str, Any]) -> list[str]:
             of = f"{clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
             lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
     return [*lines, _PAIRING] if lines else []
+
+
+def _splitting(status: dict[str, Any]) -> list[str]:
+    """Returns a line for each model that says which prompts are split now."""
+    lines = []
+    for model in status["models"]:
+        if (found := model.get("split_break_even")) is None:
+            continue
+        tokens = found.get("tokens")
+        if tokens is None:
+            words = "pays for no prompt now"
+        else:
+            words = f"pays from about {tokens} uncached tokens on" if tokens else "pays for every prompt"
+        handoff = f"handoff {found['handoff_ms']:.1f} ms" if "handoff_ms" in found else "handoff not measured yet"
+        of = f"{clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
+        lines.append(f"{of}split {words}: {clip(found['prefill'])} -> {clip(found['decode'])} ({handoff})")
+    return lines
 
 
 def _http(target: str, status: dict[str, Any]) -> str:

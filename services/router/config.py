@@ -20,6 +20,7 @@ from services.core.config import (
     positive,
 )
 from services.core.config import port as is_port
+from services.router.policy import Split
 from services.router.policy.outliers import is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 
@@ -93,6 +94,12 @@ class RouterConfig:
         (),
         "changes or adds a term of placement, PHASE.TERM=W: prefill.prefix_cached=8 sends prompts where their "
         "beginnings are cached; of all models, whatever their policies are; repeatable",
+    )
+    split: str = option(
+        Split.AUTO.value,
+        "which prompts run apart from their decodes: auto (where it pays, by measured costs), always or never (where a "
+        "decode worker can run the whole)",
+        choices=tuple(split.value for split in Split),
     )
     tokenizer_threads: int = option(
         0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"

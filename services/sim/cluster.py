@@ -52,6 +52,10 @@ class Death:
     at_s: float
 
 
+ROUTER = CoordinatorConfig(model_context_tokens=1 << 20)
+"""The router of a plan that names none. It splits all prompts, whatever that costs."""
+
+
 @dataclass(frozen=True)
 class SimPlan:
     """Says which workers a cluster has, what each kind costs and does, and what happens to them."""
@@ -62,7 +66,7 @@ class SimPlan:
     profile: WorkerProfile = field(kw_only=True)
     decode_profile: WorkerProfile | None = None
     """The profile of decode workers; None if it is the same."""
-    router: CoordinatorConfig = field(default_factory=lambda: CoordinatorConfig(model_context_tokens=1 << 20))
+    router: CoordinatorConfig = ROUTER
     deaths: tuple[Death, ...] = ()
     cold_start_s: float = 10.0
     """How long after its death a worker is back, with nothing in its memory; infinite for never."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from services.router.policy import PolicyConfig
+from services.router.coordinator.config import CoordinatorConfig
 from services.sim.cluster import Served, SimPlan, simulate
 from services.sim.profile import Points, WorkerProfile
 from services.sim.report import Objective, summary
@@ -155,13 +155,13 @@ def search(
     goal: Goal,
     most_workers: int,
     progress: Callable[[str], None] = lambda line: None,
-    policy: PolicyConfig | None = None,
+    router: CoordinatorConfig | None = None,
 ) -> Found:
     """Simulates clusters of at most so many workers, the cheapest first, until one meets the goal and another too.
-    `policy` is their router's; None for the default."""
+    `router` is theirs; None for the default."""
     plan = SimPlan(profile=profile, decode_profile=decode_profile)
-    if policy is not None:
-        plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, policy=policy))
+    if router is not None:
+        plan = dataclasses.replace(plan, router=router)
     return _Search(trace, plan, goal, most_workers, progress).found()
 
 

@@ -28,9 +28,18 @@ class StepFault(Exception):
 
 class SimEngine(Engine):
     def __init__(
-        self, node: Node, config: EngineConfig, memory: SimMemory, step_s: float, weights: str, *, drafts: bool = False
+        self,
+        node: Node,
+        config: EngineConfig,
+        memory: SimMemory,
+        step_s: float,
+        weights: str,
+        *,
+        drafts: bool = False,
+        says_token_ms: float = 0.0,
     ) -> None:
-        """`step_s`: what a step takes, with a tenth of it for each token; give or take a half."""
+        """`step_s`: what a step takes, with a tenth of it for each token; give or take a half. `says_token_ms`: what
+        warming up seems to have shown of a prompt token's cost; 0 for nothing."""
         self._node = node
         self._memory = memory
         self._weights = weights
@@ -38,6 +47,8 @@ class SimEngine(Engine):
         drafter = SimDrafter(node, weights) if drafts else None
         super().__init__(config, lambda _: Loaded(_info(config, weights), _any(memory), runner, drafter), clock=node)
         self._costs = CostModel()  # warming up measured real time
+        if says_token_ms:
+            self._costs.observe(16, 0, 16 * says_token_ms)
         self._step_s = step_s
         self._plan: StepPlan | None = None
         self._histories: dict[int, History] = {}

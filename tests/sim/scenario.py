@@ -6,10 +6,10 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, types_pb2
 from services.core.hashing import num_blocks_for
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.policy import PRESETS, PolicyConfig
+from services.router.policy import PRESETS, PolicyConfig, Split
 from services.router.policy.health import HealthConfig
 from services.worker.config import WorkerConfig
 from services.worker.phase import role_name
@@ -66,6 +66,22 @@ def policy_of(seed: int) -> PolicyConfig:
     return presets[seed // 5 % len(presets)] if seed % 5 == 3 else PolicyConfig()
 
 
+def split_of(seed: int) -> Split:
+    """Returns which prompts are split: all in nine clusters out of eleven, in one those for which it pays, in one none.
+    The seed itself decides, as in `policy_of`."""
+    return {6: Split.AUTO, 8: Split.NEVER}.get(seed % 11, Split.ALWAYS)
+
+
+def _says_token_ms(seed: int, plan: WorkerPlan) -> float:
+    """Returns what a worker says of its costs: where splitting is to pay, decode workers seem to be so fast that they
+    had better run whole sequences, but for some."""
+    if split_of(seed) is not Split.AUTO:
+        return 0.0
+    if types_pb2.WORKER_ROLE_PREFILL in plan.phases:
+        return 2.0
+    return random.Random(f"costs of {seed} {plan.config.worker_id}").choice((0.01, 0.1, 2.0))
+
+
 def choose_load(world: World) -> Load:
     growing = world.chance(0.3)
     return Load(tight=growing or world.chance(0.4), growing=growing)
@@ -87,6 +103,7 @@ def build(world: World, load: Load) -> Cluster:
         canary_timeout_s=4.0,
         aging_s=3.0,
         policy=policy_of(world.seed),
+        split=split_of(world.seed),
         max_queue=1 if world.seed % 10 == 4 else 1024,
         # By the seed itself, so that the other draws are the same with and without.
         health=HealthConfig(canaries=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True),
@@ -97,7 +114,12 @@ def build(world: World, load: Load) -> Cluster:
     # By the seed itself, too: two out of five clusters are of GPUs, with few staging slots.
     num_slots = (0, 0, 1, 0, 3)[world.seed % 5]
     for at, plan in enumerate(_plans(choose, num_routers, load, sizes)):
-        varied = {"num_slots": num_slots, "weights": weights[at % len(weights)], "drafts": world.seed % 3 == 1}
+        varied = {
+            "num_slots": num_slots,
+            "weights": weights[at % len(weights)],
+            "drafts": world.seed % 3 == 1,
+            "says_token_ms": _says_token_ms(world.seed, plan),
+        }
         cluster.start_worker(dataclasses.replace(plan, **varied))
     return cluster
 

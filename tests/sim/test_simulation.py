@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from services.router.policy import PRESETS, PolicyConfig
+from services.router.policy import PRESETS, PolicyConfig, Split
 from tests.sim import campaign
 from tests.sim.cluster import Cluster
-from tests.sim.scenario import BLOCK_SIZE, Load, build, choose_load
+from tests.sim.scenario import BLOCK_SIZE, Load, build, choose_load, split_of
 from tests.sim.simulation import simulate
 from tests.sim.world import World
 
@@ -52,6 +52,13 @@ def test_clusters_are_placed_by_every_preset() -> None:
     assert [name for name, policy in PRESETS.items() if policy not in policies] == []
     assert policies.count(PolicyConfig()) > len(policies) / 2
     assert [_policy(seed) for seed in FAILED_ONCE] == [PolicyConfig()] * len(FAILED_ONCE)
+
+
+def test_some_clusters_split_where_it_pays_and_some_never() -> None:
+    """Where a seed found something, all was split, and still is."""
+    splits = [split_of(seed) for seed in range(100)]
+    assert splits.count(Split.AUTO) == splits.count(Split.NEVER) == 9
+    assert {split_of(seed) for seed in FAILED_ONCE} == {Split.ALWAYS}
 
 
 def _policy(seed: int) -> PolicyConfig:

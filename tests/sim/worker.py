@@ -53,6 +53,8 @@ class WorkerPlan:
     """Workers with different ones never pair."""
     drafts: bool = False
     """Its engine guesses tokens ahead, and so its steps say several."""
+    says_token_ms: float = 0.0
+    """What a prompt token costs there, as it says from the start, true or not. 0: it finds out."""
 
     @property
     def name(self) -> str:
@@ -108,7 +110,15 @@ class SimWorker:
         self.memory = SimMemory(
             node, config.kv_blocks, config.block_size, cluster.truth, plan.weights, mappable=not plan.num_slots
         )
-        self.engine = SimEngine(node, _engine_config(plan), self.memory, plan.step_s, plan.weights, drafts=plan.drafts)
+        self.engine = SimEngine(
+            node,
+            _engine_config(plan),
+            self.memory,
+            plan.step_s,
+            plan.weights,
+            drafts=plan.drafts,
+            says_token_ms=plan.says_token_ms,
+        )
         server: Any = SimServer(node, cluster.network)
         self.host = WorkerHost(
             config, plan.phases, self.engine, server, NullTracer(), machine=SimMachine(node, cluster, plan)

@@ -124,8 +124,8 @@ async def running_cluster(
     worker_tracer = worker_tracer or tracer
     async with contextlib.AsyncExitStack() as stack:
         # Canaries would show in ledgers, step counts and prefix caches. All ends are in this one process: what holds it
-        # up for seconds is the machine, and no peer's silence.
-        flags = {"canaries": False, "silence_s": PATIENT_S, **(router or {})}
+        # up for seconds is the machine, and no peer's silence. What tests look at is the handoff, whatever it costs.
+        flags = {"canaries": False, "split": "always", "silence_s": PATIENT_S, **(router or {})}
         config = RouterConfig(model=str(model), host="127.0.0.1", port=0, control_port=0, **flags)
         brain = Router(config, tracer, CLUSTER_TOKEN)
         await brain.start()

@@ -43,6 +43,7 @@ class Up:
         self.footprint = Footprint()
         self.lines: list[str] = []
         command = [*BATON, "up", "--model", str(model), "--port", "0", "--dtype", "float32", "--kv-blocks", "64"]
+        command += ["--split", "always"]  # what tests look at is the handoff, whatever it costs
         with open(self.log, "a") as log:  # several processes write it
             self.process = subprocess.Popen(
                 [*command, "--trace-file", str(self.trace_file), *flags],

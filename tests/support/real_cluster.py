@@ -202,7 +202,8 @@ class RealCluster:
 
     def _router_command(self, service: Service, program: Sequence[str], flags: Iterable[str]) -> list[str]:
         """A restarted router is found where it was."""
-        command = [*self._clean, *program, "router", "--model", str(self._model), "--log-level", "warning", *flags]
+        command = [*self._clean, *program, "router", "--model", str(self._model), "--log-level", "warning"]
+        command += ["--split", "always", *flags]  # what tests look at is the handoff, whatever it costs
         return [*command, "--port", str(service.port), "--control-port", str(service.control_port)]
 
     @contextlib.contextmanager

@@ -50,6 +50,15 @@ class LeftOutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEFT_OUT_REASON_NO_DECODE_ROOM: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_EJECTED: _ClassVar[LeftOutReason]
 
+class UnsplitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNSPLIT_REASON_UNSPECIFIED: _ClassVar[UnsplitReason]
+    UNSPLIT_REASON_NEVER: _ClassVar[UnsplitReason]
+    UNSPLIT_REASON_QUEUE: _ClassVar[UnsplitReason]
+    UNSPLIT_REASON_PREFIX: _ClassVar[UnsplitReason]
+    UNSPLIT_REASON_HANDOFF: _ClassVar[UnsplitReason]
+    UNSPLIT_REASON_SPEED: _ClassVar[UnsplitReason]
+
 class Decider(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DECIDER_UNSPECIFIED: _ClassVar[Decider]
@@ -87,6 +96,12 @@ LEFT_OUT_REASON_FULL_BATCH: LeftOutReason
 LEFT_OUT_REASON_QUEUE_LIMIT: LeftOutReason
 LEFT_OUT_REASON_NO_DECODE_ROOM: LeftOutReason
 LEFT_OUT_REASON_EJECTED: LeftOutReason
+UNSPLIT_REASON_UNSPECIFIED: UnsplitReason
+UNSPLIT_REASON_NEVER: UnsplitReason
+UNSPLIT_REASON_QUEUE: UnsplitReason
+UNSPLIT_REASON_PREFIX: UnsplitReason
+UNSPLIT_REASON_HANDOFF: UnsplitReason
+UNSPLIT_REASON_SPEED: UnsplitReason
 DECIDER_UNSPECIFIED: Decider
 DECIDER_TERM: Decider
 DECIDER_TIE: Decider
@@ -172,7 +187,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model_id", "ready", "context_tokens", "num_workers", "num_queued", "num_live", "kv_groups")
+    __slots__ = ("model_id", "ready", "context_tokens", "num_workers", "num_queued", "num_live", "kv_groups", "split_break_even")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +195,7 @@ class ModelStatus(_message.Message):
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_BREAK_EVEN_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     ready: bool
     context_tokens: int
@@ -187,7 +203,20 @@ class ModelStatus(_message.Message):
     num_queued: int
     num_live: int
     kv_groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
-    def __init__(self, model_id: _Optional[str] = ..., ready: _Optional[bool] = ..., context_tokens: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_live: _Optional[int] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+    split_break_even: SplitBreakEven
+    def __init__(self, model_id: _Optional[str] = ..., ready: _Optional[bool] = ..., context_tokens: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_live: _Optional[int] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., split_break_even: _Optional[_Union[SplitBreakEven, _Mapping]] = ...) -> None: ...
+
+class SplitBreakEven(_message.Message):
+    __slots__ = ("prefill", "decode", "tokens", "handoff_ms")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    tokens: int
+    handoff_ms: float
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., tokens: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class KVGroup(_message.Message):
     __slots__ = ("kv", "worker_ids")
@@ -311,6 +340,32 @@ class ExplainedRequest(_message.Message):
     failure: str
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., age_us: _Optional[int] = ..., live: _Optional[bool] = ..., choices: _Optional[_Iterable[_Union[PlacementChoice, _Mapping]]] = ..., num_forgotten: _Optional[int] = ..., waiting: _Optional[_Union[VainAttempt, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
 
+class Unsplit(_message.Message):
+    __slots__ = ("reason", "prefill", "costs")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    reason: UnsplitReason
+    prefill: str
+    costs: SplitCosts
+    def __init__(self, reason: _Optional[_Union[UnsplitReason, str]] = ..., prefill: _Optional[str] = ..., costs: _Optional[_Union[SplitCosts, _Mapping]] = ...) -> None: ...
+
+class SplitCosts(_message.Message):
+    __slots__ = ("queue_ms", "prefill_ms", "handoff_ms", "whole_queue_ms", "whole_prefill_ms", "disturbance_ms")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DISTURBANCE_MS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    prefill_ms: float
+    handoff_ms: float
+    whole_queue_ms: float
+    whole_prefill_ms: float
+    disturbance_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., whole_queue_ms: _Optional[float] = ..., whole_prefill_ms: _Optional[float] = ..., disturbance_ms: _Optional[float] = ...) -> None: ...
+
 class LeftOutWorker(_message.Message):
     __slots__ = ("worker_id", "reason")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -332,7 +387,7 @@ class VainAttempt(_message.Message):
     def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., age_us: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
 
 class PlacementChoice(_message.Message):
-    __slots__ = ("phase", "leg", "attempt", "age_us", "waited_us", "outcome", "terms", "candidates", "num_candidates", "left_out", "num_left_out", "verdict", "before")
+    __slots__ = ("phase", "leg", "attempt", "age_us", "waited_us", "outcome", "terms", "candidates", "num_candidates", "left_out", "num_left_out", "verdict", "before", "unsplit")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +401,7 @@ class PlacementChoice(_message.Message):
     NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
+    UNSPLIT_FIELD_NUMBER: _ClassVar[int]
     phase: PlacedPhase
     leg: int
     attempt: int
@@ -359,7 +415,8 @@ class PlacementChoice(_message.Message):
     num_left_out: int
     verdict: PlacementVerdict
     before: VainAttempt
-    def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., leg: _Optional[int] = ..., attempt: _Optional[int] = ..., age_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., outcome: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[PlacementTerm, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ..., verdict: _Optional[_Union[PlacementVerdict, _Mapping]] = ..., before: _Optional[_Union[VainAttempt, _Mapping]] = ...) -> None: ...
+    unsplit: Unsplit
+    def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., leg: _Optional[int] = ..., attempt: _Optional[int] = ..., age_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., outcome: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[PlacementTerm, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ..., verdict: _Optional[_Union[PlacementVerdict, _Mapping]] = ..., before: _Optional[_Union[VainAttempt, _Mapping]] = ..., unsplit: _Optional[_Union[Unsplit, _Mapping]] = ...) -> None: ...
 
 class PlacementTerm(_message.Message):
     __slots__ = ("name", "weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.router.policy import PolicyConfig
+from services.router.policy import PolicyConfig, Split
 from services.router.policy.health import HealthConfig
 from services.router.policy.outliers import OutlierConfig
 
@@ -71,6 +71,8 @@ class CoordinatorConfig:
     outliers: OutlierConfig = field(default_factory=OutlierConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    split: Split = Split.ALWAYS
+    """Which prompts run apart from their decodes, where both ways are open."""
 
     @property
     def soonest_silence_s(self) -> float:

@@ -26,7 +26,7 @@ from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import ExpectedRequest, FinishReason, LegEvent, RequestSpec, WorkerInfo
-from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all
+from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all, split_break_even
 from services.router.coordinator.request import Phase, Request
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load, VainAttempt
@@ -348,6 +348,11 @@ class Coordinator:
     def kv_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Returns the ready workers, grouped by the `kv` part of their fingerprints (`WorkerTable.kv_groups`)."""
         return self._book.workers.kv_groups()
+
+    def split_break_even(self, now: float) -> policy.BreakEven | None:
+        """Returns from how many uncached tokens on a prompt would be split now; None if that is not chosen by costs, or
+        they are not known."""
+        return split_break_even(self._book, now)
 
     def worker(self, worker_id: str) -> Worker:
         """Returns a worker, which the caller must not change. Raises UnknownWorker."""

@@ -181,6 +181,8 @@ def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseE
         else:
             # No decode worker had admitted it, and it was held, or not even sealed: the source is to blame.
             blame(book, request, leg, Role.PREFILL, ProtocolViolation(f"lease {event.reason.value}"), now)
+    elif request.decode is not None:
+        _handed_over(book, leg, request.decode, now)  # the source is the first to say so
     # A lease released without a current decode leg went to a leg that was lost since, and was counted then. With a
     # current decode leg, that one may have released it, and its own report is on the way.
     source_gone(book, request, now, f"lease {event.reason.value}", cancel=False)
@@ -210,8 +212,16 @@ def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Wor
 def _import_ready(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
     leg.orphaned_s = None
     if request.prefill is not None:
+        _handed_over(book, request.prefill, leg, now)
         book.workers.transfer_succeeded(request.prefill.worker, leg.worker.worker_id, now)
         book.release_prefill(request, now)
+
+
+def _handed_over(book: Book, source: PlacedPrefill, leg: PlacedDecode, now: float) -> None:
+    """Notes how long the handoff took after both its prompt was computed and its decode worker had admitted it."""
+    if source.sealed_s is not None and leg.admitted_s is not None:
+        took_s = now - max(source.sealed_s, leg.admitted_s)
+        book.workers.handed_over(source.worker, leg.worker.worker_id, took_s, now)
 
 
 def _import_failed(

@@ -54,6 +54,11 @@ class OutputLengths:
         return len(self._of_all)
 
     @property
+    def median(self) -> int | None:
+        """Returns the median of the newest outputs of all callers; None before the first."""
+        return self._of_all.quantile(0.5) if len(self._of_all) else None
+
+    @property
     def num_keys(self) -> int:
         return len(self._of_callers)
 

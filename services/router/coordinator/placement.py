@@ -33,7 +33,19 @@ from services.router import policy
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import Phase, PlacedPrefill, Request
 from services.router.coordinator.workers import Worker
-from services.router.policy import Fingerprint, LeftOut, PlacedPhase, Ranking, Source, WhyNot, WorkerSubset, WorkerView
+from services.router.policy import (
+    Fingerprint,
+    HandoffsInFlight,
+    LeftOut,
+    PlacedPhase,
+    Ranking,
+    Role,
+    Source,
+    Split,
+    WhyNot,
+    WorkerSubset,
+    WorkerView,
+)
 
 NOTE_S = 1.0
 """How often it is noted of a waiting request why no worker takes it, in seconds: it may be tried in every turn."""
@@ -194,7 +206,14 @@ class _DecodeReasons:
         self._able = able
         self._phase = PlacedPhase.WHOLE if source is None else PlacedPhase.DECODE
 
-    def choice(self, worker_id: str, ranking: Ranking, asked: list[WorkerView], now: float) -> policy.PlacementChoice:
+    def choice(
+        self,
+        worker_id: str,
+        ranking: Ranking,
+        asked: list[WorkerView],
+        now: float,
+        unsplit: policy.Unsplit | None = None,
+    ) -> policy.PlacementChoice:
         """Returns why the worker was chosen. `asked` are those of the able ones that were not kept from it."""
         request, terms = self._request, self._book.config.policy.decode_terms
         chosen = self._workers.view(worker_id)
@@ -209,6 +228,7 @@ class _DecodeReasons:
             waited_s=now - request.waiting_since_s,
             left_out=self._left_out(ranking.candidates or [chosen], asked, now),
             before=request.story.vain_attempt,
+            unsplit=unsplit,
         )
 
     def note_wait(self, asked: list[WorkerView], now: float) -> None:
@@ -361,32 +381,58 @@ def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
 def _start(book: Book, request: Request, line: _Line) -> bool:
     job, config = request.next_job(), book.config.policy
     left, ranking = line.left_to(request), Ranking()
+    fit = book.workers.cluster.whole.fit(job)
+    if not fit.can_hand_over:
+        return _start_whole(book, request, job, left, line)
+    if book.config.split is Split.NEVER and fit.decoders:
+        return _start_whole(book, request, job, left, line, policy.Unsplit(policy.WhyWhole.NEVER))
     worker_id = policy.place_prefill(job, left, book.handoffs_in_flight, line.now, config, ranking)
-    if worker_id is None and book.workers.cluster.whole.fit(job).can_hand_over:
+    if _start_unsplit(book, request, job, left, line, worker_id):
+        return True
+    if worker_id is None:
         if _may_note(request, PlacedPhase.PREFILL, line.now):
             left_out = _left_out_of_start(book, job, left, ())
             request.story.vain_attempt = policy.VainAttempt(PlacedPhase.PREFILL, line.now, left_out)
         worker_id = _nearest_start(request, job, left, line, config) if _is_aged(book, request, line.now) else None
         if worker_id is None:
             return False
-    if worker_id is not None:
-        chosen = left.view(worker_id)
-        choice = policy.explain_choice(
-            PlacedPhase.PREFILL,
-            job,
-            None,
-            chosen,
-            ranking,
-            config.prefill_terms,
-            line.now,
-            waited_s=line.now - request.waiting_since_s,
-            left_out=_left_out_of_start(book, job, left, ranking.candidates or [chosen]),
-            before=request.story.vain_attempt,
-        )
-        book.open_prefill(request, book.workers.get(worker_id), line.now, choice)
-        line.note_start()
-        return True
-    return _start_whole(book, request, job, left, line)
+    chosen = left.view(worker_id)
+    choice = policy.explain_choice(
+        PlacedPhase.PREFILL,
+        job,
+        None,
+        chosen,
+        ranking,
+        config.prefill_terms,
+        line.now,
+        waited_s=line.now - request.waiting_since_s,
+        left_out=_left_out_of_start(book, job, left, ranking.candidates or [chosen]),
+        before=request.story.vain_attempt,
+    )
+    book.open_prefill(request, book.workers.get(worker_id), line.now, choice)
+    line.note_start()
+    return True
+
+
+def _start_unsplit(
+    book: Book, request: Request, job: policy.Job, left: WorkerSubset, line: _Line, prefill_id: str | None
+) -> bool:
+    """Starts the whole sequence on a decode worker, if that costs less than to run its prompt on `prefill_id`: None if
+    no prefill worker has room now."""
+    if book.config.split is not Split.AUTO:
+        return False
+    source = policy.shortest_queue(job, left, book.handoffs_in_flight) if prefill_id is None else left.view(prefill_id)
+    if source is None or source.roles is Role.MIXED or not source.load.ms_per_prefill_token:
+        return False
+    whole = _WholeStart(book, request, job, left, line)
+    if whole.worker_id is None:
+        return False
+    handoff_ms = book.workers.handoff_ms(source.worker_id, whole.worker_id, line.now)
+    costs = policy.split_costs(job, source, left.view(whole.worker_id), handoff_ms, book.output_lengths.median or 1)
+    if costs is None or costs.splits:
+        return False
+    whole.open(policy.Unsplit(costs.why_whole, source.worker_id, costs))
+    return True
 
 
 def _left_out_of_start(
@@ -419,23 +465,64 @@ def _nearest_start(
     return None
 
 
-def _start_whole(book: Book, request: Request, job: policy.Job, left: WorkerSubset, line: _Line) -> bool:
-    """Starts the whole sequence on a decode worker: no prefill worker is there, or it is too long for them all.
+def split_break_even(book: Book, now: float) -> policy.BreakEven | None:
+    """Returns the break-even between the workers that a prompt would be placed on now; None as for
+    `Coordinator.split_break_even`."""
+    workers = book.workers.cluster.whole
+    model = next((view.model for view in workers.views()), "")
+    job = policy.Job(num_tokens=1, total_tokens=2, model=model)
+    source = policy.shortest_queue(job, workers, HandoffsInFlight())
+    decode_id = policy.place_decode(job, None, workers.able(job, None), now, book.config.policy)
+    if book.config.split is not Split.AUTO or source is None or source.roles is Role.MIXED or decode_id is None:
+        return None
+    handoff_ms = book.workers.handoff_ms(source.worker_id, decode_id, now)
+    return policy.break_even(source, workers.view(decode_id), handoff_ms, book.output_lengths.median or 1)
+
+
+class _WholeStart:
+    """Finds the decode worker for a whole sequence."""
+
+    def __init__(self, book: Book, request: Request, job: policy.Job, left: WorkerSubset, line: _Line) -> None:
+        self.able = left.able(job, None)
+        self._askable = [
+            view for view in self.able if view.worker_id not in line.for_handoffs and _may_ask(request, view, line.now)
+        ]
+        self._ranking = Ranking()
+        self.worker_id = policy.place_decode(job, None, self._askable, line.now, book.config.policy, self._ranking)
+        self._book, self._request, self._line = book, request, line
+        self._reasons = _DecodeReasons(book, request, job, None, left, self.able)
+
+    def open(self, unsplit: policy.Unsplit | None = None) -> None:
+        """Starts it there. `unsplit` says why as a whole, if its prompt could have run apart."""
+        assert self.worker_id is not None
+        book, line = self._book, self._line
+        choice = self._reasons.choice(self.worker_id, self._ranking, self._askable, line.now, unsplit)
+        book.open_decode(self._request, book.workers.get(self.worker_id), line.now, choice)
+        line.note_start()
+
+    def note_wait(self) -> None:
+        self._reasons.note_wait(self._askable, self._line.now)
+
+
+def _start_whole(
+    book: Book,
+    request: Request,
+    job: policy.Job,
+    left: WorkerSubset,
+    line: _Line,
+    unsplit: policy.Unsplit | None = None,
+) -> bool:
+    """Starts the whole sequence on a decode worker: no prefill worker is there, or it is too long for them all, or
+    nothing is to be split.
 
     Returns False if no decode worker has room; an aged request then claims the nearest one.
     """
-    able = left.able(job, None)
-    askable = [view for view in able if view.worker_id not in line.for_handoffs and _may_ask(request, view, line.now)]
-    ranking = Ranking()
-    worker_id = policy.place_decode(job, None, askable, line.now, book.config.policy, ranking)
-    reasons = _DecodeReasons(book, request, job, None, left, able)
-    if worker_id is not None:
-        choice = reasons.choice(worker_id, ranking, askable, line.now)
-        book.open_decode(request, book.workers.get(worker_id), line.now, choice)
-        line.note_start()
+    whole = _WholeStart(book, request, job, left, line)
+    if whole.worker_id is not None:
+        whole.open(unsplit)
         return True
-    reasons.note_wait(askable, line.now)
-    if _is_aged(book, request, line.now) and (nearest := policy.nearest_to_room(job, None, able)) is not None:
+    whole.note_wait()
+    if _is_aged(book, request, line.now) and (nearest := policy.nearest_to_room(job, None, whole.able)) is not None:
         line.claim(nearest, request)
     return False
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from services.core.awake import AwakeTime
 from services.core.errors import Overloaded, UnknownWorker
 from services.router.coordinator.events import WorkerInfo
-from services.router.policy import Cluster, KnownCache, Load, Role, WorkerView
+from services.router.policy import Cluster, HandoffTime, KnownCache, Load, Role, WorkerView
 from services.router.policy.health import Health, HealthConfig, HealthRecord
 from services.router.policy.outliers import Ejection, OutlierConfig, OutlierDetection
 
@@ -32,6 +32,8 @@ class Pair:
     health: HealthRecord
     timings: types_pb2.PhaseTimings | None = None
     """What the destination measured of the newest transfer that a canary made."""
+    handoff_time: HandoffTime = field(default_factory=HandoffTime)
+    """What clients' requests take between the two."""
 
 
 class Pairs:
@@ -359,6 +361,16 @@ class WorkerTable:
             pair.timings = timings or pair.timings
             with self._watch(target_id, source.worker_id, pair.health):
                 pair.health.succeeded(now)
+
+    def handed_over(self, source: WorkerInfo, target_id: str, took_s: float, now: float) -> None:
+        """Notes how long a request's handoff has taken that nothing hid."""
+        if (pair := self._workers[target_id].sources.get(source)) is not None:
+            pair.handoff_time.observe(took_s * 1000, now)
+
+    def handoff_ms(self, source_id: str, target_id: str, now: float) -> float | None:
+        """Returns what the pair's handoffs take on average; None while it is not known."""
+        pair = self._workers[target_id].sources.get(self._workers[source_id].info)
+        return pair.handoff_time.average_ms(now) if pair is not None else None
 
     def tick(self, now: float) -> None:
         """Lets time act on the health records: it ends pauses and slow starts. What a cache was expected to have is

@@ -11,11 +11,13 @@ from services.router.policy.explanation import (
     PlacedPhase,
     PlacementChoice,
     Ranking,
+    Unsplit,
     VainAttempt,
     WhyNot,
     explain_choice,
 )
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
+from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.known_cache import KnownCache
 from services.router.policy.placement import (
     left_out_of_decode,
@@ -25,20 +27,24 @@ from services.router.policy.placement import (
     place_decode,
     place_prefill,
     resolve_max_tokens,
+    shortest_queue,
 )
 from services.router.policy.presets import PRESETS, preset
 from services.router.policy.selection import Chosen, Selection
+from services.router.policy.splitting import BreakEven, Split, SplitCosts, WhyWhole, break_even, split_costs
 from services.router.policy.terms import PolicyConfig, Term, weighted
 from services.router.policy.views import Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 
 __all__ = [
     "PRESETS",
     "Ahead",
+    "BreakEven",
     "Chosen",
     "Cluster",
     "Costs",
     "Fingerprint",
     "Forecast",
+    "HandoffTime",
     "HandoffsInFlight",
     "Job",
     "KnownCache",
@@ -52,12 +58,17 @@ __all__ = [
     "Role",
     "Selection",
     "Source",
+    "Split",
+    "SplitCosts",
     "Term",
+    "Unsplit",
     "VainAttempt",
     "WhyNot",
+    "WhyWhole",
     "Work",
     "WorkerSubset",
     "WorkerView",
+    "break_even",
     "can_decode",
     "can_prefill",
     "can_take_over",
@@ -70,5 +81,7 @@ __all__ = [
     "place_prefill",
     "preset",
     "resolve_max_tokens",
+    "shortest_queue",
+    "split_costs",
     "weighted",
 ]

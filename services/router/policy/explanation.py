@@ -14,6 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from services.core.records import record
+from services.router.policy.splitting import SplitCosts, WhyWhole
 from services.router.policy.terms import Term
 from services.router.policy.views import Job, Source, WorkerView
 
@@ -112,6 +113,16 @@ class ScoredWorker(NamedTuple):
 
 
 @record
+class Unsplit:
+    """Says why a sequence runs as a whole although its prompt could have run apart."""
+
+    why: WhyWhole
+    prefill_id: str = ""
+    """The prefill worker that it was compared with; empty if nothing was compared."""
+    costs: SplitCosts | None = None
+
+
+@record
 class VainAttempt:
     """Records an attempt to place that found nobody: the request goes on waiting."""
 
@@ -167,6 +178,8 @@ class PlacementChoice:
     left_out: LeftOutWorkers
     before: VainAttempt | None
     """The last attempt of this wait that found nobody, as far as noted."""
+    unsplit: Unsplit | None
+    """Why the whole sequence runs there; None unless its prompt could have run apart."""
     _best: Sequence[tuple[tuple[float, str], WorkerView]]
     _looked_at: tuple[Job, Source | None] | None
     """What the terms looked at beside the workers, until they have been computed again."""
@@ -194,7 +207,8 @@ class PlacementChoice:
         """Returns about how much memory it takes, with the workers as they were."""
         num_named = len(self.left_out.named) + (len(self.before.left_out.named) if self.before else 0)
         num_workers = max(len(self._best), len(self._scored))
-        return 600 + num_workers * (800 + 32 * len(self.terms)) + 64 * num_named
+        num_own = 600 if self.unsplit is None else 800
+        return num_own + num_workers * (800 + 32 * len(self.terms)) + 64 * num_named
 
     def _score(self, rank: tuple[float, str], view: WorkerView, job: Job, source: Source | None) -> ScoredWorker:
         values = tuple([term(view, job, source, self.at_s) for _, term in self.terms])
@@ -243,6 +257,7 @@ def explain_choice(
     waited_s: float,
     left_out: LeftOutWorkers,
     before: VainAttempt | None = None,
+    unsplit: Unsplit | None = None,
 ) -> PlacementChoice:
     """Returns the record of a choice. To be called before anything has changed since.
 
@@ -263,6 +278,7 @@ def explain_choice(
         len(ranking.candidates),
         left_out,
         before,
+        unsplit,
         best,
         (job, source),
     )

@@ -51,7 +51,23 @@ def place_prefill(
     room for those and this one: a lease that no worker can take over fills its prefill worker. With none in flight, one
     prefill is always let through.
     """
-    candidates = []
+    able = _with_decode_room(job, workers, handoffs_in_flight)
+    candidates = [worker for worker in able if _has_prefill_room(job, worker, config)]
+    return _best(candidates, job, None, now, config.prefill_terms, ranking)
+
+
+def shortest_queue(job: Job, workers: WorkerSubset, handoffs_in_flight: HandoffsInFlight) -> WorkerView | None:
+    """Returns the worker that would begin the prompt first, whether it may wait there now or not; None if decode
+    workers have no room for one more handoff."""
+
+    def wait(worker: WorkerView) -> tuple[float, str]:
+        return worker.queued_tokens * worker.load.ms_per_prefill_token, worker.worker_id
+
+    return min(_with_decode_room(job, workers, handoffs_in_flight), key=wait, default=None)
+
+
+def _with_decode_room(job: Job, workers: WorkerSubset, handoffs_in_flight: HandoffsInFlight) -> Iterator[WorkerView]:
+    """Yields the workers where the prompt may run and from which its handoff would find room, after those in flight."""
     decode_room: dict[tuple[Room, int], bool] = {}  # most sources share their takers, and the size of their blocks
     for start in workers.fit(job).starts:
         worker = workers.view(start.worker_id)
@@ -61,9 +77,7 @@ def place_prefill(
                 decode_room[key] = _has_decode_room(job, worker, start.room, handoffs_in_flight)
             if not decode_room[key]:
                 continue
-        if _has_prefill_room(job, worker, config):
-            candidates.append(worker)
-    return _best(candidates, job, None, now, config.prefill_terms, ranking)
+        yield worker
 
 
 def place_decode(

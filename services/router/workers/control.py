@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 
@@ -14,6 +15,7 @@ from services.router.conductor import Conductor
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
 from services.router.front.validation import MAX_LABEL_CHARS
+from services.router.policy import BreakEven
 from services.router.policy.health import Health, HealthRecord
 from services.router.telemetry.recent_requests import LONGEST_S, RecentRequest
 from services.router.workers.description import check_worker_id
@@ -70,7 +72,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             num_prefilling=phases[Phase.PREFILLING],
             num_parked=phases[Phase.PARKED],
             num_decoding=phases[Phase.BINDING] + phases[Phase.DECODING],
-            models=[_model(model) for model in models],
+            models=[_model(model, self._clock.now()) for model in models],
             http_port=self.http_port,
             pairs=[
                 _pair(worker, pair)
@@ -141,7 +143,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         return "" if worker.ejection is None else worker.ejection.reason(self._clock.now())
 
 
-def _model(model: ServedModel) -> control_pb2.ModelStatus:
+def _model(model: ServedModel, now: float) -> control_pb2.ModelStatus:
     coordinator = model.conductor.coordinator
     phases = coordinator.phases()
     return control_pb2.ModelStatus(
@@ -152,6 +154,16 @@ def _model(model: ServedModel) -> control_pb2.ModelStatus:
         num_queued=phases[Phase.QUEUED],
         num_live=phases.total(),
         kv_groups=[control_pb2.KVGroup(kv=kv, worker_ids=ids) for kv, ids in coordinator.kv_groups()],
+        split_break_even=_break_even(found) if (found := coordinator.split_break_even(now)) is not None else None,
+    )
+
+
+def _break_even(found: BreakEven) -> control_pb2.SplitBreakEven:
+    return control_pb2.SplitBreakEven(
+        prefill=found.prefill_id,
+        decode=found.decode_id,
+        tokens=None if math.isinf(found.tokens) else math.ceil(found.tokens),
+        handoff_ms=found.handoff_ms,
     )
 
 

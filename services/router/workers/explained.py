@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from baton.v1 import control_pb2
 from services.router.catalogue import ServedModel
-from services.router.policy import LeftOutWorkers, PlacedPhase, PlacementChoice, VainAttempt, WhyNot
+from services.router.policy import LeftOutWorkers, PlacedPhase, PlacementChoice, Unsplit, VainAttempt, WhyNot, WhyWhole
 from services.router.policy.explanation import Decider, Verdict, term_name
 from services.router.telemetry.explanations import ExplainedChoice, ExplainedRequest
 
@@ -16,6 +16,7 @@ MOST_ANSWERED = 8
 
 _PHASES = {phase: f"PLACED_PHASE_{phase.name}" for phase in PlacedPhase}
 _REASONS = {why: f"LEFT_OUT_REASON_{why.name}" for why in WhyNot}
+_UNSPLIT = {why: f"UNSPLIT_REASON_{why.name}" for why in WhyWhole}
 _DECIDERS = {decider: f"DECIDER_{decider.name}" for decider in Decider}
 
 
@@ -62,7 +63,24 @@ def _choice(placed: ExplainedChoice, now: float) -> control_pb2.PlacementChoice:
         num_left_out=choice.left_out.number,
         verdict=_verdict(choice),
         before=_vain(choice.before, now) if choice.before is not None else None,
+        unsplit=_unsplit(choice.unsplit) if choice.unsplit is not None else None,
     )
+
+
+def _unsplit(unsplit: Unsplit) -> control_pb2.Unsplit:
+    told = control_pb2.Unsplit(reason=_UNSPLIT[unsplit.why], prefill=unsplit.prefill_id)
+    if (costs := unsplit.costs) is not None:
+        told.costs.CopyFrom(
+            control_pb2.SplitCosts(
+                queue_ms=costs.queue_ms,
+                prefill_ms=costs.prefill_ms,
+                handoff_ms=costs.handoff_ms,
+                whole_queue_ms=costs.whole_queue_ms,
+                whole_prefill_ms=costs.whole_prefill_ms,
+                disturbance_ms=costs.disturbance_ms,
+            )
+        )
+    return told
 
 
 def _verdict(choice: PlacementChoice) -> control_pb2.PlacementVerdict:

@@ -13,7 +13,7 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from services.cli.client import plain
 from services.cli.explain import main, text
 from services.core.errors import BatonError, ConfigError
-from services.router.policy import WhyNot
+from services.router.policy import WhyNot, WhyWhole
 from tests.support.trusted import CLUSTER_TOKEN
 
 PREFILL, DECODE = control_pb2.PLACED_PHASE_PREFILL, control_pb2.PLACED_PHASE_DECODE
@@ -119,6 +119,27 @@ def test_a_request_that_was_refused_says_what_its_client_was_told() -> None:
     printed = shown(failure="the queue is full (24 requests)\x1b[2J")
     assert printed.endswith("\n\nits client was told: the queue is full (24 requests)\\x1b[2J")
     assert "it was not placed" not in printed
+
+
+def test_why_a_prompt_was_not_split_is_a_line_with_what_both_ways_cost() -> None:
+    costs = control_pb2.SplitCosts(
+        queue_ms=1, prefill_ms=2, handoff_ms=12.3, whole_queue_ms=3, whole_prefill_ms=4, disturbance_ms=5
+    )
+    unsplit = control_pb2.Unsplit(reason=control_pb2.UNSPLIT_REASON_HANDOFF, prefill="prefill-0", costs=costs)
+    printed = shown(choice(("decode-0", 1.0, [1.0, 1.0]), phase=control_pb2.PLACED_PHASE_WHOLE, unsplit=unsplit))
+    assert (
+        "not split   the handoff would take longer than the prompt delays others: on prefill-0 queue 1.0 ms + prompt "
+        "2.0 ms + handoff 12.3 ms, here queue 3.0 ms + prompt 4.0 ms + delay of others 5.0 ms"
+    ) in printed.splitlines()
+    never = control_pb2.Unsplit(reason=control_pb2.UNSPLIT_REASON_NEVER)
+    assert "not split   --split never" in shown(choice(("d", 1.0, [1.0, 1.0]), unsplit=never)).splitlines()
+
+
+def test_there_are_words_for_each_reason_not_to_split() -> None:
+    """A reason has the same name here and in the protocol."""
+    for why in WhyWhole:
+        unsplit = control_pb2.Unsplit(reason=f"UNSPLIT_REASON_{why.name}")
+        assert f"not split   {why.value}" in shown(choice(("d", 1.0, [1.0, 1.0]), unsplit=unsplit))
 
 
 def test_choices_that_are_not_kept_are_counted() -> None:

@@ -206,9 +206,12 @@ def test_plan_of_a_cluster() -> None:
 
 def test_the_router_of_a_cluster_is_told_how_to_place() -> None:
     assert make_plan(UpConfig(), ["mixed"], ResolvedModel("m", pathlib.Path("/m"))).router_flags == ()
-    config = UpConfig(policy=("sticky", "m=hybrid"), policy_weight=("prefill.near=1",), policy_file="policies.toml")
+    config = UpConfig(
+        policy=("sticky", "m=hybrid"), policy_weight=("prefill.near=1",), policy_file="policies.toml", split="never"
+    )
     plan = make_plan(config, ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
     assert plan.router_flags == (
+        "--split=never",
         "--policy=sticky",
         "--policy=m=hybrid",
         "--policy-weight=prefill.near=1",
@@ -221,6 +224,7 @@ def test_the_router_of_a_cluster_is_told_how_to_place() -> None:
     configuration.add_arguments(parser, RouterConfig)
     router = configuration.load(RouterConfig, parser.parse_known_args(command[command.index("router") + 1 :])[0], {})
     assert (router.policy, router.policy_weight) == (config.policy, config.policy_weight)
+    assert router.split == "never"
 
 
 @pytest.mark.parametrize("flag", ["--policy=robin", "--policy-weight=near=1", "--policy-file=/none"])

@@ -45,3 +45,22 @@ def test_a_declared_capacity_is_shown_unless_it_is_the_usual_one() -> None:
     workers[0].worker.capacity, workers[1].worker.capacity, workers[2].worker.capacity = 2.5, 1.0, 2.5
     lines = text("target", plain(control_pb2.GetStatusResponse(workers=workers))).splitlines()
     assert [line for line in lines if "capacity" in line] == ["decode-0, decode-2: capacity 2.5"]
+
+
+def test_from_which_prompt_on_splitting_pays_is_shown() -> None:
+    found = {"prefill": "prefill-0", "decode": "decode-1"}
+    models = [
+        control_pb2.ModelStatus(model_id="chat", split_break_even=control_pb2.SplitBreakEven(**found, tokens=64)),
+        control_pb2.ModelStatus(model_id="code", split_break_even=control_pb2.SplitBreakEven(**found, tokens=0)),
+        control_pb2.ModelStatus(model_id="slow", split_break_even=control_pb2.SplitBreakEven(**found)),
+        control_pb2.ModelStatus(model_id="always"),
+    ]
+    models[0].split_break_even.handoff_ms = 12.25
+    lines = text("target", plain(control_pb2.GetStatusResponse(models=models))).splitlines()
+    assert [line for line in lines if "split" in line] == [
+        "chat: split pays from about 64 uncached tokens on: prefill-0 -> decode-1 (handoff 12.2 ms)",
+        "code: split pays for every prompt: prefill-0 -> decode-1 (handoff not measured yet)",
+        "slow: split pays for no prompt now: prefill-0 -> decode-1 (handoff not measured yet)",
+    ]
+    alone = text("target", plain(control_pb2.GetStatusResponse(models=models[:1]))).splitlines()
+    assert "split pays from about 64 uncached tokens on: prefill-0 -> decode-1 (handoff 12.2 ms)" in alone

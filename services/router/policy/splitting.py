@@ -1,0 +1,155 @@
+"""Decides whether a prompt runs apart from its decode, by what workers and their handoffs have been measured to cost.
+Pure.
+
+Splitting keeps prompts from delaying streams, and costs a handoff. A prompt that is not split runs on the worker that
+decodes: it needs no handoff, but every sequence that decodes there waits for it. Both sides are compared in
+milliseconds of waiting. What both have in common, such as the fixed part of a step, is left out.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from services.router.policy.views import Job, WorkerView
+
+TPOT_WEIGHT = 20.0
+"""How many milliseconds until the new request's first token are worth one more for each token of one stream: as many as
+in the usual objectives, which allow 2 s for the first token and 100 ms for each further one."""
+
+
+class Split(enum.Enum):
+    """Says which prompts run apart from their decodes, where both ways are open."""
+
+    AUTO = "auto"
+    """Those for which it pays."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class WhyWhole(enum.Enum):
+    """Says what weighed most for running a sequence as a whole; the values are words for people."""
+
+    QUEUE = "prompts wait at the prefill workers"
+    PREFIX = "more of the prompt is cached at the decode worker"
+    HANDOFF = "the handoff would take longer than the prompt delays others"
+    SPEED = "the decode worker computes prompts faster"
+    NEVER = "--split never"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCosts:
+    """Holds what the two ways cost, in milliseconds of waiting."""
+
+    queue_ms: float
+    """Until the prompt's turn at the prefill worker."""
+    prefill_ms: float
+    """To compute there what its prefix cache lacks."""
+    handoff_ms: float
+    """From there to the decode worker, as far as nothing hides it; 0 while it is not known."""
+    whole_queue_ms: float
+    """Until the prompt's turn at the decode worker, and what its sequences add to the prompt's step."""
+    whole_prefill_ms: float
+    """To compute there what its prefix cache lacks."""
+    disturbance_ms: float
+    """What the sequences there wait for that, all together, and weighted: see `split_costs`."""
+    cached_tokens: int
+    """Tokens of the prompt that the prefill worker need not compute."""
+    whole_cached_tokens: int
+    """Those that the decode worker need not compute."""
+
+    @property
+    def split_ms(self) -> float:
+        return self.queue_ms + self.prefill_ms + self.handoff_ms
+
+    @property
+    def whole_ms(self) -> float:
+        return self.whole_queue_ms + self.whole_prefill_ms + self.disturbance_ms
+
+    @property
+    def splits(self) -> bool:
+        return self.split_ms <= self.whole_ms
+
+    @property
+    def why_whole(self) -> WhyWhole:
+        """Returns what speaks most for the whole sequence on the decode worker."""
+        has_more = self.whole_cached_tokens > self.cached_tokens
+        savings = {
+            WhyWhole.HANDOFF: self.handoff_ms,
+            WhyWhole.PREFIX if has_more else WhyWhole.SPEED: self.prefill_ms - self.whole_prefill_ms,
+            WhyWhole.QUEUE: self.queue_ms - self.whole_queue_ms,
+        }
+        return max(savings, key=savings.__getitem__)
+
+
+def split_costs(
+    job: Job, source: WorkerView, target: WorkerView, handoff_ms: float | None, output_tokens: float
+) -> SplitCosts | None:
+    """Returns what it costs to run the prompt on `source` and hand it over, and to run all of it on `target`; None
+    while either has not measured what a prompt costs.
+
+    `handoff_ms` is the pair's measured average; None while it is not known. A sequence that waits shares the delay
+    among its tokens, which are `output_tokens` as a rule; 1 while that is not known, which counts for splitting.
+    """
+    source_ms, target_ms = source.load.ms_per_prefill_token, target.load.ms_per_prefill_token
+    if not source_ms or not target_ms:
+        return None
+    cached, whole_cached = _cached_tokens(job, source), _cached_tokens(job, target)
+    whole_prefill_ms = (job.num_tokens - whole_cached) * target_ms
+    return SplitCosts(
+        queue_ms=source.queued_tokens * source_ms,
+        prefill_ms=(job.num_tokens - cached) * source_ms,
+        handoff_ms=handoff_ms or 0.0,
+        whole_queue_ms=_whole_queue_ms(target),
+        whole_prefill_ms=whole_prefill_ms,
+        disturbance_ms=_disturbance(target, output_tokens) * whole_prefill_ms,
+        cached_tokens=cached,
+        whole_cached_tokens=whole_cached,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Says from where on splitting pays, as things are."""
+
+    prefill_id: str
+    decode_id: str
+    tokens: float
+    """Prompts with fewer uncached tokens had better run as a whole: 0 if none had, infinite if all had."""
+    handoff_ms: float | None
+
+
+def break_even(
+    source: WorkerView, target: WorkerView, handoff_ms: float | None, output_tokens: float
+) -> BreakEven | None:
+    """Returns the break-even between the two workers, by the same costs; None while it is not known what a prompt costs
+    there."""
+    source_ms, target_ms = source.load.ms_per_prefill_token, target.load.ms_per_prefill_token
+    if not source_ms or not target_ms:
+        return None
+    saved_ms = source.queued_tokens * source_ms + (handoff_ms or 0.0) - _whole_queue_ms(target)
+    token_ms = (1 + _disturbance(target, output_tokens)) * target_ms - source_ms
+    most = saved_ms / token_ms if token_ms > 0 else math.inf
+    tokens = most if saved_ms > 0 else 0.0
+    return BreakEven(source.worker_id, target.worker_id, tokens, handoff_ms)
+
+
+def _whole_queue_ms(target: WorkerView) -> float:
+    return target.queued_tokens * target.load.ms_per_prefill_token + (
+        target.num_sequences * target.load.ms_per_decode_sequence
+    )
+
+
+def _disturbance(target: WorkerView, output_tokens: float) -> float:
+    """Returns what a millisecond of a prompt costs the sequences there. The one that comes next counts too: else an
+    idle worker would be given the longest prompts."""
+    return TPOT_WEIGHT * (target.num_sequences + 1) / max(1.0, output_tokens)
+
+
+def _cached_tokens(job: Job, worker: WorkerView) -> int:
+    """Returns the tokens that the worker need not compute, as far as it is known what its prefix cache has."""
+    if worker.cache is None:
+        return 0
+    num_blocks = worker.cache.num_blocks(job.block_hashes.get(worker.block_size, ()))
+    return min(num_blocks, (job.num_tokens - 1) // worker.block_size) * worker.block_size
