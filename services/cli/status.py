@@ -55,7 +55,15 @@ def text(target: str, status: dict[str, Any]) -> str:
     ]
     rest = [
         clip(line, _MOST_LINE_CHARS)
-        for line in (*_kernels(status), *_capacities(status), *_splitting(status), *reasons, *ways, *_groups(status))
+        for line in (
+            *_kernels(status),
+            *_capacities(status),
+            *_policies(status),
+            *_splitting(status),
+            *reasons,
+            *ways,
+            *_groups(status),
+        )
     ]
     return "\n".join(map(printable, [*lines, *rest]))
 
@@ -100,6 +108,15 @@ def _groups(status: dict[str, Any]) -> list[str]:
             of = f"{clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
             lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
     return [*lines, _PAIRING] if lines else []
+
+
+def _policies(status: dict[str, Any]) -> list[str]:
+    """Returns a line for each policy, with the models whose requests are placed by it."""
+    names: dict[str, list[str]] = {}
+    for model in status["models"]:
+        if model.get("policy"):
+            names.setdefault(model["policy"], []).append(model["model_id"])
+    return [f"{_listed(models)}: placed by {policy}" for policy, models in names.items()]
 
 
 def _splitting(status: dict[str, Any]) -> list[str]:

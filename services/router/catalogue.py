@@ -61,6 +61,8 @@ class ServedModel:
     metrics: ModelMetrics
     line: TokeniserLine
     """The model's own threads for texts: the time that its chat template takes is at the cost of its requests."""
+    policy: str = ""
+    """What its requests are placed by, in words."""
     created_s: float = field(default_factory=time.time)
     """Wall clock, for clients."""
 

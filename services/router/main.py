@@ -244,7 +244,7 @@ class Router:
         )
         facts = ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes)
         line = TokeniserLine(num_threads, most_bytes=self._config.max_text_bytes)
-        return ServedModel(facts, text, conductor, metrics.requests, line)
+        return ServedModel(facts, text, conductor, metrics.requests, line, str(policy))
 
     async def _text_of(self, worker: WorkerInfo) -> ModelText:
         assert worker.description is not None, "whoever registers has described itself"

@@ -187,7 +187,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model_id", "ready", "context_tokens", "num_workers", "num_queued", "num_live", "kv_groups", "split_break_even")
+    __slots__ = ("model_id", "ready", "context_tokens", "num_workers", "num_queued", "num_live", "kv_groups", "split_break_even", "policy")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class ModelStatus(_message.Message):
     NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     SPLIT_BREAK_EVEN_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     ready: bool
     context_tokens: int
@@ -204,7 +205,8 @@ class ModelStatus(_message.Message):
     num_live: int
     kv_groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
     split_break_even: SplitBreakEven
-    def __init__(self, model_id: _Optional[str] = ..., ready: _Optional[bool] = ..., context_tokens: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_live: _Optional[int] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., split_break_even: _Optional[_Union[SplitBreakEven, _Mapping]] = ...) -> None: ...
+    policy: str
+    def __init__(self, model_id: _Optional[str] = ..., ready: _Optional[bool] = ..., context_tokens: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_live: _Optional[int] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., split_break_even: _Optional[_Union[SplitBreakEven, _Mapping]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class SplitBreakEven(_message.Message):
     __slots__ = ("prefill", "decode", "tokens", "handoff_ms")

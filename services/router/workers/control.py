@@ -154,6 +154,7 @@ def _model(model: ServedModel, now: float) -> control_pb2.ModelStatus:
         num_queued=phases[Phase.QUEUED],
         num_live=phases.total(),
         kv_groups=[control_pb2.KVGroup(kv=kv, worker_ids=ids) for kv, ids in coordinator.kv_groups()],
+        policy=model.policy,
         split_break_even=_break_even(found) if (found := coordinator.split_break_even(now)) is not None else None,
     )
 

@@ -64,3 +64,15 @@ def test_from_which_prompt_on_splitting_pays_is_shown() -> None:
     ]
     alone = text("target", plain(control_pb2.GetStatusResponse(models=models[:1]))).splitlines()
     assert "split pays from about 64 uncached tokens on: prefill-0 -> decode-1 (handoff 12.2 ms)" in alone
+
+
+def test_what_requests_are_placed_by_is_shown_once_for_all_models_alike() -> None:
+    models = [
+        control_pb2.ModelStatus(model_id=name, policy=policy)
+        for name, policy in (("chat", "sticky (…)"), ("code", "pressure (…)"), ("big", "sticky (…)"))
+    ]
+    lines = text("target", plain(control_pb2.GetStatusResponse(models=models))).splitlines()
+    assert [line for line in lines if "placed by" in line] == [
+        "chat, big: placed by sticky (…)",
+        "code: placed by pressure (…)",
+    ]

@@ -330,7 +330,7 @@ def test_every_action_is_poisoned_above() -> None:
         *("SendLeg", "CancelLeg"),
         *("EmitStarted", "EmitTokens", "EmitFinished", "EmitFailed", "StageEnded"),
     }
-    assert names == {*of_requests, "HealthChanged", "GroupsChanged", "Defect"}
+    assert names == {*of_requests, "HealthChanged", "EjectionChanged", "GroupsChanged", "Defect"}
     assert SendLeg.__name__ in names
 
 
