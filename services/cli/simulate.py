@@ -16,6 +16,7 @@ from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.router.policy import PRESETS, PolicyConfig, preset, weighted
+from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT
 from services.sim.ablations import ablations, table
@@ -67,6 +68,12 @@ def main(argv: Sequence[str], prog: str) -> int:
         default=OutlierConfig.slow_factor,
         metavar="X",
         help="eject workers that take X times their peers' median, as the router does (default: %(default)g; 0: never)",
+    )
+    parser.add_argument(
+        "--isolate-long-prompts",
+        choices=ISOLATIONS,
+        default=LongPromptConfig.isolation,
+        help="keep long prompts off some prefill workers, as the router does (default: %(default)s)",
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
     parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
@@ -239,7 +246,10 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
             static=arguments.static_batching,
         ),
         router=dataclasses.replace(
-            plan.router, policy=read_policy(arguments), outliers=OutlierConfig(slow_factor=arguments.slow_factor)
+            plan.router,
+            policy=read_policy(arguments),
+            outliers=OutlierConfig(slow_factor=arguments.slow_factor),
+            long_prompts=LongPromptConfig(isolation=arguments.isolate_long_prompts),
         ),
     )
 

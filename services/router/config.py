@@ -20,6 +20,7 @@ from services.core.config import (
     positive,
 )
 from services.core.config import port as is_port
+from services.router.policy.long_prompts import ISOLATIONS
 from services.router.policy.outliers import is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 
@@ -93,6 +94,12 @@ class RouterConfig:
         (),
         "changes or adds a term of placement, PHASE.TERM=W: prefill.prefix_cached=8 sends prompts where their "
         "beginnings are cached; of all models, whatever their policies are; repeatable",
+    )
+    isolate_long_prompts: str = option(
+        "off",
+        "auto keeps prompts of more than twice the mean length off some of the prefill workers while they are most of "
+        "the work, so that short ones need not wait behind them",
+        choices=ISOLATIONS,
     )
     tokenizer_threads: int = option(
         0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"

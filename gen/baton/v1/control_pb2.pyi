@@ -49,6 +49,7 @@ class LeftOutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEFT_OUT_REASON_QUEUE_LIMIT: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_NO_DECODE_ROOM: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_EJECTED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_KEPT: _ClassVar[LeftOutReason]
 
 class Decider(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -87,6 +88,7 @@ LEFT_OUT_REASON_FULL_BATCH: LeftOutReason
 LEFT_OUT_REASON_QUEUE_LIMIT: LeftOutReason
 LEFT_OUT_REASON_NO_DECODE_ROOM: LeftOutReason
 LEFT_OUT_REASON_EJECTED: LeftOutReason
+LEFT_OUT_REASON_KEPT: LeftOutReason
 DECIDER_UNSPECIFIED: Decider
 DECIDER_TERM: Decider
 DECIDER_TIE: Decider
