@@ -17,6 +17,7 @@ from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import PRESETS, Split, preset, weighted
+from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT
 from services.sim.ablations import ablations, table
@@ -68,6 +69,12 @@ def main(argv: Sequence[str], prog: str) -> int:
         default=OutlierConfig.slow_factor,
         metavar="X",
         help="eject workers that take X times their peers' median, as the router does (default: %(default)g; 0: never)",
+    )
+    parser.add_argument(
+        "--isolate-long-prompts",
+        choices=ISOLATIONS,
+        default=LongPromptConfig.isolation,
+        help="keep long prompts off some prefill workers, as the router does (default: %(default)s)",
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
     parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
@@ -249,7 +256,9 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
             static=arguments.static_batching,
         ),
         router=dataclasses.replace(
-            router_of(arguments, plan.router), outliers=OutlierConfig(slow_factor=arguments.slow_factor)
+            router_of(arguments, plan.router),
+            outliers=OutlierConfig(slow_factor=arguments.slow_factor),
+            long_prompts=LongPromptConfig(isolation=arguments.isolate_long_prompts),
         ),
     )
 

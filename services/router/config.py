@@ -21,6 +21,7 @@ from services.core.config import (
 )
 from services.core.config import port as is_port
 from services.router.policy import Split
+from services.router.policy.long_prompts import ISOLATIONS
 from services.router.policy.outliers import is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 
@@ -100,6 +101,12 @@ class RouterConfig:
         "which prompts run apart from their decodes: auto (where it pays, by measured costs), always or never (where a "
         "decode worker can run the whole)",
         choices=tuple(split.value for split in Split),
+    )
+    isolate_long_prompts: str = option(
+        "off",
+        "auto keeps prompts of more than twice the mean length off some of the prefill workers while they are most of "
+        "the work, so that short ones need not wait behind them",
+        choices=ISOLATIONS,
     )
     tokenizer_threads: int = option(
         0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"

@@ -33,6 +33,7 @@ from services.router.front.validation import ModelFacts
 from services.router.malloc import Trimmer, separate_large_blocks
 from services.router.policy import PolicyConfig, Split
 from services.router.policy.health import HealthConfig
+from services.router.policy.long_prompts import LongPromptConfig
 from services.router.policy.outliers import OutlierConfig
 from services.router.policy_file import read_selection
 from services.router.telemetry.activity import activity_log
@@ -283,6 +284,7 @@ def _coordinator_config(config: RouterConfig, text: ModelText, policy: PolicyCon
         step_timeout_s=config.step_timeout_s,
         canary_salt=f"canary-{new_request_id()}",
         policy=policy,
+        long_prompts=LongPromptConfig(isolation=config.isolate_long_prompts),
         outliers=OutlierConfig(slow_factor=config.slow_factor),
         split=Split(config.split),
         health=HealthConfig(canaries=config.canaries, recheck_s=config.canary_period_s, starts_slowly=True),

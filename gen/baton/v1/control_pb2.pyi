@@ -49,6 +49,7 @@ class LeftOutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEFT_OUT_REASON_QUEUE_LIMIT: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_NO_DECODE_ROOM: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_EJECTED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_KEPT: _ClassVar[LeftOutReason]
 
 class UnsplitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -96,6 +97,7 @@ LEFT_OUT_REASON_FULL_BATCH: LeftOutReason
 LEFT_OUT_REASON_QUEUE_LIMIT: LeftOutReason
 LEFT_OUT_REASON_NO_DECODE_ROOM: LeftOutReason
 LEFT_OUT_REASON_EJECTED: LeftOutReason
+LEFT_OUT_REASON_KEPT: LeftOutReason
 UNSPLIT_REASON_UNSPECIFIED: UnsplitReason
 UNSPLIT_REASON_NEVER: UnsplitReason
 UNSPLIT_REASON_QUEUE: UnsplitReason

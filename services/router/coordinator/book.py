@@ -49,6 +49,7 @@ from services.router.coordinator.waiting import Alarms, Turns, WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.policy import HandoffsInFlight, PlacementChoice, Role
 from services.router.policy.health import HealthRecord
+from services.router.policy.long_prompts import LongPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class Book:
         """When each leg is next checked for having been silent too long, in awake time."""
         self.newest_leg = 0
         self.output_lengths = OutputLengths()
+        self.long_prompts = LongPrompts(config.long_prompts)
         self.longest_output = 0
         """The most output tokens that were seen before the first request was complete."""
         self.outlook: Outlook | None = None
@@ -123,6 +125,7 @@ class Book:
             expected_output_tokens=self.expected_output(spec.tenant, len(spec.token_ids), spec.min_tokens, max_tokens),
             waiting_since_s=now,
         )
+        self.long_prompts.arrived(len(spec.token_ids))
         self.requests[spec.request_id] = request
         self.num_in[Phase.QUEUED] += 1
         self.queue.add(request)
@@ -173,6 +176,7 @@ class Book:
             sent_s=now,
             heard_s=self.awake.at(now),
         )
+        self.long_prompts.started(worker.info.worker_id, len(token_ids), now)
         request.story.vain_attempt = None
         self.actions.append(_command(request, Role.PREFILL, request.prefill, token_ids, now, choice))
         self.settle(request, now)

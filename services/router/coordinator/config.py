@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.router.policy import PolicyConfig, Split
 from services.router.policy.health import HealthConfig
+from services.router.policy.long_prompts import LongPromptConfig
 from services.router.policy.outliers import OutlierConfig
 
 
@@ -68,6 +69,7 @@ class CoordinatorConfig:
     canary_salt: str = "canary"
     """The beginning of the canaries' cache salts. No other process may use the same: blocks that another router's
     canary left in a prefix cache would be found instead of copied, and the canary would not check the transfer."""
+    long_prompts: LongPromptConfig = field(default_factory=LongPromptConfig)
     outliers: OutlierConfig = field(default_factory=OutlierConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

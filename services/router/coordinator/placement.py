@@ -367,19 +367,22 @@ class _Line:
 def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
     """Starts queued requests in order, and goes past at most `max_overtaken` of those that find no room."""
     line = _Line(book, for_handoffs, now)
-    num_passed = 0
+    num_passed = num_long = 0
     for request in line.in_turn():
         if line.is_over or num_passed > book.config.max_overtaken:
             return
         if line.passes_over(request):
             continue
+        is_long = book.long_prompts.is_long(len(request.spec.token_ids))
+        if is_long and num_long > book.config.max_overtaken:
+            continue  # the workers that short prompts may use are not looked for in vain
         with book.isolated("placement", request, now):
             if not line.must_go_on_elsewhere(request) and not _start(book, request, line):
-                num_passed += 1
+                num_long, num_passed = num_long + is_long, num_passed + (not is_long)
 
 
 def _start(book: Book, request: Request, line: _Line) -> bool:
-    job, config = request.next_job(), book.config.policy
+    job, config = _beside_shorter(book, request, line.now), book.config.policy
     left, ranking = line.left_to(request), Ranking()
     fit = book.workers.cluster.whole.fit(job)
     if not fit.can_hand_over:
@@ -435,6 +438,16 @@ def _start_unsplit(
     return True
 
 
+def _beside_shorter(book: Book, request: Request, now: float) -> policy.Job:
+    """Returns the request's job, with the workers that it leaves to shorter prompts if it is long and has not waited
+    long for it."""
+    job, whole = request.next_job(), book.workers.cluster.whole
+    if not book.long_prompts.is_long(job.num_tokens) or has_waited_long(book, request, now):
+        return job
+    views = [whole.view(start.worker_id) for start in whole.fit(job).starts]
+    return replace(job, kept_off=book.long_prompts.kept(job.num_tokens, views, now))
+
+
 def _left_out_of_start(
     book: Book, job: policy.Job, left: WorkerSubset, candidates: Sequence[WorkerView]
 ) -> policy.LeftOutWorkers:
@@ -459,6 +472,9 @@ def _nearest_start(
         return None
     if nearest.source_has_room and nearest.target_has_room:
         return nearest.source_id
+    if job.kept_off and not nearest.source_has_room:
+        line.claim(nearest.source_id, request)  # a claim on a decode worker would keep short prompts off all others
+        return None
     line.claim(nearest.target_id, request)
     if nearest.target_has_room:
         line.claim(nearest.source_id, request)

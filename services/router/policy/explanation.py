@@ -64,6 +64,7 @@ class WhyNot(enum.Enum):
     FULL_BATCH = "no room: its batch is full"
     QUEUE_LIMIT = "no room: its queue is at the limit"
     NO_DECODE_ROOM = "no room at decode workers for one more handoff"
+    KEPT = "kept for shorter prompts"
     EJECTED = "ejected for a while: slower than its peers"
 
 

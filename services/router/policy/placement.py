@@ -70,6 +70,8 @@ def _with_decode_room(job: Job, workers: WorkerSubset, handoffs_in_flight: Hando
     """Yields the workers where the prompt may run and from which its handoff would find room, after those in flight."""
     decode_room: dict[tuple[Room, int], bool] = {}  # most sources share their takers, and the size of their blocks
     for start in workers.fit(job).starts:
+        if start.worker_id in job.kept_off:
+            continue
         worker = workers.view(start.worker_id)
         if worker.roles is not Role.MIXED and handoffs_in_flight:
             key = (start.room, worker.block_size)
@@ -124,7 +126,7 @@ def nearest_start(job: Job, workers: WorkerSubset, config: PolicyConfig) -> Near
     The latter is the one with the most available blocks among those that could, enough or not. Other handoffs in flight
     do not count: the room is to be kept for this one.
     """
-    able = [workers.view(start.worker_id) for start in workers.fit(job).starts]
+    able = [workers.view(start.worker_id) for start in workers.fit(job).starts if start.worker_id not in job.kept_off]
     if not able:
         return None
     source = target = min(able, key=_by_room)
@@ -254,6 +256,8 @@ def left_out_of_decode(
 
 
 def _why_no_start(job: Job, worker: WorkerView, config: PolicyConfig) -> WhyNot:
+    if worker.worker_id in job.kept_off:
+        return WhyNot.KEPT
     if _has_prefill_room(job, worker, config):
         return WhyNot.NO_DECODE_ROOM
     lacks_blocks = worker.available_blocks < worker.blocks_for(job.num_tokens)

@@ -202,6 +202,8 @@ class Job:
     """The model that is to compute it. No worker of another model may."""
     priority: int = 0
     """Its caller's priority; a higher one comes first, and 0 is usual."""
+    kept_off: frozenset[str] = frozenset()
+    """Workers that its prompt is to leave to shorter ones."""
     block_hashes: Mapping[int, tuple[ShortHash, ...]] = field(default_factory=dict, hash=False)
     """The short hashes of the prompt's full blocks, by block size, as workers' prefix caches know them. Replayed output
     is not in them. Empty if prompts are not hashed (`PolicyConfig.hash_prompts`)."""

@@ -113,6 +113,13 @@ def test_at_most_half_are_ejected_and_two_are_left(number: int, ejected: int) ->
     assert group.ejected == {f"w{index}" for index in range(ejected)}
 
 
+def test_two_are_left_whatever_share_may_be_ejected() -> None:
+    """Lets a small factor find two of three slow at once: each has the other in its median."""
+    group = Group(*alike(3), config=replace(CONFIG, slow_factor=1.5, most_ejected=1.0))
+    group.work(6, w0=100.0, w1=100.0)
+    assert len(group.ejected) == 1
+
+
 def test_a_majority_of_slow_ones_is_what_workers_are() -> None:
     group = Group(*alike(4))
     group.work(60, w0=50.0, w1=50.0, w2=50.0)

@@ -152,6 +152,8 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "capacity": 2.0,
         "num_legs": 1,
         "newest_leg": 7,
+        "hardware": "cuda",
+        "ejected": True,
     }
     cluster = Cluster([prefill, decode])
     for part in (cluster.whole, cluster.without(frozenset({"x"}))):

@@ -27,7 +27,7 @@ OBJECTIVE = Objective(1.0, 0.1)
 NEVER = OutlierConfig(slow_factor=0.0)
 
 
-def trace(rate: float = 8.0, seconds: float = 240.0) -> list[TracedRequest]:
+def trace(rate: float = 8.0, seconds: float = 90.0) -> list[TracedRequest]:
     chance, at_s, requests = random.Random(7), 0.0, []
     while at_s < seconds:
         requests.append(TracedRequest(at_s, chance.randint(200, 1800), chance.randint(50, 150)))
@@ -58,11 +58,11 @@ def _after(outcome: Outcome, from_s: float) -> Outcome:
 )
 def test_it_is_nearly_as_if_the_slow_worker_were_not_there(plan: SimPlan, without: SimPlan, slow: str) -> None:
     plan = dataclasses.replace(plan, slowness=((slow, 4.0),))
-    ejects, lets_be = times(plan), times(dataclasses.replace(plan, router=_never(plan)))
+    ejects, lets_be, best = times(plan), times(dataclasses.replace(plan, router=_never(plan))), times(without)
     for figure in ("ttft_ms", "tpot_ms"):
-        assert ejects[figure] < 1.1 * times(without)[figure]
+        assert ejects[figure] < 1.1 * best[figure]
     figure = "ttft_ms" if slow == "prefill-0" else "tpot_ms"
-    assert lets_be[figure] > 1.6 * times(without)[figure]
+    assert lets_be[figure] > 1.5 * best[figure]
 
 
 def _never(plan: SimPlan) -> Any:

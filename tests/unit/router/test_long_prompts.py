@@ -1,0 +1,185 @@
+"""Tests which prompts are long, which workers are kept from them, and what becomes of them meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.router.policy import (
+    Cluster,
+    HandoffsInFlight,
+    Job,
+    Load,
+    PolicyConfig,
+    Role,
+    WhyNot,
+    WorkerView,
+    left_out_of_start,
+    nearest_start,
+    place_prefill,
+)
+from services.router.policy.long_prompts import LongPromptConfig, LongPrompts
+from tests.support.router_bench import Bench
+from tests.support.worker_views import decode, prefill
+
+AUTO = LongPromptConfig(isolation="auto")
+NOW = 1000.0
+MEASURED = Load(1, blocks_free=64, ms_per_prefill_token=1.0)
+BUSY = replace(MEASURED, blocks_free=60, blocks_active=4, num_running=1)
+TRAFFIC = [10] * 27 + [190] * 3
+"""Short prompts are 27 of 84 parts of the work, and the mean is 28."""
+
+
+def prompts(lengths: list[int] = TRAFFIC, config: LongPromptConfig = AUTO, times: int = 2) -> LongPrompts:
+    found = LongPrompts(config)
+    for length in lengths * times:
+        found.arrived(length)
+    return found
+
+
+def workers(number: int, load: Load = BUSY) -> list[WorkerView]:
+    return [prefill(f"p{index}", load=load) for index in reversed(range(number))]
+
+
+@pytest.mark.parametrize(
+    ("number", "kept"), [(1, set()), (2, set()), (3, {"p0"}), (4, {"p0"}), (8, {"p0", "p1", "p2"})]
+)
+def test_workers_are_kept_by_the_work_of_short_prompts(number: int, kept: set[str]) -> None:
+    """Keeps as many as leave at most a tenth more work than the mean to each of the others."""
+    assert prompts().kept(190, workers(number), NOW) == kept
+
+
+def test_a_prompt_is_long_beyond_twice_the_mean() -> None:
+    found = prompts()
+    assert not found.is_long(56)
+    assert found.is_long(57)
+    assert found.kept(56, workers(4), NOW) == set()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "isolated"),
+    [
+        ([10], False),
+        ([10, 11, 12, 13, 14], False),
+        ([10] * 9 + [50], False),
+        ([10] * 9 + [85], False),
+        ([10] * 9 + [95], True),
+        ([190], False),
+    ],
+)
+def test_only_while_long_prompts_are_most_of_the_work(lengths: list[int], *, isolated: bool) -> None:
+    assert bool(prompts(lengths, times=60).kept(1000, workers(4), NOW)) is isolated
+
+
+def test_it_follows_the_newest_prompts() -> None:
+    found = prompts(times=20)
+    assert found.is_long(190)
+    for _ in range(AUTO.window):
+        found.arrived(190)
+    assert not found.is_long(190)
+    for length in TRAFFIC * 9:
+        found.arrived(length)
+    assert found.is_long(190)
+
+
+def test_a_few_prompts_say_nothing_and_off_is_off() -> None:
+    assert not prompts(times=1).is_long(1000)
+    assert prompts(times=2).is_long(1000)
+    assert not prompts(config=LongPromptConfig(), times=9).is_long(1000)
+
+
+def test_a_kept_worker_is_lent_if_it_is_idle_and_nobody_needed_it_for_as_long_as_the_prompt_takes() -> None:
+    found, idle = prompts(), workers(4, MEASURED)
+    assert found.kept(2000, idle, NOW) == set(), "nobody has ever used it"
+    found.started("p0", 10, NOW)
+    assert found.kept(2000, idle, NOW + 1.9) == {"p0"}
+    assert found.kept(2000, idle, NOW + 2.0) == set()
+    assert found.kept(4000, idle, NOW + 2.0) == {"p0"}
+    assert found.kept(2000, workers(4, BUSY), NOW + 100) == {"p0"}
+    assert found.kept(2000, workers(4, replace(MEASURED, ms_per_prefill_token=0.0)), NOW + 100) == {"p0"}
+
+
+def test_a_long_prompt_that_uses_it_shows_no_need() -> None:
+    found = prompts()
+    found.started("p0", 10, NOW)
+    found.started("p0", 190, NOW + 5)
+    assert found.kept(2000, workers(4, MEASURED), NOW + 6) == set()
+
+
+# Placement
+
+JOB = Job(num_tokens=64, total_tokens=128)
+LONG = replace(JOB, kept_off=frozenset({"a"}))
+
+
+def test_a_long_prompt_goes_elsewhere_or_waits() -> None:
+    config, none = PolicyConfig(), HandoffsInFlight()
+    views = [prefill("a"), prefill("b", busy=8), decode()]
+    whole = Cluster(views).whole
+    assert place_prefill(JOB, whole, none, NOW, config) == "a"
+    assert place_prefill(LONG, whole, none, NOW, config) == "b"
+    left_out = left_out_of_start(LONG, whole, (), [whole.view("b")], config)
+    assert left_out.named == (("a", WhyNot.KEPT),)
+    full = Cluster([prefill("a"), prefill("b", busy=64), decode()]).whole
+    assert place_prefill(LONG, full, none, NOW, config) is None
+    nearest = nearest_start(LONG, full, config)
+    assert nearest is not None
+    assert (nearest.source_id, nearest.source_has_room) == ("b", False)
+
+
+# The coordinator
+
+
+def isolating_bench() -> Bench:
+    """Returns three prefill workers, of which "p0" is kept; all have something to do."""
+    bench = Bench(long_prompts=replace(AUTO, window=10_000))
+    for index in range(3):
+        bench.join(f"p{index}", Role.PREFILL, max_model_len=4096, num_blocks=256)
+    bench.join("d", Role.DECODE, max_model_len=4096, num_blocks=4096)
+    for index in range(3):
+        bench.load(f"p{index}", num_running=1, blocks_active=1, blocks_free=255)
+    for length in ([10] * 30 + [400]) * 200:
+        bench.coordinator._book.long_prompts.arrived(length)
+    return bench
+
+
+def where(bench: Bench) -> dict[str, str]:
+    return {leg.spec.request_id: leg.worker_id for leg in bench.take_legs(Role.PREFILL)}
+
+
+def test_long_prompts_wait_for_the_others_and_short_ones_do_not_wait_behind_them() -> None:
+    bench = isolating_bench()
+    for name in ("p1", "p2"):
+        bench.load(name, blocks_active=256, blocks_free=0)
+    for index in range(40):
+        bench.submit(f"long {index}", num_tokens=400)
+    bench.submit("short", num_tokens=10)
+    assert where(bench) == {"short": "p0"}
+    waits = [bench.coordinator.wait_of(f"long {index}") for index in range(40)]
+    num_tried = sum(wait is not None and wait[1] is not None for wait in waits)
+    assert num_tried == bench.coordinator._config.max_overtaken + 1, (
+        "a place is not looked for as often as they are many"
+    )
+    bench.beat("d", 2.0)
+    bench.submit("after the long ones are aged", num_tokens=10)
+    assert where(bench) == {"after the long ones are aged": "p0"}
+    bench.load("p2", blocks_active=1, blocks_free=255)
+    assert set(where(bench).values()) == {"p2"}
+
+
+def test_a_long_prompt_that_has_waited_long_goes_anywhere() -> None:
+    bench = isolating_bench()
+    for name in ("p1", "p2"):
+        bench.load(name, blocks_active=256, blocks_free=0)
+    bench.submit("long", num_tokens=400)
+    for _ in range(18):
+        bench.beat("d", 0.5)
+        for name in ("p0", "p1", "p2"):
+            bench.load(name)
+    assert where(bench) == {}
+    for _ in range(4):
+        bench.beat("d", 0.5)
+        for name in ("p0", "p1", "p2"):
+            bench.load(name)
+    assert where(bench) == {"long": "p0"}
