@@ -42,7 +42,9 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard services/engine/native/*.[ch])
+# The client is installed with a copy of what is generated from the protos.
+$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard protos/baton/v1/*.proto) \
+		$(wildcard services/engine/native/*.[ch])
 	@$(PYTHON) -c $(IS_NEW_ENOUGH) 2>/dev/null || { \
 		test $$? = 3 && what="$(PYTHON) is older" || what="there is no $(PYTHON) that runs"; \
 		echo "Baton needs Python 3.11 or newer, and $$what. Try: make install PYTHON=python3.13" >&2; exit 1; }
