@@ -16,7 +16,7 @@ from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.policy import PRESETS, Split, preset, weighted
+from services.router.policy import DEFAULT_SPLIT, PRESETS, Split, preset, weighted
 from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT
@@ -128,7 +128,7 @@ def _ablations(
             raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
     if arguments.policy != DEFAULT:
         raise ConfigError("--policy: --ablations has clusters of its own, without it")
-    if arguments.split != Split.AUTO.value:
+    if arguments.split != DEFAULT_SPLIT.value:
         raise ConfigError("--split: --ablations has clusters of its own, which split all prompts or none")
     count = len(plan.worker_ids)
     if count < 2:
@@ -180,9 +180,9 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--split",
-        default=Split.AUTO.value,
+        default=DEFAULT_SPLIT.value,
         choices=[split.value for split in Split],
-        help="which prompts run apart from their decodes (default: %(default)s, where it pays)",
+        help="which prompts run apart from their decodes; auto: where it pays (default: %(default)s)",
     )
 
 

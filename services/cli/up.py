@@ -52,7 +52,7 @@ from services.core.config import port as is_port
 from services.core.errors import ConfigError
 from services.core.listening import require_free
 from services.core.printable import printable
-from services.router.policy import Split
+from services.router.policy import DEFAULT_SPLIT, Split
 from services.router.policy.presets import DEFAULT, PRESETS
 from services.router.policy_file import read_selection
 
@@ -126,7 +126,7 @@ class UpConfig:
     policy_file: str = option("", "TOML file with the policies and weights of models; --policy comes before it")
     policy_weight: tuple[str, ...] = option((), "changes or adds a term of placement, PHASE.TERM=W; repeatable")
     split: str = option(
-        Split.AUTO.value,
+        DEFAULT_SPLIT.value,
         "which prompts run apart from their decodes: where it pays, all, or none",
         choices=tuple(split.value for split in Split),
     )
@@ -232,7 +232,7 @@ def _worker_flags(config: UpConfig) -> tuple[str, ...]:
 
 
 def _router_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = [] if config.split == Split.AUTO.value else [f"--split={config.split}"]
+    flags = [] if config.split == DEFAULT_SPLIT.value else [f"--split={config.split}"]
     flags += [f"--policy={policy}" for policy in config.policy]
     flags += [f"--policy-weight={weight}" for weight in config.policy_weight]
     if config.policy_file:

@@ -20,9 +20,9 @@ from services.core.config import (
     positive,
 )
 from services.core.config import port as is_port
-from services.router.policy import Split
+from services.router.policy import DEFAULT_SPLIT, Split
 from services.router.policy.long_prompts import ISOLATIONS
-from services.router.policy.outliers import is_slow_factor
+from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?|\*", re.ASCII)
@@ -97,7 +97,7 @@ class RouterConfig:
         "beginnings are cached; of all models, whatever their policies are; repeatable",
     )
     split: str = option(
-        Split.AUTO.value,
+        DEFAULT_SPLIT.value,
         "which prompts run apart from their decodes: auto (where it pays, by measured costs), always or never (where a "
         "decode worker can run the whole)",
         choices=tuple(split.value for split in Split),
@@ -152,7 +152,7 @@ class RouterConfig:
         must=A_DURATION,
     )
     slow_factor: float = option(
-        2.0,
+        OutlierConfig.slow_factor,
         "a worker whose steps take this many times the median of its peers' is ejected for a while; 0: never",
         check=is_slow_factor,
         must="must be 0, or above 1 and at most 1000",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.router.policy import PolicyConfig, Split
+from services.router.policy import DEFAULT_SPLIT, PolicyConfig, Split
 from services.router.policy.health import HealthConfig
 from services.router.policy.long_prompts import LongPromptConfig
 from services.router.policy.outliers import OutlierConfig
@@ -73,7 +73,7 @@ class CoordinatorConfig:
     outliers: OutlierConfig = field(default_factory=OutlierConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    split: Split = Split.ALWAYS
+    split: Split = DEFAULT_SPLIT
     """Which prompts run apart from their decodes, where both ways are open."""
 
     @property

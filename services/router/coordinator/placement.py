@@ -433,6 +433,8 @@ def _start_unsplit(
     handoff_ms = book.workers.handoff_ms(source.worker_id, whole.worker_id, line.now)
     costs = policy.split_costs(job, source, left.view(whole.worker_id), handoff_ms, book.output_lengths.median or 1)
     if costs is None or costs.splits:
+        if prefill_id is not None:
+            book.workers.handoff_tried(prefill_id, whole.worker_id, line.now)
         return False
     whole.open(policy.Unsplit(costs.why_whole, source.worker_id, costs))
     return True
@@ -484,12 +486,14 @@ def _nearest_start(
 def split_break_even(book: Book, now: float) -> policy.BreakEven | None:
     """Returns the break-even between the workers that a prompt would be placed on now; None as for
     `Coordinator.split_break_even`."""
+    if book.config.split is not Split.AUTO:
+        return None
     workers = book.workers.cluster.whole
     model = next((view.model for view in workers.views()), "")
     job = policy.Job(num_tokens=1, total_tokens=2, model=model)
     source = policy.shortest_queue(job, workers, HandoffsInFlight())
     decode_id = policy.place_decode(job, None, workers.able(job, None), now, book.config.policy)
-    if book.config.split is not Split.AUTO or source is None or source.roles is Role.MIXED or decode_id is None:
+    if source is None or source.roles is Role.MIXED or decode_id is None:
         return None
     handoff_ms = book.workers.handoff_ms(source.worker_id, decode_id, now)
     return policy.break_even(source, workers.view(decode_id), handoff_ms, book.output_lengths.median or 1)

@@ -367,6 +367,11 @@ class WorkerTable:
         if (pair := self._workers[target_id].sources.get(source)) is not None:
             pair.handoff_time.observe(took_s * 1000, now)
 
+    def handoff_tried(self, source_id: str, target_id: str, now: float) -> None:
+        """Notes that a prompt is split whose handoff may go from one to the other."""
+        if (pair := self._workers[target_id].sources.get(self._workers[source_id].info)) is not None:
+            pair.handoff_time.tried(now)
+
     def handoff_ms(self, source_id: str, target_id: str, now: float) -> float | None:
         """Returns what the pair's handoffs take on average; None while it is not known."""
         pair = self._workers[target_id].sources.get(self._workers[source_id].info)

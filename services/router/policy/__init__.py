@@ -31,11 +31,20 @@ from services.router.policy.placement import (
 )
 from services.router.policy.presets import PRESETS, preset
 from services.router.policy.selection import Chosen, Selection
-from services.router.policy.splitting import BreakEven, Split, SplitCosts, WhyWhole, break_even, split_costs
+from services.router.policy.splitting import (
+    DEFAULT_SPLIT,
+    BreakEven,
+    Split,
+    SplitCosts,
+    WhyWhole,
+    break_even,
+    split_costs,
+)
 from services.router.policy.terms import PolicyConfig, Term, weighted
 from services.router.policy.views import Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
 
 __all__ = [
+    "DEFAULT_SPLIT",
     "PRESETS",
     "Ahead",
     "BreakEven",

@@ -167,12 +167,14 @@ class WorkerSubset:
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None], Fit] = {}
-        # The lengths beyond which a job no longer fits one or another of them.
+        # The lengths beyond which a job no longer fits one or another worker, of all: whether an ejected one is spared
+        # depends on the claimed ones too.
+        everyone = cluster.views.values()
         self._prompt_bounds = sorted(
-            {view.context_tokens - 1 for view in views if view.roles.can_prefill}
-            | {(view.num_blocks - 1) * view.block_size for view in views if view.roles.can_decode}
+            {view.context_tokens - 1 for view in everyone if view.roles.can_prefill}
+            | {(view.num_blocks - 1) * view.block_size for view in everyone if view.roles.can_decode}
         )
-        self._sequence_bounds = sorted({view.context_tokens for view in views if view.roles.can_decode})
+        self._sequence_bounds = sorted({view.context_tokens for view in everyone if view.roles.can_decode})
 
     def fit(self, job: Job) -> Fit:
         key = (

@@ -18,6 +18,8 @@ class HandoffTime:
     _num_seen: int = 0
     _average_ms: float = 0.0
     _newest_s: float = 0.0
+    _tried_s: float = 0.0
+    """When a prompt was last split because the average was not trusted any more."""
 
     def observe(self, ms: float, now: float) -> None:
         """Adds a handoff that took so long after both its prompt was computed and its decode worker had admitted it."""
@@ -30,5 +32,11 @@ class HandoffTime:
 
     def average_ms(self, now: float) -> float | None:
         """Returns the average in milliseconds; None while it is not known."""
-        known = self._num_seen >= MIN_HANDOFFS and now - self._newest_s <= MEMORY_S
+        known = self._num_seen >= MIN_HANDOFFS and now - max(self._newest_s, self._tried_s) <= MEMORY_S
         return self._average_ms if known else None
+
+    def tried(self, now: float) -> None:
+        """Notes that a prompt is split to see what the pair takes now: until that is known, the old average counts for
+        others."""
+        if self.average_ms(now) is None:
+            self._tried_s = now

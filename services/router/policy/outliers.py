@@ -24,8 +24,9 @@ def is_slow_factor(value: float) -> bool:
 
 @dataclass(frozen=True)
 class OutlierConfig:
-    slow_factor: float = 2.0
-    """A worker is slow whose step takes this many times the median of its peers'; 0 if none is to be ejected."""
+    slow_factor: float = 0.0
+    """A worker is slow whose step takes this many times the median of its peers'; 0 if none is to be ejected. It is the
+    default, since steps are compared by their sequences and not by the lengths of these: long contexts look slow."""
     interval_s: float = 1.0
     """How often workers are compared."""
     sustained_s: float = 5.0
@@ -121,8 +122,19 @@ class OutlierDetection:
                 kind = (view.model, view.roles, view.fingerprint, view.hardware)
                 groups.setdefault(kind, []).append(view)
         for group in groups.values():
+            changed += self._without_peers(group, now)
             changed += self._look_at(group, now)
         return changed
+
+    def _without_peers(self, group: Sequence[WorkerView], now: float) -> Iterable[str]:
+        """Ends the ejections of a group of which too few are left to say who is slow, and yields who is back."""
+        ejected = [view for view in group if self.ejection(view.worker_id) is not None]
+        num_active, config = len(group) - len(ejected), self._config
+        if num_active < config.fewest_peers or len(ejected) > config.most_ejected * len(group):
+            for view in ejected:
+                record = self._records[view.worker_id]
+                record.ejection, record.back_s = None, now
+                yield view.worker_id
 
     def _ends(self, record: _Record, now: float) -> bool:
         """Ends the worker's ejection if its time is over. Returns whether it was."""
@@ -214,4 +226,5 @@ def _slowness(
     measured = [ms * peer.capacity for peer in peers if (ms := cost_ms(peer))]
     if not cost_ms(view) or len(measured) < config.fewest_peers:
         return None
-    return Slowness(what, cost_ms(view), statistics.median(measured) / view.capacity)
+    # Of two, the slower one: else one that says it is very fast would make an outlier of everybody else.
+    return Slowness(what, cost_ms(view), statistics.median_high(measured) / view.capacity)

@@ -19,6 +19,10 @@ TPOT_WEIGHT = 20.0
 in the usual objectives, which allow 2 s for the first token and 100 ms for each further one."""
 
 
+_SIMILAR_STEPS = 2.0
+"""Costs are compared as measured if the steps of which they are differ in prompt tokens by at most this factor."""
+
+
 class Split(enum.Enum):
     """Says which prompts run apart from their decodes, where both ways are open."""
 
@@ -26,6 +30,11 @@ class Split(enum.Enum):
     """Those for which it pays."""
     ALWAYS = "always"
     NEVER = "never"
+
+
+DEFAULT_SPLIT = Split.ALWAYS
+"""What a token costs is measured in steps of the sizes that workers have had: `auto` is for those who ask for it, until
+it is shown to hold for real workers."""
 
 
 class WhyWhole(enum.Enum):
@@ -92,16 +101,16 @@ def split_costs(
     `handoff_ms` is the pair's measured average; None while it is not known. A sequence that waits shares the delay
     among its tokens, which are `output_tokens` as a rule; 1 while that is not known, which counts for splitting.
     """
-    source_ms, target_ms = source.load.ms_per_prefill_token, target.load.ms_per_prefill_token
-    if not source_ms or not target_ms:
+    if (ms := _token_ms(source, target)) is None:
         return None
+    source_ms, target_ms = ms
     cached, whole_cached = _cached_tokens(job, source), _cached_tokens(job, target)
     whole_prefill_ms = (job.num_tokens - whole_cached) * target_ms
     return SplitCosts(
         queue_ms=source.queued_tokens * source_ms,
         prefill_ms=(job.num_tokens - cached) * source_ms,
         handoff_ms=handoff_ms or 0.0,
-        whole_queue_ms=_whole_queue_ms(target),
+        whole_queue_ms=_whole_queue_ms(target, target_ms),
         whole_prefill_ms=whole_prefill_ms,
         disturbance_ms=_disturbance(target, output_tokens) * whole_prefill_ms,
         cached_tokens=cached,
@@ -125,20 +134,34 @@ def break_even(
 ) -> BreakEven | None:
     """Returns the break-even between the two workers, by the same costs; None while it is not known what a prompt costs
     there."""
-    source_ms, target_ms = source.load.ms_per_prefill_token, target.load.ms_per_prefill_token
-    if not source_ms or not target_ms:
+    if (ms := _token_ms(source, target)) is None:
         return None
-    saved_ms = source.queued_tokens * source_ms + (handoff_ms or 0.0) - _whole_queue_ms(target)
+    source_ms, target_ms = ms
+    saved_ms = source.queued_tokens * source_ms + (handoff_ms or 0.0) - _whole_queue_ms(target, target_ms)
     token_ms = (1 + _disturbance(target, output_tokens)) * target_ms - source_ms
     most = saved_ms / token_ms if token_ms > 0 else math.inf
     tokens = most if saved_ms > 0 else 0.0
     return BreakEven(source.worker_id, target.worker_id, tokens, handoff_ms)
 
 
-def _whole_queue_ms(target: WorkerView) -> float:
-    return target.queued_tokens * target.load.ms_per_prefill_token + (
-        target.num_sequences * target.load.ms_per_decode_sequence
-    )
+def _token_ms(source: WorkerView, target: WorkerView) -> tuple[float, float] | None:
+    """Returns what a token of a prompt costs at each of the two, in milliseconds; None while it is not known.
+
+    Part of what a step costs does not depend on its tokens, and each of them seems to cost more where steps have few: a
+    decode worker has hardly any others. So figures of steps that differ much in size are not compared: that of the
+    larger steps counts for both workers, if they are of one kind.
+    """
+    mine, theirs = source.load, target.load
+    if not mine.ms_per_prefill_token or not theirs.ms_per_prefill_token:
+        return None
+    few, many = sorted((mine, theirs), key=lambda load: load.tokens_per_prefill_step)
+    if many.tokens_per_prefill_step <= _SIMILAR_STEPS * few.tokens_per_prefill_step:
+        return mine.ms_per_prefill_token, theirs.ms_per_prefill_token
+    return (many.ms_per_prefill_token,) * 2 if source.hardware == target.hardware else None
+
+
+def _whole_queue_ms(target: WorkerView, token_ms: float) -> float:
+    return target.queued_tokens * token_ms + target.num_sequences * target.load.ms_per_decode_sequence
 
 
 def _disturbance(target: WorkerView, output_tokens: float) -> float:

@@ -159,11 +159,15 @@ def _model(model: ServedModel, now: float) -> control_pb2.ModelStatus:
     )
 
 
+_MOST_TOKENS = 1 << 31
+"""No prompt is so long: where splitting pays only beyond, it pays for none."""
+
+
 def _break_even(found: BreakEven) -> control_pb2.SplitBreakEven:
     return control_pb2.SplitBreakEven(
         prefill=found.prefill_id,
         decode=found.decode_id,
-        tokens=None if math.isinf(found.tokens) else math.ceil(found.tokens),
+        tokens=None if found.tokens > _MOST_TOKENS else math.ceil(found.tokens),
         handoff_ms=found.handoff_ms,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
@@ -11,7 +13,17 @@ from prometheus_client import generate_latest
 from baton.v1 import control_pb2
 from services.cli.client import plain
 from services.cli.status import text
-from tests.support.router_harness import Cluster, read, request
+from tests.support.router_harness import CONFIG, Cluster, read, request
+
+
+@pytest.fixture
+async def cluster(model: str) -> AsyncIterator[Cluster]:
+    cluster = Cluster(replace(CONFIG, model=model, slow_factor=2.0))
+    await cluster.start()
+    yield cluster
+    await cluster.assert_idle()
+    await cluster.stop()
+
 
 _MS = {"slow": 80.0, "one": 20.0, "two": 20.0}
 

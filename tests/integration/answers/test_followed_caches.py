@@ -32,7 +32,7 @@ def told(cluster: Cluster, worker: WorkerHost) -> set[ShortHash]:
     (coordinator,) = cluster.coordinators
     cache = coordinator._book.workers.get(worker.worker_id).cache
     assert cache is not None
-    return cache._told
+    return set(cache._told)
 
 
 async def test_the_router_knows_every_workers_cache(tmp_path: Path) -> None:

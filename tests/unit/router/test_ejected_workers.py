@@ -120,7 +120,7 @@ def test_it_is_explained() -> None:
 
 
 def slow_bench(*, slow: str = "d0") -> Bench:
-    bench = Bench(outliers=OutlierConfig(base_ejection_s=20.0))
+    bench = Bench(outliers=OutlierConfig(slow_factor=2.0, base_ejection_s=20.0))
     bench.join("p", Role.PREFILL)
     for index in range(3):
         bench.join(f"d{index}", Role.DECODE)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.router.policy import Fingerprint, Load, Role, WorkerView
+from services.router.policy import Cluster, Fingerprint, Job, Load, Role, WorkerView
 from services.router.policy.outliers import Ejection, OutlierConfig, OutlierDetection
 from tests.support.worker_views import view
 
-CONFIG = OutlierConfig(sustained_s=5.0, fewest_steps=20, base_ejection_s=30.0, max_ejection_s=100.0)
+CONFIG = OutlierConfig(slow_factor=2.0, sustained_s=5.0, fewest_steps=20, base_ejection_s=30.0, max_ejection_s=100.0)
 STEPS_A_SECOND = 10
 
 
@@ -114,10 +114,11 @@ def test_at_most_half_are_ejected_and_two_are_left(number: int, ejected: int) ->
 
 
 def test_two_are_left_whatever_share_may_be_ejected() -> None:
-    """Lets a small factor find two of three slow at once: each has the other in its median."""
-    group = Group(*alike(3), config=replace(CONFIG, slow_factor=1.5, most_ejected=1.0))
-    group.work(6, w0=100.0, w1=100.0)
-    assert len(group.ejected) == 1
+    group = Group(*alike(4), config=replace(CONFIG, slow_factor=1.5, most_ejected=1.0))
+    group.work(10, w0=100.0, w1=200.0)
+    assert group.ejected == {"w0", "w1"}
+    group.work(15, w2=400.0)
+    assert group.ejected == {"w0", "w1"}
 
 
 def test_a_majority_of_slow_ones_is_what_workers_are() -> None:
@@ -272,3 +273,39 @@ def test_workers_are_compared_once_a_second() -> None:
     for tick in range(30):
         group.outliers.tick(lambda tick=tick: asked.append(tick) or [], 1000.0 + tick / 10)  # type: ignore[misc]
     assert asked == [0, 10, 20]
+
+
+def test_one_that_says_it_is_very_fast_ejects_nobody() -> None:
+    """Of two peers the slower one counts; a quicker one, or a liar, makes no outlier of an honest worker."""
+    group = Group(*alike(3))
+    group.work(20, w0=10.1, w1=10.0, w2=0.001)
+    assert group.ejected == set()
+    group.work(20, w0=21.0)
+    assert group.ejected == {"w0"}
+
+
+def test_an_ejection_ends_with_the_peers_by_whom_it_was_judged() -> None:
+    """A worker that is left with one active peer, or none, is needed, and nobody is there who could say it is slow."""
+    group = Group(*alike(4))
+    group.work(10, w0=40.0)
+    assert group.ejected == {"w0"}
+    del group.workers["w1"]
+    group.work(1)
+    assert group.ejected == {"w0"}, "two are left"
+    del group.workers["w2"]
+    group.work(1)
+    assert (group.ejected, group.changes[-1]) == (set(), "w0")
+    group.work(60)
+    assert group.ejected == set()
+
+
+def test_a_short_job_says_nothing_of_where_a_longer_one_fits() -> None:
+    """The only other worker is claimed, and too small for the long job, which an ejected worker must take then."""
+    small = view("small", Role.MIXED)
+    large = view("large", Role.MIXED, num_blocks=256, max_model_len=4096, ejected=True)
+    cluster = Cluster([small, large])
+    left = cluster.without(frozenset({"small"}))
+    assert left.fit(Job(100, 200)).decoders == ()
+    assert left.fit(Job(3000, 3100)).decoders == ("large",)
+    assert left.fit(Job(100, 201)).decoders == ()
+    cluster.check()

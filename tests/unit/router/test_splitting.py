@@ -149,3 +149,34 @@ def test_a_pairs_average_is_trusted_after_some_handoffs_and_for_a_while() -> Non
     assert time.average_ms(now + MEMORY_S + 1) is None
     time.observe(10.0, now + MEMORY_S + 1)
     assert time.average_ms(now + MEMORY_S + 1) == pytest.approx(30.0, rel=0.01), "one more tells as much as all before"
+
+
+def small_steps(worker: WorkerView, tokens: float, ms: float) -> WorkerView:
+    return replace(worker, load=replace(worker.load, tokens_per_prefill_step=tokens, ms_per_prefill_token=ms))
+
+
+def test_costs_of_steps_of_other_sizes_are_not_compared() -> None:
+    """A step costs 20 ms and 0.1 for each token: 0.76 of prompts of 30, and 0.11 of those of 2000."""
+    short, long = small_steps(SOURCE, 30, 0.76), small_steps(decoding(30), 2000, 0.11)
+    assert costs(4000, short, long, 5.0).splits, "both compute as quickly"
+    found = costs(4000, small_steps(SOURCE, 2000, 0.11), small_steps(decoding(2), 30, 0.76), 5.0)
+    assert (found.prefill_ms, found.whole_prefill_ms) == pytest.approx((440.0, 440.0))
+    alike = costs(4000, small_steps(SOURCE, 1000, 0.5), small_steps(decoding(2), 2000, 0.11), 5.0)
+    assert (alike.prefill_ms, alike.whole_prefill_ms) == pytest.approx((2000.0, 440.0)), "a factor of 2 is compared"
+    other = replace(long, hardware="another")
+    assert split_costs(job(4000), short, other, 5.0, OUTPUT) is None
+    assert break_even(short, other, 5.0, OUTPUT) is None
+
+
+def test_one_prompt_in_a_minute_finds_out_what_a_slow_pair_takes_now() -> None:
+    time = HandoffTime()
+    for _ in range(MIN_HANDOFFS):
+        time.observe(5000.0, 0.0)
+    assert time.average_ms(MEMORY_S) == pytest.approx(5000.0)
+    now = MEMORY_S + 1.0
+    assert time.average_ms(now) is None
+    time.tried(now)
+    assert time.average_ms(now) == pytest.approx(5000.0), "for all others"
+    assert time.average_ms(now + MEMORY_S + 1.0) is None, "nothing came back: it is tried again"
+    time.observe(1000.0, now + 2.0)
+    assert time.average_ms(now + 2.0) == pytest.approx(3000.0), "what it takes now counts as a half"
