@@ -17,7 +17,8 @@ _MOST_BLOCKS = 1 << 17
 _MOST_CONVERSATIONS = 4096
 _EXPECTED_S = 10.0
 """A prompt is expected to be in the cache of the worker that was given it for at least so long, and at most twice, so
-that prompts that begin alike and come together meet. After that, what the worker has told counts."""
+that prompts that begin alike and come together meet; for less, if the worker is given more blocks meanwhile than it can
+cache, each prompt counted whole. After that, what the worker has told counts."""
 
 
 _MOST_ALIKE = 32
