@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of stdout has gone (`baton status | head -1`); this keeps the interpreter's last flush from failing
         # too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
+        return failure
     except ConfigError as error:
         return _print_error(arguments, str(error), EXIT_USAGE)
     except BatonError as error:

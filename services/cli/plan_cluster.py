@@ -108,8 +108,8 @@ def parse_goal(text: str) -> Goal:
     """Returns the bounds that "ttft_p95=500ms,tpot_p95=50ms" names. Raises ConfigError."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"([a-z]+)_p(\d+)=(\d+(?:\.\d+)?)(ms|s)", part.strip())
-        if match is None or match[1] not in METRICS or int(match[2]) not in PERCENTS:
+        match = re.fullmatch(r"([a-z]+)_p(\d+)=(\d+(?:\.\d+)?)(ms|s)", part.strip(), re.ASCII)
+        if match is None or match[1] not in METRICS or match[2] not in map(str, PERCENTS):
             percents = ", ".join(f"p{percent}" for percent in PERCENTS)
             raise ConfigError(
                 f"--slo: {part!r} is not like ttft_p95=500ms; there are {', '.join(METRICS)} and {percents}"

@@ -128,6 +128,8 @@ def _ablations(
             raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
     if arguments.policy != DEFAULT:
         raise ConfigError("--policy: --ablations has clusters of its own, without it")
+    if arguments.slow_factor or arguments.isolate_long_prompts != LongPromptConfig.isolation:
+        raise ConfigError("--slow-factor, --isolate-long-prompts: --ablations has clusters of its own, without them")
     if arguments.split != DEFAULT_SPLIT.value:
         raise ConfigError("--split: --ablations has clusters of its own, which split all prompts or none")
     count = len(plan.worker_ids)

@@ -232,7 +232,7 @@ def _worker_flags(config: UpConfig) -> tuple[str, ...]:
 
 
 def _router_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = [] if config.split == DEFAULT_SPLIT.value else [f"--split={config.split}"]
+    flags = [f"--split={config.split}"]  # even the default: the router would look at the environment
     flags += [f"--policy={policy}" for policy in config.policy]
     flags += [f"--policy-weight={weight}" for weight in config.policy_weight]
     if config.policy_file:

@@ -153,6 +153,10 @@ def _check(request: TracedRequest) -> None:
         raise ValueError(f"it arrives at {request.at_s}")
     if not -(1 << 31) <= request.priority < 1 << 31:
         raise ValueError(f"its priority is {request.priority}")
+    try:
+        (request.caller + request.session).encode()
+    except UnicodeEncodeError:
+        raise ValueError("its caller or its session is no text") from None
 
 
 def _mooncake(row: Mapping[str, Any]) -> TracedRequest:

@@ -18,9 +18,11 @@ _MOST_CONVERSATIONS = 4096
 _EXPECTED_S = 10.0
 """A prompt is expected to be in the cache of the worker that was given it for at least so long, and at most twice, so
 that prompts that begin alike and come together meet; for less, if the worker is given more blocks meanwhile than it can
-cache, each prompt counted whole. After that, what the worker has told counts."""
+cache. After that, what the worker has told counts."""
 
 
+_MOST_TIMES = 4
+"""So many times the blocks that a worker can cache are kept of prompts that share blocks."""
 _MOST_ALIKE = 32
 """The most expected prompts with one beginning that are kept, the newest: whoever came before has been told of since,
 or waits behind them."""
@@ -58,7 +60,8 @@ class KnownCache:
     def expect(self, hashes: Sequence[ShortHash], conversation: str) -> None:
         """Notes that the worker was given a prompt. `hashes` are those of its full blocks, in order; `conversation` is
         empty for none."""
-        if self._expected.num_blocks + len(hashes) > self._most_blocks:
+        expected = self._expected
+        if max(expected.num_blocks, expected.num_hashes // _MOST_TIMES) + len(hashes) > self._most_blocks:
             self._turn()
         self._expected.add(hashes[: self._most_blocks])
         if conversation:
@@ -112,13 +115,17 @@ class _Prompts:
 
     def __init__(self) -> None:
         self.num_blocks = 0
+        """Those that several prompts share are counted once."""
+        self.num_hashes = 0
+        """Those that are kept: of each prompt its own."""
         self.by_first: dict[ShortHash, deque[Sequence[ShortHash]]] = {}
 
     def add(self, hashes: Sequence[ShortHash]) -> None:
         if hashes:
             alike = self.by_first.setdefault(hashes[0], deque(maxlen=_MOST_ALIKE))
+            self.num_blocks += len(hashes) - _extended(hashes, 0, alike)
+            self.num_hashes += len(hashes)
             alike.append(hashes)
-            self.num_blocks += len(hashes)
 
 
 def _extended(hashes: Sequence[ShortHash], known: int, prompts: Iterable[Sequence[ShortHash]]) -> int:

@@ -266,7 +266,8 @@ def reweighted(policy: PolicyConfig, phase: str, term: Term, weight: float, orig
     out. Prompts are hashed where a term looks at them. Raises ConfigError, which names `origin`, for a weight that is
     out of range."""
     if not 0 <= weight <= MOST_WEIGHT:
-        raise ConfigError(f"{origin}: the weight {weight:g} is not in [0, {MOST_WEIGHT:g}]")
+        shown = f"{weight:g}" if isinstance(weight, float) or abs(weight) < 1 << 1000 else "beyond 1e300"
+        raise ConfigError(f"{origin}: the weight {shown} is not in [0, {MOST_WEIGHT:g}]")
     terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
     others = tuple(each for each in terms[phase] if each[1] is not term)
     terms[phase] = (*others, (weight, term)) if weight else others

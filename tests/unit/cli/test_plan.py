@@ -205,7 +205,8 @@ def test_plan_of_a_cluster() -> None:
 
 
 def test_the_router_of_a_cluster_is_told_how_to_place() -> None:
-    assert make_plan(UpConfig(), ["mixed"], ResolvedModel("m", pathlib.Path("/m"))).router_flags == ()
+    plain = make_plan(UpConfig(), ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
+    assert plain.router_flags == ("--split=always",)
     config = UpConfig(
         policy=("sticky", "m=hybrid"), policy_weight=("prefill.near=1",), policy_file="policies.toml", split="never"
     )

@@ -241,6 +241,8 @@ def test_a_hopeless_cluster_is_given_up_early_and_only_if_it_is_hopeless() -> No
     [
         (["--slo", "ttft=5ms"], "--slo: 'ttft=5ms' is not like ttft_p95=500ms"),
         (["--slo", "ttft_p42=5ms"], "--slo: 'ttft_p42=5ms'"),
+        (["--slo", "ttft_p095=5ms"], "--slo: 'ttft_p095=5ms' is not like"),
+        (["--slo", "ttft_p٩٥=5ms"], "is not like"),
         (["--slo", "ttft_p95=0ms"], "must be above 0"),
         (["--slo", f"ttft_p95={'9' * 400}ms"], "at most a thousand million seconds"),
         (["--slo", "ttft_p95=5ms,ttft_p95=9ms"], "--slo: ttft_p95 has two bounds"),

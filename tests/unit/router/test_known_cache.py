@@ -174,6 +174,28 @@ def test_of_many_expected_prompts_the_longest_common_beginning_counts() -> None:
     assert cache.num_blocks((7, *common)) == 0
 
 
+def test_prompts_that_share_blocks_are_expected_as_long_as_their_blocks_fit() -> None:
+    """A pool of 84 blocks is to hold ten prompts of 20 blocks, 16 of which all share: 56 in all."""
+    cache = KnownCache(84, 0.0)
+    prompts = [(*range(1, 17), *range(100 * number, 100 * number + 4)) for number in range(1, 11)]
+    first = (*range(2000, 2008),)
+    cache.expect(first, "")
+    for prompt in prompts:
+        cache.expect(prompt, "")
+    assert cache._expected.num_blocks == 64
+    assert cache.num_blocks(first) == 8
+    cache.expect(tuple(range(3000, 3021)), "")
+    assert (cache._expected.num_blocks, cache._expected_before.num_blocks) == (21, 64)
+
+
+def test_what_is_kept_of_prompts_that_share_blocks_is_bounded() -> None:
+    cache = KnownCache(64, 0.0)
+    for number in range(1000):
+        cache.expect((*range(1, 60), 1000 + number % 5), "")
+        assert cache._expected.num_hashes <= 4 * 64
+    assert cache.num_blocks(tuple(range(1, 60))) == 59
+
+
 @pytest.mark.parametrize("guess", [0, 1, 3, 99, 500])
 @pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 7, 8, 100])
 def test_each_length_of_a_known_beginning_is_found(num_blocks: int, guess: int) -> None:

@@ -125,6 +125,7 @@ WRONG_FILES = {
     "weights.decode.near = -1": "weights.decode.near: the weight -1 is not in [0, 1e+06]",
     "weights.decode.near = nan": "weights.decode.near: the weight nan is not in [0, 1e+06]",
     "weights.decode.near = inf": "weights.decode.near: the weight inf is not in [0, 1e+06]",
+    "weights.decode.near = 1" + "0" * 400: "weights.decode.near: the weight beyond 1e300 is not in [0, 1e+06]",
     'models."\\u001b[2J".weights.prefill.near = 2e6': "models.'\\\\x1b[2J'.weights.prefill.near: the weight 2e+06 ",
     "policy = ": "Invalid value (at end of document)",
     "[" * 40_000: "",

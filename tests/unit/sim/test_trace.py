@@ -146,6 +146,7 @@ ROW = '{"timestamp": 1, "input_length": 5, "output_length": 6}'
         ("b.jsonl", [ROW, ROW.replace("1,", "0,", 1)], ":2: it arrives before the one above it"),
         ("b.jsonl", [ROW, ROW[:-1] + ', "hash_ids": [1e300]}'], ":2: "),
         ("b.jsonl", [ROW, ROW[:-1] + ', "priority": 99999999999}'], ":2: its priority is 99999999999"),
+        ("b.jsonl", [ROW, ROW[:-1] + ', "session": "\\ud800"}'], ":2: its caller or its session is no text"),
         ("b.jsonl", [ROW, "[" * 100_000], ":2: "),
         ("b.jsonl", [ROW, "\udcff\udcfe"], ":2: "),
         ("a.csv", [HEAD, GOOD, "2023-11-16 18:16:50.9951690," + "1" * 200_000 + ",2"], ":3: field larger"),
