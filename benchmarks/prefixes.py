@@ -16,20 +16,17 @@ from pathlib import Path
 
 from benchmarks.figure import Figure, Findings
 from benchmarks.result import Result
+from benchmarks.split_choice import profiles
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import PRESETS
 from services.sim.cluster import SimPlan, simulate
-from services.sim.profile import WorkerProfile, read_profile
+from services.sim.profile import WorkerProfile
 from services.sim.report import Objective, summary
 from services.sim.trace import TracedRequest, scaled
 from services.sim.trace_files import read_trace
 
 NUM_PREFILL, NUM_DECODE = 4, 4
-_HARDWARE = "llama2-70b:a100-80gb"
-_BYTES_PER_TOKEN = 327_680
 _MOST_TOKENS = 200_000
-_DECODE_BLOCKS = 100_000
-"""So many that the caches of decode workers, which nobody varies here, are not what is short."""
 _MOST_QUEUE = 1 << 20
 _PATIENCE_S = 86_400.0
 _FIRST, _FLOOD, _OVERLOAD = 500, 100.0, 1.15
@@ -78,15 +75,10 @@ def workload(trace: Sequence[TracedRequest], table: Path, share: float) -> Workl
     """Returns the trace with workers each of whose pools holds a share of its distinct blocks."""
     num_tokens = sum({block: each.block_tokens for each in trace for block in each.block_ids}.values())
     profile = dataclasses.replace(
-        read_profile(table, _HARDWARE),
-        kv_bytes_per_token=_BYTES_PER_TOKEN,
-        max_num_seqs=256,
-        max_model_len=_MOST_TOKENS,
-        transfer_bytes_per_s=25e9,
-        transfer_latency_ms=5.0,
-    )
+        profiles(table)["a100"], max_model_len=_MOST_TOKENS
+    )  # caches of decodes are not short
     of_prefill = dataclasses.replace(profile, num_blocks=int(share * num_tokens / profile.block_size))
-    return Workload(trace, of_prefill, dataclasses.replace(profile, num_blocks=_DECODE_BLOCKS))
+    return Workload(trace, of_prefill, profile)
 
 
 def measure(load: Workload, presets: Sequence[str], shares: Sequence[float]) -> Findings:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import PRESETS
-from services.router.policy.outliers import OutlierConfig
 from services.sim.cluster import SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.report import Objective, summary
@@ -49,10 +48,7 @@ class Scenario:
 
     def run(self, preset: str) -> float:
         """Returns the figure with this preset. Raises AssertionError if a request failed."""
-        # Presets are compared by themselves: a slow worker that is ejected is no longer theirs to deal with.
-        router = CoordinatorConfig(
-            model_context_tokens=1 << 20, policy=PRESETS[preset], outliers=OutlierConfig(slow_factor=0)
-        )
+        router = CoordinatorConfig(model_context_tokens=1 << 20, policy=PRESETS[preset])
         plan = dataclasses.replace(self.plan, router=router)
         report = summary(plan, simulate(plan, self.trace), Objective(1.0, 0.05))
         assert not report["num_failed"], f"{preset}: {report['num_failed']}"

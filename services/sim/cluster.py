@@ -310,9 +310,8 @@ class _Simulation:
             self._world.after(TICK_S, self._tick)
 
     def _tell(self, worker: SimWorker, events: Sequence[LegEvent], load: Load) -> None:
-        if self._knows_caches_at_once:
-            self._cache_changed(worker, *worker.take_cache_changes())
-        stored, removed = worker.take_cache_changes()
+        # What is known at once is taken at each choice.
+        stored, removed = ([], []) if self._knows_caches_at_once else worker.take_cache_changes()
 
         def deliver() -> None:
             if not worker.dead:

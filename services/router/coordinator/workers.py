@@ -369,13 +369,17 @@ class WorkerTable:
 
     def handoff_tried(self, source_id: str, target_id: str, now: float) -> None:
         """Notes that a prompt is split whose handoff may go from one to the other."""
-        if (pair := self._workers[target_id].sources.get(self._workers[source_id].info)) is not None:
-            pair.handoff_time.tried(now)
+        if (time := self._handoff_time(source_id, target_id)) is not None:
+            time.tried(now)
 
     def handoff_ms(self, source_id: str, target_id: str, now: float) -> float | None:
         """Returns what the pair's handoffs take on average; None while it is not known."""
+        time = self._handoff_time(source_id, target_id)
+        return time.average_ms(now) if time is not None else None
+
+    def _handoff_time(self, source_id: str, target_id: str) -> HandoffTime | None:
         pair = self._workers[target_id].sources.get(self._workers[source_id].info)
-        return pair.handoff_time.average_ms(now) if pair is not None else None
+        return pair.handoff_time if pair is not None else None
 
     def tick(self, now: float) -> None:
         """Lets time act on the health records: it ends pauses and slow starts. What a cache was expected to have is

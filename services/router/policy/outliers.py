@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.router.policy.views import Load, Role, WorkerView
+from services.router.policy.views import Role, WorkerView
 
 
 def is_slow_factor(value: float) -> bool:
@@ -132,16 +132,18 @@ class OutlierDetection:
         num_active, config = len(group) - len(ejected), self._config
         if num_active < config.fewest_peers or len(ejected) > config.most_ejected * len(group):
             for view in ejected:
-                record = self._records[view.worker_id]
-                record.ejection, record.back_s = None, now
+                self._end(self._records[view.worker_id], now)
                 yield view.worker_id
 
     def _ends(self, record: _Record, now: float) -> bool:
         """Ends the worker's ejection if its time is over. Returns whether it was."""
         if record.ejection is None or now < record.ejection.until_s:
             return False
-        record.ejection, record.back_s = None, now
+        self._end(record, now)
         return True
+
+    def _end(self, record: _Record, now: float) -> None:
+        record.ejection, record.back_s = None, now
 
     def _look_at(self, group: Sequence[WorkerView], now: float) -> Iterable[str]:
         """Ejects those of the group that have been slow for long enough, the slowest first, and yields them."""
@@ -190,13 +192,8 @@ def _peers(active: Sequence[WorkerView], at: int, most: int) -> list[WorkerView]
 
 
 def _prefill_slowness(view: WorkerView, peers: Sequence[WorkerView], config: OutlierConfig) -> Slowness | None:
-    like = [peer for peer in peers if _computes_alike(view.load, peer.load, config.similar_steps)]
+    like = [peer for peer in peers if view.load.has_steps_like(peer.load, config.similar_steps)]
     return _slowness("a prompt token", view, like, lambda each: each.load.ms_per_prefill_token, config)
-
-
-def _computes_alike(load: Load, other: Load, factor: float) -> bool:
-    mine, theirs = load.tokens_per_prefill_step, other.tokens_per_prefill_step
-    return max(mine, theirs) <= factor * min(mine, theirs)
 
 
 def _decode_slowness(view: WorkerView, peers: Sequence[WorkerView], config: OutlierConfig) -> Slowness | None:

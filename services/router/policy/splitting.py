@@ -154,9 +154,9 @@ def _token_ms(source: WorkerView, target: WorkerView) -> tuple[float, float] | N
     mine, theirs = source.load, target.load
     if not mine.ms_per_prefill_token or not theirs.ms_per_prefill_token:
         return None
-    few, many = sorted((mine, theirs), key=lambda load: load.tokens_per_prefill_step)
-    if many.tokens_per_prefill_step <= _SIMILAR_STEPS * few.tokens_per_prefill_step:
+    if mine.has_steps_like(theirs, _SIMILAR_STEPS):
         return mine.ms_per_prefill_token, theirs.ms_per_prefill_token
+    many = max(mine, theirs, key=lambda load: load.tokens_per_prefill_step)
     return (many.ms_per_prefill_token,) * 2 if source.hardware == target.hardware else None
 
 
@@ -172,7 +172,4 @@ def _disturbance(target: WorkerView, output_tokens: float) -> float:
 
 def _cached_tokens(job: Job, worker: WorkerView) -> int:
     """Returns the tokens that the worker need not compute, as far as it is known what its prefix cache has."""
-    if worker.cache is None:
-        return 0
-    num_blocks = worker.cache.num_blocks(job.block_hashes.get(worker.block_size, ()))
-    return min(num_blocks, (job.num_tokens - 1) // worker.block_size) * worker.block_size
+    return min(worker.cached_blocks(job), (job.num_tokens - 1) // worker.block_size) * worker.block_size

@@ -154,11 +154,8 @@ def prefix_cached(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float
     told, or will have, by the prompts it was given."""
     scores, num_blocks = {}, 0
     for worker in workers:
-        if worker.cache is None:
-            scores[worker.worker_id] = 0.0
-        else:
-            num_blocks = worker.cache.num_blocks(job.block_hashes.get(worker.block_size, ()), num_blocks)
-            scores[worker.worker_id] = num_blocks * worker.block_size / job.num_tokens
+        num_blocks = worker.cached_blocks(job, num_blocks)
+        scores[worker.worker_id] = num_blocks * worker.block_size / job.num_tokens
     return scores
 
 

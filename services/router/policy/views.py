@@ -102,6 +102,12 @@ class Load:
             or (self.idle and not other.idle)
         )
 
+    def has_steps_like(self, other: Load, factor: float) -> bool:
+        """Returns whether costs of prompt tokens may be compared: part of a step's cost is shared by its tokens, so
+        that steps must differ in prompt tokens by at most this factor."""
+        mine, theirs = self.tokens_per_prefill_step, other.tokens_per_prefill_step
+        return max(mine, theirs) <= factor * min(mine, theirs)
+
 
 @record
 class WorkerView:
@@ -174,6 +180,11 @@ class WorkerView:
         """Returns the milliseconds of a decode step of so many sequences, or of all that fit in one."""
         further = max(0.0, min(num_sequences, self.max_num_seqs) - 1)
         return self.load.ms_per_decode_step + further * self.load.ms_per_decode_sequence
+
+    def cached_blocks(self, job: Job, guess: int = 0) -> int:
+        """Returns how many of the prompt's first blocks its prefix cache has, as far as known; `guess` is as for
+        `KnownCache.num_blocks`."""
+        return self.cache.num_blocks(job.block_hashes.get(self.block_size, ()), guess) if self.cache is not None else 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self.block_size)

@@ -89,18 +89,16 @@ class Explanations:
     def end(self, request: ExplainedRequest, failure: str = "") -> None:
         """Notes that the request has ended, and why if it failed: it may be forgotten from now on."""
         if request.is_live:
-            request.is_live, request.failure = False, failure[:_MOST_FAILURE]
-            self._count(request, len(request.failure))
-            self._ended.append(request)
-            self._forget()
+            self._end(request, failure, self._ended)
 
     def refused(self, request_id: str, now: float, failure: str) -> None:
         """Notes a request that was refused at its arrival. Few of these are kept: a flood of them spares the others."""
-        request = ExplainedRequest(request_id, now, is_live=False, failure=failure[:_MOST_FAILURE])
-        request.num_bytes += len(request.failure)
-        self._by_id.setdefault(request_id, []).append(request)
-        self.num_bytes += request.num_bytes
-        self._refused.append(request)
+        self._end(self.begin(request_id, now), failure, self._refused)
+
+    def _end(self, request: ExplainedRequest, failure: str, kept: deque[ExplainedRequest]) -> None:
+        request.is_live, request.failure = False, failure[:_MOST_FAILURE]
+        self._count(request, len(request.failure))
+        kept.append(request)
         self._forget()
 
     def find(self, request_id: str) -> list[ExplainedRequest]:
