@@ -19,10 +19,9 @@ from baton_client import CallFailed
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, explain
 from services.cli.probing import probe
-from services.cli.simulate import PROFILE, check_writable
+from services.cli.simulate import check_writable, default_profile
 from services.core.addresses import is_address
 from services.core.errors import BatonError, ConfigError, NoWorker
-from services.core.home import baton_home
 from services.kv.layout import token_bytes
 from services.sim.fitting import fitted
 from services.sim.profile import WorkerProfile, write_profile
@@ -33,7 +32,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Writes the profile of a running cluster's workers, for `baton simulate`.")
     add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
     parser.add_argument(
-        "--out", default=str(baton_home() / PROFILE), metavar="FILE", help="(default: profile.json in BATON_HOME)"
+        "--out", default=str(default_profile()), metavar="FILE", help="(default: profile.json in BATON_HOME)"
     )
     parser.add_argument(
         "--model", default="", metavar="ID", help="which of the models that are served (default: the router's own)"

@@ -16,7 +16,8 @@ from services.cli.live import read_live
 from services.cli.simulate import (
     add_policy,
     add_workload,
-    check_writable,
+    check_plot,
+    default_profile,
     read_profiles,
     read_workload,
     router_of,
@@ -26,9 +27,10 @@ from services.cli.simulate import (
 from services.core.errors import ConfigError
 from services.sim.chart import Axis, Chart
 from services.sim.cluster import ROUTER
+from services.sim.goal import METRICS, Goal
 from services.sim.profile import WorkerProfile
 from services.sim.report import PERCENTS, as_json, failures
-from services.sim.search import METRICS, Candidate, Found, Goal, search
+from services.sim.search import Candidate, Found, search
 from services.sim.trace import TracedRequest
 
 _MOST_WORKERS = 64
@@ -59,8 +61,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
     goal, costs, router = parse_goal(arguments.slo), _costs(arguments.cost), router_of(arguments, ROUTER)
-    if arguments.plot:
-        check_writable(Path(arguments.plot), "--plot")
+    check_plot(arguments.plot)
     trace, (profile, of_decode), served = _workload(arguments, goal)
     of_decode = of_decode or profile
     profile = dataclasses.replace(profile, cost_per_hour=costs.get("prefill", profile.cost_per_hour))
@@ -98,9 +99,7 @@ def _workload(
     live = read_live(
         arguments.target, arguments.cluster_token_file, arguments.timeout, goal.objective, arguments.model or ""
     )
-    profiles: tuple[WorkerProfile, WorkerProfile | None] = (live.profile, None)
-    if arguments.decode_profile or arguments.set or Path(arguments.profile.partition("#")[0]).is_file():
-        profiles = read_profiles(arguments)
+    profiles = read_profiles(arguments, None if default_profile().is_file() else live.profile)
     return scaled_as_asked(live.trace, arguments), profiles, live.attainment
 
 
@@ -139,12 +138,8 @@ def _costs(text: str) -> dict[str, float]:
 def _text(found: Found, goal: Goal, most_workers: int) -> str:
     asked = ", ".join(f"{name} <= {bound:g} ms" for name, bound in goal.bounds_ms.items())
     if found.best is None:
-        fewest = found.fewest
-        lines = [
-            f"no cluster of at most {most_workers} workers meets {asked} ({found.num_simulated} simulated)",
-            f"the work alone needs at least {fewest.prefill} prefill and {fewest.decode} decode workers, or "
-            f"{fewest.mixed} mixed ones (--max-workers, --rate-scale)",
-        ]
+        lines = [f"no cluster of at most {most_workers} workers meets {asked} ({found.num_simulated} simulated)"]
+        lines += _out_of_reach(found, goal) or _fewest(found)
         lines += [_line("nearest", found.nearest, goal)] if found.nearest is not None else []
         return "\n".join(lines + _untried(found))
     lines = [f"{asked}; {found.num_simulated} clusters simulated", *_untried(found)]
@@ -154,6 +149,27 @@ def _text(found: Found, goal: Goal, most_workers: int) -> str:
             lines.append(_line(name, candidate, goal))
     lines += [_line(name, candidate, goal) for name, candidate in found.sensitivity.items()]
     return "\n".join(lines + why_not_split(found, goal))
+
+
+def _out_of_reach(found: Found, goal: Goal) -> list[str]:
+    return [
+        f"{name} <= {goal.bounds_ms[name]:g} ms is out of reach, however many workers there are: "
+        f"{_what_alone(name)} takes {alone_ms:.3g} ms on an idle one"
+        for name, alone_ms in found.out_of_reach.items()
+    ]
+
+
+def _what_alone(bound: str) -> str:
+    metric, _, percent = bound.partition("_")
+    return f"a prompt of their {percent} length" if metric == "ttft" else "a token"
+
+
+def _fewest(found: Found) -> list[str]:
+    fewest = found.fewest
+    return [
+        f"the work alone needs at least {fewest.prefill} prefill and {fewest.decode} decode workers, or "
+        f"{fewest.mixed} mixed ones (--max-workers, --rate-scale)"
+    ]
 
 
 def _untried(found: Found) -> list[str]:
@@ -255,6 +271,7 @@ def _plain(found: Found) -> dict[str, Any]:
         "nearest": plain(found.nearest),
         "sensitivity": {name: plain(candidate) for name, candidate in found.sensitivity.items()},
         "tried": [plain(candidate) for candidate in found.tried],
+        "out_of_reach_ms": dict(found.out_of_reach),
         "num_simulated": found.num_simulated,
         "num_untried": found.num_untried,
     }

@@ -16,10 +16,11 @@ from services.core.config import A_DURATION, duration
 from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.policy import DEFAULT_SPLIT, PRESETS, Split, preset, weighted
+from services.router.policy import DEFAULT_SPLIT, PRESETS, Split, preset
 from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT
+from services.router.policy_file import read_selection
 from services.sim.ablations import ablations, table
 from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
@@ -28,15 +29,15 @@ from services.sim.scheduler import WorkerRules
 from services.sim.trace import MOST_S, TracedRequest, scaled, synthetic_trace
 from services.sim.trace_files import read_trace
 
-PROFILE = "profile.json"
-"""The file in `$BATON_HOME` that `baton calibrate` writes unless told otherwise."""
 _MOST_WORKERS = 1024
 _BAR = 30
 _NOT_ABLATED = (
     "die",
     "slow",
     "capacity",
-    "weight",
+    "policy",
+    "policy_file",
+    "policy_weight",
     "decode_profile",
     "plot",
     "no_prefix_caching",
@@ -46,6 +47,30 @@ _NOT_ABLATED = (
 
 
 def main(argv: Sequence[str], prog: str) -> int:
+    arguments = _parser(prog).parse_args(argv)
+    for flag in ("slo_ttft_ms", "slo_tpot_ms"):
+        if not 0 < getattr(arguments, flag) < float("inf"):
+            raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
+    check_plot(arguments.plot)
+    if arguments.json not in ("", "-"):
+        check_writable(Path(arguments.json), "--json")
+    plan, trace = _plan(arguments), read_workload(arguments)
+    objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
+    if arguments.ablations:
+        return _ablations(arguments, plan, trace, objective)
+    outcome = simulate(plan, trace, _progress(len(trace)))
+    figures = summary(plan, outcome, objective)
+    print(as_json(figures) if arguments.json == "-" else text(figures))
+    if arguments.plot and all(served.total_s is None for served in outcome.requests):
+        print("--plot: no request was served, so there is nothing to draw", file=sys.stderr)
+    elif arguments.plot:
+        write_whole(Path(arguments.plot), picture(outcome), "--plot")
+    if arguments.json not in ("", "-"):
+        write_whole(Path(arguments.json), as_json(figures, indent=1) + "\n", "--json")
+    return 0
+
+
+def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Answers how fast a cluster would serve a trace, in virtual time.")
     add_workload(parser)
     for role in ("prefill", "decode", "mixed"):
@@ -97,27 +122,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
-    arguments = parser.parse_args(argv)
-    for flag in ("slo_ttft_ms", "slo_tpot_ms"):
-        if not 0 < getattr(arguments, flag) < float("inf"):
-            raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
-    for flag in ("plot", "json"):
-        if getattr(arguments, flag) not in ("", "-"):
-            check_writable(Path(getattr(arguments, flag)), f"--{flag}")
-    plan, trace = _plan(arguments), read_workload(arguments)
-    objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
-    if arguments.ablations:
-        return _ablations(arguments, plan, trace, objective)
-    outcome = simulate(plan, trace, _progress(len(trace)))
-    figures = summary(plan, outcome, objective)
-    print(as_json(figures) if arguments.json == "-" else text(figures))
-    if arguments.plot and all(served.total_s is None for served in outcome.requests):
-        print("--plot: no request was served, so there is nothing to draw", file=sys.stderr)
-    elif arguments.plot:
-        write_whole(Path(arguments.plot), picture(outcome), "--plot")
-    if arguments.json not in ("", "-"):
-        write_whole(Path(arguments.json), as_json(figures, indent=1) + "\n", "--json")
-    return 0
+    return parser
 
 
 def _ablations(
@@ -126,8 +131,6 @@ def _ablations(
     for flag in _NOT_ABLATED:
         if getattr(arguments, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
-    if arguments.policy != DEFAULT:
-        raise ConfigError("--policy: --ablations has clusters of its own, without it")
     if arguments.slow_factor or arguments.isolate_long_prompts != LongPromptConfig.isolation:
         raise ConfigError("--slow-factor, --isolate-long-prompts: --ablations has clusters of its own, without them")
     if arguments.split != DEFAULT_SPLIT.value:
@@ -146,6 +149,14 @@ def _ablations(
 
 def _progress_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def check_plot(named: str) -> None:
+    """Raises ConfigError if the picture that --plot names cannot be written; nothing if it names none."""
+    if named == "-":
+        raise ConfigError("--plot: a picture goes to a file, not to stdout")
+    if named:
+        check_writable(Path(named), "--plot")
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -171,10 +182,16 @@ def write_whole(path: Path, content: str, flag: str) -> None:
 def add_policy(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say how the router places requests."""
     parser.add_argument(
-        "--policy", default=DEFAULT, metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: %(default)s)"
+        "--policy", default="", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: {DEFAULT})"
     )
     parser.add_argument(
-        "--weight",
+        "--policy-file",
+        default="",
+        metavar="FILE",
+        help="what it says of all models, as the router reads it; --policy comes before it",
+    )
+    parser.add_argument(
+        "--policy-weight",
         action="append",
         default=[],
         metavar="PHASE.TERM=W",
@@ -190,8 +207,11 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 
 def router_of(arguments: argparse.Namespace, router: CoordinatorConfig) -> CoordinatorConfig:
     """Returns the router with what the flags of `add_policy` say. Raises ConfigError, which names the flag."""
-    policy = weighted(preset(arguments.policy, "--policy"), arguments.weight, "--weight")
-    return dataclasses.replace(router, policy=policy, split=Split(arguments.split))
+    if arguments.policy:
+        preset(arguments.policy, "--policy")  # MODEL=NAME is for routers, which may have several models
+    by_flag = [arguments.policy] if arguments.policy else []
+    chosen = read_selection(by_flag, arguments.policy_weight, arguments.policy_file).of("")
+    return dataclasses.replace(router, policy=chosen.config, split=Split(arguments.split))
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -208,7 +228,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the made-up requests (default: 0)")
     parser.add_argument(
         "--profile",
-        default=str(baton_home() / PROFILE),
+        default="",
         metavar="FILE",
         help="what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
         "(default: profile.json in BATON_HOME)",
@@ -279,10 +299,20 @@ def _of_worker(flag: str, text: str, between: str, plan: SimPlan) -> tuple[str, 
     return worker_id, value
 
 
-def read_profiles(arguments: argparse.Namespace) -> tuple[WorkerProfile, WorkerProfile | None]:
+def default_profile() -> Path:
+    """Returns the file that `baton calibrate` writes, and that is read where --profile names none."""
+    return baton_home() / "profile.json"
+
+
+def read_profiles(
+    arguments: argparse.Namespace, measured: WorkerProfile | None = None
+) -> tuple[WorkerProfile, WorkerProfile | None]:
     """Returns the profile, and that of decode workers if it is another, as the flags of `add_workload` name and change
-    them. Raises ConfigError, which names the flag."""
-    profile = _changed(_read_profile(arguments.profile, "--profile"), arguments.set)
+    them. If they name none, it is `measured`, or else what stands in the default file. Raises ConfigError, which names
+    the flag."""
+    if measured is None or arguments.profile:
+        measured = _read_profile(arguments.profile or str(default_profile()), "--profile")
+    profile = _changed(measured, arguments.set)
     if not arguments.decode_profile:
         return profile, None
     return profile, _changed(_read_profile(arguments.decode_profile, "--decode-profile"), arguments.set)

@@ -127,7 +127,8 @@ class Outcome:
     seconds: float
     """From the first arrival to the last end, also of a request that failed, in virtual time."""
     gaps_s: dict[float, int]
-    """How often each gap between two tokens of a stream occurred, rounded to three digits."""
+    """How often each gap between two tokens of a stream occurred, rounded up to four digits: what keeps a bound does so
+    before it is rounded too."""
     busy: dict[str, float]
     """The share of the time in which each worker computed."""
     bytes_moved: int
@@ -389,8 +390,16 @@ class _Simulation:
         self._on_end(served)
 
     def _note_gap(self, seconds: float, count: int) -> None:
-        key = float(f"{seconds:.3g}")
+        key = _rounded_up(seconds)
         self._gaps[key] = self._gaps.get(key, 0) + count
+
+
+def _rounded_up(seconds: float) -> float:
+    """Returns the next number of four digits; the same for one that has no more but for a rounding error."""
+    if seconds <= 0:
+        return 0.0
+    digit = 10.0 ** (math.floor(math.log10(seconds)) - 3)
+    return round(math.ceil(seconds / digit - 1e-6) * digit, 15)
 
 
 def _alone_s(plan: SimPlan, trace: Sequence[TracedRequest]) -> float:

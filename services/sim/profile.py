@@ -13,6 +13,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,9 @@ from typing import Any
 from services.core.errors import ConfigError
 
 Points = tuple[tuple[float, float], ...]
-"""Measured (size, milliseconds), by size. Between two, and beyond the last, values are on a straight line."""
+"""Measured (size, milliseconds), by size. Between two of them values are on a straight line, and so they are beyond the
+first and the last, but for two things that no line of noisy points may say: what is larger than the last costs no less
+than that, and what is smaller than the first costs no less for its size."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,14 @@ class WorkerProfile:
 
 
 def _at(points: Points, size: float) -> float:
-    place = min(max(bisect_right(points, (size, float("inf"))), 1), len(points) - 1)
+    place = min(max(bisect_right(points, (size, math.inf)), 1), len(points) - 1)
     (left, left_ms), (right, right_ms) = points[place - 1], points[place]
-    return left_ms + (right_ms - left_ms) * (size - left) / (right - left)
+    on_line_ms = left_ms + (right_ms - left_ms) * (size - left) / (right - left)
+    if size > right:
+        return max(on_line_ms, right_ms)
+    if size < left:
+        return max(on_line_ms, left_ms * size / left)
+    return on_line_ms
 
 
 _POSITIVE = {"ms_per_prefill_token", "ms_per_decode_step", "transfer_bytes_per_s"}

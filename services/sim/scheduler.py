@@ -183,12 +183,13 @@ class SimScheduler:
     def schedule(self, now: float) -> SimStep:
         """Returns the next step, with nothing in it if there is nothing to compute."""
         begins = not self.running
+        may_join = begins or not self._rules.static
         while True:
-            while self.adopted and not self.full:
+            while may_join and self.adopted and not self.full:
                 work = self.adopted.popleft()
                 self.running[work.leg] = work
             self._grow()
-            if not self.adopted or self.full:
+            if not may_join or not self.adopted or self.full:
                 break  # otherwise a preemption has made room for one that holds blocks
         admitted: list[SimLeg] = []
         newcomers = self._admissions(now, admitted)

@@ -1,9 +1,9 @@
 """Searches the cheapest cluster that meets an objective, by simulating clusters in the order of their cost.
 
 Few are simulated. Those that could not do the work in the time that bounds allow are left out, however well it was
-spread; so are those with fewer prefill workers than meet the bounds of TTFT beside plenty of decode workers, and with
-fewer decode workers than meet those of TPOT and ITL beside plenty of prefill workers: more workers make these no worse.
-A simulation ends as soon as so many requests are late that a bound must be broken.
+spread (`needs`). Where more workers make nothing worse, so are those with fewer prefill workers than meet the bounds of
+TTFT beside plenty of decode workers, and those with fewer decode workers than meet the bounds of TPOT and ITL beside
+plenty of prefill workers. A simulation ends as soon as so many requests are late that a bound must be broken.
 """
 
 from __future__ import annotations
@@ -12,87 +12,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from services.router.coordinator.config import CoordinatorConfig
-from services.sim.cluster import Served, SimPlan, simulate
-from services.sim.profile import Points, WorkerProfile
-from services.sim.report import Objective, summary
+from services.router.policy import Split
+from services.sim.cluster import SimPlan, simulate
+from services.sim.goal import Goal, Hopeless, Watch
+from services.sim.needs import needs, out_of_reach, work_s
+from services.sim.profile import WorkerProfile
+from services.sim.report import summary
 from services.sim.trace import TracedRequest
 
-METRICS = ("ttft", "tpot", "itl", "queue")
 _OF_PREFILL, _OF_DECODE = ("ttft", "queue"), ("tpot", "itl")
 _MOST_OF_ALL_KINDS = 24
 """The most clusters of prefill, decode and mixed workers together that are tried; the cheapest are."""
-
-
-class Hopeless(Exception):
-    """Says that a bound is broken by far, whatever the requests do that have not ended."""
-
-    def __init__(self, bound: str, attainment: float) -> None:
-        """`attainment` is the largest share of requests that may still be good."""
-        super().__init__(f"{bound} is broken")
-        self.bound = bound
-        self.attainment = attainment
-
-
-@dataclass(frozen=True)
-class Goal:
-    """Keeps upper bounds of percentiles, in milliseconds: of `ttft_p95`, for example."""
-
-    bounds_ms: Mapping[str, float]
-
-    @property
-    def objective(self) -> Objective:
-        """Returns what one request must keep to count as good: the tightest bound of each metric but `itl`, whose
-        percentiles are of the gaps of all requests."""
-        tightest = dict.fromkeys(METRICS, math.inf)
-        for name, bound in self.bounds_ms.items():
-            metric = name.partition("_")[0]
-            tightest[metric] = min(tightest[metric], bound / 1e3)
-        return Objective(tightest["ttft"], tightest["tpot"], tightest["queue"])
-
-    def margins(self, figures: Mapping[str, Any]) -> dict[str, float]:
-        """Returns by which share each bound is kept; negative if it is broken."""
-        found = {}
-        for name, bound in self.bounds_ms.items():
-            metric, _, percent = name.partition("_")
-            found[name] = 1 - figures[f"{metric}_ms"][percent] / bound
-        return found
-
-    def margin(self, figures: Mapping[str, Any]) -> float:
-        """Returns by which share the tightest bound is kept; negative if one is broken."""
-        return min(self.margins(figures).values())
-
-    def bounds_of(self, metric: str) -> list[tuple[int, float]]:
-        """Returns the percentile and the bound, in seconds, of each bound of a metric."""
-        named = [(name.partition("_p"), bound) for name, bound in self.bounds_ms.items()]
-        return [(int(percent), bound / 1e3) for (of, _, percent), bound in named if of == metric]
-
-    def of(self, metrics: Sequence[str]) -> Goal:
-        return Goal({name: bound for name, bound in self.bounds_ms.items() if name.partition("_")[0] in metrics})
-
-
-class Watch:
-    """Ends a simulation whose requests are late so often that a bound is broken by far: twice as many as may be."""
-
-    def __init__(self, goal: Goal, num_requests: int) -> None:
-        self._bounds: list[tuple[str, str, float, float]] = []
-        for name, bound in goal.bounds_ms.items():
-            metric, _, percent = name.partition("_p")
-            if metric in ("ttft", "tpot"):
-                self._bounds.append((name, metric, bound / 1e3, 2 * (100 - int(percent)) / 100 * num_requests + 1))
-        self._num_late = [0] * len(self._bounds)
-        self._num_requests = num_requests
-
-    def look(self, served: Served) -> None:
-        for number, (name, metric, bound_s, most) in enumerate(self._bounds):
-            time_s = served.ttft_s if metric == "ttft" else served.tpot_s
-            if served.error or (time_s is not None and time_s > bound_s):
-                self._num_late[number] += 1
-                if self._num_late[number] > most:
-                    raise Hopeless(name, 1 - self._num_late[number] / self._num_requests)
 
 
 @dataclass(frozen=True)
@@ -133,6 +66,8 @@ class Found:
     """If the best is not split: the best of the clusters at its cost that are, whether it meets the goal or not."""
     nearest: Candidate | None
     """Of those simulated, the one with the largest margin, if none meets the goal."""
+    out_of_reach: Mapping[str, float]
+    """Bounds that no number of workers meets, with what a request takes alone on an idle worker, in milliseconds."""
     fewest: SimPlan
     """The fewest prefill, decode and mixed workers that could do the work at all, in a split and a mixed cluster."""
     tried: tuple[Candidate, ...]
@@ -179,7 +114,7 @@ class _Search:
         self._goal = goal
         self._most = most_workers
         self._progress = progress
-        self._needs = _needs(trace, plan, goal)
+        self._needs = needs(trace, plan, goal)
         self._fewest = self._needs.fewest(plan)
         self._tried: dict[tuple[int, int, int], Candidate] = {}
         self._num_simulated = 0
@@ -208,6 +143,7 @@ class _Search:
             unsplit,
             split,
             None if good else max(tried, key=lambda each: (each.margin, each.attainment), default=None),
+            out_of_reach(self._trace, self._fewest, self._goal),
             self._fewest,
             tuple(self._tried.values()),
             sensitivity,
@@ -256,7 +192,9 @@ class _Search:
             for others in range(1, most - mixed - some + 1)
             if self._needs.allow(plan := dataclasses.replace(fewest, prefill=some, decode=others, mixed=mixed))
         ]
-        if split:
+        if not self._more_is_no_worse:
+            plans += split
+        elif split:
             prefill, decode = self._least("prefill"), self._least("decode")
             # How many decode workers a mixed one stands for is not known if it is the faster one.
             may_be_faster = not _decodes_no_faster(fewest.profile, fewest.decode_profile or fewest.profile)
@@ -267,6 +205,15 @@ class _Search:
                 and (plan.decode + plan.mixed >= decode or (plan.mixed and may_be_faster))
             ]
         yield from sorted(plans, key=_order)
+
+    @property
+    def _more_is_no_worse(self) -> bool:
+        """Returns whether a phase's workers do their part no worse beside more workers. They may on one host, whose
+        cores they share, and where what a prefix cache has is on one of many workers; and where decode workers compute
+        prompts, one phase's bounds say nothing of its own workers."""
+        on_one_host = any(each.shares_host for each in (self._fewest.profile, self._fewest.decode_profile) if each)
+        shares_prefixes = any(request.block_ids for request in self._trace)
+        return not on_one_host and not shares_prefixes and self._fewest.router.split is Split.ALWAYS
 
     def _least(self, role: str) -> int:
         """Returns the fewest workers of a role with which the bounds of its phase are kept beside plenty of the other,
@@ -312,7 +259,7 @@ class _Search:
     def _work_share(self) -> float:
         """Returns which share of the work prompts are."""
         profile = self._fewest.profile
-        prefill, decode = _work_s(self._trace, profile, self._fewest.decode_profile or profile)
+        prefill, decode = work_s(self._trace, profile, self._fewest.decode_profile or profile)
         return prefill / (prefill + decode) if prefill + decode else 0.5
 
     def _sensitivity(self, plan: SimPlan) -> dict[str, Candidate]:
@@ -349,89 +296,3 @@ def _decodes_no_faster(profile: WorkerProfile, other: WorkerProfile) -> bool:
 def _order(plan: SimPlan) -> tuple[float, int, int, int]:
     kind = 0 if not plan.decode else 1 if not plan.mixed else 2
     return round(plan.cost_per_hour, 9), kind, plan.mixed if kind == 2 else 0, abs(plan.prefill - plan.decode)
-
-
-def _work_s(trace: Sequence[TracedRequest], prefill: WorkerProfile, decode: WorkerProfile) -> tuple[float, float]:
-    """Returns the seconds that the trace's prompts keep one worker busy at least, and its outputs another."""
-    chunk = prefill.max_num_batched_tokens
-    whole_ms = _least_each(prefill.prefill_ms, prefill.prefill_points, chunk)
-    token_ms = _least_each(decode.decode_ms, decode.decode_points, decode.max_num_seqs)
-    if decode.mixed_factor:  # a sequence costs what a token of a prompt does, in steps that have one
-        most = decode.max_num_batched_tokens + decode.max_num_seqs
-        token_ms = min(token_ms, decode.mixed_factor * _least_each(decode.prefill_ms, decode.prefill_points, most))
-    prefill_s = sum(request.prompt_tokens for request in trace) * whole_ms / 1e3
-    return prefill_s, sum(request.output_tokens for request in trace) * token_ms / 1e3
-
-
-def _least_each(cost_ms: Callable[[int], float], points: Points, most: int) -> float:
-    """Returns the least that each of up to `most` costs that are in a step together: at `most`, or at a measured point,
-    between which costs are on a line."""
-    sizes = {1, most, *(int(size) for size, _ in points if 1 <= size <= most)}
-    return max(0.0, min(cost_ms(size) / size for size in sizes))
-
-
-@dataclass(frozen=True)
-class _Needs:
-    """Says how many workers the work keeps busy at least, however well it is spread: 3.9, for example, of which it is
-    three, so that a little too few are tried as well."""
-
-    prompts: float
-    outputs: float
-    """Decode workers, if they compute all output."""
-    outputs_on_mixed: float
-    """Mixed ones, if they do: their steps cost something else if decode workers have a profile of their own."""
-
-    def allow(self, plan: SimPlan) -> bool:
-        """Returns whether the plan's workers may be enough. A mixed worker counts whole for both phases, since a step
-        with prompts and sequences may cost no more than one with either."""
-        if plan.prefill + plan.mixed < math.floor(self.prompts):
-            return False
-        decode = float(plan.decode)
-        if plan.mixed and self.outputs_on_mixed:
-            decode += plan.mixed * self.outputs / self.outputs_on_mixed
-        return decode >= math.floor(self.outputs)
-
-    def fewest(self, plan: SimPlan) -> SimPlan:
-        """Returns the plan with as many workers of each role as may be enough, in a split and in a mixed cluster."""
-        prefill, decode, on_mixed = (
-            max(1, math.floor(need)) for need in (self.prompts, self.outputs, self.outputs_on_mixed)
-        )
-        return dataclasses.replace(plan, prefill=prefill, decode=decode, mixed=max(prefill, on_mixed))
-
-
-def _needs(trace: Sequence[TracedRequest], plan: SimPlan, goal: Goal) -> _Needs:
-    of_decode = plan.decode_profile or plan.profile
-    prompts, outputs = _needs_on(trace, plan, of_decode, goal)
-    return _Needs(prompts, outputs, _needs_on(trace, plan, plan.profile, goal)[1])
-
-
-def _needs_on(
-    trace: Sequence[TracedRequest], plan: SimPlan, of_decode: WorkerProfile, goal: Goal
-) -> tuple[float, float]:
-    """Returns how many workers the prompts keep busy at least, and how many of the profile `of_decode` the outputs."""
-    if not trace or any(request.block_ids for request in trace):
-        return 0.0, 0.0  # caches may save most of it
-    last_s, longest = trace[-1].at_s, max(request.output_tokens for request in trace)
-    wait_s = plan.router.queue_timeout_s
-    # Nobody may wait longer than the router lets him, once for each phase; then the longest output takes its steps. A
-    # little too few workers are tried as well.
-    steps_s = longest * of_decode.decode_ms(of_decode.max_num_seqs) / 1e3
-    # So many of a hundred requests must not fail.
-    percent = max((percent for metric in METRICS for percent, _ in goal.bounds_of(metric)), default=0)
-    prefill_s = _work_s(_shortest(trace, percent, "prompt_tokens"), plan.profile, of_decode)[0]
-    decode_s = _work_s(_shortest(trace, percent, "output_tokens"), plan.profile, of_decode)[1]
-    prompts = [0.8 * prefill_s / (last_s + wait_s)]
-    outputs = [0.8 * decode_s / (last_s + 2 * wait_s + steps_s)]
-    for percent, bound_s in goal.bounds_of("ttft"):
-        until_s = last_s + bound_s
-        some = _shortest(trace, percent, "prompt_tokens")
-        prompts.append(_work_s(some, plan.profile, of_decode)[0] / until_s)
-        for of_tpot, tpot_s in goal.bounds_of("tpot"):
-            some = _shortest(trace, percent + of_tpot - 100, "output_tokens")
-            outputs.append(_work_s(some, plan.profile, of_decode)[1] / (until_s + longest * tpot_s))
-    return max(prompts), max(outputs)
-
-
-def _shortest(trace: Sequence[TracedRequest], percent: int, length: str) -> Sequence[TracedRequest]:
-    """Returns the least work that so many of a hundred requests can be: those of the smallest `length`."""
-    return sorted(trace, key=attrgetter(length))[: max(0, percent) * len(trace) // 100]

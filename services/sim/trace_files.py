@@ -51,7 +51,8 @@ def read_trace(path: Path) -> list[TracedRequest]:
     """Returns the requests in the order of their arrival. Raises ValueError, which names the line, for a file of
     another format, for a request that cannot be, and for one that arrives before the one above it (where the lines are
     requests)."""
-    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:  # Excel puts a mark before the text
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        # Excel puts a mark before the text. What is no UTF-8 stays apart, and is refused in names by `_check`.
         lines = _lines(path, file)
         requests = list(_json_requests(path, lines) if path.suffix == ".jsonl" else _azure(path, lines))
     if not requests:
@@ -163,11 +164,13 @@ def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
     at_ms, block_ids = row["timestamp"], row.get("hash_ids", ())
     assert isinstance(at_ms, int | float)
     assert isinstance(block_ids, list | tuple)
+    if not all(type(block_id) is int for block_id in block_ids):
+        raise ValueError("hash_ids must be integers")
     return TracedRequest(
         at_ms / 1e3,
         int(str(row["input_length"])),
         int(str(row["output_length"])),
-        tuple(map(int, block_ids)),
+        tuple(block_ids),
         caller=_told(row, "caller", ""),
         session=_told(row, "session", ""),
         priority=int(_told(row, "priority", "0")),

@@ -18,6 +18,7 @@ from services.cli import calibrate, plan_cluster
 from services.cli.live import workload_of
 from services.cli.main import EXIT_NO_ANSWER, main
 from services.core.errors import BatonError, ConfigError
+from services.sim.profile import WorkerProfile, write_profile
 from services.sim.trace import TracedRequest
 from tests.unit.cli.test_simulate import status
 
@@ -80,7 +81,8 @@ async def router(requests: list[control_pb2.RecentRequest]) -> AsyncIterator[str
 
 async def plan(requests: list[control_pb2.RecentRequest], monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
     monkeypatch.setenv("BATON_CLUSTER_TOKEN", "x" * 32)
-    slo = ["--slo", "ttft_p95=800ms,tpot_p95=40ms", "--profile", "nowhere.json"]
+    monkeypatch.setenv("BATON_HOME", "nowhere")
+    slo = ["--slo", "ttft_p95=800ms,tpot_p95=40ms"]
     async with router(requests) as target:
         arguments = ["--live", "--target", target, *slo, *more]
         return await asyncio.to_thread(plan_cluster.main, arguments, "baton plan")
@@ -97,6 +99,23 @@ async def test_a_plan_is_made_for_what_a_router_has_served(
     assert "cheapest   1 mixed: 1 an hour" in printed
     assert await plan(requests, monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["served"] == {"good": 100, "all": 103}
+
+
+async def test_what_workers_have_measured_can_be_changed_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Serves prompts that no worker of the plan computes in time by the figures that are given."""
+    requests = [recent(60.0 - number / 2) for number in range(100)]
+    assert await plan(requests, monkeypatch, "--set", "ms_per_decode_step=41") == 1
+    assert "tpot_p95 <= 40 ms is out of reach" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"--profile: no file none.json; `baton calibrate` writes one"):
+        await plan(requests, monkeypatch, "--profile", "none.json")
+    slow = tmp_path / "slow.json"
+    write_profile(
+        slow, WorkerProfile("slow", ms_per_prefill_token=99.0, ms_per_decode_step=1.0, ms_per_decode_sequence=0.0)
+    )
+    assert await plan(requests, monkeypatch, "--profile", str(slow)) == 1
+    assert "ttft_p95 <= 800 ms is out of reach" in capsys.readouterr().out
 
 
 async def test_a_router_that_has_served_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

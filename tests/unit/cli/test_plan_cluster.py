@@ -13,11 +13,13 @@ import pytest
 
 from services.cli import plan_cluster
 from services.core.errors import ConfigError
+from services.router.policy import Selection, Split
 from services.sim import search as search_module
-from services.sim.cluster import Served, SimPlan, simulate
+from services.sim.cluster import ROUTER, Served, SimPlan, simulate
+from services.sim.goal import Goal, Hopeless, Watch
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.report import summary
-from services.sim.search import Goal, Hopeless, Watch, search
+from services.sim.search import search
 from services.sim.trace import TracedRequest, synthetic_trace
 
 PROFILE = WorkerProfile("cpu", 0.2, 10.0, 0.2)
@@ -53,6 +55,55 @@ def test_the_cheapest_is_found_as_by_trying_them_all() -> None:
     assert meets(found.runner_up.plan)
     assert len(found.tried) < len(every) / 2
     assert found.num_simulated < len(every) * 2 / 3
+
+
+CHEAP = dataclasses.replace(PROFILE, cost_per_hour=0.2)
+OTHERS = {
+    "one host": (
+        [TracedRequest(number // 4 * 13.0, 2000, 2) for number in range(60)],
+        dataclasses.replace(PROFILE, prefill_beside_factor=1.5, decode_beside_factor=1.5),
+        None,
+        ROUTER,
+        Goal({"ttft_p95": 1700.0, "tpot_p95": 30.0}),
+    ),
+    "prefix caches": (
+        [
+            TracedRequest(0.5 * number, 2048, 150, tuple(range(number % 11 * 4, number % 11 * 4 + 4)))
+            for number in range(60)
+        ],
+        PROFILE,
+        None,
+        dataclasses.replace(ROUTER, policy=Selection(["round_robin"]).of("").config),
+        Goal({"ttft_p50": 150.0, "tpot_p95": 12.0}),
+    ),
+    "split auto": (
+        [TracedRequest(number // 6 * 3.0, 1000, 2) for number in range(60)],
+        PROFILE,
+        None,
+        dataclasses.replace(ROUTER, split=Split.AUTO),
+        Goal({"ttft_p50": 800.0, "tpot_p95": 30.0}),
+    ),
+    "split never": (
+        [TracedRequest(number / 27, 500, 2) for number in range(300)],
+        PROFILE,
+        CHEAP,
+        dataclasses.replace(ROUTER, split=Split.NEVER),
+        Goal({"ttft_p95": 700.0}),
+    ),
+}
+"""Where more workers may make others slower, or where a phase is not done by its own workers alone."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_cheapest_is_found_where_more_workers_may_be_worse(name: str) -> None:
+    trace, profile, of_decode, router, goal = OTHERS[name]
+    most = 5
+    found = search(trace, profile, of_decode, goal, most, router=router)
+    every = [dataclasses.replace(plan, router=router) for plan in all_plans(profile, of_decode, most)]
+    good = [plan for plan in every if meets(plan, goal, trace)]
+    assert 0 < len(good) < len(every)
+    assert found.best is not None
+    assert found.best.plan.cost_per_hour == min(plan.cost_per_hour for plan in good)
 
 
 EVEN = [TracedRequest(number * 0.1, 200, 60) for number in range(150)]
@@ -176,6 +227,8 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(tmp_path, "--slo", "ttft_p50=0.001ms") == 1
     printed, progress = capsys.readouterr()
     assert "no cluster of at most 8 workers meets ttft_p50 <= 0.001 ms" in printed
+    assert re.search(r"ttft_p50 <= 0.001 ms is out of reach, .*: a prompt of their p50 length takes \d+ ms on", printed)
+    assert "the work alone needs" not in printed, "more workers are no help"
     assert "nearest    " in printed
     assert "mixed: does not" in progress
     assert run(tmp_path, *slo, "--rate-scale", "1000", "--plot", str(tmp_path / "none.svg")) == 1

@@ -29,6 +29,16 @@ def check(outcome: Outcome, *, rel: float) -> None:
     assert sum(gap_s * count for gap_s, count in outcome.gaps_s.items()) == pytest.approx(streamed_s, rel=rel)
 
 
+@pytest.mark.parametrize(
+    ("exact_ms", "noted_ms"), [(20.0, 20.0), (20.041, 20.05), (19.9999, 20.0), (0.12341, 0.1235), (1e-6, 1e-6)]
+)
+def test_a_gap_is_noted_as_no_shorter_than_it_was(exact_ms: float, noted_ms: float) -> None:
+    """Streams at steps of a length that four digits hold, or do not: a bound that is kept is kept before rounding."""
+    steps = dataclasses.replace(PROFILE, ms_per_decode_step=exact_ms, ms_per_context_token=0.0)
+    outcome = simulate(SimPlan(0, 0, 1, profile=steps), [TracedRequest(0.0, 100, 50)])
+    assert list(outcome.gaps_s) == [pytest.approx(noted_ms / 1e3, rel=1e-9)]
+
+
 def test_the_gap_of_a_handoff_is_one() -> None:
     """Hands a prompt over whose blocks take a second: the second token comes so much later than the first."""
     slow = dataclasses.replace(PROFILE, transfer_bytes_per_s=1e6)

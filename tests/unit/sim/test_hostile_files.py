@@ -52,6 +52,34 @@ def test_null_is_nobodys_name(tmp_path: Path) -> None:
     assert (request.caller, request.session, request.priority) == ("", "", 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("a.csv", b"2023-11-16 18:15:46.6,7,5,\xff"),
+        ("b.jsonl", b'{"timestamp": 0, "input_length": 7, "output_length": 5, "session": "\xff"}'),
+        (
+            "c.jsonl",
+            b'{"id": "\xff", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}',
+        ),
+    ],
+)
+def test_a_name_that_is_no_text_is_nobodys(tmp_path: Path, name: str, line: bytes) -> None:
+    """Gives two sessions names that are no UTF-8: they must not become one."""
+    path = tmp_path / name
+    head = f"{HEAD},Session\n".encode() if name == "a.csv" else b""
+    path.write_bytes(head + line + b"\n" + line.replace(b"\xff", b"\xfe"))
+    with pytest.raises(ValueError, match=rf"{name}:[12]: its caller or its session is no text"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("hash_ids", ["[1.5]", '["1"]', "[true]", "[null]", "[1e400]"])
+def test_ids_of_blocks_are_integers(tmp_path: Path, hash_ids: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"timestamp": 0, "input_length": 7, "output_length": 5, "hash_ids": {hash_ids}}}')
+    with pytest.raises(ValueError, match=r"a.jsonl:1: hash_ids must be integers"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize("name", ["a.csv", "b.jsonl"])
 def test_a_file_without_lines_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

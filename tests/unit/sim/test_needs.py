@@ -8,9 +8,10 @@ import dataclasses
 import pytest
 
 from services.sim.cluster import SimPlan, simulate
+from services.sim.goal import Goal
 from services.sim.profile import WorkerProfile
 from services.sim.report import summary
-from services.sim.search import Candidate, Goal, search
+from services.sim.search import Candidate, search
 from services.sim.trace import TracedRequest
 
 PROFILE = WorkerProfile("even", 1.0, 10.0, 10.0, max_num_seqs=8, max_num_batched_tokens=512)

@@ -161,8 +161,10 @@ def _noting(init: Callable[..., None], made: list[SimPool]) -> Callable[..., Non
 def test_a_weight_that_makes_no_sense_is_named(tmp_path: Path, weight: str) -> None:
     path = tmp_path / "profile.json"
     write_profile(path, PROFILE)
-    with pytest.raises(ConfigError, match=f"--weight: '{weight}' is not like prefill.short_queue=4; there are s"):
-        command.main(["--profile", str(path), "--weight", weight], "baton simulate")
+    with pytest.raises(
+        ConfigError, match=f"--policy-weight: '{weight}' is not like prefill.short_queue=4; there are s"
+    ):
+        command.main(["--profile", str(path), "--policy-weight", weight], "baton simulate")
 
 
 def test_priorities_are_served_first_and_reported() -> None:

@@ -80,7 +80,7 @@ def test_the_flags_of_simulate(flags: list[str], capsys: pytest.CaptureFixture[s
         "pressure": ["--policy", "pressure"],
         "in turn": ["--policy", "round_robin"],
         "declared": ["--policy", "weighted", "--capacity", "mixed-1=8"],
-        "changed": ["--policy", "round_robin", "--weight", "prefill.least_recent=0"],
+        "changed": ["--policy", "round_robin", "--policy-weight", "prefill.least_recent=0"],
     }.items():
         assert simulate.main([*flags, "--mixed", "3", "--json", "-", *more], "baton simulate") == 0
         found[name] = json.loads(capsys.readouterr().out)
@@ -95,7 +95,7 @@ def test_the_flags_of_simulate(flags: list[str], capsys: pytest.CaptureFixture[s
     ("wrong", "why"),
     [
         (["--policy", "robin"], "--policy: 'robin' is not one of round_robin, "),
-        (["--weight", "near=1"], "--weight: 'near=1' is not like "),
+        (["--policy-weight", "near=1"], "--policy-weight: 'near=1' is not like "),
     ],
 )
 def test_a_wrong_flag_is_named_by_simulate_and_plan(flags: list[str], wrong: list[str], why: str) -> None:
@@ -114,7 +114,7 @@ def test_plan_searches_with_the_policy(flags: list[str], capsys: pytest.CaptureF
     command = [*flags, "--slo", "ttft_p95=4s", "--max-workers", "3", "--json"]
     plan_cluster.main([*command, "--policy", "least_loaded"], "baton plan")
     found = json.loads(capsys.readouterr().out)
-    nothing = [part for term in ("least_recent", "trusted") for part in ("--weight", f"prefill.{term}=0")]
+    nothing = [part for term in ("least_recent", "trusted") for part in ("--policy-weight", f"prefill.{term}=0")]
     plan_cluster.main([*command, "--policy", "round_robin", *nothing], "baton plan")
     other = json.loads(capsys.readouterr().out)
     margins = [{tuple(each["workers"].values()): each["margin"] for each in plans["tried"]} for plans in (found, other)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -32,6 +33,18 @@ def test_a_static_batch_keeps_its_size_until_its_last_sequence_ends() -> None:
     assert second.total_s == pytest.approx(start_s + prompts_s + 49 * 0.011 + MESSAGE_S)
     assert third.total_s == pytest.approx(start_s + prompts_s + 99 * 0.011 + MESSAGE_S), "steps of two for both"
     assert late.at_s + late.total_s > third.total_s
+
+
+def test_nobody_is_handed_over_into_a_static_batch() -> None:
+    """Hands three prompts over to one worker: two come while it computes the first, and are a batch after it."""
+    plan = dataclasses.replace(SimPlan(3, 1, 0, profile=PROFILE), rules=STATIC)
+    trace = [TracedRequest(0.0, 100, 101), TracedRequest(0.1, 100, 21), TracedRequest(0.15, 100, 11)]
+    outcome = simulate(plan, trace)
+    first, second, third = (served.at_s + (served.total_s or math.inf) for served in outcome.requests)
+    assert second == pytest.approx(first + 20 * 0.011, abs=0.003)
+    assert third == pytest.approx(first + 10 * 0.011, abs=0.003), "each step is one of two"
+    joined = simulate(dataclasses.replace(plan, rules=WorkerRules()), trace)
+    assert (joined.requests[1].total_s or math.inf) < 0.3, "it joins where batching is continuous"
 
 
 def test_continuous_batching_serves_several_times_more_at_saturation() -> None:
