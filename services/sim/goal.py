@@ -1,4 +1,4 @@
-"""Says what a cluster must keep, and ends simulations that cannot keep it. Pure."""
+"""Says what a cluster must keep, and ends simulations that cannot keep it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts how many workers a workload keeps busy at least, and what no number of them can do. Pure.
+"""Counts how many workers a workload keeps busy at least, and what no number of them can do.
 
 Both are bounds that no cluster beats, however well its work is spread, so that a search need not simulate it.
 """
