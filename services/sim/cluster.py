@@ -6,7 +6,7 @@ Owns: arrivals, messages between router and workers, the router's turns and tick
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -153,6 +153,17 @@ def simulate(
     return _Simulation(plan, trace, progress, on_end).run()
 
 
+@dataclass(slots=True)
+class _Message:
+    """Keeps what a worker has said at one moment."""
+
+    sent_s: float
+    events: list[LegEvent]
+    load: Load
+    changes: dict[ShortHash, bool]
+    """Blocks that its prefix cache has since then, or has no more."""
+
+
 class _Simulation:
     def __init__(
         self,
@@ -184,6 +195,8 @@ class _Simulation:
         self._ticking = False
         self._workers: dict[str, SimWorker] = {}
         self._dead: list[SimWorker] = []
+        self._newest: dict[SimWorker, _Message] = {}
+        """The newest message of each worker."""
         slowness = dict(plan.slowness)
         self._capacities, self._unreported = dict(plan.capacities), dict(plan.unreported)
         for worker_id in plan.worker_ids:
@@ -311,23 +324,35 @@ class _Simulation:
             self._world.after(TICK_S, self._tick)
 
     def _tell(self, worker: SimWorker, events: Sequence[LegEvent], load: Load) -> None:
+        """Sends what a worker says. What it says at one moment is one message, as it is of a real one."""
         # What is known at once is taken at each choice.
-        stored, removed = ([], []) if self._knows_caches_at_once else worker.take_cache_changes()
+        changes = {} if self._knows_caches_at_once else worker.take_cache_changes()
+        message = self._newest.get(worker)
+        if message is not None and message.sent_s == self._world.now:
+            message.events += events
+            message.changes.update(changes)
+            message.load = load
+            return
+        message = self._newest[worker] = _Message(self._world.now, list(events), load, changes)
+        self._world.after(MESSAGE_S, partial(self._deliver, worker, message))
 
-        def deliver() -> None:
-            if not worker.dead:
-                info = worker.info
-                self._cache_changed(worker, stored, removed)
-                self._coordinator.worker_events(info.worker_id, info.incarnation, events, load, self._world.now)
-                self._turn()
-
-        self._world.after(MESSAGE_S, deliver)
-
-    def _cache_changed(self, worker: SimWorker, stored: Sequence[ShortHash], removed: Sequence[ShortHash]) -> None:
-        if stored or removed:
+    def _deliver(self, worker: SimWorker, message: _Message) -> None:
+        if not worker.dead:
             info = worker.info
+            self._cache_changed(worker, message.changes)
+            self._coordinator.worker_events(
+                info.worker_id, info.incarnation, message.events, message.load, self._world.now
+            )
+            self._turn()
+
+    def _cache_changed(self, worker: SimWorker, changes: Mapping[ShortHash, bool]) -> None:
+        if changes:
             self._coordinator.cache_changed(
-                info.worker_id, info.incarnation, whole=False, stored=stored, removed=removed
+                worker.info.worker_id,
+                worker.info.incarnation,
+                whole=False,
+                stored=[hash for hash, there in changes.items() if there],
+                removed=[hash for hash, there in changes.items() if not there],
             )
 
     def _turn(self) -> None:
@@ -335,7 +360,7 @@ class _Simulation:
         coordinator = self._coordinator
         if self._knows_caches_at_once and coordinator.placement_is_due:
             for worker in self._workers.values():
-                self._cache_changed(worker, *worker.take_cache_changes())
+                self._cache_changed(worker, worker.take_cache_changes())
         while True:
             for action in coordinator.take_actions():
                 self._do(action)

@@ -520,11 +520,10 @@ class SimWorker:
         if lease.leg not in self.scheduler.running:
             self.scheduler.give_back(lease)
 
-    def take_cache_changes(self) -> tuple[list[ShortHash], list[ShortHash]]:
-        """Returns which blocks its prefix cache has and has no more, since it was asked last."""
+    def take_cache_changes(self) -> dict[ShortHash, bool]:
+        """Returns which blocks its prefix cache has (True) and has no more, since it was asked last."""
         changes, self._pool.changes = self._pool.changes, {}
-        stored = [hash for hash, there in changes.items() if there]
-        return stored, [hash for hash, there in changes.items() if not there]
+        return changes
 
     def _say(self, events: Sequence[LegEvent]) -> None:
         self._tell(self, events, self.load())
