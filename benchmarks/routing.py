@@ -183,9 +183,9 @@ def _hybrid(seed: int) -> Scenario:
 
 def _kv_score(seed: int) -> Scenario:
     weights = [1 / (1 + number) ** 0.6 for number in range(20)]
-    documents = _documents(150, 6, weights, 32, (100, 400), seed=seed, sessions=True)
+    documents = _documents(150, 7, weights, 32, (100, 400), seed=seed, sessions=True)
     trace = [dataclasses.replace(each, output_tokens=200) for each in documents]
-    plan = SimPlan(0, 0, 4, profile=dataclasses.replace(PROFILE, num_blocks=1280))
+    plan = SimPlan(0, 0, 4, profile=dataclasses.replace(PROFILE, num_blocks=1536))
     return Scenario("documents and long outputs on mixed workers with small pools", "tpot_ms.p95", plan, trace)
 
 

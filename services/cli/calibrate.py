@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from services.kv.layout import token_bytes
 from services.sim.fitting import fitted
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.trace import FIRST_TOKEN_ID
+
+_ASK_AGAIN_S = 0.2
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -56,8 +59,12 @@ def main(argv: Sequence[str], prog: str) -> int:
     out = Path(arguments.out)
     check_writable(out, "--out")
     with control(arguments.target, arguments.cluster_token_file) as call:
-        status = call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout)
-    workers = workers_of(status, arguments.model)
+
+        def ask() -> list[Any]:
+            status = call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout)
+            return workers_of(status, arguments.model)
+
+        workers = wait_for_both_roles(ask, arguments.timeout) if arguments.measure else ask()
     profile = profile_of(workers, arguments.cost_per_hour)
     if arguments.measure:
         profile = measured(profile, workers, arguments.measure, arguments.repeats)
@@ -79,6 +86,28 @@ def workers_of(status: Any, model: str) -> list[Any]:
     return found
 
 
+def wait_for_both_roles(
+    ask: Callable[[], list[Any]],
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Any]:
+    """Returns the workers that `ask` names once one of them takes prompts and one decodes: a cluster is ready as soon
+    as it can serve a request, when others of its workers may not have come yet. Raises NoWorker after `timeout_s`."""
+    until_s = clock() + timeout_s
+    while True:
+        try:
+            workers = ask()
+            roles = {role for each in workers for role in each.worker.roles}
+            if {types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE} <= roles:
+                return workers
+            raise NoWorker("a worker that takes prompts and one that decodes must be there", retry_after_s=1.0)
+        except NoWorker:
+            if clock() >= until_s:
+                raise
+        sleep(_ASK_AGAIN_S)
+
+
 def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats: int) -> WorkerProfile:
     """Returns the profile that requests to the cluster show, which must do nothing else. Raises BatonError."""
 
@@ -87,8 +116,6 @@ def measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats:
 
     own = [set(each.worker.roles) for each in workers]
     prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
-    if not any(prefill in roles for roles in own) or not any(decode in roles for roles in own):
-        raise NoWorker("a worker that takes prompts and one that decodes must be there", retry_after_s=1.0)
     dedicated = any(len(roles) == 1 for roles in own)
     one_host = len({each.worker.host_id for each in workers}) == 1
     context_tokens = min(each.worker.max_model_len for each in workers)

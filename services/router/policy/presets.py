@@ -4,7 +4,8 @@ Owns: which terms a preset has, with which weights. Never: how a term scores (`t
 which model (`selection.py`).
 
 Every preset but `pressure` leaves a sequence where its prompt ran if that worker decodes too (`in_place`), and gives
-less to a worker that has failed lately or has just started (`trusted`).
+less to a worker that has failed lately or has just started (`trusted`). So the terms of a prompt also look at what the
+worker decodes, if it does: the sequence stays there.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ PRESETS: Mapping[str, PolicyConfig] = {
     "least_loaded": _alike((4.0, few_requests), (1.0, trusted)),
     "weighted": _alike((4.0, free_capacity), (1.0, trusted)),
     "token_aware": _preset(
-        prefill=((4.0, soon_computed), (1.0, trusted)),
+        prefill=((4.0, soon_computed), (2.0, quick_steps), (1.0, trusted)),
         decode=((4.0, quick_steps), (1.0, free_memory), (1.0, trusted)),
     ),
     "prefix_aware": _preset(
-        prefill=((4.0, prefix_cached), (1.0, short_queue), (1.0, trusted)),
+        prefill=((4.0, prefix_cached), (1.0, short_queue), (1.0, quick_steps), (1.0, trusted)),
         decode=((4.0, prefix_cached), (1.0, free_memory), (1.0, small_batch), (1.0, trusted)),
     ),
     "sticky": _alike((4.0, conversation_place), (1.0, few_requests), (1.0, trusted)),
     "hybrid": _preset(
-        prefill=((4.0, conversation_or_prefix), (1.0, soon_computed), (1.0, trusted)),
+        prefill=((4.0, conversation_or_prefix), (1.0, soon_computed), (1.0, quick_steps), (1.0, trusted)),
         decode=((4.0, conversation_or_prefix), (1.0, quick_steps), (1.0, trusted)),
     ),
     # 0.45 prefix match - 0.25 queue delay - 0.20 KV pressure + 0.10 caller's priority. What is subtracted there is 1

@@ -90,7 +90,9 @@ def soon_computed(worker: WorkerView, job: Job, source: Source | None, now: floa
 
 def quick_steps(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
     """Falls with the time of a decode step that has the job in it too, by the milliseconds that the worker has measured
-    of itself: it is a half at 50 ms."""
+    of itself: it is a half at 50 ms. It is 1 for a worker that does not decode: nobody's tokens wait for its steps."""
+    if not worker.roles.can_decode:
+        return 1.0
     step_ms = worker.step_ms(worker.num_sequences + 1) or _GUESSED_MS_PER_DECODE_STEP
     return 1.0 / (1.0 + step_ms / _STEP_SCALE_MS)
 

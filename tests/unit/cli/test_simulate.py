@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +173,32 @@ def test_figures_that_cannot_be_are_no_wrong_usage(load: tuple[float, float, flo
     with pytest.raises(BatonError, match=reason) as raised:
         calibrate.profile_of(workers, cost_per_hour=1.0)
     assert not isinstance(raised.value, ConfigError)
+
+
+def test_both_roles_are_waited_for_as_long_as_asked() -> None:
+    prefill = status((1.0, 8.0, 0.1), roles=[types_pb2.WORKER_ROLE_PREFILL])
+    decode = status((1.0, 8.0, 0.1), roles=[types_pb2.WORKER_ROLE_DECODE])
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def after(come_s: float) -> Callable[[], list[Any]]:
+        """Names nobody at first, then the decode worker alone, and both at last."""
+
+        def ask() -> list[Any]:
+            if now[0] < come_s / 2:
+                raise NoWorker("nobody", retry_after_s=1.0)
+            return decode if now[0] < come_s else [*prefill, *decode]
+
+        return ask
+
+    assert calibrate.wait_for_both_roles(after(4.0), 5.0, lambda: now[0], sleep) == [*prefill, *decode]
+    assert 4.0 <= now[0] < 4.5
+    now[0] = 0.0
+    with pytest.raises(NoWorker, match="a worker that takes prompts and one that decodes must be there"):
+        calibrate.wait_for_both_roles(after(6.0), 5.0, lambda: now[0], sleep)
+    assert 5.0 <= now[0] < 5.5
 
 
 def test_only_workers_of_the_model_that_are_there_are_asked() -> None:

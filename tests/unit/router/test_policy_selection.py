@@ -66,7 +66,7 @@ def test_weights_stand_beside_their_policy_and_those_of_the_flag_come_last(tmp_p
     assert named(top.decode_terms)["quick_steps"] == 2
     assert named(chat.prefill_terms) == {"conversation_place": 4, "few_requests": 1, "trusted": 1, "near": 3}
     assert named(chat.decode_terms) == named(PRESETS["sticky"].decode_terms), "the top's weights are of its policy"
-    assert named(code.prefill_terms) == {"soon_computed": 4, "prefix_cached": 8, "near": 3}
+    assert named(code.prefill_terms) == {"soon_computed": 4, "quick_steps": 2, "prefix_cached": 8, "near": 3}
     assert named(code.decode_terms)["quick_steps"] == 2, "a table without a policy adds to the top"
     assert (top.hash_prompts, code.hash_prompts) == (False, True)
     replaced = read_selection(["org/code=token_aware"], [], path).of("org/code").config
