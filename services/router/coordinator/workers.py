@@ -32,8 +32,6 @@ class Pair:
     health: HealthRecord
     timings: types_pb2.PhaseTimings | None = None
     """What the destination measured of the newest transfer that a canary made."""
-    handoff_time: HandoffTime = field(default_factory=HandoffTime)
-    """What clients' requests take between the two."""
 
 
 class Pairs:
@@ -41,6 +39,8 @@ class Pairs:
 
     def __init__(self) -> None:
         self._pairs: dict[str, Pair] = {}
+        self.handoff_times: dict[str, HandoffTime] = {}
+        """What the handoffs of clients' requests from each source take."""
         self._known: _Known | None = None
         """Sets made from the health records; None if a record has changed since."""
 
@@ -55,11 +55,13 @@ class Pairs:
             and (known is None or known.source.incarnation != source.incarnation)
         ):
             self._pairs[source.worker_id] = Pair(source, HealthRecord(config, now))
+            self.handoff_times[source.worker_id] = HandoffTime()
             self.changed()
 
     def forget(self, source_id: str) -> bool:
         """Drops the pair with this source. Returns whether there was one."""
         self.changed()
+        self.handoff_times.pop(source_id, None)
         return self._pairs.pop(source_id, None) is not None
 
     def changed(self) -> None:
@@ -202,6 +204,7 @@ class Worker:
             ramp=self.health.ramp,
             barred=self.sources.barred(),
             untried=self.sources.untried(),
+            handoff_times=self.sources.handoff_times,
             cache=self.cache,
             capacity=info.capacity,
             num_legs=len(self.legs),
@@ -364,22 +367,22 @@ class WorkerTable:
 
     def handed_over(self, source: WorkerInfo, target_id: str, took_s: float, now: float) -> None:
         """Notes how long a request's handoff has taken that nothing hid."""
-        if (pair := self._workers[target_id].sources.get(source)) is not None:
-            pair.handoff_time.observe(took_s * 1000, now)
+        if (time := self._handoff_time(source, target_id)) is not None:
+            time.observe(took_s * 1000, now)
 
     def handoff_tried(self, source_id: str, target_id: str, now: float) -> None:
         """Notes that a prompt is split whose handoff may go from one to the other."""
-        if (time := self._handoff_time(source_id, target_id)) is not None:
+        if (time := self._handoff_time(self._workers[source_id].info, target_id)) is not None:
             time.tried(now)
 
     def handoff_ms(self, source_id: str, target_id: str, now: float) -> float | None:
         """Returns what the pair's handoffs take on average; None while it is not known."""
-        time = self._handoff_time(source_id, target_id)
+        time = self._handoff_time(self._workers[source_id].info, target_id)
         return time.average_ms(now) if time is not None else None
 
-    def _handoff_time(self, source_id: str, target_id: str) -> HandoffTime | None:
-        pair = self._workers[target_id].sources.get(self._workers[source_id].info)
-        return pair.handoff_time if pair is not None else None
+    def _handoff_time(self, source: WorkerInfo, target_id: str) -> HandoffTime | None:
+        sources = self._workers[target_id].sources
+        return sources.handoff_times[source.worker_id] if sources.get(source) is not None else None
 
     def tick(self, now: float) -> None:
         """Lets time act on the health records: it ends pauses and slow starts. What a cache was expected to have is

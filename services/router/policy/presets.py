@@ -25,6 +25,7 @@ from services.router.policy.terms import (
     in_place,
     least_recent,
     prefix_cached,
+    quick_handoff,
     quick_steps,
     room_for_urgent,
     short_queue,
@@ -56,7 +57,7 @@ PRESETS: Mapping[str, PolicyConfig] = {
     "weighted": _alike((4.0, free_capacity), (1.0, trusted)),
     "token_aware": _preset(
         prefill=((4.0, soon_computed), (2.0, quick_steps), (1.0, trusted)),
-        decode=((4.0, quick_steps), (1.0, free_memory), (1.0, trusted)),
+        decode=((4.0, quick_steps), (1.0, free_memory), (1.0, quick_handoff), (1.0, trusted)),
     ),
     "prefix_aware": _preset(
         prefill=((4.0, prefix_cached), (1.0, short_queue), (1.0, quick_steps), (1.0, trusted)),

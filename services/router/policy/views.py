@@ -9,6 +9,7 @@ from dataclasses import field
 
 from services.core.hashing import ShortHash, num_blocks_for
 from services.core.records import record
+from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.health import Ramp
 from services.router.policy.known_cache import KnownCache
 
@@ -137,6 +138,8 @@ class WorkerView:
     """Workers whose leases it cannot fetch."""
     untried: frozenset[str] = frozenset()
     """Workers whose leases it may be unable to fetch: a last resort until a transfer has succeeded."""
+    handoff_times: Mapping[str, HandoffTime] = field(default_factory=dict)
+    """What handoffs to it from each source have taken."""
     cache: KnownCache | None = None
     """What is known of its prefix cache, and which conversations it was given lately; None if prompts are not
     hashed."""

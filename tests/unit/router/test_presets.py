@@ -180,8 +180,8 @@ def test_terms_are_shares_in_every_preset() -> None:
             assert all(0.0 <= among(worker, job, SOURCE, NOW) <= 1.0 for worker in workers)
 
 
-def test_the_default_is_as_it_was() -> None:
-    """States today's weights, which a change of a preset must not change."""
+def test_the_default_is_what_is_documented() -> None:
+    """States today's weights, which a change of another preset must not change."""
     config = preset(DEFAULT, "--policy")
     assert config == PolicyConfig()
     assert [(weight, term.__name__) for weight, term in config.prefill_terms] == [
@@ -196,6 +196,7 @@ def test_the_default_is_as_it_was() -> None:
         (2.0, "free_memory"),
         (2.0, "small_batch"),
         (1.0, "near"),
+        (1.0, "quick_handoff"),
         (4.0, "trusted"),
     ]
 

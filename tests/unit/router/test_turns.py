@@ -24,6 +24,7 @@ from services.router.policy import (
     WorkerView,
 )
 from services.router.policy.cluster import can_decode, can_prefill, can_take_over
+from services.router.policy.handoff_time import HandoffTime
 from tests.support import worker_views
 from tests.support.router_bench import BUSY, Bench, is_leg, started
 
@@ -148,6 +149,7 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "predicted_tokens": 1,
         "predicted_sequences": 1,
         "ramp": 0.5,
+        "handoff_times": {"p": HandoffTime()},
         "cache": KnownCache(64, 0.0),
         "capacity": 2.0,
         "num_legs": 1,
