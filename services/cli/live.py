@@ -23,17 +23,25 @@ _MOST_RECENT = 65_536
 @dataclass(frozen=True)
 class LiveWorkload:
     trace: list[TracedRequest]
-    profile: WorkerProfile
-    """What the workers have measured of themselves."""
+    profile: WorkerProfile | None
+    """What the workers have measured of themselves; None if that was not asked for."""
     attainment: tuple[int, int]
     """How many requests were within the objective, and how many there were."""
 
 
-def read_live(target: str, token_file: str, timeout_s: float | None, objective: Objective, model: str) -> LiveWorkload:
+def read_live(
+    target: str,
+    token_file: str,
+    timeout_s: float | None,
+    objective: Objective,
+    model: str,
+    *,
+    with_profile: bool,
+) -> LiveWorkload:
     """Returns what the router has served of a model, its own if `model` is empty.
 
-    Raises ConfigError if too few requests have come; NoWorker if no worker has measured its steps; BatonError for an
-    answer that cannot be.
+    Raises ConfigError if too few requests have come; NoWorker if a profile is asked for and no worker has measured its
+    steps; BatonError for an answer that cannot be.
     """
     with control(target, token_file) as call:
         recent = call("ListRecentRequests", control_pb2.ListRecentRequestsRequest(model=model), timeout_s).requests
@@ -43,7 +51,7 @@ def read_live(target: str, token_file: str, timeout_s: float | None, objective: 
     if len(recent) > _MOST_RECENT or any(not _can_be(each) for each in recent):
         raise BatonError(f"{target}: what it says of its last hour cannot be")
     good = sum(_met(objective, each) for each in recent)
-    profile = profile_of(workers_of(status, model), cost_per_hour=1.0)
+    profile = profile_of(workers_of(status, model), cost_per_hour=1.0) if with_profile else None
     return LiveWorkload(workload_of(recent), profile, (good, len(recent)))
 
 

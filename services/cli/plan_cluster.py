@@ -14,9 +14,10 @@ from typing import Any
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.live import read_live
 from services.cli.simulate import (
+    add_json,
     add_policy,
     add_workload,
-    check_plot,
+    check_outputs,
     default_profile,
     read_profiles,
     read_workload,
@@ -25,7 +26,7 @@ from services.cli.simulate import (
     write_whole,
 )
 from services.core.errors import ConfigError
-from services.sim.chart import Axis, Chart
+from services.sim.chart import Axis, Chart, Curve
 from services.sim.cluster import ROUTER
 from services.sim.goal import METRICS, Goal
 from services.sim.profile import WorkerProfile
@@ -49,19 +50,20 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser.add_argument(
         "--live",
         action="store_true",
-        help="plan for what the router at --target has served in the last hour, on workers as it has them",
+        help="plan for what the router at --target has served in the last hour; if there is no profile, on workers as "
+        "they have measured themselves",
     )
     parser.add_argument(
         "--model", default="", metavar="ID", help="with --live: which of its models (default: the router's own)"
     )
     add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    add_json(parser)
     parser.add_argument("--plot", default="", metavar="FILE", help="draw cost against attainment there, as SVG")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.max_workers <= _MOST_WORKERS:
         raise ConfigError(f"--max-workers: {arguments.max_workers} is not from 1 to {_MOST_WORKERS}")
     goal, costs, router = parse_goal(arguments.slo), _costs(arguments.cost), router_of(arguments, ROUTER)
-    check_plot(arguments.plot)
+    check_outputs(arguments)
     trace, (profile, of_decode), served = _workload(arguments, goal)
     of_decode = of_decode or profile
     profile = dataclasses.replace(profile, cost_per_hour=costs.get("prefill", profile.cost_per_hour))
@@ -72,8 +74,12 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     found = search(trace, profile, of_decode, goal, arguments.max_workers, tell, router)
     if arguments.json:
-        print(as_json(_plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})))
-    else:
+        plain = _plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})
+        if arguments.json == "-":
+            print(as_json(plain))
+        else:
+            write_whole(Path(arguments.json), as_json(plain, indent=1) + "\n", "--json")
+    if arguments.json != "-":
         if served:
             within = _within(goal, "queue")
             print(f"served: {served[1]} requests in the last hour, {served[0] / served[1]:.1%} {within}")
@@ -96,10 +102,16 @@ def _workload(
         return read_workload(arguments), read_profiles(arguments), None
     if arguments.trace:
         raise ConfigError("--live: takes the place of --trace; give one of them")
+    measured = not arguments.profile and not default_profile().is_file()
     live = read_live(
-        arguments.target, arguments.cluster_token_file, arguments.timeout, goal.objective, arguments.model or ""
+        arguments.target,
+        arguments.cluster_token_file,
+        arguments.timeout,
+        goal.objective,
+        arguments.model,
+        with_profile=measured,
     )
-    profiles = read_profiles(arguments, None if default_profile().is_file() else live.profile)
+    profiles = read_profiles(arguments, live.profile)
     return scaled_as_asked(live.trace, arguments), profiles, live.attainment
 
 
@@ -277,12 +289,6 @@ def _plain(found: Found) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
 def picture(found: Found) -> str:
     """Returns cost against attainment of all that was tried, as SVG: at least one cluster."""
     kinds: dict[str, list[Candidate]] = {}
@@ -297,7 +303,7 @@ def picture(found: Found) -> str:
     )
     return chart.svg(
         [
-            _Kind(kind, tuple((each.plan.cost_per_hour, 100 * each.attainment) for each in of_kind))
+            Curve(kind, tuple((each.plan.cost_per_hour, 100 * each.attainment) for each in of_kind))
             for kind, of_kind in sorted(kinds.items())
         ]
     )

@@ -51,9 +51,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     for flag in ("slo_ttft_ms", "slo_tpot_ms"):
         if not 0 < getattr(arguments, flag) < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
-    check_plot(arguments.plot)
-    if arguments.json not in ("", "-"):
-        check_writable(Path(arguments.json), "--json")
+    check_outputs(arguments)
     plan, trace = _plan(arguments), read_workload(arguments)
     objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
     if arguments.ablations:
@@ -121,7 +119,7 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--plot", default="", metavar="FILE", help="draw the times of requests there, as SVG")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
     parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
-    parser.add_argument("--json", default="", metavar="FILE", help="write the figures there, or to stdout for -")
+    add_json(parser)
     return parser
 
 
@@ -151,12 +149,14 @@ def _progress_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def check_plot(named: str) -> None:
-    """Raises ConfigError if the picture that --plot names cannot be written; nothing if it names none."""
-    if named == "-":
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError if what --plot or --json names cannot be written."""
+    if arguments.plot == "-":
         raise ConfigError("--plot: a picture goes to a file, not to stdout")
-    if named:
-        check_writable(Path(named), "--plot")
+    if arguments.plot:
+        check_writable(Path(arguments.plot), "--plot")
+    if arguments.json not in ("", "-"):
+        check_writable(Path(arguments.json), "--json")
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -177,6 +177,17 @@ def write_whole(path: Path, content: str, flag: str) -> None:
         path.write_text(content)
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        default="",
+        metavar="FILE",
+        help="write the figures there as JSON; without FILE (or for -) print them so instead of as text",
+    )
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
@@ -324,10 +335,19 @@ def _changed(profile: WorkerProfile, settings: Sequence[str]) -> WorkerProfile:
         name, _, value = setting.partition("=")
         if name not in types:
             raise ConfigError(f"--set: {setting!r} names no field; there are {', '.join(types)}")
+        if points := profile.points_instead_of(name):
+            raise ConfigError(
+                f"--set: {setting!r}: the profile has measured steps of several sizes, and {points} of it say that; "
+                "--slow WORKER=X makes steps longer, another --profile all of them"
+            )
         try:
-            number = int(value) if types[name] == "int" else float(value)
+            number = float(value)
         except ValueError as error:
-            raise ConfigError(f"--set: {setting!r}: {error}") from error
+            raise ConfigError(f"--set: {setting!r}: {value!r} is no number") from error
+        if types[name] == "int":
+            if not number.is_integer():
+                raise ConfigError(f"--set: {setting!r}: must be a whole number")
+            number = int(number)
         try:
             profile = dataclasses.replace(profile, **{name: number})  # type: ignore[arg-type]
         except ConfigError as error:

@@ -53,6 +53,8 @@ from services.core.errors import ConfigError
 from services.core.listening import require_free
 from services.core.printable import printable
 from services.router.policy import DEFAULT_SPLIT, Split
+from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
+from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 from services.router.policy_file import read_selection
 
@@ -129,6 +131,15 @@ class UpConfig:
         DEFAULT_SPLIT.value,
         "which prompts run apart from their decodes: where it pays, all, or none",
         choices=tuple(split.value for split in Split),
+    )
+    isolate_long_prompts: str = option(
+        LongPromptConfig.isolation, "keep long prompts off some of the prefill workers", choices=ISOLATIONS
+    )
+    slow_factor: float = option(
+        OutlierConfig.slow_factor,
+        "eject workers whose steps take this many times the median of their peers'; 0: never",
+        check=is_slow_factor,
+        must="must be 0, or above 1 and at most 1000",
     )
     trace_file: str = option("", "append all spans to this file as OTLP JSON lines")
     drain_s: float = option(
@@ -232,7 +243,11 @@ def _worker_flags(config: UpConfig) -> tuple[str, ...]:
 
 
 def _router_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = [f"--split={config.split}"]  # even the default: the router would look at the environment
+    flags = [  # even the defaults: the router would look at the environment
+        f"--split={config.split}",
+        f"--isolate-long-prompts={config.isolate_long_prompts}",
+        f"--slow-factor={config.slow_factor:g}",
+    ]
     flags += [f"--policy={policy}" for policy in config.policy]
     flags += [f"--policy-weight={weight}" for weight in config.policy_weight]
     if config.policy_file:

@@ -56,7 +56,9 @@ def cluster_token(path: str = "", environ: Mapping[str, str] | None = None, *, m
             advice += ", or set BATON_HOME to a folder that can be written"
         raise ConfigError(f"{FLAG}: {file}: {error.strerror or error}; {advice}") from error
     if token is None:
-        raise ConfigError(f"{FLAG}: there is no {file}: name the file that the router has, or set {VARIABLE}")
+        raise ConfigError(
+            f"{FLAG}: there is no {file}, which baton up makes; name the file that the router has, or set {VARIABLE}"
+        )
     return token
 
 

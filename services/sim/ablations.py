@@ -1,13 +1,14 @@
 """Simulates one workload under rules that each lack something: what batching, caches, chunks and splitting bring.
 
-Every comparison changes one thing. Throughput at saturation is that of a worker to which all requests come at once.
+Each comparison leaves one thing out. Throughput at saturation is that of one worker to which all requests come at once;
+static batches are as large as said.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from services.sim.trace import TracedRequest
 _MOST_AT_ONCE = 400
 """The most requests that come at once: enough that a worker's batch is full for long."""
 _SMALL_BATCH = 8
-"""What fits beside a model where each sequence sets the longest one's memory apart in one piece."""
+"""A batch as systems without paging had it, whose pools were small: chosen, not computed."""
 _MOST_ONE_BY_ONE = 50
 """The most that are computed one by one, of which each takes as long as it does alone."""
 
@@ -75,12 +76,9 @@ class _Ablations:
         self._one = dataclasses.replace(self._mixed, mixed=1)
 
     def found(self) -> list[Ablation]:
-        return [
-            *self._batching(),
-            *self._caches(),
-            *self._chunks(),
-            *self._split(),
-        ]
+        batching = self._batching()
+        plain = self._run(f"{self._mixed.mixed} mixed", self._mixed, self._trace)
+        return [*batching, *self._caches(plain), *self._chunks(plain), *self._split(plain)]
 
     def _run(self, what: str, plan: SimPlan, trace: Sequence[TracedRequest]) -> dict[str, Any]:
         self._tell(what)
@@ -108,31 +106,25 @@ class _Ablations:
             found.append(Ablation(what, "output at saturation", "tokens/s", continuous, without, True))
         return found
 
-    def _caches(self) -> list[Ablation]:
+    def _caches(self, with_it: Mapping[str, Any]) -> list[Ablation]:
         without = dataclasses.replace(self._mixed, rules=WorkerRules(prefix_caching=False))
-        with_it, none = (
-            self._run(f"{name} prefix caches", plan, self._trace)
-            for name, plan in (("with", self._mixed), ("without", without))
-        )
+        none = self._run("without prefix caches", without, self._trace)
         what = f"prefix caches ({with_it['hit_rate']:.0%} of prompt tokens found)"
         return [
             Ablation(what, f"TTFT {percent}", "ms", with_it["ttft_ms"][percent], none["ttft_ms"][percent], False)
             for percent in ("p50", "p95")
         ]
 
-    def _chunks(self) -> list[Ablation]:
+    def _chunks(self, with_it: Mapping[str, Any]) -> list[Ablation]:
         whole = dataclasses.replace(self._mixed, rules=WorkerRules(chunked=False))
-        with_it, none = (
-            self._run(f"prompts in {name}", plan, self._trace)
-            for name, plan in (("chunks", self._mixed), ("one step", whole))
-        )
+        none = self._run("prompts in one step", whole, self._trace)
         what = f"chunks of {self._mixed.profile.max_num_batched_tokens} tokens"
         return [
             Ablation(what, "ITL p99", "ms", with_it["itl_ms"]["p99"], none["itl_ms"]["p99"], False),
             Ablation(what, "TTFT p50", "ms", with_it["ttft_ms"]["p50"], none["ttft_ms"]["p50"], False),
         ]
 
-    def _split(self) -> list[Ablation]:
+    def _split(self, mixed: Mapping[str, Any]) -> list[Ablation]:
         """Compares mixed workers with the best division of as many into prefill and decode workers."""
         count = self._mixed.mixed
         splits = [
@@ -140,9 +132,6 @@ class _Ablations:
             for prefill in range(1, count)
             for plan in [dataclasses.replace(self._mixed, prefill=prefill, decode=count - prefill, mixed=0)]
         ]
-        if not splits:
-            return []
-        mixed = self._run(f"{count} mixed", self._mixed, self._trace)
         prefill, best = max(splits, key=lambda item: (item[1]["attainment"], -item[1]["itl_ms"]["p99"]))
         what = f"splitting ({prefill} prefill, {count - prefill} decode, not {count} mixed)"
         return [

@@ -22,6 +22,14 @@ class Line(Protocol):
     def points(self) -> Sequence[tuple[float, float]]: ...
 
 
+@dataclass(frozen=True)
+class Curve:
+    """Is a line that has nothing else."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
 _WIDTH, _HEIGHT = 760, 460
 """Without the legend, which stands below, a row for each line."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 24, 52, 64

@@ -195,8 +195,8 @@ class _Simulation:
         self._ticking = False
         self._workers: dict[str, SimWorker] = {}
         self._dead: list[SimWorker] = []
-        self._newest: dict[SimWorker, _Message] = {}
-        """The newest message of each worker."""
+        self._under_way: dict[SimWorker, list[_Message]] = {}
+        """Messages of each worker that the router does not have yet, in order."""
         slowness = dict(plan.slowness)
         self._capacities, self._unreported = dict(plan.capacities), dict(plan.unreported)
         for worker_id in plan.worker_ids:
@@ -239,7 +239,10 @@ class _Simulation:
         if worker.dead:
             return
         info, now = worker.info, self._world.now
-        self._coordinator.worker_events(worker_id, info.incarnation, worker.die(), None, now)
+        # What it has sent arrives, before its end is seen.
+        events = [event for message in self._under_way.pop(worker, []) for event in message.events]
+        events += worker.die()
+        self._coordinator.worker_events(worker_id, info.incarnation, events, None, now)
         self._coordinator.worker_lost(worker_id, info.incarnation, now, crashed=True)
         self._turn()
 
@@ -327,17 +330,19 @@ class _Simulation:
         """Sends what a worker says. What it says at one moment is one message, as it is of a real one."""
         # What is known at once is taken at each choice.
         changes = {} if self._knows_caches_at_once else worker.take_cache_changes()
-        message = self._newest.get(worker)
-        if message is not None and message.sent_s == self._world.now:
+        under_way = self._under_way.setdefault(worker, [])
+        if under_way and under_way[-1].sent_s == self._world.now:
+            message = under_way[-1]
             message.events += events
             message.changes.update(changes)
             message.load = load
             return
-        message = self._newest[worker] = _Message(self._world.now, list(events), load, changes)
-        self._world.after(MESSAGE_S, partial(self._deliver, worker, message))
+        under_way.append(_Message(self._world.now, list(events), load, changes))
+        self._world.after(MESSAGE_S, partial(self._deliver, worker))
 
-    def _deliver(self, worker: SimWorker, message: _Message) -> None:
+    def _deliver(self, worker: SimWorker) -> None:
         if not worker.dead:
+            message = self._under_way[worker].pop(0)
             info = worker.info
             self._cache_changed(worker, message.changes)
             self._coordinator.worker_events(

@@ -77,7 +77,9 @@ def _needs_on(
     percent = max((percent for metric in METRICS for percent, _ in goal.bounds_of(metric)), default=0)
     prefill_s = work_s(_shortest(trace, percent, "prompt_tokens"), of_prefill, of_decode)[0]
     decode_s = work_s(_shortest(trace, percent, "output_tokens"), of_prefill, of_decode)[1]
-    prompts = [0.8 * prefill_s / (last_s + wait_s)]
+    # The longest prompt may begin as late as that.
+    longest_s = _alone_ms(of_prefill, max(request.prompt_tokens for request in trace)) / 1e3
+    prompts = [0.8 * prefill_s / (last_s + wait_s + longest_s)]
     outputs = [0.8 * decode_s / (last_s + 2 * wait_s + steps_s)]
     for percent, bound_s in goal.bounds_of("ttft"):
         until_s = last_s + bound_s
@@ -98,7 +100,8 @@ def work_s(trace: Sequence[TracedRequest], prefill: WorkerProfile, decode: Worke
         most = decode.max_num_batched_tokens + decode.max_num_seqs
         token_ms = min(token_ms, decode.mixed_factor * _least_each(decode.prefill_ms, decode.prefill_points, most))
     prefill_s = sum(request.prompt_tokens for request in trace) * whole_ms / 1e3
-    return prefill_s, sum(request.output_tokens for request in trace) * token_ms / 1e3
+    # The first token is of the prompt's last step.
+    return prefill_s, sum(max(0, request.output_tokens - 1) for request in trace) * token_ms / 1e3
 
 
 def _least_each(cost_ms: Callable[[int], float], points: Points, most: int) -> float:
@@ -118,21 +121,24 @@ def _shortest(trace: Sequence[TracedRequest], percent: int, length: str) -> Sequ
 
 def out_of_reach(trace: Sequence[TracedRequest], plan: SimPlan, goal: Goal) -> dict[str, float]:
     """Returns the bounds that more workers do not help to meet, each with what a request takes that has an idle worker
-    for itself, in milliseconds: of `ttft`, the computing of the prompt that just has to meet the bound."""
+    for itself, in milliseconds: of `ttft`, the computing of the prompt that just has to meet the bound. Returns nothing
+    where steps of more cost less, so that a request may take less in company."""
     profiles = [plan.profile, plan.decode_profile or plan.profile]
+    if not trace or not all(profile.steps_grow for profile in profiles):
+        return {}
     prompts = sorted(request.prompt_tokens for request in trace)
+    has_gaps, may_be_cached = (
+        any(request.output_tokens > 1 for request in trace),
+        any(request.block_ids for request in trace),
+    )
     found = {}
     for name, bound_ms in goal.bounds_ms.items():
         metric, _, percent = name.partition("_p")
-        if metric == "ttft" and not any(request.block_ids for request in trace):
+        if metric == "ttft" and not may_be_cached:
             num_tokens = prompts[-(-int(percent) * len(prompts) // 100) - 1]
             least_ms = min(_alone_ms(profile, num_tokens) for profile in profiles)
-        elif metric in ("tpot", "itl"):
-            least_ms = min(
-                profile.decode_ms(size)
-                for profile in profiles
-                for size in _sizes(profile.decode_points, profile.max_num_seqs)
-            )
+        elif metric in ("tpot", "itl") and has_gaps:
+            least_ms = min(_least_step_ms(profile) for profile in profiles)
         else:
             continue
         if least_ms > bound_ms:
@@ -140,8 +146,16 @@ def out_of_reach(trace: Sequence[TracedRequest], plan: SimPlan, goal: Goal) -> d
     return found
 
 
+def _least_step_ms(profile: WorkerProfile) -> float:
+    """Returns the milliseconds of the shortest step that has a sequence: by itself, or beside a token of a prompt."""
+    alone_ms = profile.decode_ms(1)
+    return min(alone_ms, profile.mixed_factor * profile.prefill_ms(2)) if profile.mixed_factor else alone_ms
+
+
 def _alone_ms(profile: WorkerProfile, num_tokens: int) -> float:
-    """Returns the milliseconds of a prompt's steps on a worker that does nothing else."""
+    """Returns the milliseconds of a prompt's steps on a worker that does nothing else, or, if that is less, beside
+    sequences."""
     whole, rest = divmod(num_tokens, profile.max_num_batched_tokens)
     attended_ms = num_tokens * num_tokens / 2 * profile.ms_per_attended_token
-    return whole * profile.prefill_ms(profile.max_num_batched_tokens) + profile.prefill_ms(rest) + attended_ms
+    alone_ms = whole * profile.prefill_ms(profile.max_num_batched_tokens) + profile.prefill_ms(rest) + attended_ms
+    return alone_ms * min(1.0, profile.mixed_factor or 1.0)

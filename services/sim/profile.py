@@ -18,6 +18,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ class WorkerProfile:
             if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
                 raise ConfigError(f"profile {self.name!r}: {field.name} is {value!r}, and must be a number")
             least = 1 if is_whole else 0
+            if field.name.endswith("_beside_factor"):
+                least = 1
             if not least <= value <= 1e15 or (field.name in _POSITIVE and not value):
                 raise ConfigError(f"profile {self.name!r}: {field.name} is {value}, which is out of range")
 
@@ -93,6 +96,13 @@ class WorkerProfile:
         good = all(0 <= size <= 1e15 and 0 < ms <= 1e15 for size, ms in points) and len(points) != 1
         if not good or sizes != sorted(set(sizes)):
             raise ConfigError(f"profile {self.name!r}: {name} must be two points or more, by growing size")
+
+    def points_instead_of(self, field: str) -> str:
+        """Returns which points say what a figure would say without them; empty if none do."""
+        for points, fields in _REPLACED.items():
+            if field in fields and getattr(self, points):
+                return points
+        return ""
 
     def slowed(self, times: float) -> WorkerProfile:
         """Returns the profile of a worker whose steps take so many times as long."""
@@ -139,6 +149,15 @@ class WorkerProfile:
         return (max(fixed_ms, self.prefill_ms(prompt_tokens, attended_tokens)) + decode_ms - fixed_ms) / 1e3
 
     @property
+    def steps_grow(self) -> bool:
+        """Returns whether no step of more tokens or sequences costs less than one of fewer: noisy points may fall."""
+        return all(
+            left_ms <= right_ms
+            for points in (self.prefill_points, self.decode_points)
+            for (_, left_ms), (_, right_ms) in pairwise(points)
+        )
+
+    @property
     def shares_host(self) -> bool:
         return self.prefill_beside_factor > 1 or self.decode_beside_factor > 1
 
@@ -159,6 +178,10 @@ def _at(points: Points, size: float) -> float:
     return on_line_ms
 
 
+_REPLACED = {
+    "prefill_points": ("ms_per_prefill_token", "ms_per_prefill_step"),
+    "decode_points": ("ms_per_decode_step", "ms_per_decode_sequence"),
+}
 _POSITIVE = {"ms_per_prefill_token", "ms_per_decode_step", "transfer_bytes_per_s"}
 
 

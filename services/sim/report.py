@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.sim.chart import Axis, Chart
+from services.sim.chart import Axis, Chart, Curve
 from services.sim.cluster import Outcome, Served, SimPlan
 
 PERCENTS = (50, 95, 99)
@@ -120,12 +120,6 @@ def failures(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in figures["num_failed"].items())
 
 
-@dataclass(frozen=True)
-class _Distribution:
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
 def picture(outcome: Outcome) -> str:
     """Returns the distributions of TTFT, TPOT, ITL and queueing, as SVG. Times below a tenth of a millisecond are drawn
     as that."""
@@ -145,11 +139,7 @@ def picture(outcome: Outcome) -> str:
         name: Counter(value for value in values if value is not None) for name, values in of_requests.items()
     }
     return chart.svg(
-        [
-            _Distribution(name, _cumulated(weights))
-            for name, weights in (counts | {"ITL": outcome.gaps_s}).items()
-            if weights
-        ]
+        [Curve(name, _cumulated(weights)) for name, weights in (counts | {"ITL": outcome.gaps_s}).items() if weights]
     )
 
 

@@ -191,6 +191,8 @@ class SimScheduler:
             self._grow()
             if not may_join or not self.adopted or self.full:
                 break  # otherwise a preemption has made room for one that holds blocks
+        if self._rules.static and not begins and not self.running:
+            return self.schedule(now)  # all of a static batch was preempted: the next one begins
         admitted: list[SimLeg] = []
         newcomers = self._admissions(now, admitted)
         if self._rules.static:

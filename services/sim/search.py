@@ -71,7 +71,7 @@ class Found:
     fewest: SimPlan
     """The fewest prefill, decode and mixed workers that could do the work at all, in a split and a mixed cluster."""
     tried: tuple[Candidate, ...]
-    """All that were simulated, in that order."""
+    """All that were compared by all bounds, in that order."""
     sensitivity: Mapping[str, Candidate]
     """The best with another workload."""
     prompt_share: float
@@ -143,7 +143,7 @@ class _Search:
             unsplit,
             split,
             None if good else max(tried, key=lambda each: (each.margin, each.attainment), default=None),
-            out_of_reach(self._trace, self._fewest, self._goal),
+            {} if good else out_of_reach(self._trace, self._fewest, self._goal),
             self._fewest,
             tuple(self._tried.values()),
             sensitivity,
@@ -162,7 +162,7 @@ class _Search:
         candidate = self._simulated(plan, self._trace, goal or self._goal)
         verdict = "meets it" if candidate.meets_it else "does not"
         margin = "a bound is broken by far" if candidate.margin < -1 else f"{candidate.margin:+.0%}"
-        what = f" ({', '.join((goal or self._goal).bounds_ms)} only)" if goal is not None else ""
+        what = f" ({', '.join(goal.bounds_ms)} only, to find the fewest)" if goal is not None else ""
         self._progress(f"{candidate.name}: {verdict}{what} ({margin})")
         if goal is None:
             self._tried[key] = candidate
@@ -195,7 +195,9 @@ class _Search:
         if not self._more_is_no_worse:
             plans += split
         elif split:
-            prefill, decode = self._least("prefill"), self._least("decode")
+            prefill = self._least("prefill", self._most)
+            # More prefill workers hand prompts over in thicker bursts, so decode workers do best beside the fewest.
+            decode = self._least("decode", prefill)
             # How many decode workers a mixed one stands for is not known if it is the faster one.
             may_be_faster = not _decodes_no_faster(fewest.profile, fewest.decode_profile or fewest.profile)
             plans += [
@@ -208,26 +210,30 @@ class _Search:
 
     @property
     def _more_is_no_worse(self) -> bool:
-        """Returns whether a phase's workers do their part no worse beside more workers. They may on one host, whose
-        cores they share, and where what a prefix cache has is on one of many workers; and where decode workers compute
-        prompts, one phase's bounds say nothing of its own workers."""
-        on_one_host = any(each.shares_host for each in (self._fewest.profile, self._fewest.decode_profile) if each)
+        """Returns whether a phase's workers do their part no worse if there are more of them. They may on one host,
+        whose cores they share, where what a prefix cache has is on one of many workers, and where small batches take
+        longer than large ones; and where decode workers compute prompts, one phase's bounds say nothing of its own
+        workers."""
+        profiles = [each for each in (self._fewest.profile, self._fewest.decode_profile) if each is not None]
         shares_prefixes = any(request.block_ids for request in self._trace)
-        return not on_one_host and not shares_prefixes and self._fewest.router.split is Split.ALWAYS
+        return (
+            all(each.steps_grow and not each.shares_host for each in profiles)
+            and not shares_prefixes
+            and self._fewest.router.split is Split.ALWAYS
+        )
 
-    def _least(self, role: str) -> int:
-        """Returns the fewest workers of a role with which the bounds of its phase are kept beside plenty of the other,
+    def _least(self, role: str, others: int) -> int:
+        """Returns the fewest workers of a role with which the bounds of its phase are kept beside so many of the other,
         by halving; what the work needs at least if the goal has no such bounds."""
         fewest = self._fewest
         low, high = (fewest.prefill if role == "prefill" else fewest.decode), self._most
         part = self._goal.of(_OF_PREFILL if role == "prefill" else _OF_DECODE)
         if not part.bounds_ms or low >= high:
             return low
-        plenty = dataclasses.replace(fewest, prefill=self._most, decode=self._most, mixed=0)
         while low < high:
             middle = (low + high) // 2
-            prefill, decode = (middle, self._most) if role == "prefill" else (self._most, middle)
-            if self._run(dataclasses.replace(plenty, prefill=prefill, decode=decode), part).meets_it:
+            prefill, decode = (middle, others) if role == "prefill" else (others, middle)
+            if self._run(dataclasses.replace(fewest, prefill=prefill, decode=decode, mixed=0), part).meets_it:
                 high = middle
             else:
                 low = middle + 1

@@ -1,4 +1,5 @@
-"""Reads files of workloads into `TracedRequest`s. Five formats are told apart by their first line:
+"""Reads files of workloads into `TracedRequest`s. A name that ends in `.jsonl` says JSON lines, whose first line says
+which of three formats they have; all others are read as CSV:
 
 - Azure's (the traces of Splitwise, arXiv 2311.18677): CSV with the columns `TIMESTAMP,ContextTokens,GeneratedTokens`.
 - Mooncake's: JSON lines with `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one for each
@@ -6,7 +7,6 @@
 - Conversations like ShareGPT's: JSON lines with `conversations`, texts that alternate between two speakers. Each answer
   is a request whose prompt is all the text before it. They have no times and no tokens; `_turns` says what is assumed.
 - What `--trace-file` of Baton's processes has recorded (OTLP JSON lines): arrivals and lengths, no text.
-- What `baton plan --live` has fetched from a router: as Mooncake's, without `hash_ids`.
 
 A line of the first two may also say `caller`, `session` and `priority` (in CSV `Caller`, `Session`, `Priority`).
 """
@@ -261,7 +261,8 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[TracedRequest]:
     try:
         if not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(reader.fieldnames or ()):
             raise ValueError(
-                f"{path} is no trace: its first line is none of Azure's, and its name does not end in .jsonl"
+                f"{path} is no trace: its first line is not Azure's (TIMESTAMP,ContextTokens,GeneratedTokens), and its "
+                "name does not end in .jsonl"
             )
         yield from _in_order(path, ((reader.line_num, row) for row in reader), _azure_request)
     except csv.Error as error:

@@ -17,7 +17,7 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from services.cli import calibrate, plan_cluster
 from services.cli.live import workload_of
 from services.cli.main import EXIT_NO_ANSWER, main
-from services.core.errors import BatonError, ConfigError
+from services.core.errors import BatonError, ConfigError, NoWorker
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.trace import TracedRequest
 from tests.unit.cli.test_simulate import status
@@ -46,6 +46,9 @@ def test_arrivals_and_lengths_become_a_trace() -> None:
 
 
 class Servicer(control_pb2_grpc.ControlServiceServicer):
+    measured = True
+    """Whether the worker has measured what its steps cost."""
+
     def __init__(self, requests: list[control_pb2.RecentRequest]) -> None:
         self._requests = requests
 
@@ -55,7 +58,7 @@ class Servicer(control_pb2_grpc.ControlServiceServicer):
     async def GetStatus(self, request: Any, context: Any) -> control_pb2.GetStatusResponse:
         workers = [
             control_pb2.WorkerStatus(worker=each.worker, load=each.load, has_session=True)
-            for each in status((0.2, 10.0, 0.2))
+            for each in status((0.2, 10.0, 0.2) if self.measured else (0.0, 0.0, 0.0))
         ]
         return control_pb2.GetStatusResponse(workers=workers, models=[control_pb2.ModelStatus(model_id="m")])
 
@@ -110,6 +113,9 @@ async def test_what_workers_have_measured_can_be_changed_and_replaced(
     assert "tpot_p95 <= 40 ms is out of reach" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--profile: no file none.json; `baton calibrate` writes one"):
         await plan(requests, monkeypatch, "--profile", "none.json")
+    monkeypatch.setattr(Servicer, "measured", False)
+    with pytest.raises(NoWorker, match="no worker has measured what its steps cost"):
+        await plan(requests, monkeypatch)
     slow = tmp_path / "slow.json"
     write_profile(
         slow, WorkerProfile("slow", ms_per_prefill_token=99.0, ms_per_decode_step=1.0, ms_per_decode_sequence=0.0)

@@ -206,13 +206,20 @@ def test_plan_of_a_cluster() -> None:
 
 def test_the_router_of_a_cluster_is_told_how_to_place() -> None:
     plain = make_plan(UpConfig(), ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
-    assert plain.router_flags == ("--split=always",)
+    assert plain.router_flags == ("--split=always", "--isolate-long-prompts=off", "--slow-factor=0")
     config = UpConfig(
-        policy=("sticky", "m=hybrid"), policy_weight=("prefill.near=1",), policy_file="policies.toml", split="never"
+        policy=("sticky", "m=hybrid"),
+        policy_weight=("prefill.near=1",),
+        policy_file="policies.toml",
+        split="never",
+        isolate_long_prompts="auto",
+        slow_factor=2.5,
     )
     plan = make_plan(config, ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
     assert plan.router_flags == (
         "--split=never",
+        "--isolate-long-prompts=auto",
+        "--slow-factor=2.5",
         "--policy=sticky",
         "--policy=m=hybrid",
         "--policy-weight=prefill.near=1",

@@ -66,6 +66,37 @@ OTHERS = {
         ROUTER,
         Goal({"ttft_p95": 1700.0, "tpot_p95": 30.0}),
     ),
+    "a burst that fewer prefill workers spread": (
+        [TracedRequest(0.0, 1000, 20)] * 20,
+        dataclasses.replace(PROFILE, ms_per_decode_sequence=3.0),
+        None,
+        ROUTER,
+        Goal({"ttft_p95": 60_000.0, "tpot_p95": 17.0}),
+    ),
+    "large batches are quicker": (
+        [TracedRequest(0.1 * number, 50, 20) for number in range(60)],
+        dataclasses.replace(PROFILE, decode_points=((1, 100.0), (8, 20.0), (64, 20.0))),
+        None,
+        ROUTER,
+        Goal({"ttft_p95": 100.0, "tpot_p50": 50.0}),
+    ),
+    "outputs of two tokens": (
+        [TracedRequest(0.0225 * number, 20, 2) for number in range(200)],
+        dataclasses.replace(PROFILE, ms_per_decode_step=40.0, ms_per_decode_sequence=40.0, max_num_seqs=8),
+        None,
+        ROUTER,
+        Goal({"ttft_p99": 200.0, "tpot_p99": 200.0}),
+    ),
+    "requests that fail have no tokens": (
+        [
+            TracedRequest(0.05 * number, 4000 if number % 4 == 0 else 100, 1 if number % 4 == 0 else 20)
+            for number in range(40)
+        ],
+        dataclasses.replace(PROFILE, max_model_len=1024),
+        None,
+        ROUTER,
+        Goal({"tpot_p95": 12.0}),
+    ),
     "prefix caches": (
         [
             TracedRequest(0.5 * number, 2048, 150, tuple(range(number % 11 * 4, number % 11 * 4 + 4)))
@@ -224,6 +255,10 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(tmp_path, *slo, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["best"]["margin"] >= 0
+    written = tmp_path / "plan.json"
+    assert run(tmp_path, *slo, "--json", str(written)) == 0
+    assert "cheapest   " in capsys.readouterr().out
+    assert json.loads(written.read_text()) == found
     assert run(tmp_path, "--slo", "ttft_p50=0.001ms") == 1
     printed, progress = capsys.readouterr()
     assert "no cluster of at most 8 workers meets ttft_p50 <= 0.001 ms" in printed

@@ -57,6 +57,9 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
         (["--policy", "m=hybrid"], "--policy: 'm=hybrid' is not one of"),
         (["--policy-file", "nowhere.toml"], "--policy-file: nowhere.toml: No such file"),
         (["--set", "num_blocks=0"], "--set: profile 'cpu': num_blocks is 0"),
+        (["--set", "num_blocks=1.5"], "--set: 'num_blocks=1.5': must be a whole number"),
+        (["--set", "num_blocks=inf"], "--set: 'num_blocks=inf': must be a whole number"),
+        (["--set", "num_blocks=many"], "--set: 'num_blocks=many': 'many' is no number"),
         (["--ablations", "--mixed", "2", "--plot", "a.svg"], "--plot: --ablations has clusters of its own"),
         (["--ablations", "--mixed", "2", "--die", "mixed-0@1"], "--die: --ablations has clusters of its own"),
         (["--ablations", "--mixed", "2", "--no-chunking"], "--no-chunking: --ablations has clusters of its own"),
@@ -66,6 +69,26 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
 def test_what_makes_no_sense_is_refused(profile: str, arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         simulate.main(["--profile", profile, *arguments], "baton simulate")
+
+
+def test_whole_numbers_may_be_written_as_others_are(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--profile", profile, "--requests", "20", "--json"]
+    found = []
+    for number in ("2000", "2e3", "2000.0"):
+        assert simulate.main([*arguments, "--set", f"num_blocks={number}"], "baton simulate") == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("setting", "points"),
+    [("ms_per_decode_step=9", "decode_points"), ("ms_per_prefill_token=9", "prefill_points")],
+)
+def test_a_figure_that_points_take_the_place_of_cannot_be_set(tmp_path: Path, setting: str, points: str) -> None:
+    path = tmp_path / "points.json"
+    write_profile(path, WorkerProfile("cpu", 0.1, 10.0, 0.1, **{points: ((1, 10.0), (8, 20.0))}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"--set: '{setting}': the profile has measured .*, and {points} of it say"):
+        simulate.main(["--profile", str(path), "--set", setting], "baton simulate")
 
 
 def test_where_nothing_can_be_written_nothing_is_simulated(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:

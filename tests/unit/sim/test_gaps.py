@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from services.sim.cluster import Death, Outcome, SimPlan, simulate
+from services.sim.cluster import MESSAGE_S, Death, Outcome, SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest, synthetic_trace
 
@@ -53,6 +53,20 @@ def test_the_gap_of_a_death_is_one() -> None:
     outcome = simulate(dies, [TracedRequest(0.0, 500, 150)])
     check(outcome, rel=5e-3)
     assert max(outcome.gaps_s) > 0.06, "the prompt and its output were computed again"
+
+
+@pytest.mark.parametrize("at_s", [0.0105 + 0.00017 * number for number in range(8)])
+def test_what_a_worker_had_sent_before_its_death_arrives(at_s: float) -> None:
+    """Takes steps that are shorter than a message's way: no token is lost, and one death is one failure."""
+    quick = WorkerProfile("quick", 0.1, 0.1, 0.0)
+    plan = SimPlan(0, 0, 2, profile=quick, deaths=(Death("mixed-0", at_s),), cold_start_s=1.0)
+    outcome = simulate(plan, [TracedRequest(0.0, 100, 60)])
+    (served,) = outcome.requests
+    assert served.num_retries == 1
+    assert sum(outcome.gaps_s.values()) == 59
+    streamed_s = (served.total_s or 0.0) - (served.ttft_s or 0.0)
+    # A death is seen at once, and what was under way with it.
+    assert sum(gap_s * count for gap_s, count in outcome.gaps_s.items()) == pytest.approx(streamed_s, abs=MESSAGE_S)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -10,7 +10,7 @@ import pytest
 
 from services.core.errors import ConfigError
 from services.sim import trace_files
-from services.sim.profile import read_profile
+from services.sim.profile import WorkerProfile, read_profile
 from services.sim.trace_files import read_trace
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -126,3 +126,9 @@ def test_what_a_profile_lacks_is_named(tmp_path: Path) -> None:
     path.write_text('{"name": "x", "ms_per_decode_step": 20}')
     with pytest.raises(ConfigError, match="missing: ms_per_prefill_token, ms_per_decode_sequence; `baton calibrate`"):
         read_profile(path)
+
+
+@pytest.mark.parametrize("factor", ["prefill_beside_factor", "decode_beside_factor"])
+def test_nobody_is_faster_beside_others(factor: str) -> None:
+    with pytest.raises(ConfigError, match=f"profile 'x': {factor} is 0.1, which is out of range"):
+        WorkerProfile("x", 1.0, 1.0, 1.0, **{factor: 0.1})  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 
 from services.sim.cluster import SimPlan, simulate
 from services.sim.goal import Goal
+from services.sim.needs import needs, out_of_reach
 from services.sim.profile import WorkerProfile
 from services.sim.report import summary
 from services.sim.search import Candidate, search
@@ -43,6 +44,53 @@ def test_workers_that_are_just_enough_are_tried(of: str, num_workers: int) -> No
     fewest = counted.prefill if of == "prompts" else counted.decode
     assert fewest <= num_workers
     assert num_workers < 3 or fewest > 1, "the bound leaves out what is far too little"
+
+
+MIXED_STEPS = dataclasses.replace(PROFILE, ms_per_decode_step=30.0, ms_per_prefill_token=0.1, mixed_factor=1.1)
+FALLING = dataclasses.replace(PROFILE, prefill_points=((128, 58.2), (256, 51.7), (512, 100.0)))
+GROWING = dataclasses.replace(PROFILE, prefill_points=((128, 50.0), (512, 150.0)), decode_points=((1, 9.0), (8, 30.0)))
+
+
+@pytest.mark.parametrize("profile", [PROFILE, MIXED_STEPS, FALLING, GROWING])
+@pytest.mark.parametrize("output", [1, 2, 30])
+@pytest.mark.parametrize("rate", [0.5, 20.0])
+def test_what_is_out_of_reach_is_met_by_no_cluster(profile: WorkerProfile, output: int, rate: float) -> None:
+    """Compares each bound with the times of a cluster of one, and of many workers: what a simulation meets is within
+    reach, and what a request alone takes twice as long for is not."""
+    trace = [TracedRequest(number / rate, 20 + 37 * number % 400, output) for number in range(40)]
+    plans = [SimPlan(0, 0, 1, profile=profile), SimPlan(0, 0, 8, profile=profile), SimPlan(4, 4, profile=profile)]
+    names = [f"{metric}_p{percent}" for metric in ("ttft", "tpot", "itl") for percent in (50, 95)]
+    everything = Goal(dict.fromkeys(names, 1e9))
+    for plan in plans:
+        figures = summary(plan, simulate(plan, trace), everything.objective)
+        met = {name: figures[f"{name[:-4]}_ms"][name[-3:]] * (1 + 1e-6) + 1e-6 for name in names}
+        assert out_of_reach(trace, plan, Goal(met)) == {}
+    told = out_of_reach(trace, plans[0], Goal(dict.fromkeys(names, 0.01)))
+    assert (told == {}) == (profile is FALLING)
+    assert any(name.startswith("tpot") for name in told) == (output > 1 and profile is not FALLING)
+
+
+def test_which_prompt_a_bound_is_out_of_reach_for() -> None:
+    trace = [TracedRequest(float(number), 100 + number, 2) for number in range(100)]
+    told = out_of_reach(
+        trace, SimPlan(0, 0, 1, profile=PROFILE), Goal({"ttft_p50": 148.9, "ttft_p95": 194.1, "itl_p50": 9.0})
+    )
+    assert told == {"ttft_p50": pytest.approx(149.0), "itl_p50": pytest.approx(10.0)}
+
+
+def test_a_bound_of_two_metrics_is_counted_by_those_that_may_break_neither() -> None:
+    """Half of the requests may be late for the first token and the other half for the others: nobody need do more."""
+    trace = [TracedRequest(0.0, 16, 51)] * 100
+    goal = Goal({"ttft_p50": 1e-3, "tpot_p50": 1e-3})
+    assert needs(trace, SimPlan(1, 1, profile=PROFILE), goal).outputs < 5, "by the router's own patience alone"
+    assert needs(trace, SimPlan(1, 1, profile=PROFILE), Goal({"ttft_p99": 1e-3, "tpot_p99": 1e-3})).outputs > 100
+
+
+def test_a_long_prompt_may_begin_as_late_as_the_router_lets_it_wait() -> None:
+    trace = [TracedRequest(0.0, 30_000, 2)] * 2
+    slow = dataclasses.replace(PROFILE, ms_per_prefill_token=11.0)
+    found = search(trace, slow, None, Goal({"ttft_p50": 400_000.0}), 1)
+    assert found.best is not None
 
 
 def test_what_more_work_means_is_what_it_says() -> None:

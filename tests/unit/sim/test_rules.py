@@ -47,6 +47,15 @@ def test_nobody_is_handed_over_into_a_static_batch() -> None:
     assert (joined.requests[1].total_s or math.inf) < 0.3, "it joins where batching is continuous"
 
 
+def test_a_static_batch_that_was_preempted_makes_room_for_the_next_at_once() -> None:
+    """Lets a handoff hold the blocks that the only running sequence needs to grow."""
+    small = dataclasses.replace(PROFILE, num_blocks=20, max_model_len=300)
+    plan = SimPlan(1, 1, 0, profile=small, rules=STATIC)
+    outcome = simulate(plan, [TracedRequest(0.0, 60, 200), TracedRequest(0.3, 120, 30)])
+    assert outcome.num_preemptions == 1
+    assert all((served.total_s or math.inf) < 3.0 for served in outcome.requests)
+
+
 def test_continuous_batching_serves_several_times_more_at_saturation() -> None:
     crowd = [dataclasses.replace(each, at_s=each.at_s / 1000) for each in synthetic_trace(300)]
     rates = [

@@ -161,7 +161,7 @@ def test_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--cold-start-s", "nan"], "--cold-start-s: nan must be at least 0"),
         (["--rate-scale", "1e-9"], "--rate-scale: the last request arrives after"),
         (["--set", "blocks=3"], "--set: 'blocks=3' names no field; there are ms_per_prefill_token"),
-        (["--set", "num_blocks=x"], "--set: 'num_blocks=x': invalid literal"),
+        (["--set", "num_blocks=x"], "--set: 'num_blocks=x': 'x' is no number"),
         (["--set", "num_blocks=0"], "num_blocks is 0, which is out of range"),
         (["--set", "num_blocks=1.5"], "--set: 'num_blocks=1.5'"),
     ],
