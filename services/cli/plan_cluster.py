@@ -23,6 +23,7 @@ from services.cli.simulate import (
     read_workload,
     router_of,
     scaled_as_asked,
+    write_json,
     write_whole,
 )
 from services.core.errors import ConfigError
@@ -73,13 +74,11 @@ def main(argv: Sequence[str], prog: str) -> int:
         print(line, file=sys.stderr, flush=True)
 
     found = search(trace, profile, of_decode, goal, arguments.max_workers, tell, router)
-    if arguments.json:
-        plain = _plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})
-        if arguments.json == "-":
-            print(as_json(plain))
-        else:
-            write_whole(Path(arguments.json), as_json(plain, indent=1) + "\n", "--json")
-    if arguments.json != "-":
+    plain = _plain(found) | ({"served": {"good": served[0], "all": served[1]}} if served else {})
+    write_json(arguments, as_json(plain, indent=1))
+    if arguments.json == "-":
+        print(as_json(plain))
+    else:
         if served:
             within = _within(goal, "queue")
             print(f"served: {served[1]} requests in the last hour, {served[0] / served[1]:.1%} {within}")

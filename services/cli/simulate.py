@@ -63,8 +63,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         print("--plot: no request was served, so there is nothing to draw", file=sys.stderr)
     elif arguments.plot:
         write_whole(Path(arguments.plot), picture(outcome), "--plot")
-    if arguments.json not in ("", "-"):
-        write_whole(Path(arguments.json), as_json(figures, indent=1) + "\n", "--json")
+    write_json(arguments, as_json(figures, indent=1))
     return 0
 
 
@@ -140,8 +139,7 @@ def _ablations(
     found = ablations(trace, plan.profile, count, objective, shown)
     plain = as_json([{**dataclasses.asdict(each), "gain": each.gain} for each in found], indent=1)
     print(plain if arguments.json == "-" else table(found))
-    if arguments.json not in ("", "-"):
-        write_whole(Path(arguments.json), plain + "\n", "--json")
+    write_json(arguments, plain)
     return 0
 
 
@@ -179,7 +177,14 @@ def write_whole(path: Path, content: str, flag: str) -> None:
         raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
 
 
+def write_json(arguments: argparse.Namespace, plain: str) -> None:
+    """Writes JSON to the file that --json names, if it names one."""
+    if arguments.json not in ("", "-"):
+        write_whole(Path(arguments.json), plain + "\n", "--json")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds --json, which prints or writes what was found."""
     parser.add_argument(
         "--json",
         nargs="?",

@@ -127,10 +127,8 @@ def out_of_reach(trace: Sequence[TracedRequest], plan: SimPlan, goal: Goal) -> d
     if not trace or not all(profile.steps_grow for profile in profiles):
         return {}
     prompts = sorted(request.prompt_tokens for request in trace)
-    has_gaps, may_be_cached = (
-        any(request.output_tokens > 1 for request in trace),
-        any(request.block_ids for request in trace),
-    )
+    has_gaps = any(request.output_tokens > 1 for request in trace)
+    may_be_cached = any(request.block_ids for request in trace)
     found = {}
     for name, bound_ms in goal.bounds_ms.items():
         metric, _, percent = name.partition("_p")

@@ -85,9 +85,7 @@ class WorkerProfile:
             is_whole = field.type == "int"
             if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
                 raise ConfigError(f"profile {self.name!r}: {field.name} is {value!r}, and must be a number")
-            least = 1 if is_whole else 0
-            if field.name.endswith("_beside_factor"):
-                least = 1
+            least = 1 if is_whole or field.name.endswith("_beside_factor") else 0
             if not least <= value <= 1e15 or (field.name in _POSITIVE and not value):
                 raise ConfigError(f"profile {self.name!r}: {field.name} is {value}, which is out of range")
 

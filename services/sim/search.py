@@ -2,8 +2,8 @@
 
 Few are simulated. Those that could not do the work in the time that bounds allow are left out, however well it was
 spread (`needs`). Where more workers make nothing worse, so are those with fewer prefill workers than meet the bounds of
-TTFT beside plenty of decode workers, and those with fewer decode workers than meet the bounds of TPOT and ITL beside
-plenty of prefill workers. A simulation ends as soon as so many requests are late that a bound must be broken.
+TTFT beside plenty of decode workers, and those with fewer decode workers than meet the bounds of TPOT and ITL beside so
+few prefill workers. A simulation ends as soon as so many requests are late that a bound must be broken.
 """
 
 from __future__ import annotations
