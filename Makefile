@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on demand; only git, make and Python with venv are assumed.
 #   make demo                                 the whole system on this machine, with three real prompts
-#   make test                                 the suite, within minutes
-#   make test-all                             and what takes longer: many seeds, mutants, real processes killed
+#   make test                                 what needs no second process and no clock, within minutes
+#   make test-all                             and what takes longer: real clusters, processes killed, many seeds, mutants
 #   make soak MINUTES=10                      random faults and cancellations over a tiny model
 #   make loadgen                              guidellm, a public load generator, against the HTTP API
 #   make sim SEEDS=100000 JOBS=2              the simulation of a cluster under faults; goes on where it was stopped
@@ -80,12 +80,16 @@ contracts: $(INSTALLED)
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python scripts/gen_protos.sh --check
 
-# Side by side where tests wait or compute; one by one where they measure time or memory, or kill processes.
+# What gates a landing: nothing here measures the machine, so nothing here is red without a defect.
 test: model
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations 15 -m "not alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
-	$(BIN)/python -m pytest --durations 15 -m "alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations 15 -m "not alone and not long" $(PYTEST_ARGS) \
+		tests/unit tests/contract$(NONE_CHOSEN)
 
+# Side by side where tests wait or compute; one by one where they measure time or memory, or kill processes.
 test-long: model
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations 15 -m "not alone and not long" \
+		--ignore tests/unit --ignore tests/contract $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest --durations 15 -m "alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
 	BATON_EXAMPLES=all $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "hypothesis and not alone and not long" \
 		$(PYTEST_ARGS)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "long and not alone" $(PYTEST_ARGS)$(NONE_CHOSEN)

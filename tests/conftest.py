@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,14 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_left_out] = {}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """CI has an hour and a half. On a machine that needs longer, what is left then is named instead of run."""
-    until_s = os.environ.get("BATON_TEST_UNTIL_S")
-    if until_s and time.time() > float(until_s):
-        pytest.skip("no time was left for it (BATON_TEST_UNTIL_S)")
 
 
 @pytest.hookimpl(wrapper=True)
