@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """CI has an hour and a half. On a machine that needs longer, what is left then is named instead of run."""
+    """CI has an hour. On a machine that needs longer, what is left then is named instead of run."""
     until_s = os.environ.get("BATON_TEST_UNTIL_S")
     if until_s and time.time() > float(until_s):
         pytest.skip("no time was left for it (BATON_TEST_UNTIL_S)")
