@@ -4,6 +4,8 @@
 #   make test-all                             and what takes longer: real clusters, processes killed, many seeds, mutants
 #   make soak MINUTES=10                      random faults and cancellations over a tiny model
 #   make loadgen                              guidellm, a public load generator, against the HTTP API
+#   make clients                              openai, instructor, LangChain, LiteLLM and Node's openai, each in a script
+#   make vllm                                 vLLM in an environment of its own, for --engine vllm (make test-vllm: its tests)
 #   make sim SEEDS=100000 JOBS=2              the simulation of a cluster under faults; goes on where it was stopped
 #   make install PYTHON=python3.13            another interpreter (3.11 or newer)
 #   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (docs/installing.md)
@@ -30,14 +32,16 @@ export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 LOADGEN := out/loadgen-venv
+CLIENTS := out/clients-venv
+VLLM := out/vllm-venv
 INSTALLED := $(VENV)/.installed
 # Exits with 3 if it is too old; whatever cannot be run exits with something else.
 IS_NEW_ENOUGH := 'import sys; sys.exit(3 * (sys.version_info < (3, 11)))'
 
-.PHONY: help install model protos format lint types contracts test test-long test-all faults sim soak demo bench loadgen clean
+.PHONY: help install model protos format lint types contracts test test-long test-all faults sim soak demo bench loadgen clients vllm test-vllm clean
 
 help:
-	@sed -n '2,10s/^#   //p' $(MAKEFILE_LIST)
+	@sed -n '2,12s/^#   //p' $(MAKEFILE_LIST)
 	@echo "also: bench model protos format lint types contracts clean"
 
 install: $(INSTALLED)
@@ -121,6 +125,30 @@ loadgen: model $(LOADGEN)/.installed
 $(LOADGEN)/.installed: requirements/loadgen.txt
 	test -x $(LOADGEN)/bin/pip || $(PYTHON) -m venv $(LOADGEN)
 	$(LOADGEN)/bin/python -m pip install --disable-pip-version-check $(TORCH_INDEX) --requirement requirements/loadgen.txt
+	touch $@
+
+# Clients that nobody here wrote, in an environment of their own; the tests skip what is not installed.
+clients: $(INSTALLED) $(CLIENTS)/.installed
+	$(BIN)/python -m pytest tests/clients $(PYTEST_ARGS)
+
+$(CLIENTS)/.installed: requirements/clients.txt tests/clients/node/package-lock.json
+	test -x $(CLIENTS)/bin/pip || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --requirement requirements/clients.txt
+	command -v npm >/dev/null && npm ci --prefix tests/clients/node --no-audit --no-fund --ignore-scripts || \
+		echo 'no npm: the clients in Node are left out'
+	touch $@
+
+# vLLM needs other packages than Baton does. Of Baton's own code, which is not installed there, it gets what runs there.
+vllm: $(VLLM)/.installed
+
+test-vllm: model $(VLLM)/.installed
+	$(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)$(NONE_CHOSEN)
+
+$(VLLM)/.installed: requirements/vllm.txt
+	test -x $(VLLM)/bin/pip || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check $(TORCH_INDEX) --requirement requirements/vllm.txt
+	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -c 'import vllm'
 	touch $@
 
 clean:

@@ -1,16 +1,25 @@
 """Runs benchmarks: `python -m benchmarks [--only engine,split,…] [--repeats N] [--json FILE]` prints a table, and
 writes a result file.
 
-router      what placing requests costs the router's event loop
+router      what placing requests costs the router's event loop; thousands of streams on each front; two routers of one
 engine      one stream, a long prompt, a batch; step time over batch and context
-transfer    KV blocks from process to process, against a copy in memory
+transfer    KV blocks from process to process by every transport, against a copy in memory, a bare socket, bare gRPC and
+            bare NIXL
 split       prefill and decode apart against together, at equal cores: prompts beside streams, and a replayed trace
 serve       streams over gRPC and HTTP against the engine alone, on one core
 end_to_end  a cluster's start, handoffs of long prompts, memory
 overload    goodput at one, two and three times a cluster's capacity
 tracing     the cost of spans
 sim         the simulator against real processes; not part of a run without --only
+console     what it costs the router that five look at the console; not part of a run without --only
+lent        a system prompt that workers share, computed once or by each, and from how long on that pays; not part of a
+            run without --only
+parking     prompts beside a full decode worker, with and without a store; not part of a run without --only
+constraints what constrained sequences cost a step; not part of a run without --only
 plan        a plan against the cluster it names; not part of a run without --only
+tiers       conversations that left the pool, with each tier below it; not part of a run without --only
+fair_shares a tenant's first tokens beside another's flood; not part of a run without --only
+wrong_keys  what calls without a valid key cost the router, and those who have one; not part of a run without --only
 dtype       what --dtype auto chooses between, on lesser CPUs too; not part of a run without --only
 
 Beside other engines: `python -m benchmarks.peers`. Pictures of results: `python -m benchmarks.plots`.
@@ -26,20 +35,41 @@ import sys
 from pathlib import Path
 
 from benchmarks import interference, planned, replay, router, serve
+from benchmarks.lent import LentSettings
 from benchmarks.precision import Precision
 from benchmarks.result import Result
+from benchmarks.router_streams import measure as router_streams
+from benchmarks.router_streams import watched
 from benchmarks.settings import add_flags, read
+from benchmarks.tiers import TierSettings
+from benchmarks.tiers import measure as tiers
 from benchmarks.works import WorkSettings
+from benchmarks.wrong_keys import WrongKeySettings
+from benchmarks.wrong_keys import measure as wrong_keys
+from services.cli.model_cache import DEFAULT_MODEL
+from services.cli.model_names import resolve_model
 
-NAMES = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing", "dtype", "sim", "plan")
-_BY_DEFAULT = ",".join(name for name in NAMES if name not in ("dtype", "sim", "plan"))
+BY_DEFAULT = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing")
+NAMES = (
+    *BY_DEFAULT,
+    "dtype",
+    "sim",
+    "plan",
+    "console",
+    "constraints",
+    "lent",
+    "parking",
+    "tiers",
+    "wrong_keys",
+    "fair_shares",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=_BY_DEFAULT, help=f"some of {', '.join(NAMES)}, with commas")
+    parser.add_argument("--only", default=",".join(BY_DEFAULT), help=f"some of {', '.join(NAMES)}, with commas")
     parser.add_argument("--model", default="", help="by default the one that Baton serves by default")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine alone")
@@ -52,8 +82,20 @@ def main() -> None:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(NAMES)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clusters and engines end with this process
     result = Result({name: value for name, value in vars(arguments).items() if name != "json"})
+    name = arguments.model or DEFAULT_MODEL
+    # Before anything is measured: it may have to be fetched.
+    path = str(resolve_model(name).path) if {"router", "console", "wrong_keys"} & set(chosen) else ""
+    if "console" in chosen:
+        result.add(watched.measure(name, path, arguments.repeats, read(watched.WatchSettings, arguments)))
+        chosen.remove("console")
+    if "wrong_keys" in chosen:
+        result.add(wrong_keys(name, path, arguments.repeats, read(WrongKeySettings, arguments)))
+        chosen.remove("wrong_keys")
     if "router" in chosen:
         result.add(router.measure(arguments.repeats))
+        result.add(
+            router_streams.measure(name, path, arguments.repeats, read(router_streams.StreamSettings, arguments))
+        )
         chosen.remove("router")
     if chosen:
         _with_model(chosen, arguments, result)
@@ -66,14 +108,30 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "split: prompts beside streams", interference.InterferenceSettings)
     add_flags(parser, "split: a replayed trace", replay.ReplaySettings)
     add_flags(parser, "serve", serve.ServeSettings)
+    add_flags(parser, "router", router_streams.StreamSettings)
+    add_flags(parser, "console", watched.WatchSettings)
+    add_flags(parser, "wrong_keys", WrongKeySettings)
+    add_flags(parser, "lent", LentSettings)
+    add_flags(parser, "tiers", TierSettings)
     add_flags(parser, "plan", planned.PlannedSettings)
 
 
 def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result) -> None:
     """Runs the benchmarks that need a model, and torch, which takes long to load."""
-    from benchmarks import dtype, end_to_end, engine, overload, simulated, split, tracing, transfer
-    from services.cli.model_cache import DEFAULT_MODEL
-    from services.cli.model_names import resolve_model
+    from benchmarks import (
+        constraints,
+        dtype,
+        end_to_end,
+        engine,
+        fair_shares,
+        lent,
+        overload,
+        parking,
+        simulated,
+        split,
+        tracing,
+        transfer,
+    )
 
     name, repeats = arguments.model or DEFAULT_MODEL, arguments.repeats
     model = resolve_model(name).path
@@ -97,9 +155,19 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         result.add(tracing.measure(name, precision, repeats))
     if "sim" in chosen:
         result.add(simulated.measure(name, precision, repeats, read(replay.ReplaySettings, arguments)))
+    if "tiers" in chosen:
+        result.add(tiers(name, precision, repeats, read(TierSettings, arguments)))
     if "plan" in chosen:
         settings = read(planned.PlannedSettings, arguments)
         result.add(planned.measure(name, precision, repeats, read(replay.ReplaySettings, arguments), settings))
+    if "constraints" in chosen:
+        result.add(constraints.measure(model, precision, arguments.threads, repeats))
+    if "lent" in chosen:
+        result.add(lent.measure(name, precision, repeats, read(LentSettings, arguments)))
+    if "fair_shares" in chosen:
+        result.add(fair_shares.measure(name, precision, repeats))
+    if "parking" in chosen:
+        result.add(parking.measure(name, precision, repeats))
     if "dtype" in chosen:
         result.add(dtype.measure(model, arguments.prompt_tokens, repeats))
 

@@ -33,9 +33,10 @@ class Up:
 
 
 @contextlib.contextmanager
-def cluster(model: str, precision: Precision, *flags: str) -> Iterator[Up]:
-    """Runs a `baton up` that is ready, and ends it with SIGTERM. What it logs goes to `out/bench-up.log`."""
-    command = [sys.executable, "-m", "services.cli.main", "up", "--model", model, "--port", "0"]
+def cluster(model: str, precision: Precision, *flags: str, module: str = "services.cli.main") -> Iterator[Up]:
+    """Runs a `baton up` that is ready, and ends it with SIGTERM. What it logs goes to `out/bench-up.log`. `module` is
+    run as `baton`."""
+    command = [sys.executable, "-m", module, "up", "--model", model, "--port", "0"]
     command += ["--split", "always"]  # what is measured is splitting, whether it pays or not
     log = Path("out/bench-up.log")
     log.parent.mkdir(exist_ok=True)

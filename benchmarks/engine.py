@@ -7,7 +7,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.figure import Figure, Findings, Series, ratio
@@ -16,6 +16,7 @@ from benchmarks.works import WorkSettings, works
 from services.engine.config import EngineConfig, StepReport
 from services.engine.engine import Engine
 from services.engine.loading import torch_engine
+from services.engine.schedule.constraint import TokenConstraint
 from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams, Token
 from services.engine.worker_engine import OnStep
 
@@ -44,17 +45,28 @@ class Load:
         """What is called with each step's report as well."""
         engine.start(self._on_step)
 
-    def run(self, count: int, num_prompt_tokens: int, max_tokens: int) -> float:
-        """Returns the seconds for `count` sequences at once, with prompts that share nothing."""
+    def run(
+        self,
+        count: int,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        sampling: SamplingParams = _GREEDY,
+        constraints: Iterable[TokenConstraint] = (),
+    ) -> float:
+        """Returns the seconds for `count` sequences at once, with prompts that share nothing. The first ones have the
+        constraints, as many as there are."""
         self._left, self.token_times_s, self.decode_steps_ms = count, [], {}
         self._over.clear()
-        started = time.perf_counter()
+        each, started = iter(constraints), time.perf_counter()
         for _ in range(count):
             self._next_id += 1
             prompt = self._random.choices(range(100, self.engine.info.vocab_size), k=num_prompt_tokens)
             stopping = StoppingParams(max_tokens=max_tokens)
             now = time.monotonic()
-            self.engine.add(Sequence(self._next_id, prompt, num_prompt_tokens, _GREEDY, stopping, now))
+            constraint = next(each, None)
+            self.engine.add(
+                Sequence(self._next_id, prompt, num_prompt_tokens, sampling, stopping, now, constraint=constraint)
+            )
         self._over.wait()
         return time.perf_counter() - started
 

@@ -13,8 +13,14 @@ from pathlib import Path
 
 from benchmarks.figure import Series
 from benchmarks.result import read_series
-from services.sim.chart import Axis, Chart
+from services.sim.chart import Axis, Chart, grid
 
+_PRESETS = (
+    ("presets-mooncake", "Mooncake's trace", ("",)),
+    ("presets-azure", "Azure's conversations", ("",)),
+    ("presets-real-mooncake", "Mooncake's trace, small", ("simulated", "measured")),
+    ("presets-real-azure", "Azure's conversations, small", ("simulated", "measured")),
+)
 CHARTS = {
     "itl": Chart(
         "Gaps between tokens while prompts arrive",
@@ -44,6 +50,30 @@ CHARTS = {
             ("mixed", "1 mixed worker"),
         )
     },
+    **{
+        "-".join(filter(None, (stem, metric, how))): Chart(
+            f"{title}{f', {how}' if how else ''}: {words}",
+            Axis(f"{words}, ms", logarithmic=True),
+            Axis(f"{counted} that waited no longer, %"),
+            markers=False,
+        )
+        for stem, title, hows in _PRESETS
+        for how in hows
+        for metric, words, counted in (
+            ("ttft", "time to first token", "requests"),
+            ("itl", "inter-token latency", "tokens"),
+        )
+    },
+    "transfer_prompt": Chart(
+        "Handoffs of prompts, process to process on one host",
+        Axis("tokens of the prompt (23 KB each)", logarithmic=True),
+        Axis("GB/s"),
+    ),
+    "transfer_block": Chart(
+        "Handoffs of 47 MB, process to process on one host",
+        Axis("KiB of a block", logarithmic=True),
+        Axis("GB/s"),
+    ),
     "step_batch": Chart(
         "Decode step over batch", Axis("sequences in the step", logarithmic=True), Axis("step time, ms")
     ),
@@ -51,6 +81,13 @@ CHARTS = {
         "Decode step over context", Axis("tokens of each sequence", logarithmic=True), Axis("step time, ms")
     ),
 }
+
+PAGES = {
+    stem: tuple(tuple("-".join(filter(None, (stem, metric, how))) for how in hows) for metric in ("ttft", "itl"))
+    for stem, _, hows in _PRESETS
+}
+"""Pictures that are several charts: rows from above, charts of a row from the left. Those of a row have the same
+axes."""
 
 
 def draw(results: Mapping[str, Sequence[Series]]) -> dict[str, str]:
@@ -60,7 +97,27 @@ def draw(results: Mapping[str, Sequence[Series]]) -> dict[str, str]:
         for each in series:
             name = f"{each.name} ({file_name})" if len(results) > 1 else each.name
             lines.setdefault(each.chart, []).append(dataclasses.replace(each, name=name))
-    return {name: chart.svg(lines[name]) for name, chart in CHARTS.items() if name in lines}
+    of_pages = {name for rows in PAGES.values() for row in rows for name in row}
+    pictures = {name: chart.svg(lines[name]) for name, chart in CHARTS.items() if name in lines.keys() - of_pages}
+    for page, rows in PAGES.items():
+        shown = [[name for name in row if name in lines] for row in rows]
+        if any(shown):
+            pictures[page] = grid(
+                [
+                    [CHARTS[name].svg(lines[name], [each for other in row for each in lines[other]]) for name in row]
+                    for row in shown
+                    if row
+                ]
+            )
+    return pictures
+
+
+def write(pictures: Mapping[str, str], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        path = folder / f"{name}.svg"
+        path.write_text(picture)
+        print(f"written to {path}")
 
 
 def main() -> None:
@@ -70,12 +127,8 @@ def main() -> None:
     arguments = parser.parse_args()
     pictures = draw({path.stem: read_series(path) for path in arguments.results})
     if not pictures:
-        raise SystemExit("these results hold nothing to draw: run split or engine")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
-        path = arguments.out / f"{name}.svg"
-        path.write_text(picture)
-        print(f"written to {path}")
+        raise SystemExit("these results hold nothing to draw: run split, engine, transfer or presets")
+    write(pictures, arguments.out)
 
 
 if __name__ == "__main__":

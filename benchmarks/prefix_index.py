@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,18 @@ from pathlib import Path
 
 from benchmarks.figure import Figure, Findings
 from benchmarks.result import Result
-from services.router.policy import PRESETS, Cluster, Fingerprint, HandoffsInFlight, Job, Load, Role, WorkerView
+from services.core.hashing import PromptHashes
+from services.router.policy import (
+    PRESETS,
+    Cluster,
+    Fingerprint,
+    HandoffsInFlight,
+    Job,
+    Load,
+    PrefixIndex,
+    Role,
+    WorkerView,
+)
 from services.router.policy.known_cache import KnownCache
 from services.router.policy.placement import place_prefill
 
@@ -28,15 +40,21 @@ _ROUNDS = 5
 
 def measure(num_workers: int, num_blocks: int, prompt_tokens: int) -> Findings:
     chance = random.Random(1)
-    hashes = [tuple(_hashes(chance, prompt_tokens // _BLOCK)) for _ in range(_NUM_PROMPTS)]
-    caches = [KnownCache(num_blocks, 0.0) for _ in range(num_workers)]
+    hashes = [PromptHashes(_hashes(chance, prompt_tokens // _BLOCK)) for _ in range(_NUM_PROMPTS)]
+    index = PrefixIndex()
+    caches = [KnownCache(num_blocks, 0.0, index) for _ in range(num_workers)]
+    telling: list[float] = []
     for cache in caches:
         starts = [prompt[: chance.randint(0, len(prompt))] for prompt in chance.sample(hashes, _NUM_PROMPTS // 4)]
         stored = [hash for start in starts for hash in start][:num_blocks]
-        cache.tell(whole=True, stored=stored + _hashes(chance, num_blocks - len(stored)), removed=())
-    num_bytes = max(sys.getsizeof(cache._told) / len(cache) + sys.getsizeof(1 << 63) for cache in caches)
+        told = _received(stored + _hashes(chance, num_blocks - len(stored)))
+        began_s = time.thread_time()
+        cache.tell(whole=True, stored=told, removed=())
+        telling.append((time.thread_time() - began_s) * 1000)
+    num_bytes = max(_bytes(cache) for cache in caches) + _index_bytes(index) / sum(map(len, caches))
     known, unknown = _cluster(caches), _cluster([None] * num_workers)
     found: Findings = [Figure("memory of a block, for each worker that has it", "bytes", (num_bytes,), "<= 100")]
+    found.append(Figure("taking over all that a worker tells at once", "ms", tuple(telling)))
     jobs = [Job(prompt_tokens, prompt_tokens + 128, block_hashes={_BLOCK: prompt}) for prompt in hashes]
     with_caches = [_times(lambda job: _place(job, known), jobs) for _ in range(_ROUNDS)]
     without = [_times(lambda job: _place(job, unknown), jobs) for _ in range(_ROUNDS)]
@@ -58,8 +76,24 @@ def _hashes(chance: random.Random, count: int) -> list[int]:
     return [chance.getrandbits(64) for _ in range(count)]
 
 
+def _received(hashes: list[int]) -> tuple[int, ...]:
+    """Returns equal hashes that are objects of their own, as those that a worker tells are."""
+    return struct.unpack(f"<{len(hashes)}Q", struct.pack(f"<{len(hashes)}Q", *hashes))
+
+
+def _bytes(cache: KnownCache) -> float:
+    """Returns the bytes of a block in the worker's own memory, the number itself included."""
+    return sys.getsizeof(cache._told) / len(cache) + sys.getsizeof(1 << 63)
+
+
+def _index_bytes(index: PrefixIndex) -> int:
+    """Returns the bytes that the index takes beside workers' own memories, with whose numbers it shares its own."""
+    holders = index._holders
+    return sys.getsizeof(holders) + sum(map(sys.getsizeof, holders.values()))
+
+
 def _place(job: Job, cluster: Cluster) -> None:
-    assert place_prefill(job, cluster.whole, HandoffsInFlight(), 0.0, PRESETS["prefix_aware"]) is not None
+    assert place_prefill(job, cluster.everyone, HandoffsInFlight(), 0.0, PRESETS["prefix_aware"]) is not None
 
 
 def _times(act: Callable[[Job], None], jobs: list[Job]) -> list[float]:

@@ -15,78 +15,47 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.figure import Figure, Findings
+from benchmarks.presets_simulated import MOST_TOKENS, PATIENT, at_rate, pool_blocks, runner, saturation
 from benchmarks.result import Result
 from benchmarks.split_choice import profiles
-from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import PRESETS
-from services.sim.cluster import SimPlan, simulate
-from services.sim.profile import WorkerProfile
+from services.sim.cluster import SimPlan
 from services.sim.report import Objective, summary
 from services.sim.trace import TracedRequest, scaled
 from services.sim.trace_files import read_trace
 
-NUM_PREFILL, NUM_DECODE = 4, 4
-_MOST_TOKENS = 200_000
-_MOST_QUEUE = 1 << 20
-_PATIENCE_S = 86_400.0
-_FIRST, _FLOOD, _OVERLOAD = 500, 100.0, 1.15
-"""What saturates is what is served of arrivals a little faster than what is served of the first 500 at once."""
-
 
 @dataclass(frozen=True)
 class Workload:
-    """Holds a trace, and the profile of workers whose pools hold a share of its distinct blocks."""
+    """Holds a trace, and the cluster whose prefill workers' pools hold a share of its distinct blocks."""
 
     trace: Sequence[TracedRequest]
-    profile: WorkerProfile
-    decode_profile: WorkerProfile
-
-    def at(self, rate: float) -> list[TracedRequest]:
-        """Returns the trace with so many requests a second."""
-        own = len(self.trace) / self.trace[-1].at_s
-        return [dataclasses.replace(each, at_s=each.at_s * own / rate) for each in self.trace]
+    plan: SimPlan
 
     def run(self, preset: str, rate: float, *, exact: bool = False) -> dict[str, float]:
-        """Returns hit rate (%), TTFT p50 and p95 (ms), and requests served in a second. Raises AssertionError if a
-        request failed."""
-        router = CoordinatorConfig(
-            model_context_tokens=1 << 20, policy=PRESETS[preset], max_queue=_MOST_QUEUE, queue_timeout_s=_PATIENCE_S
-        )
-        plan = SimPlan(
-            NUM_PREFILL,
-            NUM_DECODE,
-            profile=self.profile,
-            decode_profile=self.decode_profile,
-            router=router,
-            knows_caches_at_once=exact,
-        )
-        outcome = simulate(plan, self.at(rate))
-        report = summary(plan, outcome, Objective(2.0, 0.1))
+        """Returns hit rate (%), and TTFT p50 and p95 (ms). Raises AssertionError if a request failed."""
+        plan = dataclasses.replace(self.plan, knows_caches_at_once=exact)
+        report = summary(plan, runner(plan)(preset, at_rate(self.trace, rate)), Objective(2.0, 0.1))
         assert not report["num_failed"], f"{preset}: {report['num_failed']}"
         return {
             "hit rate": 100 * report["hit_rate"],
             "TTFT p50": report["ttft_ms"]["p50"],
             "TTFT p95": report["ttft_ms"]["p95"],
-            "served": len(self.trace) / outcome.seconds,
         }
 
 
 def workload(trace: Sequence[TracedRequest], table: Path, share: float) -> Workload:
     """Returns the trace with workers each of whose pools holds a share of its distinct blocks."""
-    num_tokens = sum({block: each.block_tokens for each in trace for block in each.block_ids}.values())
-    profile = dataclasses.replace(
-        profiles(table)["a100"], max_model_len=_MOST_TOKENS
-    )  # caches of decodes are not short
-    of_prefill = dataclasses.replace(profile, num_blocks=int(share * num_tokens / profile.block_size))
-    return Workload(trace, of_prefill, profile)
+    profile = dataclasses.replace(profiles(table)["a100"], max_model_len=MOST_TOKENS)  # caches of decodes are not short
+    of_prefill = dataclasses.replace(profile, num_blocks=pool_blocks(trace, share, profile.block_size))
+    return Workload(trace, SimPlan(4, 4, profile=of_prefill, decode_profile=profile, router=PATIENT))
 
 
 def measure(load: Workload, presets: Sequence[str], shares: Sequence[float]) -> Findings:
-    first = dataclasses.replace(load, trace=load.trace[:_FIRST]).run("least_loaded", _FLOOD)["served"]
-    saturation = load.run("least_loaded", _OVERLOAD * first)["served"]
-    found: Findings = [Figure("least_loaded saturates at", "requests/s", (saturation,))]
+    most = saturation(runner(load.plan), load.trace)
+    found: Findings = [Figure("least_loaded saturates at", "requests/s", (most,))]
     for share in shares:
-        rate = share * saturation
+        rate = share * most
         base = load.run("least_loaded", rate)
         found += _rows(f"least_loaded at {share:.0%} ({rate:.2f} requests/s)", base)
         for preset in presets:
@@ -118,7 +87,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("out/prefixes.json"), help="the result file")
     arguments = parser.parse_args()
     trace = scaled(
-        read_trace(arguments.trace), length=1.0, rate=1.0, seconds=arguments.seconds, most_tokens=_MOST_TOKENS
+        read_trace(arguments.trace), length=1.0, rate=1.0, seconds=arguments.seconds, most_tokens=MOST_TOKENS
     )
     load = workload(trace, arguments.table, arguments.cache_share)
     result = Result({name: str(value) for name, value in vars(arguments).items() if name != "json"})

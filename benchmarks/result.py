@@ -33,6 +33,14 @@ class Result:
             else:
                 self.series.append(each)
 
+    def show(self, found: Iterable[Figure | Series]) -> None:
+        """Adds the findings and prints the figures, for runs that take long."""
+        found = list(found)
+        for each in found:
+            if isinstance(each, Figure):
+                print("  ".join(each.row()), flush=True)
+        self.add(found)
+
     def plain(self) -> dict[str, object]:
         return {
             "machine": self._machine,

@@ -1,7 +1,8 @@
 """Measures what the coordinator costs its event loop: one input at a time, with the placement that it causes. No model,
 no I/O.
 
-The clusters are as `baton router` configures them, canaries included (all have passed). Times are those of the
+The clusters are as `baton router` configures them, canaries included (all have passed), but that only the last figures
+share prefixes. Times are those of the
 processor, so that other processes disturb them less; a plain loop of Python, timed in the same run, says how fast the
 machine is.
 """
@@ -9,12 +10,14 @@ machine is.
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from benchmarks.figure import Figure
+from services.core.hashing import PromptHashes, block_hashes, short_hashes
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.config import CoordinatorConfig
@@ -28,7 +31,7 @@ from services.router.coordinator.events import (
     Tokens,
     WorkerInfo,
 )
-from services.router.policy import Fingerprint, Load, Role
+from services.router.policy import Fingerprint, Load, PolicyConfig, Role, sharing
 from services.router.policy.health import HealthConfig
 
 _NUM_QUEUED = 200
@@ -36,7 +39,9 @@ _NUM_PARKED = 50
 _NUM_SAMPLES = 200
 _MESSAGE_S = 0.0002
 """Between two inputs: all of a figure's samples fall into a fraction of a second, so that nobody ages meanwhile."""
-_SHORT_PROMPT, _PROMPT, _OUTPUT = 64, 256, 128
+_SHORT_PROMPT, _PROMPT, _LONG_PROMPT, _OUTPUT = 64, 256, 2048, 128
+_BLOCK_SIZE = 16
+_NO_HASHES: Mapping[int, PromptHashes] = {}
 _NUM_BLOCKS = 4096
 _HEALTH = HealthConfig(canaries=True, recheck_s=3600.0, starts_slowly=True)
 
@@ -66,6 +71,26 @@ def measure(repeats: int) -> list[Figure]:
         cluster = _Cluster(50, 1000 + num_queued, num_queued)
         samples = tuple(sample for _ in range(repeats) for sample in cluster.submits_with_deadline())
         figures.append(Figure(f"submit with a deadline: {num_queued} queued before it", "ms", samples))
+    return figures + _shared_prefixes(repeats)
+
+
+def _shared_prefixes(repeats: int) -> list[Figure]:
+    """Measures what a long prompt costs whose beginning all workers have, by itself and so that it can be brought."""
+    what, token_ids = f"a prompt of {_LONG_PROMPT} tokens", list(range(_LONG_PROMPT))
+    hashing = []
+    for _ in range(_NUM_SAMPLES):
+        began_s = time.thread_time()
+        hashes = short_hashes(block_hashes(token_ids, _BLOCK_SIZE))
+        hashing.append((time.thread_time() - began_s) * 1000)
+    figures = [Figure(f"hashing {what} (on a thread)", "ms", tuple(hashing))]
+    for number in (1, 2, 50):
+        ways = {}
+        for way in ("never", "auto"):
+            cluster = _Cluster(number, 0, 0, share_prefixes=way)
+            cluster.tell(hashes)
+            ways[way] = [sample for _ in range(repeats) for sample in cluster.submits_hashed(hashes)]
+            name = f"submit and place {what}, {number}+{number} workers and a store, --share-prefixes {way}"
+            figures.append(Figure(name, "ms", tuple(ways[way])))
     return figures
 
 
@@ -96,9 +121,17 @@ class _Cluster:
     """Simulates `number` prefill workers and as many decode workers, which answer at once."""
 
     def __init__(
-        self, number: int, num_live: int, num_queued: int, num_parked: int = 0, *, deadline_s: float | None = None
+        self,
+        number: int,
+        num_live: int,
+        num_queued: int,
+        num_parked: int = 0,
+        *,
+        deadline_s: float | None = None,
+        share_prefixes: str = "never",
     ) -> None:
-        config = CoordinatorConfig(model_context_tokens=8192, max_queue=8192, health=_HEALTH)
+        policy = sharing(PolicyConfig(), share_prefixes)
+        config = CoordinatorConfig(model_context_tokens=8192, max_queue=8192, health=_HEALTH, policy=policy)
         self._coordinator = Coordinator(config)
         self._now = 1000.0
         self._workers: dict[str, WorkerInfo] = {}
@@ -142,6 +175,26 @@ class _Cluster:
             self._finish(self._live.popleft())
         return samples
 
+    def tell(self, hashes: PromptHashes) -> None:
+        """Lets a store join, and has each worker tell that it has some first blocks of a prompt."""
+        self._add("store", Role.STORE)
+        self._say(self._workers["store"], self._load_of(self._workers["store"], busy=False))
+        chance = random.Random(1)
+        for info in self._workers.values():
+            told = hashes[: chance.randrange(len(hashes))]
+            self._coordinator.cache_changed(info.worker_id, 1, whole=True, stored=told, removed=())
+
+    def submits_hashed(self, hashes: PromptHashes) -> list[float]:
+        """Times long prompts that find room at once, as `submits` does. Each is over before the next."""
+        by_size = {_BLOCK_SIZE: hashes} if self._coordinator.block_sizes_to_hash() else {}
+        samples = []
+        for _ in range(_NUM_SAMPLES):
+            sent: list[SendLeg] = []
+            samples.append(self._timed(lambda sent=sent: sent.append(self._submit(_LONG_PROMPT, hashes=by_size))))  # type: ignore[misc]
+            assert bool(by_size) is (sent[0].keep_at is not None)
+            self._finish(self._decode(sent[0]))
+        return samples
+
     def submits_with_deadline(self) -> list[float]:
         """Times requests with a deadline that are queued behind the others; each leaves before the next."""
         samples = []
@@ -175,9 +228,17 @@ class _Cluster:
         self._coordinator.tick(self._now)
         self._turn()
 
-    def _submit(self, num_tokens: int, deadline_s: float | None = None) -> SendLeg | None:
+    def _submit(
+        self, num_tokens: int, deadline_s: float | None = None, hashes: Mapping[int, PromptHashes] = _NO_HASHES
+    ) -> SendLeg | None:
         self._num_submitted += 1
-        spec = RequestSpec(f"r{self._num_submitted}", tuple(range(num_tokens)), _OUTPUT, deadline_s=deadline_s)
+        spec = RequestSpec(
+            f"r{self._num_submitted}",
+            tuple(range(num_tokens)),
+            _OUTPUT,
+            deadline_s=deadline_s,
+            block_hashes=hashes,
+        )
         self._coordinator.submit(spec, self._now)
         return next(
             (action for action in self._turn() if isinstance(action, SendLeg) and action.phase is Role.PREFILL), None
@@ -210,13 +271,7 @@ class _Cluster:
     def _join(self, number: int) -> None:
         for role in (Role.PREFILL, Role.DECODE):
             for index in range(number):
-                worker_id = f"{role.label}-{index}"
-                info = WorkerInfo(
-                    worker_id, role, 1, Fingerprint("kv", "float32"), 16, _NUM_BLOCKS, 8192, max_num_seqs=256
-                )
-                self._workers[worker_id] = info
-                self._coordinator.worker_joined(info, self._now)
-                self._coordinator.session_opened(worker_id, 1, self._now)
+                self._add(f"{role.label}-{index}", role)
         # All canaries pass, and slow starts are over.
         table = self._coordinator._book.workers
         for info in self._workers.values():
@@ -231,6 +286,22 @@ class _Cluster:
             table.awake.at(self._now)
         table.tick(self._now)
         self._turn()
+
+    def _add(self, worker_id: str, role: Role) -> None:
+        info = WorkerInfo(
+            worker_id,
+            role,
+            1,
+            Fingerprint("kv", "float32"),
+            _BLOCK_SIZE,
+            _NUM_BLOCKS,
+            8192,
+            max_num_seqs=256,
+            description=worker_id,
+        )
+        self._workers[worker_id] = info
+        self._coordinator.worker_joined(info, self._now)
+        self._coordinator.session_opened(worker_id, 1, self._now)
 
     def _report(self, *, busy: bool) -> None:
         for info in self._workers.values():

@@ -13,9 +13,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import PRESETS
-from services.sim.cluster import SimPlan, simulate
+from services.sim.cluster import ROUTER, SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.report import Objective, summary
 from services.sim.trace import TracedRequest
@@ -48,7 +47,7 @@ class Scenario:
 
     def run(self, preset: str) -> float:
         """Returns the figure with this preset. Raises AssertionError if a request failed."""
-        router = CoordinatorConfig(model_context_tokens=1 << 20, policy=PRESETS[preset])
+        router = dataclasses.replace(ROUTER, policy=PRESETS[preset])
         plan = dataclasses.replace(self.plan, router=router)
         report = summary(plan, simulate(plan, self.trace), Objective(1.0, 0.05))
         assert not report["num_failed"], f"{preset}: {report['num_failed']}"

@@ -130,11 +130,8 @@ def main() -> None:
     result = Result({name: value for name, value in vars(arguments).items() if name != "json"})
     trace, of_workers = read_trace(arguments.trace), profiles(arguments.table)
     for case in CASES:
-        figures = compared(case, of_workers[case.workers], [piece(trace, at, case, arguments.seconds) for at in starts])
-        for figure in figures:
-            if isinstance(figure, Figure):
-                print("  ".join(figure.row()), flush=True)
-        result.add(figures)
+        pieces = [piece(trace, at, case, arguments.seconds) for at in starts]
+        result.show(compared(case, of_workers[case.workers], pieces))
     result.write(arguments.json)
 
 

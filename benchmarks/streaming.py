@@ -21,11 +21,12 @@ async def stream_grpc(
     answer: Answer | None = None,
     *,
     timeout_s: float | None = None,
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
     """Returns the answer. It is `answer`, if one is given, and grows while tokens arrive."""
     answer = Answer(time.perf_counter()) if answer is None else answer
     try:
-        async for event in stub.GenerateStream(request, timeout=timeout_s):
+        async for event in stub.GenerateStream(request, timeout=timeout_s, metadata=metadata):
             if event.WhichOneof("event") == "chunk":
                 answer.token_times_s += [time.perf_counter()] * len(event.chunk.token_ids)
     except grpc.aio.AioRpcError as error:

@@ -1,151 +1,187 @@
-"""Measures block transfer alone: two processes on this host, a pool each, one lease at a time."""
+"""Measures block transfer alone: two processes on this host, a pool each, one handoff at a time, by every transport
+that workers have; beside a copy in memory and what moves the same bytes without Baton (`transfer_bare`).
+
+In each round every way has its turn, so that what disturbs the machine meets all of them. A handoff is whole: from the
+fetch that opens to the release that is answered.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import contextlib
+import pathlib
+import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from baton.v1 import kvtransfer_pb2_grpc, types_pb2
-from benchmarks.figure import Figure, Findings, ratio
+import uvloop
+
+from baton.v1 import types_pb2
+from benchmarks.figure import Figure, Findings, Series, ratio
+from benchmarks.transfer_bare import BARE, BareTlsSocket, copy_in_memory
+from benchmarks.transfer_source import TOKEN, RemoteSource, certificates_in, new_pool, site_of
 from services.core.clock import MonotonicClock
-from services.core.ids import new_incarnation, new_lease_id
-from services.core.sealed_memory import SealedMemory
+from services.engine.model.kv_cache import KVCache
 from services.kv.imports import ImportTable
 from services.kv.layout import Layout
-from services.kv.lease_table import LeaseTable
-from services.kv.regions import Buffer
-from services.kvtransfer.board import LeaseBoard
-from services.kvtransfer.client import BlockFetcher, FetchOrder
-from services.kvtransfer.servicer import KVTransferServicer
-from services.kvtransfer.transports import DestinationEnd, SourceEnd
-from services.kvtransfer.transports.grpc import GrpcDestination, GrpcSource
-from services.kvtransfer.transports.shm import ShmServer
-from services.kvtransfer.transports.shm_mapping import MappingCache
-from services.kvtransfer.transports.shm_source import ShmSource
-from services.kvtransfer.wire import layout_to_proto
-from services.rpc.channels import dial
-from services.rpc.serving import GrpcServer
+from services.kvtransfer.client import BlockFetcher, FetchOrder, FetchOutcome
+from services.kvtransfer.peers import Peers
+from services.rpc.certificates import Certificates
 from services.rpc.status import from_call
+from services.worker.machine import Machine
+from services.worker.transfer import TRANSPORTS
 
-# SmolLM2-135M in bfloat16: 2048 tokens are 128 blocks, 47 MB.
-_TOKEN = "a-token-for-the-benchmark"
-_LAYOUT = Layout("bench", "0", "0", "bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
-_NUM_BLOCKS = 128
+_Samples = dict[str, list[float]]
+_COPY = "a copy in memory"
+_TLS, _BARE_TLS = "tcp in TLS", "a bare TLS socket"
+_CEILINGS = {"shm": _COPY, "tcp": "a bare socket", "grpc": "bare gRPC", "nixl": "bare NIXL", _TLS: _BARE_TLS}
+"""What bounds each transport: the same bytes moved in the same way, without leases, streams and tables."""
 
 
-class _Pool:
-    """Holds host memory behind a memfd, as the engine's is."""
+def _layout(layers: int, heads: int, head_dim: int) -> Layout:
+    return Layout("bench", "0", "0", "bfloat16", layers, heads, head_dim, block_size=16)
 
-    def __init__(self) -> None:
-        self.block_bytes, self.num_blocks = _LAYOUT.block_bytes, _NUM_BLOCKS
-        self._memory = SealedMemory("bench", self.block_bytes * self.num_blocks)
-        self.fd, self._map = self._memory.fd, self._memory.map
-        self._view = memoryview(self._map)
-        for block_id in range(self.num_blocks):
-            self.write_blocks([block_id], [bytes([block_id]) * self.block_bytes])
 
-    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
-        return [self._view[each * self.block_bytes : (each + 1) * self.block_bytes] for each in block_ids]
-
-    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
-        for target, source in zip(self.read_blocks(block_ids), data, strict=True):
-            target[:] = source
+SMOLLM2 = _layout(30, 3, 64)
+"""SmolLM2-135M in bfloat16: 23 KB a token, 2048 tokens are 128 blocks, 47 MB."""
+BLOCKS = {16: _layout(2, 2, 64), 64: _layout(8, 2, 64), 360: SMOLLM2, 2048: _layout(32, 8, 128)}
+"""Layouts by the KiB of a block; the largest is Llama 3 8B's."""
+PROMPTS = (128, 512, 2048, 8192)
+_PROMPT_BYTES = 128 * SMOLLM2.block_bytes
 
 
 def measure(repeats: int) -> Findings:
-    """Takes samples of each transport and of a plain copy in memory, which is what a transport can reach, in turns."""
-    samples: dict[str, list[float]] = {"a copy in memory": [], "shm": [], "grpc": []}
-    for _ in range(repeats):
-        samples["a copy in memory"].append(_copy_gb_s())
-        for transport in ("shm", "grpc"):
-            samples[transport] += asyncio.run(_measure(transport, 1))
-    what = "transfer: 2048 tokens (47 MB)"
-    return [
-        *(Figure(f"{what}, {name}", "GB/s", tuple(each)) for name, each in samples.items()),
-        ratio("  shm, of a copy in memory", samples["shm"], samples["a copy in memory"]),
-        ratio("  grpc, of shm", samples["grpc"], samples["shm"]),
-    ]
+    """Measures handoffs of 2048 tokens, then other prompt lengths and other block sizes, each as a line per way."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as workers have it
+        return runner.run(_measure(repeats))
 
 
-def _copy_gb_s() -> float:
-    """Returns the rate of copying all blocks of one pool to another, block by block, as a transport does; the second
-    pass is timed, when pages exist."""
-    source, target = _Pool(), _Pool()
-    for _ in range(2):
-        started = time.perf_counter()
-        target.write_blocks(range(_NUM_BLOCKS), source.read_blocks(range(_NUM_BLOCKS)))
-        seconds = time.perf_counter() - started
-    return _NUM_BLOCKS * _LAYOUT.block_bytes / seconds / 1e9
+async def _measure(repeats: int) -> Findings:
+    findings: Findings = []
+    by_prompt: dict[str, list[tuple[float, float]]] = {}
+    by_block: dict[str, list[tuple[float, float]]] = {}
+    for num_tokens in PROMPTS:
+        samples, copying = await _rounds(SMOLLM2, SMOLLM2.num_blocks(num_tokens), repeats)
+        findings += _figures(f"transfer: {num_tokens} tokens", samples, copying)
+        _add(by_prompt, num_tokens, samples)
+    for kibibytes, layout in BLOCKS.items():
+        samples, copying = await _rounds(layout, _PROMPT_BYTES // layout.block_bytes, repeats)
+        if layout is not SMOLLM2:
+            findings += _figures(f"transfer: 47 MB in blocks of {kibibytes} KiB", samples, copying)
+        _add(by_block, kibibytes, samples)
+    for chart, lines in (("transfer_prompt", by_prompt), ("transfer_block", by_block)):
+        findings += [Series(chart, name, tuple(points)) for name, points in lines.items()]
+    return findings
 
 
-async def _measure(transport: str, repeats: int) -> list[float]:
-    """Returns the GB/s of `repeats` leases after one that warms up."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    source = context.Process(target=_run_source, args=(theirs, repeats + 1), daemon=True)
-    source.start()
-    try:
-        described, lease_ids = await asyncio.to_thread(ours.recv)
-        samples = await _fetch_all(types_pb2.KVSource.FromString(described), lease_ids, transport)
-        ours.send("done")
-    finally:
-        await asyncio.to_thread(source.join, 10)
-        source.terminate()
-    return samples[1:]
+def _add(lines: dict[str, list[tuple[float, float]]], x: float, samples: dict[str, list[float]]) -> None:
+    for name, each in samples.items():
+        lines.setdefault(name, []).append((x, Figure(name, "GB/s", tuple(each)).median))
 
 
-async def _fetch_all(source: types_pb2.KVSource, lease_ids: list[bytes], transport: str) -> list[float]:
-    pool, clock = _Pool(), MonotonicClock()
-    imports = ImportTable(on_freed=lambda import_: None)
-    end: DestinationEnd = {"shm": MappingCache, "grpc": GrpcDestination}[transport](_LAYOUT.block_bytes)
-    fetcher = BlockFetcher(
-        pool, _LAYOUT, imports, clock, transports=[end], dial=partial(dial, token=_TOKEN), error_of=from_call
-    )
-    samples = []
-    for leg, lease_id in enumerate(lease_ids, start=1):
-        blocks = tuple(range(_NUM_BLOCKS))
-        import_ = imports.reserve(blocks, clock.now())
-        started = time.perf_counter()
-        order = FetchOrder(source, lease_id, leg, import_, 0, blocks)
-        outcome = await fetcher.fetch(order)
-        samples.append(outcome.num_bytes / (time.perf_counter() - started) / 1e9)
-    await fetcher.close()
-    return samples
+def _figures(what: str, samples: dict[str, list[float]], copying: dict[str, list[float]]) -> Findings:
+    found: Findings = [Figure(f"{what}, {name}", "GB/s", tuple(each)) for name, each in samples.items()]
+    for name in (*TRANSPORTS, _TLS):
+        ceiling = _CEILINGS.get(name, _COPY)
+        if name in samples and ceiling in samples:
+            found.append(ratio(f"  {name}, of {ceiling}", samples[name], samples[ceiling]))
+            found.append(ratio(f"  {name} while it copies, of {ceiling}", copying[name], samples[ceiling]))
+    found.append(ratio(f"  {_TLS}, of tcp", samples[_TLS], samples["tcp"]))
+    return found
 
 
-def _run_source(pipe: Connection, num_leases: int) -> None:
-    asyncio.run(_source(pipe, num_leases))
+async def _rounds(layout: Layout, num_blocks: int, repeats: int) -> tuple[_Samples, _Samples]:
+    """Returns the GB/s of each way, round by round after one that warms up; and those of the copies alone."""
+    num_bytes = num_blocks * layout.block_bytes
+    samples: dict[str, list[float]] = {}
+    copying: dict[str, list[float]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        certified = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        certificates = certificates_in(certified)
+        assert certificates is not None
+        source = await stack.enter_async_context(RemoteSource(layout, num_blocks))
+        secure_source = await stack.enter_async_context(RemoteSource(layout, num_blocks, certified))
+        pool, other = new_pool(layout, num_blocks), new_pool(layout, num_blocks)
+        destination = _Destination(layout, pool, source)
+        secure = _Destination(layout, pool, secure_source, certificates)
+        ways: dict[str, Callable[[], Coroutine[Any, Any, float | None]]] = {
+            _COPY: lambda: asyncio.to_thread(copy_in_memory, other, pool)
+        }
+        bares = [await make(source, pool) for make in BARE.values()]
+        bare_tls = BareTlsSocket(secure_source.bare.socket_port, pool, certificates.peer_context())
+        ways |= {name: bare.move for name, bare in zip(BARE, bares, strict=True) if bare is not None}
+        ways |= {name: lambda name=name: destination.hand_over(name) for name in destination.transports}  # type: ignore[misc]
+        ways |= {_BARE_TLS: bare_tls.move, _TLS: lambda: secure.hand_over("tcp")}
+        for number in range(repeats + 1):
+            for name, move in ways.items():
+                await destination.prepare()
+                await secure.prepare()
+                begun_s = time.perf_counter()
+                copy_s = await move()
+                seconds = time.perf_counter() - begun_s
+                if number:
+                    samples.setdefault(name, []).append(num_bytes / seconds / 1e9)
+                    if copy_s is not None:
+                        copying.setdefault(name, []).append(num_bytes / copy_s / 1e9)
+        for bare in (*bares, bare_tls):
+            if bare is not None:
+                await bare.close()
+        await destination.close()
+        await secure.close()
+        other.close()
+        pool.close()
+    return samples, copying
 
 
-async def _source(pipe: Connection, num_leases: int) -> None:
-    pool, clock, incarnation = _Pool(), MonotonicClock(), new_incarnation()
-    table = LeaseTable(_LAYOUT.block_size, on_end=lambda lease: None, ttl_s=60.0)
-    board = LeaseBoard(table, clock)
-    reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
-    ends: list[SourceEnd] = [ShmSource(pool, ShmServer(pool, incarnation), reader), GrpcSource(pool, reader)]
-    servicer = KVTransferServicer(board, _LAYOUT, incarnation, clock, transports=ends)
-    server = GrpcServer(token=_TOKEN)
-    server.add("baton.v1.KVTransferService", kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, servicer)
-    await server.start()
-    lease_ids = [new_lease_id() for _ in range(num_leases)]
-    num_tokens = _NUM_BLOCKS * _LAYOUT.block_size
-    for lease_id in lease_ids:
-        table.open(lease_id, owner="bench", block_ids=range(_NUM_BLOCKS), num_tokens=num_tokens, now=clock.now())
-        table.publish(lease_id, num_tokens, clock.now())
-        table.seal(lease_id, types_pb2.SequenceTokens(token_ids=[1]), clock.now())
-    offers = [end.offer() for end in ends]
-    source = types_pb2.KVSource(
-        address=server.address, incarnation=incarnation, offers=offers, layout=layout_to_proto(_LAYOUT)
-    )
-    pipe.send((source.SerializeToString(), lease_ids))
-    await asyncio.to_thread(pipe.recv)
-    await server.stop()
-    reader.shutdown()
-    board.close()
-    for end in ends:
-        end.close()
+class _Destination:
+    def __init__(
+        self, layout: Layout, pool: KVCache, source: RemoteSource, certificates: Certificates | None = None
+    ) -> None:
+        self._source = source
+        self._machine = Machine(TOKEN, certificates=certificates)
+        self._clock = MonotonicClock()
+        self._imports = ImportTable(on_freed=lambda import_: None)
+        offered = {offer.transport for offer in source.where.offers}
+        site = site_of(pool, self._machine)
+        self._peers = Peers(self._machine.dial, from_call)
+        self._fetchers: dict[str, BlockFetcher] = {}
+        for name, (_, destination_end) in TRANSPORTS.items():
+            if types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") in offered:
+                self._fetchers[name] = BlockFetcher(
+                    pool,
+                    layout,
+                    self._imports,
+                    self._clock,
+                    transports=[destination_end(site)],
+                    peers=self._peers,
+                )
+        self._blocks = tuple(range(pool.num_blocks))
+        self._leg = 0
+        self._lease_id: bytes | None = None
+
+    @property
+    def transports(self) -> list[str]:
+        return list(self._fetchers)
+
+    async def prepare(self) -> None:
+        """Has a lease of all blocks opened and sealed, unless the last one was not fetched."""
+        if self._lease_id is None:
+            self._lease_id = await self._source.next_lease()
+
+    async def hand_over(self, transport: str) -> float | None:
+        """Fetches the lease; returns how long copies were under way."""
+        self._leg += 1
+        lease_id, self._lease_id = self._lease_id, None
+        assert lease_id is not None
+        import_ = self._imports.reserve(self._blocks, self._clock.now())
+        order = FetchOrder(self._source.where, lease_id, self._leg, import_, 0, self._blocks)
+        outcome: FetchOutcome = await self._fetchers[transport].fetch(order)
+        assert outcome.num_blocks == len(self._blocks)
+        return outcome.copy_s
+
+    async def close(self) -> None:
+        for fetcher in self._fetchers.values():
+            await fetcher.close()
+        await self._peers.close()
+        self._imports = ImportTable(on_freed=lambda import_: None)

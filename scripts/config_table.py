@@ -9,6 +9,7 @@ import sys
 
 from services.cli.up import UpConfig
 from services.router.config import RouterConfig
+from services.store.config import StoreConfig
 from services.worker.config import WorkerConfig
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -16,6 +17,7 @@ TABLES = {
     "baton up": UpConfig,
     "baton router": RouterConfig,
     "baton prefill, decode and mixed": WorkerConfig,
+    "baton kvtransfer": StoreConfig,
 }
 BEGIN, END = "<!-- configuration: written by scripts/config_table.py -->", "<!-- end of configuration -->"
 

@@ -30,7 +30,12 @@ DOCUMENT = ROOT / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics: written by scripts/metrics_table.py -->", "<!-- end of metrics -->"
 _SUFFIX = {"counter": "_total", "info": "_info"}
 # Labels of metrics that have no sample until there is something to count, or a device.
-_LABELS = {"baton_device_memory_bytes": ["kind"]}
+_LABELS = {
+    "baton_device_memory_bytes": ["kind"],
+    "baton_tenant_requests": ["model", "outcome", "tenant"],
+    "baton_tenant_tokens": ["kind", "model", "tenant"],
+    "baton_tenant_cost": ["model", "tenant"],
+}
 
 Families = dict[str, tuple[Metric, set[str]]]
 """By name, with the processes that export it."""
@@ -38,11 +43,14 @@ Families = dict[str, tuple[Metric, set[str]]]
 
 async def exported() -> Families:
     families: Families = {}
-    router = RouterMetrics(RouterConfig(), instance="router")
+    router = RouterMetrics(
+        RouterConfig(tenants="t.yaml", usage_log="u.jsonl", request_log="r.jsonl", tenants_store="redis://h"),
+        instance="router",
+    )
     router.of("m").observe(Coordinator(CoordinatorConfig(model_context_tokens=1024)))
     _add(families, router.registry, "router")
     with tempfile.TemporaryDirectory() as folder:
-        config = worker_config(tiny_model("llama", pathlib.Path(folder)))
+        config = worker_config(tiny_model("llama", pathlib.Path(folder)), kv_host_bytes="1MiB")
         async with running_worker(config, MIXED) as host:
             worker = WorkerMetrics(host)
             _add(families, worker.registry, "worker")

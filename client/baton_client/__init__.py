@@ -2,6 +2,7 @@
 
 from baton_client.aio import AsyncClient, AsyncResponseStream
 from baton_client.client import Client, ResponseStream
+from baton_client.constraints import choices, grammar, json_object, json_schema, regex
 from baton_client.errors import (
     AlreadyExists,
     CallCancelled,
@@ -30,5 +31,10 @@ __all__ = [
     "ResponseStream",
     "RetryPolicy",
     "Unavailable",
+    "choices",
     "from_rpc_error",
+    "grammar",
+    "json_object",
+    "json_schema",
+    "regex",
 ]

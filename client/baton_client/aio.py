@@ -67,7 +67,8 @@ class AsyncClient:
     def generate_stream(
         self, request: GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
     ) -> AsyncResponseStream:
-        """Returns the answer as it comes: first `prompt_info`, then chunks, last `completion`."""
+        """Returns the answer as it comes: first `prompt_info`, then chunks, last `completion`; with `n` one for each
+        answer, by `index`."""
         demand_request(request)
         sent = (*self._metadata, *metadata)
         return AsyncResponseStream(

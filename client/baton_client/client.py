@@ -66,7 +66,8 @@ class Client:
     def generate_stream(
         self, request: GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
     ) -> ResponseStream:
-        """Returns the answer as it comes: first `prompt_info`, then chunks, last `completion`."""
+        """Returns the answer as it comes: first `prompt_info`, then chunks, last `completion`; with `n` one for each
+        answer, by `index`."""
         demand_request(request)
         sent = (*self._metadata, *metadata)
         return ResponseStream(

@@ -9,9 +9,11 @@ import argparse
 import os
 from typing import Any, NoReturn
 
-from services.core.config import DAY_S, DEFAULT_CONTROL_PORT
+from services.core.config import DAY_S, DEFAULT_CONTROL_PORT, DEFAULT_PORT
 from services.core.errors import ConfigError
 
+DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_CONTROL_TARGET = f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
 CONTROL_TIMEOUT_S = 60.0
 """For commands that read once what a router knows."""
 
@@ -27,16 +29,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Adds `--target HOST:PORT`, and the time to wait for it."""
-    parser.add_argument("--target", required=True, metavar="HOST:PORT", help="the router's address")
+    """Adds `--target HOST:PORT`, the flags of TLS, and the time to wait for it."""
+    parser.add_argument(
+        "--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router's address (default: %(default)s)"
+    )
+    add_tls(parser, names_server=True)
+    add_plain_token(parser)
     add_timeout(parser)
 
 
 def add_control(parser: argparse.ArgumentParser, timeout_s: float | None = None) -> None:
-    """Adds `--target` of a router's control port, the cluster token's file, and the time to wait for an answer."""
+    """Adds `--target` of a router's control port, the cluster token's file, the flags of TLS, and the time to wait
+    for an answer."""
     parser.add_argument(
         "--target",
-        default=f"127.0.0.1:{DEFAULT_CONTROL_PORT}",
+        default=DEFAULT_CONTROL_TARGET,
         metavar="HOST:PORT",
         help="the router's control port (default: %(default)s)",
     )
@@ -47,7 +54,40 @@ def add_control(parser: argparse.ArgumentParser, timeout_s: float | None = None)
         help="file with the cluster's token (default: the value of BATON_CLUSTER_TOKEN, else the file cluster-token in "
         "BATON_HOME) [BATON_CLUSTER_TOKEN_FILE]",
     )
+    add_tls(parser, names_server=False)
+    add_plain_token(parser)
     add_timeout(parser, timeout_s)
+
+
+def add_tls(parser: argparse.ArgumentParser, *, names_server: bool) -> None:
+    """Adds the flags of a command that may speak TLS. With `names_server` one is the name that the server is to have: a
+    router's control port has its own."""
+    helps = {
+        "ca": "PEM file with the CAs of the server's certificate: with it, TLS is spoken",
+        "cert": "PEM file with a certificate to show, of an operator to a router's control port",
+        "key": "PEM file with the private key of --tls-cert",
+    }
+    if names_server:
+        helps["server-name"] = "name that the server's certificate must have (default: the host of --target)"
+    for name, text in helps.items():
+        variable = f"BATON_TLS_{name.replace('-', '_').upper()}"
+        parser.add_argument(
+            f"--tls-{name}",
+            default=os.environ.get(variable, ""),
+            metavar="NAME" if name == "server-name" else "FILE",
+            help=f"{text} [{variable}]",
+        )
+
+
+def add_plain_token(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that lets a token or key cross a network in the clear."""
+    variable = "BATON_ALLOW_PLAIN_TOKEN"
+    parser.add_argument(
+        "--allow-plain-token",
+        action=argparse.BooleanOptionalAction,
+        default=os.environ.get(variable, "").lower() in ("1", "true", "yes", "on"),
+        help=f"let the token or key cross networks without TLS; else it is refused beyond loopback [{variable}]",
+    )
 
 
 def add_timeout(parser: argparse.ArgumentParser, default_s: float | None = None) -> None:

@@ -18,7 +18,7 @@ import grpc
 from baton.v1 import control_pb2, types_pb2
 from baton_client import CallFailed
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
-from services.cli.client import control, explain
+from services.cli.client import control, explain, tls_of
 from services.cli.probing import probe
 from services.cli.simulate import check_writable, default_profile
 from services.core.addresses import is_address
@@ -58,7 +58,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         raise ConfigError(f"--measure: {arguments.measure!r} is not HOST:PORT")
     out = Path(arguments.out)
     check_writable(out, "--out")
-    with control(arguments.target, arguments.cluster_token_file) as call:
+    with control(arguments.target, arguments.cluster_token_file, tls_of(arguments)) as call:
 
         def ask() -> list[Any]:
             status = call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout)

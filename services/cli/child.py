@@ -15,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from services.core.start_progress import TellProgress, from_report, tell_nobody
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,10 +51,10 @@ class Child:
     moment.
     """
 
-    def __init__(self, name: str, command: Sequence[str], lifeline: Lifeline) -> None:
+    def __init__(self, name: str, command: Sequence[str], lifeline: Lifeline, output_fd: int | None = None) -> None:
         """Runs `command --ready-fd N --lifeline-fd M` in a session of its own, so that the supervisor handles a Ctrl-C.
 
-        Its output goes to this process's stderr, which leaves stdout to the supervisor.
+        Its output goes to `output_fd`, by default this process's stderr, which leaves stdout to the supervisor.
         """
         self.name = name
         self._ready_fd, write_fd = os.pipe()
@@ -60,7 +62,8 @@ class Child:
             self._process = subprocess.Popen(
                 [*command, "--ready-fd", str(write_fd), "--lifeline-fd", str(lifeline.read_fd)],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=sys.stderr.fileno() if output_fd is None else output_fd,
+                stderr=output_fd,
                 pass_fds=(write_fd, lifeline.read_fd),
                 start_new_session=True,
             )
@@ -75,16 +78,28 @@ class Child:
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._on_end)
 
-    async def ready(self) -> Ready | None:
-        """Waits for the child's report; None if it ends, or closes the pipe, without one. Call it once."""
+    async def ready(self, tell: TellProgress = tell_nobody) -> Ready | None:
+        """Waits for the child's ports; None if it ends, or closes the pipe, without them. Call it once.
+
+        `tell` hears of the progress that it reports until then.
+        """
         reader = asyncio.StreamReader()
         pipe = os.fdopen(self._ready_fd, "rb")
         transport, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         try:
-            line = await reader.readline()
+            while line := await reader.readline():
+                try:
+                    report = json.loads(line)
+                    progress = from_report(report)
+                    if progress is None:
+                        return _ready(report)
+                except (ValueError, KeyError, TypeError):
+                    logger.error("%s sent a malformed report: %r", self.name, line)
+                    return None
+                tell(progress)
         finally:
             transport.close()
-        return self._parse(line) if line else None
+        return None
 
     async def wait(self) -> int:
         """Waits for the child's end. Returns its exit status; -N if signal N ended it."""
@@ -105,20 +120,16 @@ class Child:
         self._process.kill()
         await self.wait()
 
-    def _parse(self, line: bytes) -> Ready | None:
-        try:
-            report = json.loads(line)
-            port, metrics_port, pid = (int(report[name]) for name in ("port", "metrics_port", "pid"))
-            http_port, control_port = (int(report.get(name, 0)) for name in ("http_port", "control_port"))
-            return Ready(port, metrics_port, pid, http_port, control_port)
-        except (ValueError, KeyError, TypeError):
-            logger.error("%s sent a malformed ready line: %r", self.name, line)
-            return None
-
     def _on_end(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._ended.set_result(self._process.wait())
+
+
+def _ready(report: dict[str, int]) -> Ready:
+    port, metrics_port, pid = (int(report[name]) for name in ("port", "metrics_port", "pid"))
+    http_port, control_port = (int(report.get(name, 0)) for name in ("http_port", "control_port"))
+    return Ready(port, metrics_port, pid, http_port, control_port)
 
 
 def describe_exit(status: int) -> str:

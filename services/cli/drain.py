@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from baton.v1 import control_pb2
 from services.cli.arguments import Parser, add_control
-from services.cli.client import control
+from services.cli.client import control, tls_of
 from services.core.config import A_DURATION_OR_ZERO, duration_or_zero
 from services.core.errors import ConfigError
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         if not duration_or_zero(arguments.deadline):
             raise ConfigError(f"--deadline: {arguments.deadline:g} {A_DURATION_OR_ZERO}")
         request.deadline_ms = round(arguments.deadline * 1000)
-    with control(arguments.target, arguments.cluster_token_file) as call:
+    with control(arguments.target, arguments.cluster_token_file, tls_of(arguments)) as call:
         answer = call("Drain", request, arguments.timeout)
     print(f"{arguments.worker} has left: {answer.num_finished} requests finished there, {answer.num_migrated} moved")
     return 0

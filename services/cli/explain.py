@@ -10,15 +10,18 @@ from typing import Any
 
 from baton.v1 import control_pb2
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
-from services.cli.client import control, plain
+from services.cli.client import control, tls_of
 from services.cli.tables import clip, table
 from services.core.printable import printable
-from services.router.policy import WhyNot, WhyWhole
+from services.router.policy import WhyComputed, WhyNot, WhySplit, WhyUnsplit
+from services.rpc.plain import plain
 
 _MOST_LINE_CHARS = 400
 _REASONS = {why.name.lower(): why.value for why in WhyNot}
-_UNSPLIT = {why.name.lower(): why.value for why in WhyWhole}
-_PHASES = {"prefill": "prefill", "decode": "decode", "whole": "whole sequence"}
+_UNSPLIT = {why.name.lower(): why.value for why in WhyUnsplit}
+_SPLIT = {why.name.lower(): why.value for why in WhySplit}
+_COMPUTED = {why.name.lower(): why.value for why in WhyComputed}
+_PHASES = {"prefill": "prefill", "decode": "decode", "unsplit": "unsplit sequence", "park": "parked handoff"}
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -30,7 +33,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     parser.add_argument("--json", action="store_true", help="all that the router remembers of it, as JSON")
     arguments = parser.parse_args(argv)
-    with control(arguments.target, arguments.cluster_token_file) as call:
+    with control(arguments.target, arguments.cluster_token_file, tls_of(arguments)) as call:
         request = control_pb2.ExplainRequest(request_id=arguments.request)
         answer = plain(call("Explain", request, arguments.timeout))
     print(json.dumps(answer) if arguments.json else text(answer))
@@ -76,6 +79,10 @@ def _choice(choice: dict[str, Any]) -> Iterator[str]:
         yield f"and {num_more} more with lower scores"
     if "unsplit" in choice:
         yield f"not split   {_unsplit(choice['unsplit'])}"
+    if "split" in choice:
+        yield f"split       {_split(choice['split'])}"
+    if "prefix" in choice:
+        yield f"prefix      {_prefix(choice['prefix'])}"
     yield f"decided by  {_decided(verdict, winner)}"
     if verdict["decider"] in ("term", "tie") and len(candidates) > 1:
         yield f"next best   {_cost(verdict, clip(candidates[1]['worker_id']))}"
@@ -85,16 +92,43 @@ def _choice(choice: dict[str, Any]) -> Iterator[str]:
         yield f"before      {_vain(choice['before'])}"
 
 
+def _prefix(prefix: dict[str, Any]) -> str:
+    tokens, source = prefix["num_tokens"], clip(prefix["source"])
+    costs = f"expected {_ms(prefix['bring_ms'])}, to compute them {_ms(prefix['compute_ms'])}"
+    if "why_computed" in prefix:
+        why = str(prefix["why_computed"])
+        return f"{tokens} tokens computed that {source} has: to bring them {costs}: {_COMPUTED.get(why, why)}"
+    if "brought_tokens" not in prefix:
+        came = "not known yet what came of it"
+    elif prefix["brought_tokens"]:
+        came = f"{prefix['brought_tokens']} brought in {_ms(prefix['brought_ms'])}"
+    else:
+        came = "nothing came of it, and they were computed"
+    return f"{tokens} tokens from {source}: {costs}: {came}"
+
+
 def _unsplit(unsplit: dict[str, Any]) -> str:
     reason = str(unsplit["reason"])
     words = _UNSPLIT.get(reason, reason)
     if "costs" not in unsplit:
         return words
-    costs = {name: _ms(value) for name, value in unsplit["costs"].items()}
+    return f"{words}: {_split_costs(unsplit['costs'], 'the prompt on ' + clip(unsplit['prefill']), 'all of it here')}"
+
+
+def _split(split: dict[str, Any]) -> str:
+    reason = str(split["reason"])
+    words = _SPLIT.get(reason, reason)
+    if "costs" not in split:
+        return words
+    return f"{words}: {_split_costs(split['costs'], 'the prompt here', 'all of it on ' + clip(split['decode']))}"
+
+
+def _split_costs(milliseconds: dict[str, float], apart: str, unsplit: str) -> str:
+    costs = {name: _ms(value) for name, value in milliseconds.items()}
     return (
-        f"{words}: on {clip(unsplit['prefill'])} queue {costs['queue_ms']} + prompt {costs['prefill_ms']} + handoff "
-        f"{costs['handoff_ms']}, here queue {costs['whole_queue_ms']} + prompt {costs['whole_prefill_ms']} + delay of "
-        f"others {costs['disturbance_ms']}"
+        f"{apart}: queue {costs['queue_ms']} + prompt {costs['prefill_ms']} + handoff {costs['handoff_ms']}; "
+        f"{unsplit}: queue {costs['unsplit_queue_ms']} + prompt {costs['unsplit_prefill_ms']} + "
+        f"delay of others {costs['disturbance_ms']}"
     )
 
 

@@ -1,20 +1,23 @@
-"""Runs `baton generate`: one prompt, one answer, printed as it arrives or as one JSON object."""
+"""Runs `baton generate`: one prompt and its answer, printed as it arrives, or several answers, or one JSON object."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
 
 from baton.v1 import inference_pb2
 from services.cli.arguments import Parser, add_target, token_ids
-from services.cli.client import inference, plain, shown
+from services.cli.client import AnswerPrinter, inference, shown, tls_of
 from services.core.errors import BatonError, ConfigError
 from services.core.printable import printable, printable_json
+from services.rpc.plain import plain
 
 _SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed transfer"), ("total_ms", "total"))
 
@@ -22,11 +25,16 @@ _SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed t
 def main(argv: Sequence[str], prog: str) -> int:
     arguments = _parser(prog).parse_args(argv)
     request = _request(arguments)
-    with inference(arguments.target) as client, client.generate_stream(request, timeout_s=arguments.timeout) as events:
-        answer = _read(events, echo=not arguments.json)
+    with (
+        inference(arguments.target, tls_of(arguments)) as client,
+        client.generate_stream(request, timeout_s=arguments.timeout) as events,
+    ):
+        answer = _read(events, echo=not arguments.json and arguments.n in (None, 1))
     if arguments.json:
         print(printable_json(answer))
     else:
+        if "further" in answer:
+            _print_all(answer)
         _summarise(answer)
     return 0
 
@@ -46,6 +54,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--logprobs", type=int, metavar="N", help="with --json: the likeliest N tokens at each position"
     )
     parser.add_argument("--priority", type=int, metavar="N", help="higher is served first")
+    parser.add_argument("--n", type=int, metavar="N", help="answers to make of the prompt (default: one)")
+    constraint = parser.add_mutually_exclusive_group()
+    constraint.add_argument("--json-schema", metavar="F", help="answer with JSON that is valid under this schema")
+    constraint.add_argument("--regex", metavar="R", help="answer with what this expression matches as a whole")
+    constraint.add_argument("--grammar", metavar="F", help="answer with a text of this grammar, GBNF or Lark")
+    constraint.add_argument("--choice", action="append", metavar="TEXT", help="answer with one of these; repeatable")
     add_sampling(parser)
     return parser
 
@@ -93,9 +107,23 @@ def _request(arguments: argparse.Namespace) -> inference_pb2.GenerateRequest:
         _set_text(arguments, request)
     assign(request, "request_id", arguments.request_id, "--request-id")
     assign(request, "priority", arguments.priority, "--priority")
+    assign(request, "n", arguments.n, "--n")
     assign(request.response, "logprobs", arguments.logprobs, "--logprobs")
     apply_sampling(arguments, request)
+    _set_constraint(arguments, request)
     return request
+
+
+def _set_constraint(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
+    """Sets what the answer is constrained to, if anything. The router checks it."""
+    if arguments.json_schema is not None:
+        request.constraint.json_schema = _read_file(arguments.json_schema, "--json-schema")
+    elif arguments.grammar is not None:
+        request.constraint.grammar = _read_file(arguments.grammar, "--grammar")
+    elif arguments.regex is not None:
+        assign(request.constraint, "regex", arguments.regex, "--regex")
+    elif arguments.choice:
+        request.constraint.choices.texts.extend(arguments.choice)
 
 
 def _set_token_ids(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
@@ -111,7 +139,7 @@ def _set_token_ids(arguments: argparse.Namespace, request: inference_pb2.Generat
 def _set_text(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
     text, flag = arguments.prompt, "--prompt"
     if text is None:
-        text, flag = _read_prompt(arguments.prompt_file), "--prompt-file"
+        text, flag = _read_file(arguments.prompt_file, "--prompt-file"), "--prompt-file"
     if not arguments.chat:
         assign(request, "text", text, flag)
         return
@@ -120,44 +148,73 @@ def _set_text(arguments: argparse.Namespace, request: inference_pb2.GenerateRequ
     assign(request.messages.messages.add(role="user"), "content", text, flag)
 
 
-def _read_prompt(path: str) -> str:
+def _read_file(path: str, flag: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else pathlib.Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file: {error}") from error
+        raise ConfigError(f"{flag}: {error}") from error
 
 
 def _read(events: Iterator[inference_pb2.GenerateStreamResponse], *, echo: bool) -> dict[str, Any]:
-    """Returns the whole answer as data; with `echo` its text is printed as it arrives."""
-    answer: dict[str, Any] = {"request_id": "", "text": "", "token_ids": []}
-    logprobs: list[dict[str, Any]] = []
-    completion: inference_pb2.Completion | None = None
+    """Returns the whole answer as data, the second and later ones below `further`. With `echo` the text is printed as
+    it arrives."""
+    request_id, outputs = "", defaultdict[int, _Output](_Output)
+    printer = AnswerPrinter()
     for event in events:
         if event.HasField("prompt_info"):
-            answer["request_id"] = event.prompt_info.request_id
+            request_id = event.prompt_info.request_id
         elif event.HasField("chunk"):
-            answer["text"] += event.chunk.text
-            answer["token_ids"].extend(event.chunk.token_ids)
-            logprobs.extend(plain(entry) for entry in event.chunk.logprobs)
+            outputs[event.chunk.index].add(event.chunk)
             if echo:
-                print(shown(event.chunk.text), end="", flush=True)
+                printer.chunk(event.chunk)
         elif event.HasField("completion"):
-            completion = event.completion
+            outputs[event.completion.index].completion = event.completion
     if echo:
         print(flush=True)
-    if completion is None:
-        raise BatonError("the stream ended without a completion")
-    answer |= {name: plain(completion)[name] for name in ("finish_reason", "usage", "timings", "workers")}
-    return answer | ({"logprobs": logprobs} if logprobs else {})
+    first, *further = [outputs[index].as_data() for index in range(max(outputs, default=0) + 1)]
+    answer = {"request_id": request_id, **first}
+    return answer | ({"further": further} if further else {})
+
+
+@dataclass
+class _Output:
+    text: str = ""
+    reasoning: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    completion: inference_pb2.Completion | None = None
+
+    def add(self, chunk: inference_pb2.Chunk) -> None:
+        self.text += chunk.text
+        self.reasoning += chunk.reasoning
+        self.token_ids.extend(chunk.token_ids)
+        self.logprobs.extend(plain(entry) for entry in chunk.logprobs)
+
+    def as_data(self) -> dict[str, Any]:
+        if self.completion is None:
+            raise BatonError("the stream ended without a completion")
+        ended = plain(self.completion)
+        answer: dict[str, Any] = {"text": self.text, **({"reasoning": self.reasoning} if self.reasoning else {})}
+        answer["token_ids"] = self.token_ids
+        answer |= {name: ended[name] for name in ("finish_reason", "usage", "timings", "workers")}
+        return answer | ({"logprobs": self.logprobs} if self.logprobs else {})
+
+
+def _print_all(answer: dict[str, Any]) -> None:
+    """Prints several answers, each below a line with its index."""
+    for index, each in enumerate((answer, *answer["further"])):
+        print(f"[{index}]\n{shown(each['text'])}")
 
 
 def _summarise(answer: dict[str, Any]) -> None:
     """Prints one line on stderr, which leaves stdout to the answer."""
     usage, timings, workers = answer["usage"], answer["timings"], answer["workers"]
+    answers = (answer, *answer.get("further", ()))
+    num_output_tokens = sum(each["usage"]["output_tokens"] for each in answers)
     parts = [
         answer["request_id"],
-        f"{usage['prompt_tokens']} tokens in ({usage['cached_tokens']} cached), {usage['output_tokens']} out",
-        answer["finish_reason"],
+        f"{usage['prompt_tokens']} tokens in ({usage['cached_tokens']} cached), {num_output_tokens} out",
+        ", ".join(dict.fromkeys(each["finish_reason"] for each in answers)),
         " -> ".join(dict.fromkeys(filter(None, (workers["prefill"], workers["decode"])))),
         *(f"{label} {timings[name]:.0f} ms" for name, label in _SHOWN_TIMINGS if name in timings),
     ]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.cli.arguments import Parser, add_timeout
-from services.cli.client import connect
+from services.cli.arguments import Parser, add_timeout, add_tls
+from services.cli.client import connect, tls_of
 
 _TIMEOUT_S = 5.0
 
@@ -15,12 +15,14 @@ _TIMEOUT_S = 5.0
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Asks one process, router or worker, whether it serves.")
     parser.add_argument("--target", required=True, metavar="HOST:PORT", help="the process's gRPC address")
+    add_tls(parser, names_server=True)
     add_timeout(parser, _TIMEOUT_S)
     parser.add_argument(
         "--service", default="", metavar="S", help="such as baton.v1.InferenceService (default: the process itself)"
     )
+    parser.set_defaults(allow_plain_token=True)  # it sends neither token nor key
     arguments = parser.parse_args(argv)
-    with connect(arguments.target) as channel:
+    with connect(arguments.target, tls_of(arguments)) as channel:
         request = health_pb2.HealthCheckRequest(service=arguments.service)
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout)
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

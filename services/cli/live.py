@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.v1 import control_pb2
 from services.cli.calibrate import profile_of, workers_of
-from services.cli.client import control
+from services.cli.client import Tls, control
 from services.core.config import DAY_S
 from services.core.errors import BatonError, ConfigError
 from services.sim.profile import WorkerProfile
@@ -37,13 +37,14 @@ def read_live(
     model: str,
     *,
     with_profile: bool,
+    tls: Tls | None = None,
 ) -> LiveWorkload:
     """Returns what the router has served of a model, its own if `model` is empty.
 
     Raises ConfigError if too few requests have come; NoWorker if a profile is asked for and no worker has measured its
     steps; BatonError for an answer that cannot be.
     """
-    with control(target, token_file) as call:
+    with control(target, token_file, tls) as call:
         recent = call("ListRecentRequests", control_pb2.ListRecentRequestsRequest(model=model), timeout_s).requests
         status = call("GetStatus", control_pb2.GetStatusRequest(), timeout_s)
     if len(recent) < 2:

@@ -40,20 +40,21 @@ def memory_bytes(cgroup: pathlib.Path = _CGROUP) -> tuple[int, int]:
 
 
 @functools.cache
-def num_gpus() -> int:
-    """Returns the number of GPUs that a worker would see.
+def num_gpus(python: str = "") -> int:
+    """Returns the number of GPUs that a worker would see. `python` has the worker's torch; by default this one has.
 
     It asks in a child process, since torch is large, and with CUDA it holds GPU memory.
     """
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    command = [python or sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     return int(asked.stdout) if asked.returncode == 0 else 0
 
 
-def demand_device(device: str) -> None:
-    """Raises ConfigError if `device` is a GPU that is not here. Call it before slow work, such as fetching a model."""
+def demand_device(device: str, python: str = "") -> None:
+    """Raises ConfigError if `device` is a GPU that is not here. Call it before slow work, such as fetching a model.
+    `python` is that of `num_gpus`."""
     if device.partition(":")[0] == "cuda":
-        spread_devices(device, 1, num_gpus())
+        spread_devices(device, 1, num_gpus(python))
 
 
 def directory_bytes(path: pathlib.Path) -> int:

@@ -26,9 +26,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prefill": ("services.cli.service", "run one prefill worker"),
     "decode": ("services.cli.service", "run one decode worker"),
     "mixed": ("services.cli.service", "run one worker that does both"),
+    "kvtransfer": ("services.cli.service", "run one store: host memory that keeps KV for workers"),
     "generate": ("services.cli.generate", "send one prompt and print the answer as it comes"),
     "chat": ("services.cli.chat", "talk to the model"),
     "status": ("services.cli.status", "show the workers, their load and their blocks"),
+    "top": ("services.cli.top", "watch the workers, the pairs and the requests, live in the terminal"),
+    "slo": ("services.cli.slo", "show how many requests met the latency objectives, of a cluster or a trace file"),
     "explain": ("services.cli.explain", "show why a request was placed where it was, or what it waits for"),
     "drain": ("services.cli.drain", "take a worker out of service without losing a request"),
     "health": ("services.cli.health", "ask one process whether it serves (for container checks)"),
@@ -36,6 +39,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("services.cli.simulate", "run a trace through a cluster in virtual time"),
     "plan": ("services.cli.plan_cluster", "find the cheapest cluster that serves a trace within an objective"),
     "calibrate": ("services.cli.calibrate", "write what a running cluster's steps cost, for simulate"),
+    "kv": ("services.cli.kv", "reckon how much memory KV takes, and how long it takes to move"),
+    "keys": ("services.cli.keys", "make an API key for a tenant, or digest one for the tenants file"),
+    "certs": ("services.cli.certs", "make a CA and certificates, to try TLS out with"),
+    "usage": ("services.cli.usage", "sum usage logs of routers by tenant and model: requests, tokens and cost"),
     "models": ("services.cli.models", "list the models on this machine, or fetch one"),
 }
 
@@ -100,7 +107,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<10}{help_}" for name, (_, help_) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<12}{help_}" for name, (_, help_) in COMMANDS.items())
     return (
         "usage: baton COMMAND [OPTIONS]   (baton COMMAND --help lists its options)\n\n"
         "LLM serving with prefill and decode on separate workers.\n\n" + commands

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from services.cli.tables import size
 from services.core.config import DEFAULT_CONTROL_PORT
 from services.core.errors import ConfigError
 
@@ -18,6 +19,8 @@ ROLES = ("prefill", "decode", "mixed")
 MEMORY_SHARE = 0.6
 # Share of a GPU's memory for all workers on it; a single worker takes the same share by default.
 GPU_MEMORY_SHARE = 0.9
+# Share of the host's available memory that tiers and stores may take where nothing else is known to need it.
+_MOST_KEPT = 0.9
 # By default a worker's KV pool does not grow past this: more would only hold older prefixes.
 MAX_POOL_BYTES = 4 << 30
 
@@ -51,10 +54,10 @@ def divide_cores(
         return [CoreShare((cores[index % len(cores)],), 1, own) for index in range(num_workers)]
     shares = []
     start = 0
-    for size in _even(len(cores), num_workers):
-        allowed = size if quota is None else max(1, min(size, int(quota / num_workers)))
-        shares.append(CoreShare(tuple(cores[start : start + size]), allowed, own=quota is None))
-        start += size
+    for num_cores in _even(len(cores), num_workers):
+        allowed = num_cores if quota is None else max(1, min(num_cores, int(quota / num_workers)))
+        shares.append(CoreShare(tuple(cores[start : start + num_cores]), allowed, own=quota is None))
+        start += num_cores
     return shares
 
 
@@ -139,7 +142,26 @@ def spread_devices(device: str, num_workers: int, num_gpus: int) -> list[tuple[s
     return [(name, GPU_MEMORY_SHARE / names.count(name)) for name in names]
 
 
-def memory_utilization(available_bytes: int, total_bytes: int, weights_bytes: int, num_workers: int) -> float:
-    """Returns each worker's share of the machine's whole memory, for its weights and its pool together."""
-    fair = MEMORY_SHARE * available_bytes / max(1, num_workers)
+def memory_utilization(
+    available_bytes: int, total_bytes: int, weights_bytes: int, num_workers: int, kept_bytes: int = 0
+) -> float:
+    """Returns each worker's share of the machine's whole memory, for its weights and its pool together.
+
+    `kept_bytes` are those of tiers and stores. Raises ConfigError if they leave no room for the weights.
+    """
+    fair = (MEMORY_SHARE * available_bytes - kept_bytes) / max(1, num_workers)
+    if kept_bytes and fair <= weights_bytes:
+        need = f"{num_workers} workers need {size(weights_bytes)} each for weights alone, and pools"
+        raise ConfigError(f"{_too_much(kept_bytes, available_bytes)}; {need}")
     return min(fair, weights_bytes + MAX_POOL_BYTES) / total_bytes
+
+
+def demand_memory(available_bytes: int, kept_bytes: int) -> None:
+    """Raises ConfigError unless the host has memory for that much KV in tiers and stores."""
+    if kept_bytes > _MOST_KEPT * available_bytes:
+        raise ConfigError(_too_much(kept_bytes, available_bytes))
+
+
+def _too_much(kept_bytes: int, available_bytes: int) -> str:
+    what = f"the workers' host tiers and the stores take {size(kept_bytes)}"
+    return f"--kv-host-bytes, --kvtransfer-bytes: {what}, of the {size(available_bytes)} of memory available here"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
+from services.cli.client import tls_of
 from services.cli.live import read_live
 from services.cli.simulate import (
     add_json,
@@ -109,6 +110,7 @@ def _workload(
         goal.objective,
         arguments.model,
         with_profile=measured,
+        tls=tls_of(arguments),
     )
     profiles = read_profiles(arguments, live.profile)
     return scaled_as_asked(live.trace, arguments), profiles, live.attainment

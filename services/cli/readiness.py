@@ -9,6 +9,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.core.addresses import join
+from services.rpc.authentication import ROUTER
+from services.rpc.certificates import Certificates
 from services.rpc.channels import dial
 
 logger = logging.getLogger(__name__)
@@ -23,10 +25,10 @@ def local_address(host: str, port: int) -> str:
     return join(_WILDCARDS.get(host, host), port)
 
 
-async def wait_until_ready(address: str) -> None:
-    """Returns when the router at `address` reports that it would place a request."""
+async def wait_until_ready(address: str, certificates: Certificates | None = None) -> None:
+    """Returns when the router with the control port at `address` reports that it would place a request."""
     request = health_pb2.HealthCheckRequest(service="baton.v1.InferenceService")
-    async with dial(address) as channel:
+    async with dial(address, None, certificates, role=ROUTER) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             try:

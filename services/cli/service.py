@@ -1,4 +1,4 @@
-"""Runs one service in this process: `baton router`, `prefill`, `decode` and `mixed`.
+"""Runs one service in this process: `baton router`, `prefill`, `decode`, `mixed` and `kvtransfer`.
 
 Owns: the process around a service: the lifeline and the cores come first, before torch is imported; then the
 configuration, the model's place on disk, the loop. Never: what a service does.
@@ -16,12 +16,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from services.cli.arguments import Parser
-from services.cli.worker_packages import demand_torch
 from services.core import config as configuration
 from services.core.descriptors import raise_descriptor_limit
 from services.core.errors import ConfigError
 from services.core.lifecycle import Lifecycle, run
 from services.core.listening import require_free
+from services.core.start_progress import StartProgress
 from services.engine.cpu.openmp import expect_own_cores, expect_shared_cores
 
 _DESCRIPTIONS = {
@@ -29,6 +29,7 @@ _DESCRIPTIONS = {
     "prefill": "Runs prompts and hands their KV over.",
     "decode": "Takes over KV and produces tokens.",
     "mixed": "Runs prompts and produces tokens over one pool.",
+    "kvtransfer": "Keeps KV for workers in host memory: handoffs that no decode worker has room for.",
 }
 
 
@@ -47,6 +48,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     lifecycle.watch_lifeline()
     if role == "router":
         _run_router(rest, prog, lifecycle)
+    elif role == "kvtransfer":
+        _run_store(rest, prog, lifecycle)
+        _leave()
     else:
         _run_worker(role, rest, prog, lifecycle)
         _leave()
@@ -71,16 +75,28 @@ def _run_router(argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
 
 
 def _run_worker(role: str, argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
-    from services.cli.dtype_choice import choose_dtype
+    from services.cli.engine_setup import choose_types
     from services.worker.config import WorkerConfig
+    from services.worker.engine_choice import TORCH
 
     config = _configure(WorkerConfig, argv, prog, lifecycle, computes=True)
-    asked = config.dtype, config.device, pathlib.Path(config.model), config.quantization
-    choice = choose_dtype(*asked, kv_dtype=config.kv_dtype)
+    choice = choose_types(config, pathlib.Path(config.model))
     config = dataclasses.replace(
         config, dtype=choice.dtype, quantization=choice.quantization, dtype_reason=choice.reason
     )
+    if config.engine == TORCH:
+        lifecycle.report_progress(StartProgress("import", "torch"))
     serve = _worker_service(role)
+    run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
+
+
+def _run_store(argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> None:
+    from services.store.config import StoreConfig
+
+    config = _parsed(StoreConfig, argv, prog, lifecycle)
+    _demand_shm_dir(config.shm_dir)
+    from services.store.main import serve
+
     run(lambda: serve(config, lifecycle), lifecycle, loop_factory=_loop_factory())
 
 
@@ -103,18 +119,16 @@ def _configure(
 ) -> Any:
     """Reads the flags and finds the model. With `computes` it is a worker's, and demands what a worker
     needs before a model is downloaded."""
-    parser = Parser(prog=prog, description=_DESCRIPTIONS[prog.rpartition(" ")[2]])
-    configuration.add_arguments(parser, config_type)
-    config = configuration.load(config_type, parser.parse_args(argv))
-    lifecycle.drain_s = config.drain_s
-    _require_free_ports(config)
+    config = _parsed(config_type, argv, prog, lifecycle)
     if computes:
-        demand_torch("a worker")
+        from services.cli.engine_setup import demand_engine
+
+        config = dataclasses.replace(config, vllm_python=demand_engine(config))
         _demand_shm_dir(config.shm_dir)
         if not lifecycle.is_supervised:  # the supervisor has looked, and it takes seconds
             from services.cli.machine import demand_device
 
-            demand_device(config.device)
+            demand_device(config.device, config.vllm_python)
     from services.cli.model_names import demand_weights, resolve_model
 
     model = resolve_model(config.model)
@@ -123,6 +137,17 @@ def _configure(
     return dataclasses.replace(
         config, model=str(model.path), served_model_name=config.served_model_name or model.model_id
     )
+
+
+def _parsed(config_type: type[Any], argv: Sequence[str], prog: str, lifecycle: Lifecycle) -> Any:
+    """Reads the flags, and looks whether the ports are free."""
+    parser = Parser(prog=prog, description=_DESCRIPTIONS[prog.rpartition(" ")[2]])
+    configuration.add_arguments(parser, config_type)
+    config = configuration.load(config_type, parser.parse_args(argv))
+    lifecycle.drain_s = config.drain_s
+    config.demand_safe()
+    _require_free_ports(config)
+    return config
 
 
 def _require_free_ports(config: Any) -> None:

@@ -26,10 +26,11 @@ from services.sim.cluster import Death, SimPlan, simulate
 from services.sim.profile import WorkerProfile, read_profile
 from services.sim.report import Objective, as_json, picture, summary, text
 from services.sim.scheduler import WorkerRules
-from services.sim.trace import MOST_S, TracedRequest, scaled, synthetic_trace
+from services.sim.trace import MOST_S, TracedRequest, scaled, synthetic_trace, trace_of_tenants
 from services.sim.trace_files import read_trace
 
 _MOST_WORKERS = 1024
+_MOST_REQUESTS = 10_000_000
 _BAR = 30
 _NOT_ABLATED = (
     "die",
@@ -52,7 +53,12 @@ def main(argv: Sequence[str], prog: str) -> int:
         if not 0 < getattr(arguments, flag) < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
     check_outputs(arguments)
-    plan, trace = _plan(arguments), read_workload(arguments)
+    rates, weights = _tenants(arguments)
+    plan = dataclasses.replace(_plan(arguments), weights=weights)
+    if rates:
+        trace = scaled_as_asked(trace_of_tenants(rates, arguments.requests, arguments.seed), arguments)
+    else:
+        trace = read_workload(arguments)
     objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
     if arguments.ablations:
         return _ablations(arguments, plan, trace, objective)
@@ -98,6 +104,20 @@ def _parser(prog: str) -> Parser:
         default=LongPromptConfig.isolation,
         help="keep long prompts off some prefill workers, as the router does (default: %(default)s)",
     )
+    parser.add_argument(
+        "--tenant",
+        action="append",
+        default=[],
+        metavar="NAME=RATE",
+        help="made-up requests of several tenants, each RATE a second, for --requests seconds: shop=1, batch=10",
+    )
+    parser.add_argument(
+        "--tenant-weight",
+        action="append",
+        default=[],
+        metavar="NAME=W",
+        help="the share of a tenant (of --tenant, or a caller in the trace) beside others' (default: 1)",
+    )
     parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
     parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
     parser.add_argument("--static-batching", action="store_true", help="nobody joins or leaves a worker's batch")
@@ -128,7 +148,10 @@ def _ablations(
     for flag in _NOT_ABLATED:
         if getattr(arguments, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
-    if arguments.slow_factor or arguments.isolate_long_prompts != LongPromptConfig.isolation:
+    if (
+        arguments.slow_factor != OutlierConfig.slow_factor
+        or arguments.isolate_long_prompts != LongPromptConfig.isolation
+    ):
         raise ConfigError("--slow-factor, --isolate-long-prompts: --ablations has clusters of its own, without them")
     if arguments.split != DEFAULT_SPLIT.value:
         raise ConfigError("--split: --ablations has clusters of its own, which split all prompts or none")
@@ -301,6 +324,28 @@ def _plan(arguments: argparse.Namespace) -> SimPlan:
     )
 
 
+def _tenants(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the tenants' rates and weights. Raises ConfigError, which names the flag."""
+    rates = dict(_of_tenant("--tenant", text) for text in arguments.tenant)
+    weights = dict(_of_tenant("--tenant-weight", text) for text in arguments.tenant_weight)
+    if rates and arguments.trace:
+        raise ConfigError("--tenant: a trace says itself who its callers are")
+    if arguments.requests * sum(rates.values()) > _MOST_REQUESTS or not 1 <= arguments.requests <= _MOST_REQUESTS:
+        raise ConfigError(f"--requests: must be from 1 to {_MOST_REQUESTS}, of all tenants together")
+    return rates, weights
+
+
+def _of_tenant(flag: str, text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not name or not 1e-3 <= value <= 1e6:
+        raise ConfigError(f"{flag}: {text!r} is not like shop=2; the number is from 0.001 to a million")
+    return name, value
+
+
 def _of_worker(flag: str, text: str, between: str, plan: SimPlan) -> tuple[str, float]:
     """Returns the worker and the number of WORKER@S or WORKER=X. Raises ConfigError."""
     worker_id, _, number = text.partition(between)
@@ -373,8 +418,8 @@ def _read_profile(named: str, flag: str) -> WorkerProfile:
 
 def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
     """Returns the requests that the flags of `add_workload` name. Raises ConfigError, which names the flag."""
-    if not 1 <= arguments.requests <= 10_000_000:
-        raise ConfigError("--requests: must be from 1 to 10000000")
+    if not 1 <= arguments.requests <= _MOST_REQUESTS:
+        raise ConfigError(f"--requests: must be from 1 to {_MOST_REQUESTS}")
     try:
         whole = (
             read_trace(Path(arguments.trace))

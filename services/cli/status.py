@@ -8,14 +8,16 @@ from typing import Any
 
 from baton.v1 import control_pb2
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
-from services.cli.client import control, plain
+from services.cli.client import control, tls_of
 from services.cli.tables import clip, table
+from services.cli.worker_words import CLASSES, role_of
 from services.core.printable import printable
+from services.kv.layout import TORCH
+from services.rpc.plain import plain
 
-_CLASSES = ("importing", "leased", "active", "cached", "free")
 _MODEL_HEADINGS = ("model", "state", "context", "workers", "queued", "running")
-_PAIRING = "to pair, workers need the same weights, --dtype, --kv-dtype and --quantization"
-_HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *_CLASSES, "session", "age")
+_PAIRING = "to pair, workers need the same engine, weights, --dtype, --kv-dtype and --quantization"
+_HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *CLASSES, "session", "age")
 _MOST_LINE_CHARS = 400
 _MOST_NAMED = 16
 """The most names of a list."""
@@ -26,7 +28,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
     parser.add_argument("--json", action="store_true", help="everything the router knows, as JSON")
     arguments = parser.parse_args(argv)
-    with control(arguments.target, arguments.cluster_token_file) as call:
+    with control(arguments.target, arguments.cluster_token_file, tls_of(arguments)) as call:
         status = plain(call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout))
     print(json.dumps(status) if arguments.json else text(arguments.target, status))
     return 0
@@ -53,13 +55,21 @@ def text(target: str, status: dict[str, Any]) -> str:
         for pair in status["pairs"]
         if pair["reason"]
     ]
+    ways += [
+        f"{clip(pair['prefill'])} -> {clip(pair['decode'])}: {pair.get('transport', '-')}, "
+        f"{int(pair['bytes_per_s']) / 1e9:.2f} GB/s"
+        for pair in status["pairs"]
+        if pair.get("bytes_per_s") and not pair["reason"]
+    ]
     rest = [
         clip(line, _MOST_LINE_CHARS)
         for line in (
             *_kernels(status),
+            *_withheld(status),
             *_capacities(status),
             *_policies(status),
             *_splitting(status),
+            *_prefixes(status),
             *reasons,
             *ways,
             *_groups(status),
@@ -85,9 +95,19 @@ def _kernels(status: dict[str, Any]) -> list[str]:
     for worker in (worker for worker in status["workers"] if worker.get("worker", {}).get("kernels")):
         description = worker["worker"]
         numerics, kv_dtype = description["fingerprint"]["numerics"], description.get("layout", {}).get("dtype")
-        words = f"{numerics}; {f'{clip(kv_dtype)} KV; ' if kv_dtype else ''}{description['kernels']}"
+        engine = clip(description.get("layout", {}).get("engine") or TORCH)
+        words = f"{engine}; {numerics}; {f'{clip(kv_dtype)} KV; ' if kv_dtype else ''}{description['kernels']}"
         names.setdefault(words, []).append(_id(worker))
     return [f"{_listed(ids)}: {words}" for words, ids in names.items()]
+
+
+def _withheld(status: dict[str, Any]) -> list[str]:
+    """Returns a line for what workers do not move KV by, though it would help, and why."""
+    names: dict[str, list[str]] = {}
+    for worker in status["workers"]:
+        if why := worker.get("worker", {}).get("withheld"):
+            names.setdefault(why, []).append(_id(worker))
+    return [f"{_listed(ids)}: KV is not moved by {why}" for why, ids in names.items()]
 
 
 def _capacities(status: dict[str, Any]) -> list[str]:
@@ -100,14 +120,17 @@ def _capacities(status: dict[str, Any]) -> list[str]:
 
 
 def _groups(status: dict[str, Any]) -> list[str]:
-    """Returns a line for each model whose ready workers compute differently and do not pair."""
-    lines = []
+    """Returns a line for each model whose ready workers compute differently and do not all pair."""
+    lines, are_amiss = [], False
     for model in status["models"]:
-        groups = [f"{_listed(group['worker_ids'])} ({group['kv'][:8]})" for group in model["kv_groups"]]
+        groups = [(group.get("engine") or TORCH, group["kv"], group["worker_ids"]) for group in model["kv_groups"]]
         if len(groups) > 1:
             of = f"{clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
-            lines.append(f"{of}cannot pair, by fingerprint: {' | '.join(groups)}")
-    return [*lines, _PAIRING] if lines else []
+            named = " | ".join(f"{_listed(ids)} ({clip(engine)} {kv[:8]})" for engine, kv, ids in groups)
+            differ = len({engine for engine, _, _ in groups}) < len(groups)
+            lines.append(f"{of}{'cannot pair, by fingerprint' if differ else 'pair within their engine'}: {named}")
+            are_amiss |= differ
+    return [*lines, _PAIRING] if are_amiss else lines
 
 
 def _policies(status: dict[str, Any]) -> list[str]:
@@ -136,6 +159,23 @@ def _splitting(status: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _prefixes(status: dict[str, Any]) -> list[str]:
+    """Returns a line for each model that says which prefixes are brought from other workers now."""
+    lines = []
+    for model in status["models"]:
+        if (found := model.get("prefix_break_even")) is None:
+            continue
+        tokens = found.get("tokens")
+        words = "never pays now" if tokens is None else f"pays from about {tokens} tokens on"
+        learnt = f"of {found['num_seen']} brought" if found["num_seen"] else "assumed"
+        of = f"{clip(model['model_id'])}: " if len(status["models"]) > 1 else ""
+        lines.append(
+            f"{of}bringing a prefix {words}: {clip(found['source'])} -> {clip(found['target'])} "
+            f"({found['fixed_ms']:.1f} ms + {found['token_ms']:.3f} ms a token, {learnt})"
+        )
+    return lines
+
+
 def _http(target: str, status: dict[str, Any]) -> str:
     """Returns where the router's HTTP is reached from here; empty without HTTP."""
     host = target.rpartition(":")[0]
@@ -144,18 +184,13 @@ def _http(target: str, status: dict[str, Any]) -> str:
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:
     worker, load = status.get("worker", {}), status.get("load")
-    counts = ["-"] * (2 + len(_CLASSES))
+    counts = ["-"] * (2 + len(CLASSES))
     age = "-"
     if load is not None:
-        counts = [str(load[name]) for name in ("num_running", "num_waiting", *(f"blocks_{name}" for name in _CLASSES))]
+        counts = [str(load[name]) for name in ("num_running", "num_waiting", *(f"blocks_{name}" for name in CLASSES))]
         age = f"{status['load_age_ms']} ms"
-    identity = (_id(status), _role(worker.get("roles", [])), status["state"], str(worker.get("pid", "-")))
+    identity = (_id(status), role_of(worker.get("roles", [])), status["state"], str(worker.get("pid", "-")))
     return (*identity, clip(worker.get("address", "-")), *counts, "yes" if status["has_session"] else "no", age)
-
-
-def _role(roles: Sequence[str]) -> str:
-    """Returns what a worker with these roles is called: `baton mixed` starts one with both."""
-    return "mixed" if len(roles) > 1 else str(roles[0]) if roles else "-"
 
 
 def _model_of(status: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from services.cli.child import Child, Lifeline, Ready, describe_exit
 from services.core.errors import WorkerFailed
+from services.core.start_progress import TellProgress, tell_nobody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Backoff:
         return min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 30))
 
 
+def _nothing() -> None:
+    """Stands for a callback that nobody gave."""
+
+
 class Supervised:
     """Represents one place in the cluster, and the child that fills it now."""
 
@@ -44,8 +49,16 @@ class Supervised:
         *,
         on_ready: Callable[[Ready], None],
         backoff: Backoff = Backoff(),
+        output_fd: int | None = None,
+        on_start: Callable[[], None] = _nothing,
+        on_progress: TellProgress = tell_nobody,
+        on_end: Callable[[], None] = _nothing,
     ) -> None:
-        """`command` is called for every start; `announce` takes one line for people."""
+        """`command` is called for every start; `announce` takes one line for people.
+
+        The children's output goes to `output_fd`, by default to stderr. Of `on_start`, `on_progress`, `on_ready` and
+        `on_end`, the last is called when a child ends that was not told to.
+        """
         self.name = name
         self.settled = asyncio.Event()  # set once it has been ready, or has died
         self.ready_once = asyncio.Event()
@@ -54,6 +67,8 @@ class Supervised:
         self._announce = announce
         self._on_ready = on_ready
         self._backoff = backoff
+        self._output_fd = output_fd
+        self._on_start, self._on_progress, self._on_end = on_start, on_progress, on_end
         self._stopping = asyncio.Event()
         self._child: Child | None = None
         self._num_failures = 0
@@ -74,6 +89,7 @@ class Supervised:
                 # It was drained, by an operator or a signal: that is no failure, so there is no wait.
                 self._announce(f"{self.name} has left (drained after {served_s:.0f} s); starting it again")
                 continue
+            self._on_end()
             self._judge(status, served_s)
             delay_s = self._backoff.delay_s(self._num_failures)
             self._announce(f"{self.name} died ({describe_exit(status)}); restarting in {delay_s:g} s")
@@ -89,10 +105,11 @@ class Supervised:
 
     async def _live_once(self) -> tuple[int, float | None]:
         """Runs the child once. Returns its exit status, and how many seconds it served (None: it was never ready)."""
-        child = self._child = Child(self.name, self._command(), self._lifeline)
+        child = self._child = Child(self.name, self._command(), self._lifeline, self._output_fd)
+        self._on_start()
         ready_at: float | None = None
         try:
-            ready = await child.ready()
+            ready = await child.ready(self._on_progress)
             if ready is None:
                 await child.kill()  # almost always dead already; otherwise it closed the pipe and is of no use
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 _MOST_CELL_CHARS = 48
@@ -10,6 +11,25 @@ _MOST_CELL_CHARS = 48
 def clip(text: str, most: int = _MOST_CELL_CHARS) -> str:
     """Returns the text, or its beginning: one worker's long name must not push all others off the screen."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def prints(characters: str) -> bool:
+    """Returns whether standard output can show these characters."""
+    try:
+        characters.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def size(num_bytes: int) -> str:
+    """Returns the bytes in the unit in which they have few digits."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Runs `baton trace`: where a request spent its time, from the file that `--trace-file` wrote.
 
-Owns: the arguments, which request is shown, and the JSON form. Never: reading spans, arithmetic or drawing.
+Owns: the arguments, which request is shown, the JSON form, and opening a browser. Never: reading spans, arithmetic or
+drawing.
 """
 
 from __future__ import annotations
@@ -8,18 +9,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import pathlib
 import sys
+import tempfile
+import webbrowser
 from collections.abc import Sequence
 from typing import Any
 
 from services.cli.arguments import Parser
+from services.cli.tables import prints
 from services.cli.trace_breakdown import break_down
 from services.cli.trace_reader import RecordedRequest, read_requests
 from services.cli.trace_view import ASCII, UNICODE, request_list, request_view
 from services.core.errors import ConfigError
+from services.core.home import baton_state
+from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, comparison_link, is_web_address, search_link, trace_link
 from services.core.printable import printable
 
 _LISTED = 20
+_ROUTER = "baton-router"
+"""The service in which a request's trace begins, unless its spans name another."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -30,29 +40,112 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="what --trace-file wrote, all processes together")
-    parser.add_argument("--request", metavar="ID", help="request or trace id (default: list them, show the latest)")
-    parser.add_argument("--json", action="store_true", help="as JSON: the one request, or without --request a list")
+    parser.add_argument(
+        "--request",
+        metavar="ID",
+        action="append",
+        default=[],
+        help="request or trace id; repeatable (default: list them, show the latest)",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON: the one request, or a list")
+    form.add_argument("--open", action="store_true", help="as a page with all requests, which a browser opens")
+    parser.add_argument(
+        "--html", metavar="PATH", help="write that page to this file (default: trace.html in Baton's state folder)"
+    )
+    parser.add_argument(
+        "--jaeger-url",
+        metavar="URL",
+        default=os.environ.get("BATON_JAEGER_URL", ""),
+        help=f"{JAEGER_HELP} [BATON_JAEGER_URL]",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what was asked for and returns 0. Raises ConfigError if the file cannot be read or has no such request."""
+    if args.jaeger_url and not is_web_address(args.jaeger_url):
+        raise ConfigError(f"--jaeger-url: {args.jaeger_url!r} {A_WEB_ADDRESS}")
+    if args.json and args.html is not None:
+        raise ConfigError("--html: not allowed with --json")
     requests = read_requests(args.file)
     if not requests:
         raise ConfigError(f"{args.file}: no request in it yet")
-    if args.request is not None:
-        requests = [_find(requests, args.request, args.file)]
+    if args.request:
+        requests = [_find(requests, wanted, args.file) for wanted in args.request]
     if args.json:
         documents = [as_document(request) for request in requests]
-        print(json.dumps(documents if args.request is None else documents[0]))
-        return 0
+        print(json.dumps(documents[0] if len(args.request) == 1 else documents))
+    elif args.open or args.html is not None:
+        _write_page(args, requests)
+    else:
+        _print_text(args, requests)
+    return 0
+
+
+def _print_text(args: argparse.Namespace, requests: Sequence[RecordedRequest]) -> None:
     if len(requests) > 1:
         shown = requests[-_LISTED:]
         print("\n".join(map(printable, request_list(shown))))
         if len(shown) < len(requests):
             print(f"({len(requests) - len(shown)} earlier ones are not listed)")
         print()
-    print("\n".join(map(printable, request_view(requests[-1], UNICODE if _prints_unicode() else ASCII))))
-    return 0
+    views = requests if args.request else requests[-1:]
+    ink = UNICODE if prints(UNICODE.solid + UNICODE.hidden) else ASCII
+    print("\n\n".join("\n".join(map(printable, request_view(request, ink))) for request in views))
+    if args.jaeger_url:
+        print("\n" + "\n".join(map(printable, _jaeger_links(args.jaeger_url, views))))
+
+
+def _jaeger_links(base: str, requests: Sequence[RecordedRequest]) -> list[str]:
+    """Returns where Jaeger shows these requests, the newest traces, and, of two, the comparison."""
+    links = [("Jaeger", trace_link(base, request.trace_id)) for request in requests]
+    if len(requests) == 2:
+        links.append(("compared", comparison_link(base, *(request.trace_id for request in requests))))
+    root = requests[-1].root
+    links.append(("search", search_link(base, root.service if root is not None and root.service else _ROUTER)))
+    return [f"{name:<10}{link}" for name, link in links]
+
+
+def _write_page(args: argparse.Namespace, requests: Sequence[RecordedRequest]) -> None:
+    from services.cli.trace_page import page  # reads more of Baton than is needed for text
+
+    name = pathlib.Path(args.file).name
+    text = page(requests, name, args.jaeger_url)
+    try:
+        if args.html is not None:
+            path = pathlib.Path(args.html).expanduser().absolute()
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        else:
+            path = _written_for_this_user(text.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise ConfigError(f"--html: the page cannot be written: {error.filename}: {error.strerror}") from error
+    print(printable(str(path)))
+    if args.open and not webbrowser.open(path.as_uri()):
+        print("no browser could be opened here; open that file in one", file=sys.stderr)
+
+
+def _written_for_this_user(page: bytes) -> pathlib.Path:
+    """Returns the file in Baton's state directory that each call overwrites, so that no pages pile up; if that cannot
+    be written, a temporary one. Others cannot read it. Raises OSError if neither can be written."""
+    try:
+        folder = baton_state()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _new_file(page, folder / "trace.html")
+    except OSError:
+        return _new_file(page)
+
+
+def _new_file(page: bytes, path: pathlib.Path | None = None) -> pathlib.Path:
+    """Returns a new file with the page, which has taken the place of what was at `path`; by default a temporary one."""
+    fd, name = tempfile.mkstemp(prefix="baton-trace-", suffix=".html", dir=path.parent if path is not None else None)
+    made = pathlib.Path(name)
+    try:
+        with open(fd, "wb") as file:
+            file.write(page)
+        return made.replace(path) if path is not None else made
+    except OSError:
+        made.unlink()
+        raise
 
 
 def as_document(request: RecordedRequest) -> dict[str, Any]:
@@ -94,11 +187,3 @@ def _find(requests: Sequence[RecordedRequest], wanted: str, path: str) -> Record
         known = ", ".join(request.request_id for request in requests[-3:])
         raise ConfigError(f"--request: {path} has no {wanted!r}; the latest of its {len(requests)} are {known}")
     return found[-1]
-
-
-def _prints_unicode() -> bool:
-    try:
-        (UNICODE.solid + UNICODE.hidden).encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""Draws requests as text, in 100 columns: a list, and one request's waterfall with its breakdown.
+"""Draws requests as text, in 100 columns unless told otherwise: a list, and one request's waterfall with its breakdown.
 
 Owns: layout and wording. Never: reading, arithmetic or printing.
 """
@@ -9,13 +9,15 @@ import dataclasses
 import datetime
 from collections.abc import Sequence
 
+from services.cli.tables import size
 from services.cli.trace_breakdown import Breakdown, FirstToken, SecondToken, break_down
 from services.cli.trace_reader import RecordedRequest, SpanRecord
 from services.rpc.names import Attr, Event, Span
 
 WIDTH = 100
 _NAME, _WHERE, _NUMBER = 22, 12, 10
-_BAR = WIDTH - _NAME - _WHERE - 2 * _NUMBER - 3
+_BESIDE_BAR = _NAME + _WHERE + 2 * _NUMBER + 3
+_LEAST_BAR = 12
 _PART_BAR = 40
 
 
@@ -45,11 +47,16 @@ def request_list(requests: Sequence[RecordedRequest]) -> list[str]:
     return lines
 
 
-def request_view(request: RecordedRequest, ink: Ink = UNICODE) -> list[str]:
-    """Returns the header, the waterfall, and where the time to the first and to the second token went."""
-    breakdown = break_down(request)
-    lines = [*_header(request), "", *_waterfall(request, ink), "", *_first_token(breakdown.first_token, ink)]
-    if breakdown.second_token is not None:
+def request_view(
+    request: RecordedRequest, ink: Ink = UNICODE, width: int = WIDTH, *, with_parts: bool = True
+) -> list[str]:
+    """Returns the header, the waterfall, and unless told otherwise where the time to the first and to the second token
+    went."""
+    breakdown, bar = break_down(request), max(_LEAST_BAR, width - _BESIDE_BAR)
+    lines = [*_header(request), "", *_waterfall(request, ink, bar)]
+    if with_parts:
+        lines += ["", *_first_token(breakdown.first_token, ink)]
+    if with_parts and breakdown.second_token is not None:
         lines += ["", *_second_token(breakdown.second_token, ink)]
     return [*lines, *_footer(request, breakdown)]
 
@@ -70,9 +77,10 @@ def _header(request: RecordedRequest) -> list[str]:
     return [*lines, f"trace {request.trace_id}  {day} {_clock(request.start_ns)}"]
 
 
-def _waterfall(request: RecordedRequest, ink: Ink) -> list[str]:
+def _waterfall(request: RecordedRequest, ink: Ink, width: int) -> list[str]:
+    """Returns a line for each span, with bars of `width` cells."""
     total_ms = (request.end_ns - request.start_ns) / 1e6
-    scale = f"0{f'{_ms(total_ms)} ms':>{_BAR - 1}}"
+    scale = f"0{f'{_ms(total_ms)} ms':>{width - 1}}"
     head = f"{'span':<{_NAME}} {'where':<{_WHERE}}{'start ms':>{_NUMBER}}{'ms':>{_NUMBER}}  {scale}"
     lines = [head]
     for depth, span in request.tree():
@@ -80,15 +88,16 @@ def _waterfall(request: RecordedRequest, ink: Ink) -> list[str]:
         where = _clip(str(span.attributes.get(Attr.WORKER) or span.instance or span.service), _WHERE - 1)
         start_ms = (span.start_ns - request.start_ns) / 1e6
         numbers = f"{_ms(start_ms):>{_NUMBER}}{_ms(span.duration_ms):>{_NUMBER}}"
-        lines.append(f"{name:<{_NAME}} {where:<{_WHERE}}{numbers}  {_bar(span, start_ms, total_ms, ink)}".rstrip())
+        bar = _bar(span, start_ms, total_ms, ink, width)
+        lines.append(f"{name:<{_NAME}} {where:<{_WHERE}}{numbers}  {bar}".rstrip())
     return lines
 
 
-def _bar(span: SpanRecord, start_ms: float, total_ms: float, ink: Ink) -> str:
+def _bar(span: SpanRecord, start_ms: float, total_ms: float, ink: Ink, width: int) -> str:
     """Returns a bar of at least one cell. Of a transfer, the part that ran beside prefill is drawn as hidden."""
-    cells = _BAR / max(total_ms, 1e-6)
-    begin = min(int(start_ms * cells), _BAR - 1)
-    length = max(1, min(round((start_ms + span.duration_ms) * cells), _BAR) - begin)
+    cells = width / max(total_ms, 1e-6)
+    begin = min(int(start_ms * cells), width - 1)
+    length = max(1, min(round((start_ms + span.duration_ms) * cells), width) - begin)
     hidden = 0
     if span.name == Span.KV_TRANSFER:
         exposed_ms = span.attributes.get(Attr.TRANSFER_EXPOSED_MS, span.duration_ms)
@@ -125,6 +134,8 @@ def _second_token(second: SecondToken, ink: Ink) -> list[str]:
 def _parts(parts: Sequence[tuple[str, float | None]], total_ms: float | None, ink: Ink) -> list[str]:
     lines = []
     for name, value in parts:
+        if value is None and total_ms is None:
+            continue
         line = f"  {name:<20}{_ms(value):>10} ms"
         if value is not None and total_ms:
             share = min(1.0, value / total_ms)
@@ -137,8 +148,10 @@ def _footer(request: RecordedRequest, breakdown: Breakdown) -> list[str]:
     lines = []
     moved = breakdown.transfer
     if moved is not None and moved.bytes is not None:
-        lines.append(f"KV moved: {_size(moved.bytes)} in {_known(moved.blocks)} blocks by {_known(moved.transport)}")
+        lines.append(f"KV moved: {size(moved.bytes)} in {_known(moved.blocks)} blocks by {_known(moved.transport)}")
     for run in request.named(Span.DECODE_RUN):
+        if Attr.NUM_STEPS not in run.attributes:
+            continue
         p50, p99, worst = (
             run.attributes.get(name)
             for name in (Attr.INTER_TOKEN_P50_MS, Attr.INTER_TOKEN_P99_MS, Attr.INTER_TOKEN_MAX_MS)
@@ -180,12 +193,3 @@ def _clip(text: str, width: int) -> str:
 
 def _clock(ns: int) -> str:
     return datetime.datetime.fromtimestamp(ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -1,28 +1,40 @@
 """Runs `baton up`: a local cluster of real processes under one supervisor.
 
-Owns: its flags, its signals and its output. Never: restarts (supervisor.py), the division of the machine (plan.py),
-what the processes are (cluster.py).
+Owns: its flags, its signals, and which form its output has. Never: restarts (supervisor.py), the division of the
+machine (plan.py), what the processes are (cluster.py), what the output looks like (cluster_output.py, start_screen.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import pathlib
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 from services.cli import machine
 from services.cli.arguments import Parser
 from services.cli.child import Lifeline
-from services.cli.cluster import CONTROL_HOST, PROGRAM, WORKER_HOST, ClusterPlan, LocalCluster, PlannedWorker
-from services.cli.dtype_choice import choose_dtype
+from services.cli.cluster import (
+    CONTROL_HOST,
+    PROGRAM,
+    WORKER_HOST,
+    ClusterPlan,
+    LocalCluster,
+    PlannedStore,
+    PlannedWorker,
+)
+from services.cli.cluster_output import ClusterOutput, PlainOutput, is_screen_wanted
+from services.cli.engine_setup import choose_types, demand_engine, demand_one_gpu_each
 from services.cli.model_cache import DEFAULT_MODEL, ResolvedModel
 from services.cli.model_names import demand_weights, resolve_model
 from services.cli.plan import (
+    demand_memory,
     divide_cores,
     memory_utilization,
     plan_control_port,
@@ -31,12 +43,14 @@ from services.cli.plan import (
     plan_workers,
     spread_devices,
 )
-from services.cli.worker_packages import demand_torch
+from services.cli.tables import size
 from services.core import config as configuration
+from services.core.addresses import bare_host, is_loopback
 from services.core.cluster_token import FILE_HELP, cluster_token
 from services.core.config import (
     A_DEVICE,
     A_DURATION_OR_ZERO,
+    DEFAULT_PORT,
     DTYPE_HELP,
     DTYPES,
     FEWEST_BLOCKS,
@@ -50,17 +64,46 @@ from services.core.config import (
 from services.core.config import device as is_device
 from services.core.config import port as is_port
 from services.core.errors import ConfigError
+from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, is_web_address
 from services.core.listening import require_free
 from services.core.printable import printable
-from services.router.policy import DEFAULT_SPLIT, Split
+from services.core.sizes import A_SIZE, is_size, parse_size
+from services.core.start_progress import StartProgress
+from services.router.config import (
+    CLIENT_CA_HELP,
+    CONSOLE_HELP,
+    CONSOLE_TOKEN_HELP,
+    PUBLIC_CERT_HELP,
+    PUBLIC_KEY_HELP,
+    REASONING_PARSER_HELP,
+    REPLAY_ACROSS_ENGINES_HELP,
+    TOOL_PARSER_HELP,
+    demand_private_keys,
+)
+from services.router.policy import DEFAULT_SPLIT, SHARING, Split
 from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 from services.router.policy_file import read_selection
+from services.router.tenant_config import TenantConfig
+from services.router.text.output.choice import ParserChoice
+from services.router.text.output.families import REASONING_PARSERS, TOOL_PARSERS
+from services.rpc.certificates import Certificates, TlsFlags
+from services.rpc.membership import CLUSTER_AUTH, CLUSTER_AUTH_HELP, MTLS, TOKEN
+from services.worker.engine_choice import VLLM, EngineChoice
+from services.worker.tier_config import ALLOW_PLAIN_KV_HELP, TierConfig
+
+logger = logging.getLogger(__name__)
 
 _EXIT_INTERRUPTED = 130
 
+_BACKEND_VARIABLE = "BATON_KV_BACKEND"
+_STORE_VARIABLE = "BATON_TENANTS_STORE"
+
 _COUNTS = "must be in [0, 256]"
+
+_FILES = ("tenants", "usage_log", "request_log")
+"""Flags of the router that name files, which it would look for in its own folder."""
 
 
 def _count(value: int) -> bool:
@@ -68,7 +111,9 @@ def _count(value: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class UpConfig:
+class ClusterConfig:
+    """Keeps the flags of the cluster itself."""
+
     model: str = option(DEFAULT_MODEL, "default model's name, local directory, GGUF file or hub id")
     prefill: int | None = option(
         None, "prefill workers (default: 1 if no worker is asked for)", check=_count, must=_COUNTS
@@ -77,8 +122,14 @@ class UpConfig:
         None, "decode workers (default: 1 if no worker is asked for)", check=_count, must=_COUNTS
     )
     mixed: int | None = option(None, "workers that do both (default: none)", check=_count, must=_COUNTS)
+    kvtransfer: int = option(
+        0, "stores: processes that keep KV for the workers in host memory", check=_count, must=_COUNTS
+    )
+    kvtransfer_bytes: str = option("4GiB", "memory of each store, such as 4GiB", check=is_size, must=A_SIZE)
     host: str = option("127.0.0.1", "address the router binds")
-    port: int = option(50051, "the router's gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]")
+    port: int = option(
+        DEFAULT_PORT, "the router's gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]"
+    )
     http_port: int | None = option(
         None,
         "the router's OpenAI-style HTTP port; 0 picks a free one, -1 none (default: 8000, or a free one with --port 0)",
@@ -93,6 +144,16 @@ class UpConfig:
         must="must be in [0, 65535]",
     )
     cluster_token_file: str = option("", FILE_HELP)
+    cluster_auth: str = option(TOKEN, CLUSTER_AUTH_HELP, choices=CLUSTER_AUTH)
+    tls_dir: str = option(
+        "",
+        "folder with ca.pem, and NAME.pem and NAME.key for router, worker, store and operator, as baton certs dev "
+        "makes it: all processes speak TLS (default: none does)",
+    )
+    allow_plain_token: bool = option(False, "let clients' keys cross networks without TLS; else it is refused")
+    public_tls_cert: str = option("", PUBLIC_CERT_HELP)
+    public_tls_key: str = option("", PUBLIC_KEY_HELP)
+    tls_client_ca: str = option("", CLIENT_CA_HELP)
     metrics_port: int | None = option(
         None,
         "the router's Prometheus port, from which the workers' count up; 0 picks free ones, -1 none "
@@ -121,16 +182,24 @@ class UpConfig:
         check=lambda blocks: blocks >= FEWEST_BLOCKS,
         must=f"must be at least {FEWEST_BLOCKS}",
     )
-    transport: str = option("auto", "how KV is moved", choices=("auto", "shm", "grpc"))
+    transport: str = option("auto", "how KV is moved", choices=("auto", "shm", "nixl", "tcp", "grpc"))
+    allow_plain_kv: bool = option(False, ALLOW_PLAIN_KV_HELP)
     policy: tuple[str, ...] = option(
         (), f"how the router places requests: {', '.join(PRESETS)}; repeatable as MODEL=NAME (default: {DEFAULT})"
     )
+    tool_parser: tuple[str, ...] = option((), TOOL_PARSER_HELP)
+    reasoning_parser: tuple[str, ...] = option((), REASONING_PARSER_HELP)
     policy_file: str = option("", "TOML file with the policies and weights of models; --policy comes before it")
     policy_weight: tuple[str, ...] = option((), "changes or adds a term of placement, PHASE.TERM=W; repeatable")
     split: str = option(
         DEFAULT_SPLIT.value,
         "which prompts run apart from their decodes: where it pays, all, or none",
         choices=tuple(split.value for split in Split),
+    )
+    share_prefixes: str = option(
+        "auto",
+        "bring beginnings of prompts from other workers and stores where that costs less than computing them",
+        choices=SHARING,
     )
     isolate_long_prompts: str = option(
         LongPromptConfig.isolation, "keep long prompts off some of the prefill workers", choices=ISOLATIONS
@@ -141,10 +210,26 @@ class UpConfig:
         check=is_slow_factor,
         must="must be 0, or above 1 and at most 1000",
     )
+    replay_across_engines: bool = option(False, REPLAY_ACROSS_ENGINES_HELP)
+    console: bool = option(True, CONSOLE_HELP)
+    console_token_file: str = option("", CONSOLE_TOKEN_HELP)
     trace_file: str = option("", "append all spans to this file as OTLP JSON lines")
+    jaeger_url: str = option("", JAEGER_HELP, check=lambda url: not url or is_web_address(url), must=A_WEB_ADDRESS)
     drain_s: float = option(
         30.0, "time requests get to finish when stopping, seconds", check=duration_or_zero, must=A_DURATION_OR_ZERO
     )
+    log_level: str | None = option(
+        None,
+        "write the logs of all processes to stderr, from this level on (default: info; on a terminal the start is "
+        "drawn, logs go to a file, and warnings are shown)",
+        choices=("debug", "info", "warning", "error"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class UpConfig(TierConfig, TenantConfig, EngineChoice, ClusterConfig):
+    """Keeps the configuration of `baton up`: the cluster's, its workers' engine, its tenants, and the tiers of each of
+    its workers and stores."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -152,33 +237,79 @@ def main(argv: Sequence[str], prog: str) -> int:
     configuration.add_arguments(parser, UpConfig)
     config = configuration.load(UpConfig, parser.parse_args(argv))
     roles = plan_workers(config.prefill, config.decode, config.mixed)
+    if config.tenants:
+        demand_private_keys(config.host, config.allow_plain_token or _has_public_tls(config))
     _require_free(config, *_plan_ports(config, roles))  # a wrong flag is reported before a long download
-    cluster_token(config.cluster_token_file)  # and so is a token file that must not be used
+    certificates = _operator_certificates(config)  # and so is a certificate that cannot be used,
+    token = None if config.cluster_auth == MTLS else cluster_token(config.cluster_token_file)  # or a token file
     _require_writable(config.trace_file)
     read_selection(config.policy, config.policy_weight, config.policy_file)
-    demand_torch("a worker")
-    machine.demand_device(config.device)
-    configuration.demand_kv_dtype(config.kv_dtype, config.device)
+    ParserChoice("--tool-parser", config.tool_parser, TOOL_PARSERS)
+    ParserChoice("--reasoning-parser", config.reasoning_parser, REASONING_PARSERS)
+    config = dataclasses.replace(config, vllm_python=demand_engine(config))
+    demand_one_gpu_each(config)
+    machine.demand_device(config.device, config.vllm_python)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    began_s = time.monotonic()
     model = resolve_model(config.model)
     demand_weights(model)
-    announce(f"model        {model.model_id}  ({model.path})")
-    # Chosen here, so that all workers have the same.
-    choice = choose_dtype(
-        config.dtype,
-        config.device,
-        model.path,
-        config.quantization,
-        kv_dtype=config.kv_dtype,
-        tell=lambda line: announce(f"{'dtype':<12} {line}"),
-    )
+    with _output(config, model, token, certificates) as output:
+        output.fact(f"model        {model.model_id}  ({model.path})")
+        output.done("model", f"{model.model_id}  ({model.path})", time.monotonic() - began_s)
+        plan = make_plan(_with_dtype(config, model, output), roles, model)
+        plan = dataclasses.replace(plan, certificates=certificates)
+        if kept_bytes := _kept_bytes(config, len(roles)):
+            output.fact(f"{'memory':<12} {size(kept_bytes)} for host tiers and stores, beside the pools")
+        try:
+            return asyncio.run(supervise(plan, output=output))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the first that failed; the others failed because of it
+
+
+@contextlib.contextmanager
+def _output(
+    config: UpConfig, model: ResolvedModel, token: str | None, certificates: Certificates | None
+) -> Iterator[ClusterOutput]:
+    if is_screen_wanted(config.log_level):
+        from services.cli.run_log import RunLog
+        from services.cli.start_screen import StartScreen
+
+        # Until the event loop handles it: who ends by it must give the terminal back as it was.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        with StartScreen(
+            RunLog(),
+            token,
+            host=config.host,
+            model_id=model.model_id,
+            drain_s=config.drain_s,
+            has_console=config.console
+            and (bool(config.console_token_file) or (is_loopback(bare_host(config.host)) and not config.tenants)),
+            needs_key=bool(config.tenants),
+            console_token_file=config.console_token_file,
+            cluster_token_file=config.cluster_token_file,
+            certificates=certificates,
+            tls_dir=config.tls_dir,
+            has_public_tls=_has_public_tls(config),
+        ) as screen:
+            yield screen
+    else:
+        yield PlainOutput()
+
+
+def _with_dtype(config: UpConfig, model: ResolvedModel, output: ClusterOutput) -> UpConfig:
+    """Returns the configuration with types that are chosen here, so that all workers have the same."""
+
+    def tell(line: str) -> None:
+        output.fact(f"{'dtype':<12} {line}")
+        output.progressed("dtype", StartProgress("timing", "which types are fast here, once for this model"))
+
+    output.begun("dtype")
+    choice = choose_types(config, model.path, tell)
     if choice.reason:
-        announce(f"dtype        {choice.dtype}  ({choice.reason})")
-    plan = make_plan(dataclasses.replace(config, dtype=choice.dtype, quantization=choice.quantization), roles, model)
-    try:
-        return asyncio.run(supervise(plan))
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None  # the first that failed; the others failed because of it
+        output.fact(f"dtype        {choice.dtype}  ({choice.reason})")
+    weights = f" over {choice.quantization} weights" if choice.quantization != "none" else ""
+    output.done("dtype", (choice.dtype if choice.dtype != "auto" else "as saved") + weights)
+    return dataclasses.replace(config, dtype=choice.dtype, quantization=choice.quantization)
 
 
 def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> ClusterPlan:
@@ -197,6 +328,10 @@ def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> C
         port=config.port,
         router_metrics_port=metrics_ports[0],
         workers=tuple(workers),
+        stores=tuple(
+            PlannedStore(f"store-{index}", metrics_ports[1 + len(roles) + index]) for index in range(config.kvtransfer)
+        ),
+        store_flags=_store_flags(config),
         worker_flags=_worker_flags(config),
         router_flags=_router_flags(config),
         trace_file=config.trace_file,
@@ -204,12 +339,34 @@ def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> C
         http_port=http_port,
         control_port=control_port,
         cluster_token_file=config.cluster_token_file,
+        cluster_auth=config.cluster_auth,
+        tls_dir=config.tls_dir,
+        has_public_tls=_has_public_tls(config),
+    )
+
+
+def _has_public_tls(config: UpConfig) -> bool:
+    return bool(config.tls_dir or config.public_tls_cert)
+
+
+def _operator_certificates(config: UpConfig) -> Certificates | None:
+    """Returns the certificates with which the cluster is asked for its state. Raises ConfigError."""
+    if not config.tls_dir:
+        if config.cluster_auth != TOKEN:
+            raise ConfigError(f"--cluster-auth: {config.cluster_auth} needs certificates: give --tls-dir")
+        return None
+    folder = pathlib.Path(config.tls_dir)
+    if not folder.is_dir():
+        raise ConfigError(f"--tls-dir: {printable(config.tls_dir)} is no folder; baton certs dev makes one")
+    return Certificates(
+        *(str(folder / name) for name in ("operator.pem", "operator.key", "ca.pem")),
+        flags=TlsFlags("--tls-dir", "--tls-dir", "--tls-dir"),
     )
 
 
 def _plan_ports(config: UpConfig, roles: Sequence[str]) -> tuple[list[int], int, int]:
     """Returns the metrics ports (the router's first), the HTTP port and the control port."""
-    metrics_ports = plan_metrics_ports(config.port, config.metrics_port, 1 + len(roles))
+    metrics_ports = plan_metrics_ports(config.port, config.metrics_port, 1 + len(roles) + config.kvtransfer)
     http_port = plan_http_port(config.port, config.http_port, metrics_ports)
     return metrics_ports, http_port, plan_control_port(config.port, config.control_port, (http_port, *metrics_ports))
 
@@ -236,74 +393,144 @@ def _require_writable(trace_file: str) -> None:
 
 def _worker_flags(config: UpConfig) -> tuple[str, ...]:
     flags = ["--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--quantization", config.quantization]
-    flags += ["--transport", config.transport]
+    flags += ["--transport", config.transport, _plain_kv_flag(config), "--engine", config.engine]
+    if config.engine == VLLM:
+        flags += ["--vllm-python", config.vllm_python]
+        flags += [part for argument in config.engine_arg for part in ("--engine-arg", argument)]
+    if config.log_level is not None:
+        flags += ["--log-level", config.log_level]
     if config.kv_blocks is not None:
         flags += ["--kv-blocks", str(config.kv_blocks)]
-    return tuple(flags)
+    return (*flags, "--kv-host-bytes", config.kv_host_bytes, *_tier_flags(config))
+
+
+def _plain_kv_flag(config: UpConfig) -> str:
+    return "--allow-plain-kv" if config.allow_plain_kv else "--no-allow-plain-kv"
+
+
+def _tier_flags(config: UpConfig) -> list[str]:
+    """Returns the flags of the tiers of workers and stores. Each has a file of its own in the folder, named by its
+    id."""
+    folder = str(pathlib.Path(config.kv_disk).absolute()) if config.kv_disk else ""
+    flags = ["--kv-disk", folder, "--kv-disk-bytes", config.kv_disk_bytes]
+    # Its URL may have a password. One that the workers find in their environment anyway stays out of command lines.
+    if os.environ.get(_BACKEND_VARIABLE, "") != config.kv_backend:
+        flags += ["--kv-backend", config.kv_backend]
+    return flags
+
+
+def _store_flags(config: UpConfig) -> tuple[str, ...]:
+    flags = ["--kvtransfer-bytes", config.kvtransfer_bytes, "--transport", config.transport, _plain_kv_flag(config)]
+    if config.log_level is not None:
+        flags += ["--log-level", config.log_level]
+    return (*flags, *_tier_flags(config))
 
 
 def _router_flags(config: UpConfig) -> tuple[str, ...]:
     flags = [  # even the defaults: the router would look at the environment
         f"--split={config.split}",
+        f"--share-prefixes={config.share_prefixes}",
         f"--isolate-long-prompts={config.isolate_long_prompts}",
         f"--slow-factor={config.slow_factor:g}",
+        "--replay-across-engines" if config.replay_across_engines else "--no-replay-across-engines",
+        "--console" if config.console else "--no-console",
+        f"--jaeger-url={config.jaeger_url}",
+        "--allow-plain-token" if config.allow_plain_token else "--no-allow-plain-token",
     ]
+    flags += _tenant_flags(config)
+    for flag, file in (
+        ("public-tls-cert", config.public_tls_cert),
+        ("public-tls-key", config.public_tls_key),
+        ("tls-client-ca", config.tls_client_ca),
+    ):
+        flags.append(f"--{flag}={pathlib.Path(file).absolute() if file else ''}")
+    if config.console_token_file:
+        flags.append(f"--console-token-file={pathlib.Path(config.console_token_file).absolute()}")
+    if config.log_level is not None:
+        flags.append(f"--log-level={config.log_level}")
     flags += [f"--policy={policy}" for policy in config.policy]
     flags += [f"--policy-weight={weight}" for weight in config.policy_weight]
+    flags += [f"--tool-parser={parser}" for parser in config.tool_parser]
+    flags += [f"--reasoning-parser={parser}" for parser in config.reasoning_parser]
     if config.policy_file:
         flags += [f"--policy-file={pathlib.Path(config.policy_file).absolute()}"]
     return tuple(flags)
 
 
+def _tenant_flags(config: TenantConfig) -> Iterator[str]:
+    for field in dataclasses.fields(TenantConfig):
+        value = getattr(config, field.name)
+        if field.name == "tenants_store" and value == os.environ.get(_STORE_VARIABLE, ""):
+            continue  # its URL may have a password; the router finds it in its environment
+        if field.name in _FILES and value:
+            value = pathlib.Path(value).absolute()
+        yield f"--{field.name.replace('_', '-')}={value}"
+
+
 def _place(config: UpConfig, model: ResolvedModel, num_workers: int) -> list[tuple[str, float | None]]:
     """Returns (device, share of its memory) for each worker; no share where the pools have a given size."""
     placed: list[tuple[str, float | None]]
+    available, total = machine.memory_bytes()
+    kept_bytes = _kept_bytes(config, num_workers)
+    demand_memory(available, kept_bytes)
     kind = config.device.partition(":")[0]
     if kind == "cuda":
-        placed = [*spread_devices(config.device, num_workers, machine.num_gpus())]
+        placed = [*spread_devices(config.device, num_workers, machine.num_gpus(config.vllm_python))]
     elif kind != "cpu":
         placed = [(config.device, None)] * num_workers
     else:
-        available, total = machine.memory_bytes()
         widening = 2 if config.dtype == "float32" else 1  # files usually hold 16 bits
         weights_bytes = widening * machine.directory_bytes(model.path)
-        placed = [(config.device, memory_utilization(available, total, weights_bytes, num_workers))] * num_workers
+        share = memory_utilization(available, total, weights_bytes, num_workers, kept_bytes)
+        placed = [(config.device, share)] * num_workers
     return placed if config.kv_blocks is None else [(device, None) for device, _ in placed]
 
 
-async def supervise(plan: ClusterPlan, program: Sequence[str] = PROGRAM) -> int:
-    """Runs the cluster of children `program ROLE FLAGS` and returns the exit status.
+def _kept_bytes(config: UpConfig, num_workers: int) -> int:
+    """Returns the bytes of host memory that the workers' tiers and the stores may take."""
+    tier_bytes = parse_size(config.kv_host_bytes) if config.kv_host_bytes else 0
+    return num_workers * tier_bytes + config.kvtransfer * parse_size(config.kvtransfer_bytes)
+
+
+async def supervise(plan: ClusterPlan, program: Sequence[str] = PROGRAM, output: ClusterOutput | None = None) -> int:
+    """Runs the cluster of children `program ROLE FLAGS` and returns the exit status. `output` is plain by default.
 
     The first SIGINT or SIGTERM drains, the second kills. Raises an ExceptionGroup of what could not be started.
     """
+    output = output or PlainOutput()
     stopping = asyncio.Event()
     lifeline = Lifeline()
     loop = asyncio.get_running_loop()
-    running = loop.create_task(LocalCluster(plan, lifeline, announce, program).run(stopping))
+    running = loop.create_task(LocalCluster(plan, lifeline, output, program).run(stopping))
+    following = loop.create_task(output.follow(), name="output")
 
     def on_signal(number: signal.Signals) -> None:
         if stopping.is_set():
             running.cancel()
         else:
-            announce(f"stopping ({number.name}); once more to stop at once")
+            output.stopping(number.name)
             stopping.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
+    last, status = "stopped", 0
     try:
         await running
     except asyncio.CancelledError:
-        announce("stopped at once")
-        return _EXIT_INTERRUPTED
+        last, status = "stopped at once", _EXIT_INTERRUPTED
     finally:
         lifeline.close()
-    announce("stopped")
-    return 0
+        await _end(following)
+    output.stopped(last)
+    return status
 
 
-def announce(line: str) -> None:
-    """Prints one line on stdout at once. If its reader has gone, the cluster runs on without output."""
+async def _end(following: asyncio.Task[None]) -> None:
+    """Ends what showed the cluster. If it had failed, the cluster has run on, and that is told."""
+    following.cancel()
     try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        await following
+    except asyncio.CancelledError:
+        pass
+    except Exception:
+        logger.warning("what shows the cluster has failed", exc_info=True)

@@ -1,4 +1,5 @@
-"""Checks whether this installation can compute: torch and the packages around it come with the extra `worker`."""
+"""Checks whether this installation can compute: torch and the packages around it come with the extra `worker`, and what
+a worker needs whose engine is vLLM with `worker-vllm`."""
 
 from __future__ import annotations
 
@@ -9,5 +10,14 @@ from services.core.errors import BatonError
 
 def demand_torch(purpose: str) -> None:
     """Raises a BatonError that says what to install if there is no torch. `purpose` names what needs it."""
-    if util.find_spec("torch") is None:
-        raise BatonError(f"{purpose} needs torch, which is not installed: pip install 'baton-serving[worker]'")
+    _demand("torch", "worker", purpose)
+
+
+def demand_grammars(purpose: str) -> None:
+    """Raises a BatonError that says what to install if a worker without torch lacks what compiles grammars."""
+    _demand("llguidance", "worker-vllm", purpose)
+
+
+def _demand(package: str, extra: str, purpose: str) -> None:
+    if util.find_spec(package) is None:
+        raise BatonError(f"{purpose} needs {package}, which is not installed: pip install 'baton-serving[{extra}]'")

@@ -32,6 +32,18 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def network_of(host: str) -> str:
+    """Returns the address that limits on a peer apply to: for IPv6 the /64 network, all addresses of which a client may
+    use."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 4:
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False).network_address)
+
+
 def is_address(address: str) -> bool:
     """Returns whether `parse` accepts the address."""
     try:

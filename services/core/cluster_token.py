@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from services.core.errors import ConfigError
 from services.core.home import baton_home
+from services.core.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +27,16 @@ FILE_HELP = (
     "file with the token that routers, workers and operators of one cluster share; made if it is not there (default: "
     "the value of BATON_CLUSTER_TOKEN, else the file cluster-token in BATON_HOME)"
 )
-ADVICE = f"{FLAG}, or {VARIABLE}, must give the token that the router has"
-"""What to do when a router refuses the token."""
+_ADVICE = f"{FLAG}, or {VARIABLE}, must give the token that the router has"
 
 # A Bearer credential (RFC 6750), too long to be guessed.
 _FORM = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 _MAX_FILE_BYTES = 4096
+
+
+def with_advice(refusal: str) -> str:
+    """Returns what a router has said to a caller that it does not know, and what to do where that was of the token."""
+    return f"{refusal}; {_ADVICE}" if "cluster token" in refusal else refusal
 
 
 def cluster_token(path: str = "", environ: Mapping[str, str] | None = None, *, make: bool = True) -> str:
@@ -46,10 +51,7 @@ def cluster_token(path: str = "", environ: Mapping[str, str] | None = None, *, m
         return _checked(environ[VARIABLE], VARIABLE)
     file = pathlib.Path(path).expanduser() if path else baton_home(environ) / "cluster-token"
     try:
-        token = _read(file)
-        if token is None and make:
-            _make(file)
-            token = _read(file)
+        token = _read_or_make(file, FLAG) if make else _read(file, FLAG)
     except OSError as error:
         advice = f"name a file that can be read, or made, or set {VARIABLE}"
         if not path:
@@ -62,50 +64,72 @@ def cluster_token(path: str = "", environ: Mapping[str, str] | None = None, *, m
     return token
 
 
-def _read(file: pathlib.Path) -> str | None:
+def token_of_file(path: str, flag: str) -> str:
+    """Returns the token in the file, which is made if it is not there, by the rules of the cluster's token. `flag` is
+    the one that names the file. Raises ConfigError."""
+    file = pathlib.Path(path).expanduser()
+    try:
+        token = _read_or_make(file, flag)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {file}: {error.strerror or error}") from error
+    assert token is not None, "it is there once it is made"
+    return token
+
+
+def _read_or_make(file: pathlib.Path, flag: str) -> str | None:
+    """Returns the token in `file`, which is made if it is not there; None if somebody has removed it again."""
+    token = _read(file, flag)
+    if token is None:
+        _make(file, flag)
+        token = _read(file, flag)
+    return token
+
+
+def _read(file: pathlib.Path, flag: str) -> str | None:
     """Returns the token in `file`, or None if there is no such file. Raises ConfigError or OSError."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO must not block
     except FileNotFoundError:
         return None
     try:
-        _require_private(fd, file)
+        require_private(fd, file, flag)
         data = os.read(fd, _MAX_FILE_BYTES)
     finally:
         os.close(fd)
-    return _checked(data.decode("ascii", errors="replace").strip(), f"{FLAG}: {file}")
+    return _checked(data.decode("ascii", errors="replace").strip(), f"{flag}: {file}")
 
 
-def _require_private(fd: int, file: pathlib.Path) -> None:
-    """Raises ConfigError if another user can open the file: who can write it chooses the token, who can read it has it.
+def require_private(fd: int, file: pathlib.Path | str, flag: str, secret: str = "token") -> None:
+    """Raises ConfigError if another user can open the file: who can write it chooses the secret, who can read it has
+    it.
 
     A regular file on a read-only mount is accepted as it is: orchestrators hand secrets to containers that way, with
     modes (0444) and owners that nobody inside can change.
     """
-    status = os.fstat(fd)
+    status, name = os.fstat(fd), printable(str(file))
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{FLAG}: {file} is not a regular file")
+        raise ConfigError(f"{flag}: {name} is not a regular file")
     if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
         return
     if status.st_uid not in (os.getuid(), 0):
         raise ConfigError(
-            f"{FLAG}: {file} belongs to user {status.st_uid}, who may know the token; use a file of yours"
+            f"{flag}: {name} belongs to user {status.st_uid}, who may know the {secret}; use a file of yours"
         )
     if status.st_mode & 0o077:
-        mode = stat.S_IMODE(status.st_mode)
+        mode, anew = stat.S_IMODE(status.st_mode), ", and a new one is made" if secret == "token" else ""
         raise ConfigError(
-            f"{FLAG}: other users may open {file} (mode {mode:04o}): remove it if they may know the token by now, and "
-            "a new one is made; else chmod 600 it"
+            f"{flag}: other users may open {name} (mode {mode:04o}): remove it if they may know the {secret} by now"
+            f"{anew}; else chmod 600 it"
         )
 
 
 def _checked(token: str, origin: str) -> str:
     if not _FORM.fullmatch(token):
-        raise ConfigError(f"{origin}: a cluster token has 16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -")
+        raise ConfigError(f"{origin}: a token has 16 to 256 characters of A-Z a-z 0-9 . _ ~ + / = -")
     return token
 
 
-def _make(file: pathlib.Path) -> None:
+def _make(file: pathlib.Path, flag: str) -> None:
     """Makes `file` with a new token: complete, and private to its owner, as soon as it exists. If another process makes
     the file first, that one stays."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +140,6 @@ def _make(file: pathlib.Path) -> None:
             stream.write(secrets.token_urlsafe(32) + "\n")
         with contextlib.suppress(FileExistsError):
             os.link(draft, file)  # unlike a rename, it never replaces a file of another process
-            logger.info("made a cluster token: %s", file)
+            logger.info("made the token of %s: %s", flag, file)
     finally:
         os.unlink(draft)

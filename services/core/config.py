@@ -25,6 +25,8 @@ DAY_S = 86_400.0
 that it is converted to."""
 _INT_RANGE = (-(1 << 31), (1 << 31) - 1)
 """Smallest and largest whole number that a flag accepts: they go into 32-bit fields of messages and gRPC options."""
+DEFAULT_PORT = 50051
+"""A router's, for clients."""
 DEFAULT_CONTROL_PORT = 50052
 LOG_INTERVAL_HELP = "seconds between lines about what this process does, while it does anything; 0 writes none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

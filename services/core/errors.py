@@ -43,10 +43,35 @@ class ContextLengthExceeded(InvalidRequest):
         return cls(field, f"This model's maximum context length is {context_tokens} tokens; {asked}")
 
 
+class ConstraintUnsatisfied(BatonError):
+    """No token may follow a request's output: its constraint leaves none, or only such as the request's other
+    parameters rule out."""
+
+    reason = "CONSTRAINT_UNSATISFIED"
+
+
 class Unauthenticated(BatonError):
-    """The call needs the cluster token, and came without it or with another."""
+    """The call needs the cluster token or a certificate of a role, and came without it or with another."""
 
     reason = "UNAUTHENTICATED"
+
+
+class InvalidKey(BatonError):
+    """The caller has no API key, or one that is no tenant's, or one that has expired."""
+
+    reason = "INVALID_API_KEY"
+
+
+class TooManyWrongKeys(InvalidKey):
+    """The caller has no valid API key, as many calls of its address before."""
+
+    reason = "TOO_MANY_WRONG_KEYS"
+
+
+class ModelNotAllowed(BatonError):
+    """The caller's tenant may not use this model, whether it is served or not."""
+
+    reason = "MODEL_NOT_ALLOWED"
 
 
 class MalformedMessage(BatonError):
@@ -86,9 +111,20 @@ class DuplicateRequest(BatonError):
 
 
 class Overloaded(BatonError):
-    """The queue is full, the blocks are full or the quota is spent: the client may try again later."""
+    """The queue is full or the blocks are full: the client may try again later."""
 
     reason = "OVERLOADED"
+
+
+class QuotaExceeded(BatonError):
+    """The tenant has used all that one of its limits allows. `subject` is the tenant and `limit` the limit's name."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, message: str, *, subject: str = "", limit: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.subject = subject
+        self.limit = limit
 
 
 class NoWorker(BatonError):

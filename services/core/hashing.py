@@ -19,6 +19,9 @@ ShortHash = int
 """The first half of a block's hash as a number: what routers know of caches. Two blocks that share one, of which there
 are a handful among billions, are mistaken for one another in a guess about caches, and nowhere else."""
 
+_ANCHOR_BITS = 4
+_NO_ANCHOR = (1 << _ANCHOR_BITS) - 1
+
 HASH_BYTES = 8
 """Of a short hash, as it travels."""
 
@@ -44,9 +47,29 @@ def block_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str = ""
     return hashes
 
 
-def short_hashes(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
+class PromptHashes(tuple[ShortHash, ...]):
+    """Holds the short hashes of a prompt's full blocks, in order, and which of them are anchors."""
+
+    anchors: tuple[int, ...]
+    """Their places."""
+    anchor_keys: tuple[int, ...]
+
+    def __new__(cls, hashes: Iterable[ShortHash] = ()) -> PromptHashes:
+        self = super().__new__(cls, hashes)
+        self.anchors = tuple([place for place, hash in enumerate(self) if not hash & _NO_ANCHOR])
+        self.anchor_keys = tuple(anchor_keys(self))
+        return self
+
+
+def anchor_keys(hashes: Iterable[ShortHash]) -> list[int]:
+    """Returns the keys of those that are anchors: the sixteenth part of all hashes that is looked for first. The hash
+    alone says whether it is one; its key is a smaller number that tells it from the others."""
+    return [hash >> _ANCHOR_BITS for hash in hashes if not hash & _NO_ANCHOR]
+
+
+def short_hashes(hashes: Iterable[BlockHash]) -> PromptHashes:
     """Returns the first half of each hash."""
-    return unpack_hashes(pack_hashes(hashes))
+    return PromptHashes(unpack_hashes(pack_hashes(hashes)))
 
 
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:

@@ -1,4 +1,4 @@
-"""Names the directory in which Baton keeps its files on this machine."""
+"""Names the directories in which Baton keeps its files on this machine."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ def baton_home(environ: Mapping[str, str] | None = None) -> pathlib.Path:
             raise ConfigError(f"BATON_HOME: {home!r} is in no user's home: {error}") from error
     root = pathlib.Path(cache) if cache.startswith("/") else pathlib.Path("~/.cache").expanduser()
     return root / "baton"
+
+
+def baton_state(environ: Mapping[str, str] | None = None) -> pathlib.Path:
+    """Returns the directory for what is kept of a run, such as logs: `$BATON_HOME`, else `baton` in the XDG state
+    directory. The directory need not exist yet. Raises ConfigError as `baton_home` does."""
+    environ = os.environ if environ is None else environ
+    if environ.get("BATON_HOME", ""):
+        return baton_home(environ)
+    state = environ.get("XDG_STATE_HOME", "")
+    return (pathlib.Path(state) if state.startswith("/") else pathlib.Path("~/.local/state").expanduser()) / "baton"

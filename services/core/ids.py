@@ -36,6 +36,11 @@ def new_seed() -> int:
     return secrets.randbits(63)
 
 
+def random_hex(num_digits: int) -> str:
+    """Returns so many hexadecimal digits of chance."""
+    return secrets.token_hex((num_digits + 1) // 2)[:num_digits]
+
+
 def host_id() -> str:
     """Returns an id that processes on one running kernel share, also across containers. Shared memory is tried only
     between workers with the same id. Where the kernel gives no boot id, it is the host name."""

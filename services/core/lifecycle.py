@@ -1,15 +1,15 @@
 """Runs the life of one service process: it reports when it is ready, stops when told, never outlives its supervisor.
 
-Owns: the signals SIGTERM and SIGINT, the pipe on which a child reports its ports, and the lifeline, a pipe whose
-other end only the supervisor holds: end of file means that the supervisor is gone, however it died. Never: what a
-service does between ready and stopped, and which event loop it runs on.
+Owns: the signals SIGTERM and SIGINT, the pipe on which a child reports its start and its ports, and the lifeline, a
+pipe whose other end only the supervisor holds: end of file means that the supervisor is gone, however it died. Never:
+what a service does between ready and stopped, and which event loop it runs on.
 
     lifecycle = Lifecycle(ready_fd=..., lifeline_fd=...)   # both None when started by hand
     lifecycle.watch_lifeline()                             # before slow imports
     run(lambda: serve(config, lifecycle), lifecycle, loop_factory=uvloop.new_event_loop)
 
     async def serve(config, lifecycle):
-        ...                                      # bind, load, start
+        ...                                      # bind, load (lifecycle.report_progress(...) now and then), start
         lifecycle.report_ready(port=server.port, metrics_port=metrics.port)
         await lifecycle.stopping.wait()
         ...                                      # refuse new work, lifecycle.drain_s for what runs, close
@@ -26,6 +26,8 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+from services.core.start_progress import StartProgress, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,15 @@ class Lifecycle:
         """Starts the thread that watches the supervisor. Does nothing without a lifeline."""
         if self._lifeline_fd is not None:
             threading.Thread(target=self._watch_supervisor, name="lifeline", daemon=True).start()
+
+    def report_progress(self, progress: StartProgress) -> None:
+        """Tells the supervisor how far the start has come. It may be called on any thread, until `report_ready`.
+        Without a supervisor, it does nothing."""
+        if self._ready_fd is not None:
+            try:
+                os.write(self._ready_fd, to_line(progress))
+            except BrokenPipeError:
+                logger.debug("the supervisor does not listen any more")  # the lifeline decides what follows
 
     def report_ready(self, *, port: int, metrics_port: int, http_port: int = 0, control_port: int = 0) -> None:
         """Tells the supervisor, once, that the process serves, and on which ports (0: it has no such port). Without a

@@ -26,6 +26,8 @@ _MADV_COLLAPSE = 25
 """The advice to make huge pages, whatever the system does by default. Since Linux 6.1, and not named in `mmap`."""
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 """Not named in `mmap`."""
+_TOUCHED_AHEAD_BYTES = 256 << 20
+_TOUCHED_AT_ONCE_BYTES = 2 << 20
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 _LIBRARY.mmap.restype = ctypes.c_void_p
 _LIBRARY.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -37,8 +39,12 @@ class SealedMemory:
     """Holds a sealed memfd. `map` is its only writable mapping, now and later. The memory is zero at first, and the
     kernel allocates a page when it is first written."""
 
-    def __init__(self, name: str, num_bytes: int) -> None:
+    def __init__(self, name: str, num_bytes: int, *, seal: bool = True) -> None:
+        """Without `seal` others may map it for writing too, until `seal` is called."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._num_bytes = num_bytes
+        self._num_touched = 0
+        """Bytes from the start that `touch` has had allocated."""
         self.fd: int | None = fd
         """File descriptor of the memory. None after `close`, and where the kernel cannot seal the memory: only this
         process can use it then."""
@@ -53,8 +59,14 @@ class SealedMemory:
         weakref.finalize(memory, _LIBRARY.munmap, self.address, num_bytes).atexit = False
         self.map = memoryview(memory).cast("B")
         """All bytes. They are unmapped when neither this nor a view or tensor of it is left."""
+        if seal:
+            self.seal()
+
+    def seal(self) -> None:
+        """Allows no further writable mapping, and no other size."""
+        assert self.fd is not None, "it is open"
         try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         except OSError:
             self.close()
 
@@ -72,6 +84,23 @@ class SealedMemory:
             return False
         if offset % _HUGE_PAGE == 0 and num_bytes >= _HUGE_PAGE:  # of pages that are not there none are made
             _LIBRARY.madvise(start, num_bytes // _HUGE_PAGE * _HUGE_PAGE, _MADV_COLLAPSE)
+        return True
+
+    def touch(self, num_used: int) -> bool:
+        """Has the kernel allocate some of the memory after the first `num_used` bytes, which is next. Returns whether
+        there is more to do.
+
+        A page that is first written costs the kernel microseconds, and a copy to new memory takes several times as long
+        as one to memory that was used before. A call takes some milliseconds.
+        """
+        if self._num_touched >= min(num_used + _TOUCHED_AHEAD_BYTES, self._num_bytes):
+            return False
+        # A whole stretch, or the memory's end, wherever the bound lies in it: in less no huge page would be made.
+        num_bytes = min(_TOUCHED_AT_ONCE_BYTES, self._num_bytes - self._num_touched)
+        if not self.populate(self._num_touched, num_bytes):
+            self._num_touched = self._num_bytes  # this kernel cannot: it is not tried again
+            return False
+        self._num_touched += num_bytes
         return True
 
     def close(self) -> None:

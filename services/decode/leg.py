@@ -8,17 +8,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import BatonError, DeadlineExceeded, LayoutMismatch, unforeseen
-from services.decode.intake import Held, ImportIntake, Refused
+from services.decode.intake import Held, ImportIntake
 from services.decode.record import DecodeRecord
 from services.engine.config import StepReport
-from services.engine.schedule.sequence import Admitted, Failed, Mode, Preempted, SequenceEvent, Token
-from services.kvtransfer.client import lease_may_live
+from services.engine.schedule.sequence import (
+    Admitted,
+    Failed,
+    Mode,
+    Preempted,
+    PromptScored,
+    Sequence,
+    SequenceEvent,
+    Token,
+)
 from services.rpc.logging import ids, log_ids
 from services.rpc.status import to_status
-from services.worker.commands import tokens_of
+from services.worker.commands import prompt_tokens_of, tokens_of
+from services.worker.handoffs import FirstTokens, Refused, import_failed_of
 from services.worker.host import WorkerHost
 from services.worker.session import RouterSession
 
@@ -35,7 +45,12 @@ class DecodePhase:
 
 
 class DecodeLeg:
-    """A decode leg is registered in `session.legs` from `start` until `_close`."""
+    """A decode leg is registered in `session.legs` from `start` until `_close`.
+
+    It may carry several answers to one prompt. Each is a sequence of its own once it has its first token, ends by
+    itself, and can be given up alone; what fails one of them fails the leg, since the router computes anew whatever has
+    not ended.
+    """
 
     def __init__(
         self, host: WorkerHost, intake: ImportIntake, session: RouterSession, command: worker_pb2.DecodeCommand
@@ -44,11 +59,21 @@ class DecodeLeg:
         self._intake = intake
         self._session = session
         self._command = command
-        self._sequence = host.new_sequence(command, Mode.GENERATE)
+        self._sequences = host.new_sequences(command, Mode.GENERATE)
+        """One for each answer, by index."""
+        self._sequence = self._sequences[0]
+        self._index_of = {sequence.seq_id: index for index, sequence in enumerate(self._sequences)}
+        self._open = set(self._index_of.values())
+        """The answers that have neither ended nor been given up."""
+        self._begun = False
+        """Whether each answer goes on by itself. Before, the engine knows at most the first, which computes for all."""
         self._record = DecodeRecord(host, command)
         self._held: Held | None = None
         """The blocks that the sequence does not have yet."""
         self._task: asyncio.Task[None] | None = None
+        """Takes the KV in; for a sequence without a handoff, compiles its constraint and brings its prefix."""
+        self._compiling: asyncio.Task[BatonError | None] | None = None
+        """Compiles the constraint while the KV is taken in."""
         self._deadline: asyncio.TimerHandle | None = None
         self._over = False
 
@@ -66,8 +91,12 @@ class DecodeLeg:
         if self._command.HasField("remaining_ms"):
             self._deadline = self._host.call_later(self._command.remaining_ms / 1000, self._deadline_passed)
         if not self._command.HasField("handoff"):
-            self._host.hub.register(self._sequence.seq_id, self)
-            self._host.engine.add(self._sequence)
+            for sequence in self._sequences:
+                self._host.hub.register(sequence.seq_id, self)
+            if self._host.has_to_prepare(self._command):
+                self._run(self._add_prepared, f"prepare leg {self.number}")
+            else:
+                self._add()
         elif self._intake.is_local(self._command.handoff):
             self._admitted(0)
             self._run(self._adopt, f"adopt leg {self.number}")
@@ -82,8 +111,30 @@ class DecodeLeg:
         if self._task is not None:
             self._task.cancel()  # the leg closes when its task has ended
         else:
-            self._host.engine.abort(self._sequence.seq_id)
+            for sequence in self._sequences:
+                self._host.engine.abort(sequence.seq_id)
             self._close()
+
+    def cancel_answer(self, index: int) -> None:
+        """Gives one answer up: its sequence leaves after the step in flight, or as soon as it has begun."""
+        if self._over or index not in self._open:
+            return
+        self._open.discard(index)
+        if not self._open:
+            self.cancel()
+        elif self._begun:
+            self._host.engine.abort(self._sequences[index].seq_id)
+
+    def _add(self) -> None:
+        self._sequence.further = self._sequences[1:]
+        self._host.engine.add(self._sequence)
+
+    async def _add_prepared(self) -> None:
+        if (error := await self._host.prepare(self._session, self._sequences, self._command)) is not None:
+            self._fail(error)
+            return
+        self._task = None
+        self._add()
 
     # -- how KV comes in -----------------------------------------------------------------------------------------------
 
@@ -92,16 +143,12 @@ class DecodeLeg:
             await self._host.hash_prompt(self._sequence)
             self._held = self._intake.reserve(self._command, self._sequence)
         except Refused as error:
-            refused = worker_pb2.DecodeRefused(
-                leg=self.number,
-                needed_blocks=error.refusal.needed_blocks,
-                missing_blocks=error.refusal.missing_blocks,
-            )
-            self._emit(worker_pb2.LegEvent(refused=refused))
+            self._emit(error.event(self.number))
         except LayoutMismatch as error:
             self._import_failed(error)
         else:
             self._admitted(len(self._held.prefix) * self._host.engine.info.block_size)
+            self._begin_compiling()
             await self._fetch(self._held)
 
     def _run(self, work: Callable[[], Awaitable[None]], name: str) -> None:
@@ -137,36 +184,62 @@ class DecodeLeg:
             self._import_failed(error)
             return
         self._record.transferred(outcome)
-        self._take_over(outcome.first_token, held if outcome.ready else None)
+        self._ready(transport=outcome.transport, num_bytes=outcome.num_bytes, copy_ms=outcome.copy_s * 1000)
+        if not outcome.ready or await self._is_constrained():
+            self._take_over((outcome.first_token, *outcome.other_first_tokens), held if outcome.ready else None)
 
     async def _adopt(self) -> None:
         started_s = self._host.clock.now()
+        self._begin_compiling()
         await self._host.hash_prompt(self._sequence)
         try:
-            first_token, self._held = await self._intake.adopt(self._command)
+            first_tokens, self._held = await self._intake.adopt(self._command)
         except Exception as error:
             self._import_failed(error)
             return
         self._record.adopted(started_s, len(self._held.block_ids) if self._held is not None else 0)
-        self._take_over(first_token, self._held)
+        self._ready()
+        if self._held is None or await self._is_constrained():
+            self._take_over(first_tokens, self._held)
 
-    def _take_over(self, first_token: types_pb2.SequenceTokens, held: Held | None) -> None:
-        """Reports valid KV and repeats token 0 to the router, and lets the sequence join the batch.
+    def _begin_compiling(self) -> None:
+        """Begins to compile the constraint, if there is one: beside the transfer, which nothing keeps waiting."""
+        if self._command.HasField("constraint"):
+            compiling = self._host.constrain(self._sequences, self._command)
+            self._compiling = asyncio.create_task(compiling, name=f"constrain leg {self.number}")
 
-        `held` has its blocks; None if token 0 ended the sequence.
+    async def _is_constrained(self) -> bool:
+        """Waits until each sequence has its constraint, if there is one. If that cannot be, the leg fails, and it
+        returns False."""
+        error = None if self._compiling is None else await self._compiling
+        if error is not None:
+            self._fail(error)
+        return error is None
+
+    def _take_over(self, first_tokens: FirstTokens, held: Held | None) -> None:
+        """Repeats the first tokens to the router, and lets the sequences that these do not end join the batch.
+
+        `held` has the blocks; None if all answers have ended.
         """
         if self._over:  # the leg was cancelled just when the Release was answered
             return
-        self._emit(worker_pb2.LegEvent(ready=worker_pb2.ImportReady(leg=self.number)))
-        tokens = types_pb2.SequenceTokens()
-        tokens.CopyFrom(first_token)
-        tokens.leg = self.number
-        tokens.ClearField("timings")
-        self._emit(worker_pb2.LegEvent(tokens=tokens))
-        if held is not None:
+        going_on: list[tuple[Sequence, int]] = []
+        for index, (sequence, first_token) in enumerate(zip(self._sequences, first_tokens, strict=True)):
+            tokens = types_pb2.SequenceTokens()
+            tokens.CopyFrom(first_token)
+            tokens.leg, tokens.index = self.number, index
+            tokens.ClearField("timings")
+            self._emit(worker_pb2.LegEvent(tokens=tokens))
+            if tokens.HasField("finish"):
+                self._open.discard(index)
+            if index in self._open:
+                going_on.append((sequence, tokens.token_ids[0]))
+        if held is not None and going_on:
             self._log(logging.INFO, "decode begins")
-            self._host.hub.register(self._sequence.seq_id, self)
-            self._intake.enter(self._sequence, first_token, held)
+            for sequence, _ in going_on:
+                self._host.hub.register(sequence.seq_id, self)
+            self._intake.enter(going_on, held)
+            self._begun = True
             self._task = None
 
     # -- what the engine reports ---------------------------------------------------------------------------------------
@@ -176,18 +249,33 @@ class DecodeLeg:
             case Admitted():
                 self._record.admitted(event.now)
                 self._admitted(event.num_cached)
+            case PromptScored():
+                self._session.emit(prompt_tokens_of(self.number, event))
             case Token():
-                self._record.token(event.now, report)
-                tokens = tokens_of(self.number, event)
-                if event.finish is not None:
-                    tokens.finish.timings.CopyFrom(self._record.timings())
-                self._session.emit(worker_pb2.LegEvent(tokens=tokens))
-                if event.finish is not None:
-                    self._close()
+                self._token(event, report)
             case Preempted():
                 self._record.preempted(event.now)
             case Failed():
-                self._fail(event.error)
+                if not self._begun or self._index_of[event.seq_id] in self._open:  # before, the first is there for all
+                    self._fail(event.error)
+
+    def _token(self, event: Token, report: StepReport) -> None:
+        index, self._begun = self._index_of[event.seq_id], True
+        if index not in self._open:  # it was given up before it had begun, or in this step
+            self._host.engine.abort(event.seq_id)
+            return
+        self._record.token(event.now, report, index)
+        tokens = tokens_of(self.number, event, index)
+        if event.finish is not None:
+            tokens.finish.timings.CopyFrom(self._record.timings())
+            self._open.discard(index)
+        self._session.emit(worker_pb2.LegEvent(tokens=tokens))
+        if not self._open:
+            if self._command.HasField("keep_at"):
+                self._host.prefixes.offer(self._command.keep_at, self._host.engine.prefix_hashes(self._sequence))
+            for sequence in self._sequences[1:] and self._sequences:  # what was given up may just have begun
+                self._host.engine.abort(sequence.seq_id)
+            self._close()
 
     def on_defect(self, event: SequenceEvent, error: Exception) -> None:
         self._fail(unforeseen(error))
@@ -197,14 +285,19 @@ class DecodeLeg:
     def _admitted(self, num_cached: int) -> None:
         self._emit(worker_pb2.LegEvent(admitted=worker_pb2.DecodeAdmitted(leg=self.number, cached_tokens=num_cached)))
 
+    def _ready(self, **copied: Any) -> None:
+        """Reports valid KV at once, with what was `copied`.
+
+        The source reports the end of its lease, and soon after that a leg without KV is given up.
+        """
+        if not self._over:
+            self._emit(worker_pb2.LegEvent(ready=worker_pb2.ImportReady(leg=self.number, **copied)))
+
     def _import_failed(self, error: Exception) -> None:
         if not isinstance(error, BatonError):
             self._host.defect(error)
-        failed = worker_pb2.ImportFailed(leg=self.number, lease_alive=lease_may_live(error), status=to_status(error))
         if not self._over:
-            self._emit(worker_pb2.LegEvent(import_failed=failed))
-            reason = error.reason if isinstance(error, BatonError) else BatonError.reason
-            self._host.tally.transfers_failed[reason.lower()] += 1
+            self._emit(import_failed_of(self._host, self.number, error))
             self._log(logging.WARNING, f"import failed: {error}")
 
     def _deadline_passed(self) -> None:
@@ -228,8 +321,11 @@ class DecodeLeg:
         self._over = True
         if self._held is not None:
             self._intake.give_up(self._held)
+        if self._compiling is not None:
+            self._compiling.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._host.hub.unregister(self._sequence.seq_id)
+        for sequence in self._sequences:
+            self._host.hub.unregister(sequence.seq_id)
         self._host.leg_over(self._session, self.number)
         self._record.close()

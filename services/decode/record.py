@@ -11,6 +11,7 @@ from baton.v1 import types_pb2, worker_pb2
 from services.engine.config import StepReport
 from services.kvtransfer.client import FetchOutcome
 from services.rpc.names import Attr, Event, Span
+from services.rpc.plain import enum_word
 from services.rpc.telemetry import Attributes, Value
 from services.worker.host import WorkerHost
 
@@ -31,6 +32,7 @@ class DecodeRecord:
         self._first_step_s = 0.0
         self._first_step_ended_s = 0.0
         self._last_token_s = 0.0
+        self._last_of: dict[int, float] = {}  # when each answer had its newest token
         self._gaps_ms: list[float] = []
         self._preempted_s: list[float] = []
         self._num_steps = 0
@@ -42,10 +44,9 @@ class DecodeRecord:
         self._admitted_s = now
 
     def transferred(self, outcome: FetchOutcome) -> None:
-        start_s = outcome.sealed_s if outcome.first_copy_s is None else outcome.first_copy_s
         self._transfer(
             outcome.transport,
-            start_s,
+            outcome.began_s,
             outcome.sealed_s,
             outcome.ended_s,
             num_blocks=outcome.num_blocks,
@@ -56,12 +57,14 @@ class DecodeRecord:
         now = self._host.clock.now()
         self._transfer(types_pb2.TRANSPORT_LOCAL, started_s, now, now, num_blocks=num_blocks, num_bytes=0)
 
-    def token(self, now: float, report: StepReport) -> None:
+    def token(self, now: float, report: StepReport, index: int = 0) -> None:
+        """Notes a token of the answer with that index."""
         if self._num_steps == 0:
             self._first_step_s = report.started_s
             self._first_step_ended_s = now
-        else:
-            self._gaps_ms.append((now - self._last_token_s) * 1000)
+        if index in self._last_of:
+            self._gaps_ms.append((now - self._last_of[index]) * 1000)
+        self._last_of[index] = now
         if report.step_number != self._newest_step:  # one step may bring several tokens
             self._newest_step = report.step_number
             self._num_steps += 1
@@ -122,17 +125,13 @@ class DecodeRecord:
         num_bytes: int,
     ) -> None:
         self._ready_s = end_s
-        # A short prompt may be sealed before its first copy begins; the exposed part begins at the seal all the same.
-        overlapped_ms, exposed_ms = max(0.0, sealed_s - start_s) * 1000, (end_s - sealed_s) * 1000
+        overlapped_ms, exposed_ms = (sealed_s - start_s) * 1000, (end_s - sealed_s) * 1000
         timings = self._timings
         timings.transfer_ms = overlapped_ms + exposed_ms
         timings.transfer_overlapped_ms, timings.transfer_exposed_ms = overlapped_ms, exposed_ms
         timings.transfer_bytes, timings.transfer_blocks, timings.transport = num_bytes, num_blocks, transport
-        name, tally = types_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower(), self._host.tally
-        tally.imports[name] += 1
-        tally.transfer_bytes[name] += num_bytes
-        tally.transfer_s[name] += end_s - start_s
-        tally.exposed_s[name] += exposed_ms / 1000
+        name = enum_word(types_pb2.Transport.DESCRIPTOR, transport)
+        self._host.tally.transferred(name, num_bytes, end_s - start_s, exposed_ms / 1000)
         attributes: dict[str, Value | None] = {
             Attr.LEG: self._command.leg,
             Attr.WORKER: self._host.worker_id,

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from services.core.step_average import StepAverage
 from services.engine.schedule.sequence import SequenceEvent
+from services.kv.layout import TORCH
 from services.kv.pool import Ledger
+
+BLOCK_SIZE = 16
+"""Tokens of a block where nobody has said how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +29,8 @@ class EngineConfig:
     quantization: str = "none"
     """Bits in which weights are kept: "none" (as saved), "int8", "int4", or "gguf", "gptq" and "awq" (those of such a
     checkpoint as they are there). See `cpu.quantisation`."""
-    block_size: int = 16
-    """Tokens of a block."""
+    block_size: int = BLOCK_SIZE
+    """Tokens of a block; 0 leaves it to an engine that chooses by itself, which torch's does not."""
     num_blocks: int | None = None
     """Blocks of the pool. With None, the pool has as many as `memory_utilization` allows."""
     memory_utilization: float | None = None
@@ -67,6 +72,8 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     device: str
+    engine: str = TORCH
+    """What computes: "torch" or "vllm"."""
     kernels: str = field(default="", compare=False)
     """How it computes on this host, in words for operators."""
 
@@ -102,11 +109,14 @@ class EngineStats:
     prefix_tokens_queried: int
     prefix_tokens_hit: int
     ms_per_prefill_token: float
+    ms_per_further_prefill_token: float
     ms_per_decode_step: float
     ms_per_decode_sequence: float
     num_prefill_steps: int
     num_decode_steps: int
     tokens_per_prefill_step: float
+    prefill_step: StepAverage
+    decode_step: StepAverage
     current_step_ms: float
     """Milliseconds since the running step was begun; 0 between steps."""
     num_steps: int

@@ -22,9 +22,18 @@ class CostModel:
         """Milliseconds that a prompt token takes; 0 until a step has shown it."""
         self.tokens_per_prefill_step = 0.0
         """Prompt tokens of the steps that have shown it; an average with the same weights."""
+        self._prefill = _FittedLine()
         self.num_prefill_steps = 0
         self.num_decode_steps = 0
         self._decode = _FittedLine()
+
+    @property
+    def ms_per_further_prefill_token(self) -> float:
+        """Returns the milliseconds that each further prompt token adds to a step.
+
+        That is less than its share, since a step takes some time for however few. It is that share until steps of
+        different lengths have shown more."""
+        return self._prefill.slope or self.ms_per_prefill_token
 
     @property
     def ms_per_decode_step(self) -> float:
@@ -48,6 +57,7 @@ class CostModel:
             rest = max(ms - self._decode.at(num_decodes), ms / 2) if num_decodes else ms
             self.num_prefill_steps += 1
             self.ms_per_prefill_token = _averaged(self.ms_per_prefill_token, rest / num_prefill_tokens)
+            self._prefill.observe(num_prefill_tokens, rest)
             self.tokens_per_prefill_step = _averaged(self.tokens_per_prefill_step, num_prefill_tokens)
 
 

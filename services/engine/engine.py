@@ -14,7 +14,8 @@ from itertools import takewhile
 
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import StepFailed
-from services.core.hashing import num_blocks_for
+from services.core.hashing import BlockHash, num_blocks_for
+from services.core.start_progress import TellProgress, tell_nobody
 from services.engine.config import EngineConfig, EngineInfo, EngineStats, StepReport
 from services.engine.cost_model import CostModel
 from services.engine.schedule.prefix import cacheable_prefix, hash_prompt
@@ -24,8 +25,8 @@ from services.engine.step_tally import StepTally
 from services.engine.warm_up import Loaded, warm_up
 from services.engine.worker_engine import BlockReservation, OnStep
 from services.kv.handoff_admission import EngineRoom
-from services.kv.index_log import IndexChanges, IndexLog
-from services.kv.pool import BlockPool, Holder
+from services.kv.pool import Holder
+from services.kv.pool_face import PoolFace
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,18 @@ over what it computed."""
 Loader = Callable[[EngineConfig], Loaded]
 
 
-class Engine:
+class Engine(PoolFace):
     """Serves a loaded model with a block pool, a scheduler and a step thread. It is a `WorkerEngine`.
 
     It works with any model that a loader makes; `loading.load` is the loader of transformers models.
     """
 
-    def __init__(self, config: EngineConfig, loader: Loader, *, clock: Clock | None = None) -> None:
-        """Loads the model and measures a few steps. Raises what the loader and these steps raise.
+    _lock: threading.Lock
+
+    def __init__(
+        self, config: EngineConfig, loader: Loader, *, clock: Clock | None = None, tell: TellProgress = tell_nobody
+    ) -> None:
+        """Loads the model and measures a few steps; `tell` hears of each. Raises what the loader and these steps raise.
 
         No sequence runs before `start`.
         """
@@ -52,18 +57,10 @@ class Engine:
         # every live thread that has computed, and lets all teams spin less once they have more threads than there are
         # cores, which would make steps slower (see `cpu.openmp`).
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-load") as passing:
-            loaded = passing.submit(_prepare, loader, config, self._costs).result()
+            loaded = passing.submit(_prepare, loader, config, self._costs, tell).result()
         self.info: EngineInfo = loaded.info
         self.cache = loaded.cache
-        self._lock = threading.Lock()
-        """Guards `_pool`, `_scheduler` and `_arrivals`. It is held for microseconds, never during a step."""
-        self._index_log = IndexLog()
-        self._pool = BlockPool(
-            loaded.info.num_blocks,
-            loaded.info.block_size,
-            on_index=self._index_log.store,
-            on_evict=self._index_log.remove,
-        )
+        super().__init__(loaded.info.num_blocks, loaded.info.block_size, threading.Lock())  # the lock guards all below
         self._scheduler = Scheduler(
             self._pool,
             SchedulerConfig(
@@ -103,17 +100,25 @@ class Engine:
         self._wake.set()
 
     def adopt(
-        self, sequence: Sequence, prefix: Iterable[int], block_ids: Iterable[int], first_token: int, holder: Holder
+        self,
+        sequence: Sequence,
+        prefix: Iterable[int],
+        block_ids: Iterable[int],
+        first_token: int,
+        holder: Holder,
+        *,
+        further: Iterable[tuple[Sequence, int]] = (),
+        spare: Iterable[int] = (),
     ) -> None:
         """Takes over a sequence whose KV is in this pool (see `WorkerEngine.adopt`)."""
-        block_ids = tuple(block_ids)
+        block_ids, spare = tuple(block_ids), tuple(spare)
         hash_prompt(sequence, self.info.block_size)
         with self._lock:
-            self._pool.transfer(block_ids, holder, Holder.SEQUENCE)
+            self._pool.transfer((*block_ids, *spare), holder, Holder.SEQUENCE)
             try:
-                self._scheduler.adopt(sequence, prefix, block_ids, first_token)
+                self._scheduler.adopt(sequence, prefix, block_ids, first_token, further=further, spare=spare)
             except BaseException:
-                self._pool.transfer(block_ids, Holder.SEQUENCE, holder)
+                self._pool.transfer((*block_ids, *spare), Holder.SEQUENCE, holder)
                 raise
         self._wake.set()
 
@@ -133,43 +138,48 @@ class Engine:
         """Computes the hashes of the sequence's full blocks (see `WorkerEngine.hash_prompt`)."""
         hash_prompt(sequence, self.info.block_size)
 
-    def reserve(self, sequence: Sequence, check: Callable[[int, EngineRoom], None]) -> BlockReservation:
+    def reserve(
+        self, sequence: Sequence, check: Callable[[int, EngineRoom], None], num_further: int = 0
+    ) -> BlockReservation:
         """Sets blocks aside for an import (see `WorkerEngine.reserve`)."""
         # The block of the prompt's last token is always imported: unless it is full, the first step here writes to it,
         # and blocks of the prefix cache are never written.
         hashes = cacheable_prefix(sequence, self.info.block_size)
         with self._lock:
-            pool, scheduler = self._pool, self._scheduler
+            pool = self._pool
             prefix = pool.match_prefix(hashes)
             pool.acquire(prefix, Holder.SEQUENCE)
-            num_fresh = num_blocks_for(len(sequence.token_ids), pool.block_size) - len(prefix)
-            room = EngineRoom(
-                num_available=pool.num_available,
-                num_blocks=pool.num_blocks,
-                num_sequences=scheduler.num_running + scheduler.num_waiting + len(self._arrivals),
-                max_num_seqs=scheduler.config.max_num_seqs,
-                num_preempted=scheduler.num_preempted,
-            )
+            num_blocks = num_blocks_for(len(sequence.token_ids), pool.block_size)
+            num_fresh = num_blocks - len(prefix)
+            # In a small pool not all can have one beside the blocks of the sequence and one to grow into.
+            num_spare = min(num_further, max(0, pool.num_blocks - num_blocks - 1))
             try:
-                check(num_fresh, room)
-                return BlockReservation(prefix, pool.allocate(num_fresh, Holder.IMPORT))
+                check(num_fresh + num_spare, self._room())
+                fresh = pool.allocate(num_fresh + num_spare, Holder.IMPORT)
+                return BlockReservation(prefix, fresh[:num_fresh], fresh[num_fresh:])
             except BaseException:
                 pool.release(prefix, Holder.SEQUENCE)
                 raise
 
-    def release(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """Drops one reference of `holder` to each block, and wakes the step thread: a sequence that waits for blocks
-        may fit now."""
-        with self._lock:
-            self._pool.release(list(block_ids), holder)
-        self._wake.set()
+    def prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Returns the hashes of the blocks that may be cached (see `WorkerEngine.prefix_hashes`)."""
+        return cacheable_prefix(sequence, self.info.block_size)
 
-    def index_changes(self, after: int | None) -> IndexChanges | None:
-        """Returns what has changed in the prefix index (see `WorkerEngine.index_changes`)."""
-        if after == self._index_log.number:
-            return None  # most steps change nothing, and need no lock to say so
-        with self._lock:
-            return self._index_log.since(after, self._pool.indexed)
+    def _room(self) -> EngineRoom:
+        """Returns the room as of now; the caller has the lock."""
+        pool, scheduler = self._pool, self._scheduler
+        return EngineRoom(
+            num_available=pool.num_available,
+            num_blocks=pool.num_blocks,
+            num_sequences=scheduler.num_running + scheduler.num_waiting + len(self._arrivals),
+            max_num_seqs=scheduler.config.max_num_seqs,
+            num_preempted=scheduler.num_preempted,
+            num_wanted=scheduler.num_wanted_blocks
+            + sum(num_blocks_for(len(sequence.token_ids), pool.block_size) for sequence in self._arrivals.values()),
+        )
+
+    def _blocks_freed(self) -> None:
+        self._wake.set()
 
     def close(self) -> None:
         """Frees the pool's memory. Call it after `stop`."""
@@ -223,11 +233,14 @@ class Engine:
                 prefix_tokens_queried=self._scheduler.prefix_tokens_queried,
                 prefix_tokens_hit=self._scheduler.prefix_tokens_hit,
                 ms_per_prefill_token=self._costs.ms_per_prefill_token,
+                ms_per_further_prefill_token=self._costs.ms_per_further_prefill_token,
                 ms_per_decode_step=self._costs.ms_per_decode_step,
                 ms_per_decode_sequence=self._costs.ms_per_decode_sequence,
                 num_prefill_steps=self._costs.num_prefill_steps,
                 num_decode_steps=self._costs.num_decode_steps,
                 tokens_per_prefill_step=self._costs.tokens_per_prefill_step,
+                prefill_step=self.tally.prefill_step,
+                decode_step=self.tally.decode_step,
                 current_step_ms=0.0 if started_s is None else (now - started_s) * 1e3,
                 num_steps=self.tally.num_steps,
                 num_failed_steps=self.tally.num_failed,
@@ -351,8 +364,8 @@ class Engine:
             return self._scheduler.update(plan, result, ended_s)
 
 
-def _prepare(loader: Loader, config: EngineConfig, costs: CostModel) -> Loaded:
+def _prepare(loader: Loader, config: EngineConfig, costs: CostModel, tell: TellProgress) -> Loaded:
     """Loads the model and warms it up; the durations of the warm-up's steps are added to `costs`."""
     loaded = loader(config)
-    warm_up(loaded, config, costs)
+    warm_up(loaded, config, costs, tell)
     return loaded

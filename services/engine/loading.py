@@ -7,7 +7,9 @@ Owns: the order of these acts, the size of the pool, and the limit on a sequence
 from __future__ import annotations
 
 import logging
+import platform
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,10 +18,12 @@ import torch
 from services.core.config import demand_kv_dtype
 from services.core.errors import ConfigError
 from services.core.home import baton_home
+from services.core.start_progress import StartProgress, TellProgress, tell_nobody
 from services.engine.attention import choice
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cpu.fast_paths import use_fast_paths
 from services.engine.cpu.host_memory import keep_freed_memory
+from services.engine.cpu.kept_timings import cpu_fields
 from services.engine.cpu.quantisation import num_weight_bytes, quantise
 from services.engine.engine import Engine
 from services.engine.model import fingerprint, servable, verification, weights
@@ -35,14 +39,20 @@ logger = logging.getLogger(__name__)
 _HOST_SHARE, _DEVICE_SHARE = 0.2, 0.9
 """Shares of the memory of a CPU's host and of an accelerator that weights and pool take unless told otherwise."""
 
-
-def torch_engine(config: EngineConfig) -> Engine:
-    """Returns an engine that has loaded a transformers model and is not started. Raises as `load` does."""
-    return Engine(config, load)
+_PARTS = ("weights", "reference logits", "kernels", "verification", "KV pool")
+"""What loading consists of, as it is told."""
 
 
-def load(config: EngineConfig) -> Loaded:
-    """Returns the loaded and verified model with its pool.
+def torch_engine(config: EngineConfig, tell: TellProgress = tell_nobody) -> Engine:
+    """Returns an engine that has loaded a transformers model and is not started. Raises as `load` does.
+
+    `tell` is called on other threads too, one at a time.
+    """
+    return Engine(config, partial(load, tell=tell), tell=tell)
+
+
+def load(config: EngineConfig, tell: TellProgress = tell_nobody) -> Loaded:
+    """Returns the loaded and verified model with its pool. `tell` hears what is done now.
 
     Raises UnsupportedModel if the model cannot be served, and ConfigError, which names the flag, if the configuration
     does not fit the model or the memory.
@@ -53,14 +63,17 @@ def load(config: EngineConfig) -> Loaded:
     device = _device(config.device)
     demand_kv_dtype(config.kv_dtype, config.device)
     started = time.perf_counter()
+    _tell_part(tell, "weights")
     module = weights.load_model(Path(config.model_path), config.dtype, device, register_attention())
     servable.check_config(module.config)
     weights_digest = fingerprint.weights_digest(module)  # before any forward pass, which may change buffers
     scheme = quantise(module, config.quantization, Path(config.model_path))
     shape = servable.examine(module)
     weight_bytes = num_weight_bytes(module)
+    _tell_part(tell, "reference logits")
     expected = verification.plain_logits(module, shape.vocab_size)
     kv_dtype = weights.kv_dtype_of(config.kv_dtype, shape.dtype)
+    _tell_part(tell, "kernels")
     fast_paths = use_fast_paths(module, kv_dtype, baton_home() / "kernels")
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, kv_dtype)
     attention, backend = choice.select(
@@ -73,7 +86,9 @@ def load(config: EngineConfig) -> Loaded:
         over_int8=kv_dtype == torch.int8,
     )
     model = PagedModel(module, shape, backend)
+    _tell_part(tell, "verification")
     verification.verify(model, kv_shape, expected, rounds_inputs=bool(scheme))
+    _tell_part(tell, "KV pool")
     num_blocks = _num_blocks(config, device, kv_shape, weight_bytes)
     max_model_len = _max_model_len(config, shape, num_blocks)
     uses_graphs = config.decode_graphs and device.type == "cuda"
@@ -99,10 +114,21 @@ def load(config: EngineConfig) -> Loaded:
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
         device=config.device,
-        kernels=f"{attention} attention; {fast_paths}",
+        kernels=f"{attention} attention; {fast_paths}; on {_device_name(device)}",
     )
     logger.info("loaded %s in %.1f s: %s", config.model_id, time.perf_counter() - started, info)
     return Loaded(info, cache, DeviceRunner(model, cache, graphs), touch=cache.touch)
+
+
+def _tell_part(tell: TellProgress, part: str) -> None:
+    tell(StartProgress("load", part, _PARTS.index(part), len(_PARTS)))
+
+
+def _device_name(device: torch.device) -> str:
+    """Returns what the processor is called, on one line: routers compare the speed of like ones only."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_fields().get("model name", "")
+    printable = "".join(filter(str.isprintable, name or platform.machine()))
+    return " ".join(printable.split())[:64]
 
 
 def _device(name: str) -> torch.device:

@@ -17,7 +17,9 @@ from services.engine.model.decode_graphs import DecodeGraphs
 from services.engine.model.inputs import flatten, partly_filled
 from services.engine.model.kv_cache import KVCache
 from services.engine.model.paged_model import PagedModel
+from services.engine.sampling.masks import NO_MASKS, MaskMaker
 from services.engine.sampling.sampler import sample
+from services.engine.sampling.scoring import score
 from services.engine.schedule.sequence import ScheduledSequence, StepPlan, StepResult
 from services.engine.warm_up import WARM_DECODES
 
@@ -38,6 +40,7 @@ class DeviceRunner:
         self._model = model
         self._cache = cache
         self._graphs = graphs
+        self._masks = MaskMaker()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs a step (see `Runner.run`). Raises what torch raises, such as OutOfMemoryError."""
@@ -53,22 +56,39 @@ class DeviceRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
-        compute = self._prepared(plan.sequences)
-        self._cache.clear(partly_filled(plan.sequences, self._cache.shape.block_size))
-        ready = time.perf_counter()
-        logits = compute()
-        forwarded = time.perf_counter()
-        rows = [row for part in plan.sequences for row in part.rows]
-        tokens = iter(sample(logits, rows) if rows else [])
+        is_constrained = any(part.constraint is not None for part in plan.sequences)
+        masking = self._masks.begin(plan.sequences, self._model.shape.vocab_size) if is_constrained else None
+        try:
+            compute = self._prepared(plan.sequences)
+            self._cache.duplicate(plan.copies)
+            self._cache.clear(partly_filled(plan.sequences, self._cache.shape.block_size))
+            ready = time.perf_counter()
+            logits = compute()
+            forwarded = time.perf_counter()
+        finally:
+            masks = NO_MASKS if masking is None else masking.result()
+        masked = time.perf_counter()
+        rows = [row for part in plan.sequences for row in (*part.rows, *part.further_rows)]
+        num_sampled = sum(len(part.rows) for part in plan.sequences)
+        # Scored first: the sampler changes the logits.
+        scored = score(logits[num_sampled:], plan.sequences)
+        tokens = iter(sample(_for_all_rows(logits[:num_sampled], plan.sequences), rows, masks) if rows else [])
         if self._cache.device.type != "cpu":
             # Copies of blocks run on streams of their own, and the step does not wait for them.
             torch.accelerator.current_stream(self._cache.device).synchronize()
-        sampled = {part.seq_id: tuple(islice(tokens, len(part.rows))) for part in plan.sequences if part.rows}
+        sampled = {
+            part.seq_id: tuple(islice(tokens, len(part.rows) + len(part.further_rows)))
+            for part in plan.sequences
+            if part.rows
+        }
         return StepResult(
-            sampled,
+            masks.keep(sampled),
+            scored,
+            masks.failed,
             inputs_s=ready - started,
             model_s=forwarded - ready,
-            sample_s=time.perf_counter() - forwarded,
+            masks_s=masked - forwarded,
+            sample_s=time.perf_counter() - masked,
         )
 
     def _prepared(self, parts: tuple[ScheduledSequence, ...]) -> Callable[[], Tensor]:
@@ -130,3 +150,19 @@ class DeviceRunner:
             "free": free,
             "total": total,
         }
+
+
+def _for_all_rows(logits: Tensor, parts: tuple[ScheduledSequence, ...]) -> Tensor:
+    """Returns a row of logits for each row that is sampled: further answers are sampled from copies of their first's.
+
+    logits: [number of `rows` of all parts, vocab_size]
+    """
+    if not any(part.further_rows for part in parts):
+        return logits
+    index: list[int] = []
+    end = 0
+    for part in parts:
+        index += range(end, end + len(part.rows))
+        end += len(part.rows)
+        index += [end - 1] * len(part.further_rows)
+    return logits[torch.tensor(index, device=logits.device)]

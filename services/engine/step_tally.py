@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from services.core.step_average import StepAverage
 from services.engine.schedule.sequence import StepPlan, StepResult
 from services.engine.schedule.step import accepted
 
@@ -16,10 +17,10 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper bounds of the buckets of the histogram of sequences in a step."""
 STEP_DURATIONS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 """Upper bounds of the buckets of the histogram of step durations, in seconds."""
-PARTS = ("schedule", "inputs", "model", "sample", "absorb")
+PARTS = ("schedule", "inputs", "model", "masks", "sample", "absorb")
 """Parts of a step's time, in order: choosing what runs; putting its inputs on the device; the forward pass, of which an
-accelerator counts only the start; sampling, which on an accelerator includes the wait for the forward pass; absorbing
-the result."""
+accelerator counts only the start; waiting for masks of constraints, which are computed beside it; sampling, which on an
+accelerator includes the wait for the forward pass; absorbing the result."""
 
 
 class Buckets:
@@ -39,7 +40,7 @@ class Buckets:
 
 
 class StepTally:
-    """Keeps the counts of one engine. All but `last_batch_size` only grow."""
+    """Keeps the counts of one engine. All but `last_batch_size` and the averages only grow."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -52,6 +53,10 @@ class StepTally:
         """Tokens that steps produced, accepted drafts included."""
         self.last_batch_size = 0
         """Sequences in the last step."""
+        self.prefill_step = StepAverage()
+        """Averages the newest steps that computed tokens of prompts, and decodes beside them."""
+        self.decode_step = StepAverage()
+        """Averages the newest steps that only decoded."""
         self.seconds = 0.0
         """Sum of the durations of all steps, without the time in which they were absorbed."""
         self.part_seconds = dict.fromkeys(PARTS, 0.0)
@@ -66,21 +71,50 @@ class StepTally:
     def step(self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float) -> None:
         """Counts a step that has run or raised. `started_s` is when its scheduling began, and `ended_s` when the runner
         returned or raised, before the result is absorbed; both are the engine clock's, in seconds."""
-        self.num_steps += 1
-        self.decode_tokens += plan.num_decode_tokens
-        self.prefill_tokens += plan.num_prefill_tokens
-        self.last_batch_size = len(plan.sequences)
-        self.seconds += ended_s - started_s
-        self.batch_sizes.add(len(plan.sequences))
-        self.durations.add(ended_s - started_s)
+        self.ran(
+            ended_s - started_s,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=plan.num_decode_tokens,
+            num_sequences=len(plan.sequences),
+            attended_tokens=plan.attended_tokens,
+            failed=isinstance(result, Exception),
+        )
         if isinstance(result, Exception):
-            self.num_failed += 1
             return
         self.sampled_tokens += sum(
-            len(accepted(part, result.sampled[part.seq_id])) for part in plan.sequences if part.rows
+            len(accepted(part, result.sampled[part.seq_id])) + len(part.further_rows)
+            for part in plan.sequences
+            if part.seq_id in result.sampled
         )
-        for name, seconds in (("inputs", result.inputs_s), ("model", result.model_s), ("sample", result.sample_s)):
-            self.part_seconds[name] += seconds
+        for name in ("inputs", "model", "masks", "sample"):
+            self.part_seconds[name] += getattr(result, f"{name}_s")
+
+    def ran(
+        self,
+        seconds: float,
+        *,
+        num_prefill_tokens: int,
+        num_decode_tokens: int,
+        num_sequences: int,
+        attended_tokens: int,
+        failed: bool = False,
+    ) -> None:
+        """Counts a step of `seconds`, for what computes by itself and has no plan."""
+        self.num_steps += 1
+        self.decode_tokens += num_decode_tokens
+        self.prefill_tokens += num_prefill_tokens
+        self.last_batch_size = num_sequences
+        self.seconds += seconds
+        self.batch_sizes.add(num_sequences)
+        self.durations.add(seconds)
+        if failed:
+            self.num_failed += 1
+            return
+        figures = (seconds * 1e3, num_prefill_tokens + num_decode_tokens, attended_tokens)
+        if num_prefill_tokens:
+            self.prefill_step = self.prefill_step.after(*figures)
+        else:
+            self.decode_step = self.decode_step.after(*figures)
 
     def scheduled(self, seconds: float) -> None:
         """Adds the seconds in which a step was scheduled."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.hashing import num_blocks_for
+from services.core.start_progress import StartProgress, TellProgress, tell_nobody
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cost_model import CostModel
 from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence, StepPlan, StepResult
@@ -85,8 +86,9 @@ class Loaded:
     more to do. Called on the step thread while no step runs."""
 
 
-def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
-    """Runs a few prefill and decode steps on a pool that nobody uses yet, and adds their durations to `costs`.
+def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel, tell: TellProgress = tell_nobody) -> None:
+    """Runs a few prefill and decode steps on a pool that nobody uses yet, and adds their durations to `costs`. `tell`
+    hears of each.
 
     The KV that it leaves in the blocks belongs to no sequence and is never read. It raises what the runner raises.
     """
@@ -101,21 +103,41 @@ def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel) -> None:
         loaded.runner.run(StepPlan(0, (part,) * num_sequences))
         return (time.perf_counter() - started) * 1e3
 
-    num_tokens, prefill_ms = _prefill_ms(lambda count: run(0, count), num_tokens)
+    sizes = _sizes(num_tokens)
+    num_parts = len(sizes) + 1 + WARM_DECODES
+
+    def tell_part(part: str, done: int) -> None:
+        tell(StartProgress("warm-up", part, done, num_parts))
+
+    def prefill(count: int) -> float:
+        tell_part(f"prefill of {count} tokens", sizes.index(count))
+        return run(0, count)
+
+    num_tokens, prefill_ms = _prefill_ms(prefill, sizes)
     costs.observe(num_tokens, 0, prefill_ms)
+    tell_part("settings", len(sizes))
     loaded.runner.tune(lambda: run(num_tokens, 1))
-    for _ in range(WARM_DECODES):
+    for index in range(WARM_DECODES):
+        tell_part("decode steps", len(sizes) + 1 + index)
         for num_sequences in (1, min(_WARM_SEQUENCES, config.max_num_seqs)):
             costs.observe(0, num_sequences, run(num_tokens, 1, num_sequences))
 
 
-def _prefill_ms(run: Callable[[int], float], most: int) -> tuple[int, float]:
-    """Returns (tokens, milliseconds) of the largest step that it ran, which has at most `most` tokens.
+def _sizes(most: int) -> list[int]:
+    """Returns the tokens of the prefills that are measured, each more than the one before, the last `most`."""
+    sizes = [min(_FEWEST_WARM_TOKENS, most)]
+    while sizes[-1] < most:
+        sizes.append(min(_WARM_GROWTH * sizes[-1], most))
+    return sizes
 
-    Steps grow until one takes `_LONG_MS`, so that a worker starts in seconds even where a step of `most` tokens takes
+
+def _prefill_ms(run: Callable[[int], float], sizes: Sequence[int]) -> tuple[int, float]:
+    """Returns (tokens, milliseconds) of the largest step that it ran.
+
+    No larger one follows a step that takes `_LONG_MS`, so that a worker starts in seconds even where the largest takes
     half a minute.
     """
-    count = min(_FEWEST_WARM_TOKENS, most)
-    while (ms := run(count)) < _LONG_MS and count < most:
-        count = min(_WARM_GROWTH * count, most)
-    return count, ms if ms >= _LONG_MS else run(count)  # run again: the first step of a size is slow
+    for count in sizes:
+        if (ms := run(count)) >= _LONG_MS:
+            return count, ms
+    return count, run(count)  # run again: the first step of a size is slow

@@ -25,6 +25,8 @@ class EngineRoom:
     """Most sequences in a step."""
     num_preempted: int
     """Preempted sequences that wait to run again; they come before new sequences."""
+    num_wanted: int = 0
+    """The most blocks that waiting sequences will take, which have none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,22 @@ class AdmissionPolicy:
         self._aged_seen_s = 0.0
 
     def decide(
-        self, key: bytes, needed_blocks: int, age_s: float, room: EngineRoom, num_importing: int, now: float
+        self,
+        key: bytes,
+        needed_blocks: int,
+        age_s: float,
+        room: EngineRoom,
+        num_importing: int,
+        now: float,
+        *,
+        num_answers: int = 1,
     ) -> Refusal | None:
-        """Returns None to admit the handoff, or the refusal.
+        """Returns None to admit the handoff, or the refusal. Each of its answers is a sequence of the batch.
 
         `key` names the handoff over all its attempts (its lease id), and `age_s` is how long it has waited.
         `num_importing` counts handoffs that were admitted and have not reached the engine yet.
         """
-        refusal = self._refusal(key, needed_blocks, now - age_s, room, num_importing, now)
+        refusal = self._refusal(key, needed_blocks, now - age_s, room, num_importing, now, num_answers)
         if refusal is None:
             if key == self._aged_key:
                 self._aged_key = None
@@ -67,14 +77,22 @@ class AdmissionPolicy:
         return refusal
 
     def _refusal(
-        self, key: bytes, needed: int, born_s: float, room: EngineRoom, num_importing: int, now: float
+        self,
+        key: bytes,
+        needed: int,
+        born_s: float,
+        room: EngineRoom,
+        num_importing: int,
+        now: float,
+        num_answers: int,
     ) -> Refusal | None:
         if not self._oldest(key, born_s, now):
             return Refusal(needed, 0, "an older handoff is waiting")
         if room.num_preempted:
             return Refusal(needed, 0, "preempted sequences come back first")
         num_sequences = room.num_sequences + num_importing
-        if num_sequences >= room.max_num_seqs:
+        # More answers than a step has sequences take turns: such a handoff waits for an idle worker, and no longer.
+        if num_sequences + min(num_answers, room.max_num_seqs) > room.max_num_seqs:
             return Refusal(needed, 0, "batch is full")
         idle = num_sequences == 0 and room.num_preempted == 0
         reserve = 0 if idle else int(self._watermark * room.num_blocks)

@@ -27,6 +27,7 @@ class IndexChanges:
     whole: bool
     """Whether `stored` is all that the index has (as far as `MOST_INDEXED` allows), whatever it had before."""
     stored: tuple[BlockHash, ...]
+    """The newest last."""
     removed: tuple[BlockHash, ...]
 
 
@@ -48,6 +49,11 @@ class IndexLog:
         self.number += 1
         self._changes.append((hash, False))
 
+    def start_over(self) -> None:
+        """Notes that much has changed at once: every follower is told the whole index."""
+        self.number += 1
+        self._changes.clear()
+
     def since(self, number: int | None, indexed: Callable[[], Iterable[BlockHash]]) -> IndexChanges | None:
         """Returns what has changed after the change of that number, or None if nothing has; None as a number asks for
         the whole index.
@@ -58,7 +64,8 @@ class IndexLog:
         if number == self.number:
             return None
         if number is None or number < self.number - len(self._changes):
-            return IndexChanges(self.number, True, tuple(islice(indexed(), MOST_INDEXED)), ())
+            newest = tuple(islice(indexed(), MOST_INDEXED))
+            return IndexChanges(self.number, True, newest[::-1], ())
         num_old = number - (self.number - len(self._changes))
         last = dict(islice(self._changes, num_old, None))
         stored = tuple(hash for hash, there in last.items() if there)

@@ -18,6 +18,9 @@ LAYOUT_VERSION = 2
 """The version of the order of bytes in a block ([layer, key/value, token, kv head, row], C order), of rows, and of what
 the digests cover."""
 
+TORCH = "torch"
+"""The engine of this project's own, and of whoever names none."""
+
 SCALE_BYTES = 4
 """Bytes of the scale behind a row of int8: a float32, by which each of the row's numbers is multiplied."""
 
@@ -64,12 +67,17 @@ class Layout:
     block_size: int
     """How many tokens a block holds."""
     layout_version: int = LAYOUT_VERSION
+    engine: str = TORCH
+    """What computes the blocks, such as "torch" or "vllm". Engines never exchange KV, whatever their digests are."""
 
     @property
     def fingerprint(self) -> str:
         """Returns a hash of all fields in 32 hex digits: the `kv` part of a worker's fingerprint."""
-        fields = json.dumps(dataclasses.asdict(self), sort_keys=True)
-        return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
+        fields = dataclasses.asdict(self)
+        if self.engine == TORCH:
+            del fields["engine"]  # it had no name when it was the only one, and tiers hold blocks of that time
+        text = json.dumps(fields, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def block_bytes(self) -> int:

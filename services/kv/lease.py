@@ -92,7 +92,8 @@ class Lease:
 
     lease_id: bytes
     owner: Hashable
-    """The session whose heartbeats hold the lease. Its leg ends the lease when the session ends."""
+    """The session whose heartbeats hold the lease. Its leg ends the lease when the session ends. None for blocks that
+    are lent from the prefix cache."""
     listener: LeaseListener | None
     block_ids: tuple[int, ...]
     """Pool blocks, in the order of the sequence."""
@@ -105,7 +106,9 @@ class Lease:
     num_published: int = 0
     """How many blocks, from the start of the sequence, have final content."""
     first_token: types_pb2.SequenceTokens | None = None
-    """Token 0 as given to `seal`; it is passed through unread."""
+    """Token 0 as given to `seal`; it is passed through unread. Blocks that are lent from the prefix cache have none."""
+    other_first_tokens: tuple[types_pb2.SequenceTokens, ...] = ()
+    """Those of the further answers."""
     held: bool = False
     """Whether the router's newest heartbeat lists the lease."""
     fetch: FetchTicket | None = None
@@ -123,7 +126,9 @@ class Lease:
     adopted: bool = False
     """Whether this worker adopted the blocks in place: their references pass to a sequence instead of being dropped."""
     finished: bool = False
-    """Whether token 0 ended the sequence, so that there is nothing to hand over."""
+    """Whether token 0 ended the sequence, of several answers each, so that there is nothing to hand over."""
+    ends_s: float | None = None
+    """When the lease expires at the latest, fetched or not; None if that is for its owner to say."""
 
     @property
     def num_blocks(self) -> int:
@@ -135,13 +140,18 @@ class Lease:
 
     @property
     def deadline_s(self) -> float | None:
-        """Returns when the next of the lease's clocks runs out, or None while neither runs."""
-        return min((d for d in (self.ttl.deadline_s, self.stall.deadline_s) if d is not None), default=None)
+        """Returns when the next of the lease's clocks runs out, or it must end; None if neither is to be."""
+        deadlines = (self.ttl.deadline_s, self.stall.deadline_s, self.ends_s)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def expired(self, now: float) -> bool:
+        """Says whether the time to live is over, or all the time that the lease may have."""
+        return self.ttl.over(now) or (self.ends_s is not None and self.ends_s <= now)
 
     def tombstone(self) -> Tombstone:
         """Returns what is remembered of the lease when it has ended."""
-        token = self.first_token if self.finished else None
-        return Tombstone(self.state, self.released_leg, self.finished, token, self.num_tokens)
+        token, others = (self.first_token, self.other_first_tokens) if self.finished else (None, ())
+        return Tombstone(self.state, self.released_leg, self.finished, token, others, self.num_tokens)
 
     def refuses(self, leg: int) -> bool:
         """Says whether the leg was given up, so that neither its Fetch nor its Release is allowed."""
@@ -176,10 +186,11 @@ class Tombstone:
     finished: bool
     first_token: types_pb2.SequenceTokens | None
     """Token 0 of a lease that it ended; else None."""
+    other_first_tokens: tuple[types_pb2.SequenceTokens, ...]
     num_tokens: int
 
     def ghost(self, lease_id: bytes) -> Lease:
         """Returns a lease without blocks, for a fetch that comes after token 0 has ended the sequence."""
         ghost = Lease(lease_id, None, None, (), self.num_tokens, Countdown(0.0), Countdown(0.0), self.state)
-        ghost.first_token, ghost.finished = self.first_token, True
+        ghost.first_token, ghost.other_first_tokens, ghost.finished = self.first_token, self.other_first_tokens, True
         return ghost

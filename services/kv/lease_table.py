@@ -6,6 +6,7 @@ references behind a lease, which the caller drops when `on_end` is called, exact
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -98,17 +99,20 @@ class LeaseTable:
         num_tokens: int,
         now: float,
         listener: LeaseListener | None = None,
+        ttl_s: float = math.inf,
+        most_s: float | None = None,
     ) -> Lease:
         """Opens a lease, which takes over one reference to each block.
 
-        `block_ids` are in token order, just as many as `num_tokens` tokens need.
+        `block_ids` are in token order, just as many as `num_tokens` tokens need. `ttl_s` is the lease's time to live if
+        that is less than the table's. After `most_s` seconds, if given, it expires whatever its fetches do.
         """
         assert len(block_ids) == num_blocks_for(num_tokens, self._block_size), "blocks do not match tokens"
         assert lease_id not in self._leases, "lease ids are never reused"
         assert lease_id not in self._ended, "lease ids are never reused"
-        lease = Lease(
-            lease_id, owner, listener, tuple(block_ids), num_tokens, Countdown(self._ttl_s), Countdown(self._stall_s)
-        )
+        ttl = Countdown(min(ttl_s, self._ttl_s))
+        lease = Lease(lease_id, owner, listener, tuple(block_ids), num_tokens, ttl, Countdown(self._stall_s))
+        lease.ends_s = None if most_s is None else now + most_s
         lease.entered_s[LeaseState.OPEN] = now
         self.forget(now)
         self._leases[lease_id] = lease  # last: when this method raises, the caller still has the references
@@ -129,17 +133,25 @@ class LeaseTable:
         return True
 
     def seal(
-        self, lease_id: bytes, first_token: types_pb2.SequenceTokens, now: float, *, finished: bool = False
+        self,
+        lease_id: bytes,
+        first_token: types_pb2.SequenceTokens | None,
+        now: float,
+        *,
+        others: Sequence[types_pb2.SequenceTokens] = (),
+        finished: bool = False,
     ) -> bool:
         """Seals the lease: every block is final and token 0 is known. Returns False if the lease is over.
 
-        `finished` says that token 0 ended the sequence: the lease ends too, and an open fetch still gets the token.
+        `first_token` is None for blocks of the prefix cache, after which no token is sampled.
+        `others` are the first tokens of further answers. `finished` says that token 0 ended the sequence, and each of
+        the others its own: the lease ends too, and an open fetch still gets the tokens.
         """
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
         lease.advance(LeaseState.SEALED, now)
-        lease.first_token = first_token
+        lease.first_token, lease.other_first_tokens = first_token, tuple(others)
         lease.num_published = lease.num_blocks
         if finished:
             lease.finished = True
@@ -275,19 +287,19 @@ class LeaseTable:
     # Time.
 
     def expire(self, now: float) -> list[Lease]:
-        """Ends every fetch that stalls, and every lease whose time to live is over. Returns the leases that it ended.
+        """Ends every fetch that stalls, and every lease whose time is over. Returns the leases that it ended.
 
         To be called at `next_deadline` even if nothing else happens.
         """
         expired = []
         for lease in self:
-            if lease.stall.over(now):
+            if lease.expired(now):
+                self._leave(lease, LeaseState.EXPIRED, FetchEnd.EXPIRED, now)
+                expired.append(lease)
+            elif lease.stall.over(now):
                 lease.stalled = True
                 lease.end_fetch(FetchEnd.STALLED)
                 self._changed(lease, now)
-            elif lease.ttl.over(now):
-                self._leave(lease, LeaseState.EXPIRED, FetchEnd.EXPIRED, now)
-                expired.append(lease)
         self.forget(now)
         return expired
 

@@ -7,12 +7,13 @@ behind a block, tokens, or the decision which sequence gets a block.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from services.core.errors import Overloaded
 from services.core.hashing import BlockHash
+from services.kv.eviction import EvictionOrder, LeastRecentlyUsed
 
 
 class OutOfBlocks(Overloaded):
@@ -58,6 +59,17 @@ class Ledger:
         return self.importing == self.leased == self.active == 0
 
 
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """Names a cached block as it was at one time. Once it is evicted, it is another one, even if it gets its hash
+    back."""
+
+    hash: BlockHash
+    block_id: int
+    num_evictions: int
+    """How often the block had been evicted before."""
+
+
 IndexListener = Callable[[BlockHash, int], None]
 
 
@@ -69,6 +81,7 @@ class BlockPool:
     """Keeps the holders, the prefix index and the free blocks of `num_blocks` blocks of `block_size` tokens each.
 
     `on_index(hash, block_id)` and `on_evict(hash, block_id)` are called as blocks enter and leave the prefix index.
+    `order` says which cached block is evicted next; by default the one that was used least recently.
     """
 
     def __init__(
@@ -78,6 +91,7 @@ class BlockPool:
         *,
         on_index: IndexListener | None = None,
         on_evict: IndexListener | None = None,
+        order: EvictionOrder | None = None,
     ) -> None:
         assert num_blocks > 0, "a pool has blocks"
         assert block_size > 0, "a block has tokens"
@@ -91,16 +105,38 @@ class BlockPool:
         self._num_of_class[BlockClass.FREE] = num_blocks
         # A stack: freed blocks are used again first, so a lightly loaded pool touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
+        self._cached = order if order is not None else LeastRecentlyUsed()
         self.num_used = 0
         """How many of the first blocks were ever allocated."""
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._num_evictions = [0] * num_blocks
+        self._uncopied: dict[int, None] = {}
+        """The cached blocks that `take_uncopied` has not returned, those cached longest first."""
         self._block_of: dict[BlockHash, int] = {}
 
     @property
     def num_available(self) -> int:
         """Returns how many blocks `allocate` could give: the free and the cached ones."""
         return len(self._free) + len(self._cached)
+
+    def take_uncopied(self, most: int) -> list[CachedBlock]:
+        """Returns cached blocks for whoever copies them before they are evicted, those cached longest first; each once,
+        until it has been in use again. There are none while half of the pool is free.
+
+        They stay as they are: to read them without a reference is to ask afterwards which are `unchanged`.
+        """
+        if 2 * len(self._free) >= self.num_blocks:
+            return []
+        block_ids = list(islice(self._uncopied, most))
+        for block_id in block_ids:
+            del self._uncopied[block_id]
+        return [
+            CachedBlock(self._indexed_hash(block_id), block_id, self._num_evictions[block_id]) for block_id in block_ids
+        ]
+
+    def unchanged(self, block: CachedBlock) -> bool:
+        """Returns whether the block has not been evicted since, so that its content is that of its hash still."""
+        return self._num_evictions[block.block_id] == block.num_evictions
 
     def match_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Returns the blocks of the longest indexed run from the start of `hashes`.
@@ -124,7 +160,7 @@ class BlockPool:
     def allocate(self, num_blocks: int, holder: Holder) -> list[int]:
         """Returns fresh blocks with one reference each.
 
-        If there are not enough free blocks, it evicts the least recently used cached ones. Raises OutOfBlocks.
+        If there are not enough free blocks, it evicts cached ones. Raises OutOfBlocks.
         """
         if num_blocks > self.num_available:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_available} available")
@@ -150,7 +186,7 @@ class BlockPool:
             self._change(block_id, from_, -1)
 
     def index(self, block_id: int, hash: BlockHash) -> None:
-        """Adds a full block to the prefix index, after the step that wrote it has completed.
+        """Adds a full block to the prefix index, after the step or the copy that wrote it has completed.
 
         From then on it is read-only. The first block of a hash is indexed; a later one stays private to its holders.
         """
@@ -191,7 +227,9 @@ class BlockPool:
             assert self._num_refs[holder] == sum(self._refs[holder]), f"sum of references: {holder.name}"
         cached = [block_id for block_id, found in enumerate(classes) if found is BlockClass.CACHED]
         free = [block_id for block_id, found in enumerate(classes) if found is BlockClass.FREE]
-        assert sorted(self._cached) == cached, "evictable blocks are those of class cached"
+        assert sorted(self._block_of[hash] for hash in self._cached) == cached, (
+            "evictable blocks are those of class cached"
+        )
         assert sorted(self._free) == free, "the free list is those of class free"
         assert classes[self.num_used :].count(BlockClass.FREE) == self.num_blocks - self.num_used, "the rest is unused"
         indexed = {hash: block_id for block_id, hash in enumerate(self._hash_of) if hash is not None}
@@ -213,19 +251,26 @@ class BlockPool:
         self._num_of_class[before] -= 1
         self._num_of_class[after] += 1
         if before is BlockClass.CACHED:
-            del self._cached[block_id]
+            self._cached.use(self._indexed_hash(block_id))
+            self._uncopied.pop(block_id, None)
         if after is BlockClass.CACHED:
-            self._cached[block_id] = None
+            self._cached.add(self._indexed_hash(block_id))
+            self._uncopied[block_id] = None
         elif after is BlockClass.FREE:
             self._free.append(block_id)
 
-    def _evict(self) -> int:
-        """Takes the least recently used cached block out of the index. The caller references it at once."""
-        block_id, _ = self._cached.popitem(last=False)
+    def _indexed_hash(self, block_id: int) -> BlockHash:
         hash = self._hash_of[block_id]
         assert hash is not None, "a cached block is indexed"
+        return hash
+
+    def _evict(self) -> int:
+        """Takes the cached block that is next out of the index. The caller references it at once."""
+        hash = self._cached.evict()
+        block_id = self._block_of.pop(hash)
         self._hash_of[block_id] = None
-        del self._block_of[hash]
+        self._num_evictions[block_id] += 1
+        self._uncopied.pop(block_id, None)
         self._num_of_class[BlockClass.CACHED] -= 1
         self._num_of_class[BlockClass.FREE] += 1
         self._on_evict(hash, block_id)

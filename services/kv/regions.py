@@ -5,7 +5,7 @@ Owns: what a region is, and what the regions of a pool must be like. Never: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -62,6 +62,12 @@ class BlockMemory(Protocol):
     def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
         """Replaces the bytes of each block. The data is in place when it returns; nothing is written after that, also
         if it raises."""
+        ...
+
+    def fill_blocks(self, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], None]) -> None:
+        """Replaces the bytes of each block by those that `fill` writes to a view of host memory, one for each block: of
+        the block itself where it is there. The bytes are in place when it returns; nothing is written after that, also
+        if it raises. No view may be kept."""
         ...
 
 

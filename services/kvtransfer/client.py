@@ -1,22 +1,23 @@
 """Fetches a handoff's blocks: the destination's side, from the open Fetch to the valid Release.
 
-Owns: the copy threads, the channels, which of the offered transports is taken, and the order of steps: copy,
-acknowledge, validate, only then READY. Never: which blocks are fetched, or what becomes of the sequence.
+Owns: the copy threads, and the order of steps: copy, acknowledge, validate, only then READY. Never: which blocks are
+fetched, by which transport (`connecting`), or what becomes of the sequence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from baton.v1 import kvtransfer_pb2, types_pb2
-from services.core.clock import Clock, MonotonicClock
+from services.core.clock import Clock
 from services.core.errors import (
     Draining,
     LeaseInvalid,
@@ -25,16 +26,17 @@ from services.core.errors import (
     StaleIncarnation,
     TransferFailed,
 )
-from services.core.timeouts import timeout_after
 from services.kv.imports import Import, ImportTable
 from services.kv.layout import Layout
 from services.kv.regions import BlockMemory
-from services.kvtransfer.channels import ChannelCache
 from services.kvtransfer.checksums import verify
-from services.kvtransfer.fetch_stream import ErrorOf, FetchStream, Seal, as_transfer_error
-from services.kvtransfer.transports import Copier, DestinationEnd, TransportUnavailable
+from services.kvtransfer.connecting import Connector
+from services.kvtransfer.fetch_stream import FetchStream, Seal, as_transfer_error
+from services.kvtransfer.peers import Peers, PeerStub
+from services.kvtransfer.transports import Copier, DestinationEnd, FetchName
 from services.kvtransfer.wire import layout_to_proto
-from services.rpc.counting import FETCH_RESPONSE, RELEASE_RESPONSE
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +49,10 @@ class FetchOutcome:
     """Says what a fetch brought, and when. Times are in seconds on the fetcher's clock."""
 
     ready: bool
-    """Whether the import is READY; if not, token 0 ended the sequence, and the import is dropped."""
+    """Whether the import is READY; if not, token 0 ended every answer, and the import is dropped."""
     first_token: types_pb2.SequenceTokens
+    other_first_tokens: tuple[types_pb2.SequenceTokens, ...]
+    """Those of further answers."""
     num_tokens: int
     """How many tokens the lease's KV covers."""
     transport: types_pb2.Transport
@@ -57,10 +61,19 @@ class FetchOutcome:
     started_s: float
     first_copy_s: float | None
     """When the first copy began; None if nothing had to be copied."""
+    copy_s: float
+    """How long copies were under way, all together. What came between them is not in it. Where messages carry the
+    blocks it is how long these take (`FetchStream.carrying_s`); 0 if that is not known."""
     sealed_s: float
     """When SEALED was received."""
     ended_s: float
     """When the Release was answered."""
+
+    @property
+    def began_s(self) -> float:
+        """Returns when the first copy began, or the seal came if that was earlier, as of a short prompt, or if nothing
+        had to be copied."""
+        return self.sealed_s if self.first_copy_s is None else min(self.first_copy_s, self.sealed_s)
 
 
 def lease_may_live(error: BaseException) -> bool:
@@ -84,11 +97,10 @@ class FetchOrder:
 
 
 class BlockFetcher:
-    """Fetches leases into `memory`, each by the first of `transports` that its source offers and that works from here.
+    """Fetches leases into `memory`, each by one of `transports` that its source offers.
 
-    `dial(address)` makes channels (rpc.channels.dial); `error_of(call error)` returns the error that a failed call
-    stands for (rpc.status.from_call). `silence_s`, measured by `awake`, bounds each answer that the source owes at
-    once and the time in which it says nothing, but not the prefill.
+    The silence of `peers` bounds each answer that the source owes at once and the time in which it says nothing, but
+    not the prefill.
     """
 
     def __init__(
@@ -99,33 +111,26 @@ class BlockFetcher:
         clock: Clock,
         *,
         transports: Sequence[DestinationEnd],
-        dial: Callable[[str], grpc.aio.Channel],
-        error_of: ErrorOf,
-        awake: Clock | None = None,
-        silence_s: float = 5.0,
+        peers: Peers,
         copy_threads: Executor | None = None,
     ) -> None:
         self._memory = memory
         self._layout = layout
         self._imports = imports
         self._clock = clock
-        self._error_of = error_of
-        self._awake = awake or MonotonicClock()
-        self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
-        self._channels = ChannelCache(dial)
-        self._transports = transports
+        self._peers = peers
+        self._connector = Connector(transports, layout, awake=peers.awake, silence_s=peers.silence_s)
         self._copy_threads = copy_threads or ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
 
     async def close(self) -> None:
-        """Closes the transports and channels after copies under way have ended; then the memory may be closed.
+        """Closes the transports after copies under way have ended; then the memory may be closed.
 
         To be called after the last fetch has ended.
         """
+        await self._connector.stop()
         await asyncio.to_thread(self._copy_threads.shutdown)
-        for end in self._transports:
-            end.close()
-        await self._channels.close()
+        self._connector.close()
 
     async def fetch(self, order: FetchOrder) -> FetchOutcome:
         """Runs the import to READY; the caller must pass its references on before the next await.
@@ -138,40 +143,35 @@ class BlockFetcher:
         assert set(order.targets) <= set(order.import_.block_ids), "targets must be the import's"
         try:
             self._imports.begin(order.import_, self._clock.now())
-            copier = await self._connect(order.source)
+            copier = await self._connector.connect(order.source, FetchName(order.lease_id, order.leg))
             copier.pin()
             try:
-                with self._channels.use(order.source.address) as channel:
-                    return await self._run(order, _Source(channel), copier)
+                with self._peers.use(order.source.address) as source:
+                    outcome = await self._run(order, source, copier)
+            except BaseException as error:
+                copier.stop()
+                if isinstance(error, TransferFailed):
+                    self._connector.choice.failed(order.source.incarnation)
+                raise
             finally:
                 copier.unpin()
+            self._connector.fetched(order.source, outcome.transport, outcome.num_bytes, outcome.copy_s)
+            return outcome
         finally:
             self._imports.drain(order.import_, self._clock.now())  # no effect once READY
 
-    async def _connect(self, source: types_pb2.KVSource) -> Copier:
-        offers = {offer.transport: offer for offer in source.offers}
-        ends = [end for end in self._transports if end.transport in offers]
-        if not ends:
-            raise TransportUnavailable("the source offers no transport that this worker pulls by")
-        for end in ends[:-1]:
-            try:
-                return await end.connect(source, offers[end.transport])
-            except TransportUnavailable as error:
-                log.info("kv transfer from %s takes another transport: %s", source.address, error)
-        return await ends[-1].connect(source, offers[ends[-1].transport])
-
-    async def _run(self, order: FetchOrder, source: _Source, copier: Copier) -> FetchOutcome:
+    async def _run(self, order: FetchOrder, source: PeerStub, copier: Copier) -> FetchOutcome:
         started_s = self._clock.now()
         async with FetchStream(
             source.fetch(),
             self._clock,
-            self._error_of,
+            self._peers.error_of,
             carried=copier.carried,
-            awake=self._awake,
-            silence_s=self._silence_s,
+            awake=self._peers.awake,
+            silence_s=self._peers.silence_s,
         ) as stream:
             await stream.open(self._opening(order, copier))
-            progress = _Progress(order.first_block)
+            progress = _Progress(order.first_block, order.first_block)
             seal = await self._pull(order, stream, copier, progress)
             if not seal.finished:
                 self._imports.validate(order.import_, self._clock.now())
@@ -183,12 +183,14 @@ class BlockFetcher:
         return FetchOutcome(
             ready=not seal.finished,
             first_token=seal.first_token,
+            other_first_tokens=seal.other_first_tokens,
             num_tokens=seal.num_tokens,
             transport=copier.transport,
             num_blocks=num_blocks,
             num_bytes=num_blocks * self._memory.block_bytes,
             started_s=started_s,
             first_copy_s=progress.first_copy_s,
+            copy_s=stream.carrying_s(num_blocks) if copier.carried else progress.copy_s,
             sealed_s=seal.received_s,
             ended_s=ended_s,
         )
@@ -207,25 +209,65 @@ class BlockFetcher:
     async def _pull(self, order: FetchOrder, stream: FetchStream, copier: Copier, progress: _Progress) -> Seal:
         """Copies and acknowledges every announcement in order, and returns the seal. Raises ProtocolViolation.
 
-        The last one is not acknowledged if the seal is here already: the Release, which follows at once, says the same.
+        Several copies are under way at once if the copier can. The last one is not acknowledged if the seal is here
+        already: the Release, which follows at once, says the same.
         """
         end = order.first_block + len(order.targets)
-        while not isinstance(item := await stream.next(), Seal):
-            upto = progress.copied + copier.count(item)
-            if item.first_block != progress.copied or not progress.copied < upto <= end:
-                raise ProtocolViolation(f"announced {item.first_block}…{upto} after {progress.copied} of {end} blocks")
-            targets = order.targets[progress.copied - order.first_block : upto - order.first_block]
-            if len(item.checksums) != (len(targets) if order.checksums else 0):
-                raise ProtocolViolation("checksums do not match what was asked for")
-            if progress.first_copy_s is None:
-                progress.first_copy_s = self._clock.now()
-            await self._copy(order.import_, copier, item, targets)
-            progress.copied = upto
-            if not stream.only_seal_left:
-                await stream.ack(upto)
-        if not item.finished and (progress.copied != end or self._layout.num_blocks(item.num_tokens) != end):
-            raise ProtocolViolation(f"sealed {item.num_tokens} tokens after {progress.copied} of {end} blocks")
-        return item
+        copies: deque[_Copy] = deque()
+        reading = asyncio.create_task(stream.next(), name="kv-fetch-next")
+        try:
+            while True:
+                waits = {reading} if len(copies) < copier.num_copies and not _is_seal(reading) else set()
+                if copies:
+                    waits.add(copies[0].future)  # type: ignore[arg-type]
+                if not waits:
+                    break
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if copies and copies[0].future.done():
+                    await self._land(copies.popleft(), order, stream, progress)
+                elif not _is_seal(reading):
+                    copies.append(self._begin(reading.result(), order, copier, progress, end))
+                    reading = asyncio.create_task(stream.next(), name="kv-fetch-next")
+            seal = reading.result()
+            assert isinstance(seal, Seal)
+        finally:
+            unfinished: list[asyncio.Future[Any]] = [reading, *(copy.future for copy in copies)]
+            for left in unfinished:
+                if not left.cancel() and not left.cancelled():
+                    left.exception()  # marks it as retrieved: this fetch ends by another
+        if not seal.finished and (progress.copied != end or self._layout.num_blocks(seal.num_tokens) != end):
+            raise ProtocolViolation(f"sealed {seal.num_tokens} tokens after {progress.copied} of {end} blocks")
+        return seal
+
+    def _begin(self, item: Any, order: FetchOrder, copier: Copier, progress: _Progress, end: int) -> _Copy:
+        """Starts the copy of what was announced. Raises ProtocolViolation if that is not what comes next."""
+        upto = progress.begun + copier.count(item)
+        if item.first_block != progress.begun or not progress.begun < upto <= end:
+            raise ProtocolViolation(f"announced {item.first_block}…{upto} after {progress.begun} of {end} blocks")
+        targets = order.targets[progress.begun - order.first_block : upto - order.first_block]
+        if len(item.checksums) != (len(targets) if order.checksums else 0):
+            raise ProtocolViolation("checksums do not match what was asked for")
+        begun_s = self._clock.now()
+        if progress.first_copy_s is None:
+            progress.first_copy_s = begun_s
+        progress.busy_since_s = begun_s if progress.begun == progress.copied else progress.busy_since_s
+        future = self._copy(order.import_, copier, item, targets)
+        progress.begun = upto
+        return _Copy(future, upto)
+
+    async def _land(self, copy: _Copy, order: FetchOrder, stream: FetchStream, progress: _Progress) -> None:
+        """Acknowledges a copy that has ended. Raises its error, or the one by which the source has ended the fetch."""
+        try:
+            copy.future.result()
+        except TransferFailed:
+            await stream.raise_reason()
+            raise
+        progress.copied = copy.upto
+        now = self._clock.now()
+        progress.copy_s += now - progress.busy_since_s
+        progress.busy_since_s = now
+        if progress.begun > progress.copied or not stream.only_seal_left:
+            await stream.ack(copy.upto)
 
     def _copy(
         self, import_: Import, copier: Copier, message: kvtransfer_pb2.FetchBlocks, targets: Sequence[int]
@@ -237,7 +279,7 @@ class BlockFetcher:
         """
         self._imports.copy_started(import_)
         copier.pin()
-        copy = self._copy_threads.submit(self._write, copier, message, targets)
+        copy = (copier.threads or self._copy_threads).submit(self._write, copier, message, targets)
         copy.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._copy_ended, import_, copier))
         return asyncio.wrap_future(copy)
 
@@ -249,16 +291,12 @@ class BlockFetcher:
         copier.unpin()
         self._imports.copy_ended(import_, self._clock.now())
 
-    async def _release(self, order: FetchOrder, source: _Source) -> None:
-        try:
-            async with timeout_after(self._silence_s, self._awake):
-                answer = await self._released(order, source)
-        except TimeoutError:
-            raise TransferFailed("the source does not answer the release") from None
+    async def _release(self, order: FetchOrder, source: PeerStub) -> None:
+        answer = await self._peers.answer(self._released(order, source), "does not answer the release")
         if not answer.valid:
             raise LeaseInvalid(answer.reason)
 
-    async def _released(self, order: FetchOrder, source: _Source) -> kvtransfer_pb2.ReleaseResponse:
+    async def _released(self, order: FetchOrder, source: PeerStub) -> kvtransfer_pb2.ReleaseResponse:
         request = kvtransfer_pb2.ReleaseRequest(lease_id=order.lease_id, leg=order.leg)
         for attempts_left in reversed(range(_RELEASE_ATTEMPTS)):
             try:
@@ -267,30 +305,33 @@ class BlockFetcher:
                     raise MalformedMessage("the bytes received are not an answer of Release")
                 return answer
             except grpc.aio.AioRpcError as error:
-                failure = as_transfer_error(error, self._error_of)
+                failure = as_transfer_error(error, self._peers.error_of)
                 if not attempts_left or not isinstance(failure, TransferFailed):
                     raise failure from error
         raise AssertionError("the last attempt returns or raises")
 
 
-class _Source:
-    """Calls the KVTransferService of a source, whose answers are counted before they are parsed."""
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Is a copy under way."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.fetch: Any = channel.stream_stream(
-            "/baton.v1.KVTransferService/Fetch",
-            request_serializer=kvtransfer_pb2.FetchRequest.SerializeToString,
-            response_deserializer=FETCH_RESPONSE.parse_or_none,
-        )
-        self.release: Any = channel.unary_unary(
-            "/baton.v1.KVTransferService/Release",
-            request_serializer=kvtransfer_pb2.ReleaseRequest.SerializeToString,
-            response_deserializer=RELEASE_RESPONSE.parse_or_none,
-        )
+    future: asyncio.Future[None]
+    upto: int
+    """The index after its last block."""
+
+
+def _is_seal(reading: asyncio.Task[kvtransfer_pb2.FetchBlocks | Seal]) -> bool:
+    """Returns whether the seal was read. Raises the error that came in its place."""
+    return reading.done() and isinstance(reading.result(), Seal)
 
 
 @dataclass(slots=True)
 class _Progress:
+    begun: int
+    """Copies of all blocks before this index have begun, or are over."""
     copied: int
     """The import has all blocks before this index of the sequence."""
     first_copy_s: float | None = None
+    copy_s: float = 0.0
+    busy_since_s: float = 0.0
+    """From when on copies are under way that are not in `copy_s` yet."""

@@ -35,6 +35,8 @@ ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
 # How many messages are read ahead of the copies if they carry the blocks' bytes. Other announcements are small, and all
 # are read as they come, so that the time of SEALED is noted when it arrives.
 _CARRIED_AHEAD = 4
+_REASON_WITHIN_S = 0.2
+"""A source that ends a fetch says why about when its bytes end."""
 
 
 def as_transfer_error(error: grpc.RpcError, error_of: ErrorOf) -> BatonError:
@@ -51,12 +53,14 @@ class Seal:
 
     num_tokens: int
     first_token: types_pb2.SequenceTokens
+    other_first_tokens: tuple[types_pb2.SequenceTokens, ...]
     received_s: float
 
     @property
     def finished(self) -> bool:
-        """Says whether token 0 ended the sequence, so that the lease is over and there is nothing to take over."""
-        return self.first_token.HasField("finish")
+        """Says whether token 0 ended the sequence, of several answers each, so that the lease is over and there is
+        nothing to take over."""
+        return all(tokens.HasField("finish") for tokens in (self.first_token, *self.other_first_tokens))
 
 
 class FetchStream:
@@ -86,11 +90,15 @@ class FetchStream:
         self._inbox = asyncio.Queue(_CARRIED_AHEAD if carried else 0)
         self._reader: asyncio.Task[None] | None = None
         self._is_sealed = False
+        self._failure: Exception | None = None
+        self._carrying_s = 0.0
+        self._num_carried = 0
+        """How many blocks came in `_carrying_s`, in messages that followed each other at once."""
 
     @property
     def only_seal_left(self) -> bool:
         """Returns whether the seal is here, and every announcement before it was returned by `next`."""
-        return self._is_sealed and self._inbox.qsize() == 1
+        return self._is_sealed and self._inbox.qsize() <= 1
 
     async def __aenter__(self) -> FetchStream:
         return self
@@ -126,6 +134,19 @@ class FetchStream:
             raise item
         return item
 
+    def carrying_s(self, num_blocks: int) -> float:
+        """Returns how long messages take that carry so many blocks, as those did that followed each other at once; 0 if
+        none did. The time between others is also the source's, which computes."""
+        return num_blocks * self._carrying_s / self._num_carried if self._num_carried else 0.0
+
+    async def raise_reason(self) -> None:
+        """Raises the error by which the stream ends, if it does so now: a copy that failed may have failed by what the
+        source says here."""
+        assert self._reader is not None, "it is open"
+        await asyncio.wait([self._reader], timeout=_REASON_WITHIN_S)
+        if self._failure is not None:
+            raise self._failure
+
     async def ack(self, copied: int) -> None:
         """Tells the source that all blocks before index `copied` are here."""
         try:
@@ -138,7 +159,13 @@ class FetchStream:
 
     async def _read(self) -> None:
         try:
+            follows_s: float | None = None
             while isinstance(item := await self._receive(), kvtransfer_pb2.FetchBlocks):
+                now = self._clock.now()
+                if follows_s is not None:
+                    self._carrying_s += now - follows_s
+                    self._num_carried += len(item.data)
+                follows_s = now if item.more_follow else None
                 await self._inbox.put(item)
             if item.finished:
                 self._forget_announced()
@@ -167,13 +194,16 @@ class FetchStream:
                     blocks: kvtransfer_pb2.FetchBlocks = response.blocks
                     return blocks
                 case "sealed":
-                    return Seal(response.sealed.num_tokens, response.sealed.first_token, self._clock.now())
+                    sealed: kvtransfer_pb2.FetchSealed = response.sealed
+                    others = tuple(sealed.other_first_tokens)
+                    return Seal(sealed.num_tokens, sealed.first_token, others, self._clock.now())
                 case "alive":
                     pass
                 case _:
                     raise ProtocolViolation("an empty message in a fetch stream")
 
     def _fail(self, error: Exception) -> None:
+        self._failure = error
         self._forget_announced()
         self._inbox.put_nowait(error)
 

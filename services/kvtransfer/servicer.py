@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
-from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc
+import grpc
+
+from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import (
     DeadlineExceeded,
@@ -24,12 +26,14 @@ from services.core.errors import (
     StaleIncarnation,
     TransferFailed,
 )
+from services.core.hashing import BlockHash
 from services.core.timeouts import timeout_after
 from services.kv.layout import Layout
 from services.kv.lease import FetchEnd, FetchTicket, LeaseState
 from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.lending import Lender
 from services.kvtransfer.transports import Announcer, SourceEnd
-from services.kvtransfer.wire import layout_from_proto
+from services.kvtransfer.wire import layout_from_proto, split_hashes
 from services.rpc.interceptors import CallContext
 
 Requests: TypeAlias = AsyncIterator[kvtransfer_pb2.FetchRequest]
@@ -40,10 +44,11 @@ _LEASE_ID_BYTES = 16
 
 
 class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
-    """Answers Fetch and Release.
+    """Answers Fetch, Release and Lend.
 
-    `transports` are those that this worker offers. `silence_s` bounds the wait for a client's first message, and for a
-    client that does not read what it is sent; it is measured by `awake`. `clock` is the board's.
+    `transports` are those that this worker offers; `lender` lends of its prefix cache, None if there is none.
+    `silence_s` bounds the wait for a client's first message, and for a client that does not read what it is sent; it is
+    measured by `awake`. `clock` is the board's.
     """
 
     def __init__(
@@ -54,16 +59,22 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         clock: Clock,
         *,
         transports: Sequence[SourceEnd],
+        lender: Lender | None = None,
         awake: Clock | None = None,
         silence_s: float = 5.0,
     ) -> None:
         self._board = board
+        self._lender = lender
         self._layout = layout
         self._incarnation = incarnation
         self._clock = clock
         self._ends = {end.transport: end for end in transports}
         self._awake = awake or MonotonicClock()
         self._silence_s = silence_s
+        self.keep: Callable[[types_pb2.KVSource, list[BlockHash]], int] | None = None
+        """Begins to fetch blocks that others offer, and returns how many are wanted; only a store does."""
+        self.recall: Callable[[list[BlockHash]], Awaitable[None]] | None = None
+        """Brings blocks from below the pool as far as it can, so that they can be lent; it raises nothing."""
         self._leaving = False
 
     def leave(self) -> None:
@@ -100,6 +111,33 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
             raise Draining(f"{answer.reason}: its worker leaves")
         return kvtransfer_pb2.ReleaseResponse(valid=answer.valid, reason=answer.reason)
 
+    async def Lend(self, request: kvtransfer_pb2.LendRequest, context: CallContext) -> kvtransfer_pb2.LendResponse:
+        self._check_peer(request.source_incarnation, request.layout)
+        hashes = split_hashes("hashes", request.hashes)
+        if self.recall is not None and not self._leaving:
+            await self.recall(hashes)
+        if self._leaving:
+            raise Draining("this worker leaves")
+        if self._lender is None:
+            return kvtransfer_pb2.LendResponse()
+        offers = [end.offer() for end in self._ends.values()]  # first: if this fails, nothing is lent
+        lease = self._lender.lend(hashes)
+        if lease is None:
+            return kvtransfer_pb2.LendResponse()
+        return kvtransfer_pb2.LendResponse(num_blocks=lease.num_blocks, lease_id=lease.lease_id, offers=offers)
+
+    async def Keep(self, request: kvtransfer_pb2.KeepRequest, context: CallContext) -> kvtransfer_pb2.KeepResponse:
+        if self.keep is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is no store")
+        assert self.keep is not None
+        if self._leaving:
+            raise Draining("this store leaves")
+        mismatch = self._layout.mismatch(layout_from_proto(request.source.layout))
+        if mismatch is not None:
+            raise LayoutMismatch(mismatch)
+        hashes = split_hashes("hashes", request.hashes)
+        return kvtransfer_pb2.KeepResponse(num_wanted=self.keep(request.source, hashes))
+
     async def _read_open(self, requests: Requests) -> kvtransfer_pb2.FetchOpen:
         try:
             async with timeout_after(self._silence_s, self._awake):
@@ -110,14 +148,18 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
             raise ProtocolViolation("a fetch starts with open")
         opened = first.open
         _check_lease_id("open.lease_id", opened.lease_id)
-        if opened.source_incarnation != self._incarnation:
-            raise StaleIncarnation("this worker has restarted since the lease was opened")
-        mismatch = self._layout.mismatch(layout_from_proto(opened.layout))
-        if mismatch is not None:
-            raise LayoutMismatch(mismatch)
+        self._check_peer(opened.source_incarnation, opened.layout)
         if opened.transport not in self._ends:
             raise InvalidRequest("open.transport", "is none that this source offers")
         return opened
+
+    def _check_peer(self, source_incarnation: int, layout: types_pb2.KVLayout) -> None:
+        """Raises StaleIncarnation or LayoutMismatch unless the caller means this process and has its layout."""
+        if source_incarnation != self._incarnation:
+            raise StaleIncarnation("this worker has restarted since the caller heard of it")
+        mismatch = self._layout.mismatch(layout_from_proto(layout))
+        if mismatch is not None:
+            raise LayoutMismatch(mismatch)
 
     async def _take_acks(self, ticket: FetchTicket, requests: Requests) -> None:
         async for request in requests:
@@ -149,7 +191,11 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                 await followed.change(said_s + ALIVE_EVERY_S - clock())
         if followed.ticket.ended is FetchEnd.RELEASED:
             return
-        sealed = kvtransfer_pb2.FetchSealed(num_tokens=lease.num_tokens, first_token=lease.first_token)
+        sealed = kvtransfer_pb2.FetchSealed(
+            num_tokens=lease.num_tokens,
+            first_token=lease.first_token,
+            other_first_tokens=lease.other_first_tokens,
+        )
         await self._bounded(context.write(kvtransfer_pb2.FetchResponse(sealed=sealed)))
         while not followed.over:
             await followed.change()

@@ -9,28 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from baton.v1 import worker_pb2
+from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import BatonError, DeadlineExceeded, unforeseen
 from services.core.ids import new_lease_id
 from services.engine.config import StepReport
-from services.engine.schedule.sequence import Admitted, Failed, Mode, Progress, SequenceEvent, Token
-from services.kv.lease import Lease, LeaseState
+from services.engine.schedule.sequence import Admitted, Failed, Mode, Progress, PromptScored, SequenceEvent, Token
+from services.kv.lease import Lease
 from services.kv.pool import Holder
 from services.rpc.logging import ids
 from services.rpc.names import Attr, Event, Span
 from services.rpc.status import to_status
 from services.rpc.telemetry import Attributes, Value
-from services.worker.commands import tokens_of
+from services.worker.commands import lease_ended_of, prompt_tokens_of, tokens_of
 from services.worker.host import WorkerHost
 from services.worker.session import RouterSession
 
 log = logging.getLogger(__name__)
-
-_END_REASONS = {
-    LeaseState.RELEASED: worker_pb2.LEASE_END_REASON_RELEASED,
-    LeaseState.EXPIRED: worker_pb2.LEASE_END_REASON_EXPIRED,
-    LeaseState.ABORTED: worker_pb2.LEASE_END_REASON_ABORTED,
-}
 
 
 class PrefillPhase:
@@ -49,12 +43,18 @@ class PrefillLeg:
         self._session = session
         self._command = command
         self._arrival_s = host.clock.now()
-        self._sequence = host.new_sequence(command, Mode.PREFILL_ONLY)
+        self._sequences = host.new_sequences(command, Mode.PREFILL_ONLY)
+        """One for each answer. The first computes the prompt, and the others sample their first tokens with it."""
+        self._sequence = self._sequences[0]
+        self._sequence.further = self._sequences[1:]
+        self._sampled: list[types_pb2.SequenceTokens] = []
+        """The first tokens so far, by ascending index."""
         self._lease: Lease | None = None
         self._admission: Admitted | None = None
         self._given_up = False
         self._chunks: list[tuple[str, float, Attributes]] = []
         self._deadline: asyncio.TimerHandle | None = None
+        self._preparing: asyncio.Task[None] | None = None
 
     @property
     def number(self) -> int:
@@ -62,22 +62,42 @@ class PrefillLeg:
 
     def start(self) -> None:
         self._session.legs[self.number] = self
-        self._host.hub.register(self._sequence.seq_id, self)
+        for sequence in self._sequences:
+            self._host.hub.register(sequence.seq_id, self)
         if self._command.HasField("remaining_ms"):
             self._deadline = self._host.call_later(self._command.remaining_ms / 1000, self._deadline_passed)
-        self._host.engine.add(self._sequence)
+        if self._host.has_to_prepare(self._command):
+            self._preparing = self._host.spawn(self._add_prepared(), f"prepare leg {self.number}")
+        else:
+            self._host.engine.add(self._sequence)
+
+    async def _add_prepared(self) -> None:
+        """Adds the sequence with its constraint, and what could be brought of its prefix. If the constraint is invalid,
+        no lease is opened, so no other leg learns of it."""
+        error = await self._host.prepare(self._session, self._sequences, self._command)
+        self._preparing = None
+        if error is None:
+            self._host.engine.add(self._sequence)
+        else:
+            self._fail(error)
+            self._session.flush()
 
     def cancel(self) -> None:
         """Gives the leg up: its compute ends with the step in flight, its lease at once."""
         if self._given_up:
             return
         self._given_up = True
+        if self._preparing is not None:
+            self._preparing.cancel()
         self._host.engine.abort(self._sequence.seq_id)
         if self._lease is not None:
             self._host.leases.abort(self._lease.lease_id, self._host.awake.now())
         elif not self._host.engine.was_admitted(self._sequence):
             self._close()
         # Otherwise the engine has taken the lease's references, and the Admitted event that reports it is on its way.
+
+    def cancel_answer(self, index: int) -> None:
+        """Has no effect: the decode leg does not begin what its router has given up."""
 
     # -- what the engine reports ---------------------------------------------------------------------------------------
 
@@ -88,8 +108,12 @@ class PrefillLeg:
             case Progress() if self._lease is not None:
                 self._chunks.append((Event.CHUNK, event.now, {Attr.NUM_TOKENS: event.num_computed}))
                 self._host.leases.publish(self._lease.lease_id, event.num_computed, self._host.awake.now())
+            case PromptScored() if self._lease is not None:
+                self._session.emit(prompt_tokens_of(self.number, event))
             case Token() if self._lease is not None:
-                self._sampled(event)
+                self._sampled.append(tokens_of(self.number, event, len(self._sampled)))
+                if len(self._sampled) == len(self._sequences):
+                    self._seal(event.now)
             case Failed():
                 self._fail(event.error)
 
@@ -126,20 +150,23 @@ class PrefillLeg:
         self._session.emit(worker_pb2.LegEvent(started=started))
         self._log(logging.INFO, "prefill admitted")
 
-    def _sampled(self, event: Token) -> None:
-        """Seals the lease, since the prompt is computed, or ends it if the first token ends the sequence."""
+    def _seal(self, now: float) -> None:
+        """Seals the lease, since the prompt is computed, or ends it if the first token ends every answer."""
         assert self._lease is not None
         assert self._admission is not None, "it came with the lease"
-        tokens = tokens_of(self.number, event)
+        first, *others = self._sampled
         admitted_s = self._admission.now
-        tokens.timings.prefill_wait_ms = (admitted_s - self._arrival_s) * 1000
-        tokens.timings.prefill_compute_ms = (event.now - admitted_s) * 1000
-        self._trace(self._admission, event.now)
-        # The token is sent first: the router streams it without waiting for the transfer.
-        self._session.emit(worker_pb2.LegEvent(tokens=tokens))
-        finished = event.finish is not None
+        first.timings.prefill_wait_ms = (admitted_s - self._arrival_s) * 1000
+        first.timings.prefill_compute_ms = (now - admitted_s) * 1000
+        self._trace(self._admission, now)
+        # The tokens are sent first: the router streams them without waiting for the transfer.
+        for tokens in self._sampled:
+            self._session.emit(worker_pb2.LegEvent(tokens=tokens))
+        finished = all(tokens.HasField("finish") for tokens in self._sampled)
         self._given_up = finished
-        self._host.leases.seal(self._lease.lease_id, tokens, self._host.awake.now(), finished=finished)
+        self._host.leases.seal(self._lease.lease_id, first, self._host.awake.now(), others=others, finished=finished)
+        if self._command.HasField("keep_at"):
+            self._host.prefixes.offer(self._command.keep_at, self._host.engine.prefix_hashes(self._sequence))
 
     # -- how it ends ---------------------------------------------------------------------------------------------------
 
@@ -149,8 +176,7 @@ class PrefillLeg:
             self._host.engine.release(lease.block_ids, Holder.LEASE)
         self._host.engine.abort(self._sequence.seq_id)
         if not self._given_up:
-            ended = worker_pb2.LeaseEnded(leg=self.number, lease_id=lease.lease_id, reason=_END_REASONS[lease.state])
-            self._session.emit(worker_pb2.LegEvent(lease_ended=ended))
+            self._session.emit(lease_ended_of(self.number, lease))
             self._session.flush()
         self._lease = None  # the lease refers to this leg; a cycle of the two would wait for the garbage collector
         self._close()
@@ -173,7 +199,8 @@ class PrefillLeg:
     def _close(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._host.hub.unregister(self._sequence.seq_id)
+        for sequence in self._sequences:
+            self._host.hub.unregister(sequence.seq_id)
         self._host.leg_over(self._session, self.number)
 
     def _trace(self, admission: Admitted, end_s: float) -> None:

@@ -1,15 +1,16 @@
 """Holds one request's answer on its way to the client: the coordinator adds to it, and the RPC sends from it.
 
-Owns: the text made from the tokens, and a buffer that merges what a slow client has not read; it is bounded by
-max_tokens, so nothing ever waits for a client. The buffer is emptied in chunks of bounded size: gRPC clients accept no
-message above 4 MiB unless configured to. Never: gRPC, or what happens to the request.
+Owns: its outputs, one or several (`Output`), whose buffers are bounded by max_tokens, and by how many
+log-probabilities of a prompt `validation.py` allows, so nothing ever waits for a client. They are emptied in chunks of
+bounded size: gRPC clients accept no message above 4 MiB unless configured to. Never: gRPC, or what happens to the
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,25 +18,30 @@ from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import BatonError
-from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
+from services.router.coordinator.actions import EmitFinished, EmitPromptTokens, EmitStarted, Summary
+from services.router.coordinator.events import FinishReason
+from services.router.tenants.tenant import TokenUsage
+from services.router.text.output.form import PLAIN, OutputForm
+from services.router.text.output.parts import Parsed
 from services.router.text.streaming import Piece, TextStream
 from services.router.workers.wire import FINISH_REASONS
 
-AnswerEvent = inference_pb2.PromptInfo | inference_pb2.Chunk | inference_pb2.Completion
-
+AnswerEvent = inference_pb2.PromptInfo | inference_pb2.PromptLogprobs | inference_pb2.Chunk | inference_pb2.Completion
 
 MAX_CHUNK_TOKENS = 256
 """The most tokens in one chunk.
 
 With 20 log-probabilities each they take 80 KB in a message, and as JSON less than 1 MB.
 """
+_MAX_PART_ENTRIES = 512
+"""The most log-probabilities in one part of the prompt's: a front writes a part at a time, in some milliseconds."""
 
 
 @dataclass(slots=True)
 class _Decoded:
-    """Holds some tokens, few enough for a chunk, and the text that became certain with them."""
+    """Holds some tokens, few enough for a chunk, and what became certain with them."""
 
-    text: str
+    parsed: Parsed
     token_ids: Sequence[int] = ()
     logprobs: Sequence[Any] = ()
 
@@ -54,20 +60,143 @@ class _Pending:
         """Removes and returns the first pieces, as many as fit into a chunk; None if there are none."""
         if not self.pieces:
             return None
-        chunk, text = inference_pb2.Chunk(), []
-        while self.pieces and len(chunk.token_ids) + len(self.pieces[0].token_ids) <= MAX_CHUNK_TOKENS:
+        if len(self.pieces) == 1:  # as a rule: clients read as fast as tokens come
             piece = self.pieces.popleft()
-            text.append(piece.text)
-            chunk.token_ids.extend(piece.token_ids)
-            chunk.logprobs.extend(piece.logprobs)
-        chunk.text = "".join(text)
-        return chunk
+            return _chunk(piece.parsed, piece.token_ids, piece.logprobs)
+        token_ids, logprobs, parsed = list[int](), list[Any](), list[Parsed]()
+        while self.pieces and len(token_ids) + len(self.pieces[0].token_ids) <= MAX_CHUNK_TOKENS:
+            piece = self.pieces.popleft()
+            parsed.append(piece.parsed)
+            token_ids.extend(piece.token_ids)
+            logprobs.extend(piece.logprobs)
+        return _chunk(Parsed.of(parsed), token_ids, logprobs)
+
+
+def _chunk(parsed: Parsed, token_ids: Sequence[int], logprobs: Sequence[Any]) -> inference_pb2.Chunk:
+    chunk = inference_pb2.Chunk(text=parsed.text, token_ids=token_ids, logprobs=logprobs)
+    if parsed.reasoning:
+        chunk.reasoning = parsed.reasoning
+    for part in parsed.calls:
+        chunk.tool_calls.add(index=part.index, id=part.call_id, name=part.name, arguments=part.arguments)
+    return chunk
+
+
+class Output:
+    """Holds the output with one index."""
+
+    def __init__(
+        self,
+        index: int,
+        request: inference_pb2.GenerateRequest,
+        tokenizer: Tokenizer,
+        *,
+        kept_chars: int,
+        form: OutputForm,
+        special_ids: Mapping[str, int] | None,
+    ) -> None:
+        """`kept_chars` is how much of the text `kept_text` may have. `form` and `special_ids` are as for TextStream."""
+        self._index = index
+        self._text = TextStream(
+            tokenizer,
+            skip_special_tokens=request.response.skip_special_tokens
+            if request.response.HasField("skip_special_tokens")
+            else True,
+            stops=request.stopping.stop,
+            form=form,
+            special_ids=special_ids,
+        )
+        self._pending = _Pending()
+        self._completion: inference_pb2.Completion | None = None
+        self.kept_text = ""
+        self._kept_chars = kept_chars
+        self.num_tokens = 0
+        """Tokens that belong to the output; a stop string may cut off some that were received."""
+        self.stop_string: str | None = None
+        self.ended_by_text = False
+        """Its text has ended it, before the worker did: by a stop string, or with the one call that was wanted."""
+        self.reason: FinishReason | None = None
+        """Why it ended; None before."""
+        self.taken = False
+        """Whether the client has all of it, its completion too."""
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
+        """Adds tokens. Returns True if the text ends with them; tokens after that are ignored."""
+        for start in range(0, len(token_ids), MAX_CHUNK_TOKENS):
+            if self.ended_by_text:
+                break
+            part = token_ids[start : start + MAX_CHUNK_TOKENS]
+            piece = self._text.push(part)
+            self._take(piece, part[: piece.num_tokens], logprobs[start : start + piece.num_tokens])
+            if piece.is_last:
+                return True
+        return False
+
+    def finish(self, action: EmitFinished) -> inference_pb2.Completion:
+        """Ends the output, and returns its completion without what the whole request has in common."""
+        if not self.ended_by_text:
+            self._take(self._text.flush())
+        self.reason = FinishReason.STOP if self.ended_by_text else action.reason
+        completion = inference_pb2.Completion(index=self._index, finish_reason=FINISH_REASONS[self.reason])
+        if self.ended_by_text:
+            if self.stop_string is not None:
+                completion.stop_string = self.stop_string
+        elif action.stop_token_id is not None:
+            completion.stop_token_id = action.stop_token_id
+        if self._text.num_calls and self.reason is FinishReason.STOP:
+            completion.finish_reason = types_pb2.FINISH_REASON_TOOL_CALLS
+        completion.usage.output_tokens = self.num_tokens
+        self._completion = completion
+        return completion
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Returns how many tokens the client has not taken yet."""
+        return self._pending.num_tokens
+
+    @property
+    def has_more(self) -> bool:
+        """Returns whether the client has not taken all that is here."""
+        return bool(self._pending.pieces) or (self._completion is not None and not self.taken)
+
+    def take(self) -> inference_pb2.Chunk | inference_pb2.Completion:
+        """Removes and returns what is next. To be called only if there is more."""
+        chunk = self._pending.take()
+        if chunk is not None:
+            chunk.index = self._index
+            return chunk
+        assert self._completion is not None, "there is more"
+        self.taken = True
+        return self._completion
+
+    def _take(self, piece: Piece, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = ()) -> None:
+        parsed = Parsed(piece.reasoning, piece.text, piece.calls)
+        if token_ids or parsed:
+            self._pending.pieces.append(_Decoded(parsed, token_ids, logprobs))
+        if len(self.kept_text) < self._kept_chars:
+            self.kept_text = (self.kept_text + piece.raw)[: self._kept_chars]
+        self.num_tokens += len(token_ids)
+        self.stop_string = piece.stop
+        self.ended_by_text = piece.is_last
+
+
+def append_chunk(output: inference_pb2.Chunk, chunk: inference_pb2.Chunk) -> None:
+    """Adds a chunk to the answer before it, of whose calls each makes one part."""
+    output.text += chunk.text
+    output.reasoning += chunk.reasoning
+    output.token_ids.extend(chunk.token_ids)
+    output.logprobs.extend(chunk.logprobs)
+    for part in chunk.tool_calls:
+        if part.index < len(output.tool_calls):
+            output.tool_calls[part.index].arguments += part.arguments
+        else:
+            output.tool_calls.append(part)
 
 
 class Answer:
     """Holds the answer to one request. Iterate over it once.
 
-    It yields PromptInfo, Chunks and Completion, or raises the error that ended the request.
+    It yields PromptInfo, PromptLogprobs if asked for, Chunks and a Completion for each output, or raises the error that
+    ended it.
     """
 
     def __init__(
@@ -75,80 +204,102 @@ class Answer:
         request: inference_pb2.GenerateRequest,
         token_ids: Sequence[int],
         *,
+        request_id: str,
         model_id: str,
         tokenizer: Tokenizer,
         tokenize_ms: float | None,
+        kept_chars: int = 0,
+        form: OutputForm = PLAIN,
+        special_ids: Mapping[str, int] | None = None,
     ) -> None:
-        """`request` has its id; `token_ids` is the prompt that the workers compute."""
+        """`request_id` is what the client calls it; `token_ids` is the prompt that the workers compute. `kept_chars` is
+        how much of the text `kept_text` may have. `form` and `special_ids` are as for TextStream."""
         self._request = request
         self._tokenize_ms = tokenize_ms
-        self._text = TextStream(
-            tokenizer,
-            skip_special_tokens=request.response.skip_special_tokens
-            if request.response.HasField("skip_special_tokens")
-            else True,
-            stops=request.stopping.stop,
-        )
+        self._outputs = [
+            Output(index, request, tokenizer, kept_chars=kept_chars, form=form, special_ids=special_ids)
+            for index in range(num_answers(request))
+        ]
         self._info = inference_pb2.PromptInfo(
-            request_id=request.request_id,
+            request_id=request_id,
             model=model_id,
             prompt_tokens=len(token_ids),
             token_ids=token_ids if request.response.echo_token_ids else (),
         )
         self._announced = False
-        self._pending = _Pending()
-        self._completion: inference_pb2.Completion | None = None
+        self._was_started = False
+        self._num_cached_tokens = 0
+        self._scored: collections.deque[inference_pb2.PromptLogprobs] = collections.deque()
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
         self._over = asyncio.Event()
-        self.num_output_tokens = 0
-        """Tokens that belong to the output; a stop string may cut off some that were received."""
-        self.stop_string: str | None = None
 
     @property
     def over(self) -> bool:
-        return self._completion is not None or self._error is not None
+        return self._over.is_set()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Returns how many tokens all outputs have."""
+        return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Returns which tokens are charged: none until a worker has begun, then the prompt's and all outputs'."""
+        if not self._was_started:
+            return TokenUsage()
+        return TokenUsage(self._info.prompt_tokens, self._num_cached_tokens, self.num_output_tokens)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Returns how many tokens the client has not taken yet."""
+        return sum(output.num_waiting_tokens for output in self._outputs)
+
+    @property
+    def kept_text(self) -> str:
+        """Returns the beginning of the first output's text."""
+        return self._outputs[0].kept_text
+
+    @property
+    def reason(self) -> FinishReason:
+        """Returns why it ended: for length, if one of several outputs did."""
+        reasons = {output.reason for output in self._outputs}
+        return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
 
     # What the coordinator emits
 
     def started(self, action: EmitStarted) -> None:
         self._info.prefill_worker = action.prefill_worker
-        self._info.cached_tokens = action.cached_tokens
-        self._announced = True
+        self._info.cached_tokens = self._num_cached_tokens = action.cached_tokens
+        self._announced = self._was_started = True
         self._changed.set()
 
-    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
-        """Adds output tokens. Returns True if they complete a stop string; tokens after it are ignored."""
-        for start in range(0, len(token_ids), MAX_CHUNK_TOKENS):
-            if self.stop_string is not None:
-                break
-            part = token_ids[start : start + MAX_CHUNK_TOKENS]
-            piece = self._text.push(part)
-            self._take(piece, part[: piece.num_tokens], logprobs[start : start + piece.num_tokens])
-            if piece.stop is not None:
-                return True
-        return False
+    def prompt_scored(self, action: EmitPromptTokens) -> None:
+        most = max(1, _MAX_PART_ENTRIES // (1 + self._request.response.prompt_logprobs))
+        for start in range(0, len(action.logprobs), most):
+            part = action.logprobs[start : start + most]
+            self._scored.append(inference_pb2.PromptLogprobs(position=action.position + start, logprobs=part))
+        self._changed.set()
+
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Any], index: int = 0) -> bool:
+        """Adds tokens of the output with that index. Returns True if its text ends with them."""
+        self._changed.set()
+        return self._outputs[index].push(token_ids, logprobs)
 
     def finished(self, action: EmitFinished) -> None:
-        if self.stop_string is None:
-            self._take(self._text.flush())
-        completion = inference_pb2.Completion(finish_reason=FINISH_REASONS[action.reason])
-        if self.stop_string is not None:
-            completion.finish_reason = types_pb2.FINISH_REASON_STOP
-            completion.stop_string = self.stop_string
-        elif action.stop_token_id is not None:
-            completion.stop_token_id = action.stop_token_id
-        summary = action.summary
-        completion.usage.prompt_tokens = self._info.prompt_tokens
-        completion.usage.output_tokens = self.num_output_tokens
-        completion.usage.cached_tokens = summary.cached_tokens
+        """Ends an output. The prompt's tokens are in the usage of the first one only: together they count once."""
+        completion, summary = self._outputs[action.index].finish(action), action.summary
+        self._num_cached_tokens = summary.cached_tokens  # where the request was placed again, that of the last time
+        if not action.index:
+            completion.usage.prompt_tokens = self._info.prompt_tokens
+            completion.usage.cached_tokens = summary.cached_tokens
         completion.workers.prefill = summary.prefill_worker
         completion.workers.decode = summary.decode_worker
         completion.workers.retries = summary.num_retries
         completion.timings.CopyFrom(timings_of(summary, self._tokenize_ms))
-        self._completion = completion
         self._changed.set()
-        self._over.set()
+        if action.is_last:
+            self._over.set()
 
     def failed(self, error: BatonError) -> None:
         self._error = error
@@ -173,22 +324,22 @@ class Answer:
             if self._announced:
                 self._announced = False
                 yield self._info
-            while (chunk := self._pending.take()) is not None:
-                yield chunk
+            while self._scored:
+                yield self._scored.popleft()
+                await asyncio.sleep(0)  # others have their turns between the parts of a long prompt
+            while more := [output for output in self._outputs if output.has_more]:
+                for output in more:  # one after the other, so that none waits for a client that is slow to take another
+                    yield output.take()
             if self._changed.is_set():
                 continue  # more arrived while the client took the chunks
             if self._error is not None:
                 raise self._error
-            if self._completion is not None:
-                yield self._completion
+            if all(output.taken for output in self._outputs):
                 return
 
-    def _take(self, piece: Piece, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = ()) -> None:
-        if piece.text or token_ids:
-            self._pending.pieces.append(_Decoded(piece.text, token_ids, logprobs))
-        self.num_output_tokens += len(token_ids)
-        self.stop_string = piece.stop
-        self._changed.set()
+
+def num_answers(request: inference_pb2.GenerateRequest) -> int:
+    return request.n if request.HasField("n") else 1
 
 
 def timings_of(summary: Summary, tokenize_ms: float | None = None) -> types_pb2.PhaseTimings:

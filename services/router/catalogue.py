@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -23,8 +24,11 @@ from services.core.errors import BatonError, Draining, NoWorker, Overloaded, Unk
 from services.router.conductor import Conductor
 from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import WorkerInfo
+from services.router.coordinator.request import Phase
 from services.router.front.validation import ModelFacts
+from services.router.policy import Role
 from services.router.telemetry.request_metrics import ModelMetrics
+from services.router.tenants.tenant import OPEN, Tenant
 from services.router.text.token_texts import TokenTexts
 from services.router.text.tokenisation import ModelText
 from services.router.text.tokeniser_line import TokeniserLine
@@ -126,14 +130,23 @@ class Catalogue:
         """Returns the models in the order in which they came, the router's own first."""
         return list(self._models.values())
 
-    def get(self, name: str | None) -> ServedModel:
-        """Returns the model of that name; for None, the router's own. Raises UnknownModel."""
+    def get(self, name: str | None, tenant: Tenant = OPEN) -> ServedModel:
+        """Returns the model of that name; for None, the router's own.
+
+        Raises UnknownModel, or ModelNotAllowed: of a model that it may not use, a tenant does not learn whether it is
+        served.
+        """
+        tenant.demand_model(self.own.model_id if name is None else name)
         if name is None:
             return self.own
         model = self._models.get(name)
         if model is None:
-            raise UnknownModel(f"model {name!r} is not served; {self._served()}")
+            raise UnknownModel(f"model {name!r} is not served; {self._served(tenant)}")
         return model
+
+    def phases(self) -> Counter[Phase]:
+        """Returns how many requests of all models are in each phase."""
+        return sum((model.conductor.coordinator.phases() for model in self.all()), Counter[Phase]())
 
     def with_worker(self, worker_id: str) -> ServedModel:
         """Returns the model that the worker serves. Raises UnknownWorker."""
@@ -152,10 +165,14 @@ class Catalogue:
     async def register(self, info: WorkerInfo) -> None:
         """Takes a worker's registration, which may bring a model.
 
-        Raises WorkerIdInUse while a worker of that name serves another model, what `Conductor.register` does, and what
+        Raises WorkerIdInUse while a worker of that name serves another model, UnknownModel if a store keeps one that is
+        not served, what `Conductor.register` does, and what
         fetching the model's text raises.
         """
-        model = self._models.get(info.model_id) or await self._learn(info)
+        model = self._models.get(info.model_id)
+        if model is None and info.roles is Role.STORE:
+            raise UnknownModel(f"model {info.model_id!r} is not served; {self._served()}, and a store brings none")
+        model = model or await self._learn(info)
         others = [each.conductor for each in self.all() if each is not model]
         for other in others:  # after the wait: another process of that name may have come meanwhile
             other.coordinator.check_gone(info.worker_id)
@@ -222,9 +239,9 @@ class Catalogue:
             else "there is none"
         )
 
-    def _served(self) -> str:
-        names = ", ".join(repr(model_id) for model_id in self._models)
-        return f"{names} {'is' if len(self._models) == 1 else 'are'}"
+    def _served(self, tenant: Tenant = OPEN) -> str:
+        served = [repr(model_id) for model_id in self._models if tenant.may_use(model_id)]
+        return f"{', '.join(served) or 'none'} {'are' if len(served) > 1 else 'is'}"
 
     # Time and the end
 

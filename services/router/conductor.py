@@ -32,6 +32,7 @@ from services.router.coordinator.actions import (
     EjectionChanged,
     EmitFailed,
     EmitFinished,
+    EmitPromptTokens,
     EmitStarted,
     EmitTokens,
     GroupsChanged,
@@ -40,7 +41,8 @@ from services.router.coordinator.actions import (
     Stage,
     StageEnded,
 )
-from services.router.coordinator.events import FinishReason, LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.workers import Pair, Worker
 from services.router.policy import Role
 from services.router.policy.health import Health
 from services.router.telemetry.explanations import ExplainedRequest, Explanations
@@ -108,8 +110,20 @@ class Conductor:
 
     @property
     def in_use(self) -> bool:
-        """Returns whether it has requests, or knows workers."""
-        return bool(self._live or self.coordinator.num_expected or self.coordinator.worker_ids())
+        """Returns whether it has requests, or knows workers other than stores."""
+        computing = any(worker.info.roles is not Role.STORE for worker in self.coordinator.workers())
+        return bool(self._live or self.coordinator.num_expected or computing)
+
+    @property
+    def num_routers(self) -> int:
+        """Returns how many routers share its workers, this one too, as far as workers say."""
+        return max((link.num_routers for link in self.links.values() if link.is_open), default=1)
+
+    def pairs(self) -> Iterator[tuple[Worker, Pair]]:
+        """Yields each worker that has a session with each linked source from which it could take over."""
+        for worker in self.coordinator.workers():
+            if worker.has_session:
+                yield from ((worker, pair) for pair in worker.sources.all() if pair.source.worker_id in self.links)
 
     # Clients
 
@@ -178,6 +192,8 @@ class Conductor:
         if not self._is_current(link) or info.worker_id not in self.coordinator.worker_ids():
             return
         before = self.coordinator.worker(info.worker_id).info.roles
+        if before is not info.roles and Role.STORE in (before, info.roles):
+            raise InvalidRequest("worker.roles", "a store stays one, and nothing becomes one")
         self.coordinator.worker_described(info, self._clock.now())
         if before is not info.roles:
             log.info("worker %s is now %s, no longer %s", info.worker_id, info.roles.label, before.label)
@@ -248,6 +264,8 @@ class Conductor:
                         stored=unpack_hashes(message.cache.stored),
                         removed=unpack_hashes(message.cache.removed),
                     )
+                if message.HasField("num_routers"):
+                    link.num_routers = message.num_routers
                 if message.HasField("live_legs"):
                     listed = message.live_legs
                     legs = frozenset(listed.legs)
@@ -325,8 +343,10 @@ class Conductor:
         """
         while actions := self.coordinator.take_actions():
             for action in actions:
-                with self.isolated("action", _request_of(action)):
+                try:  # as `isolated` does; a context manager costs as much as passing on a token
                     self._do(action)
+                except Exception as error:
+                    self._failed_in("action", _request_of(action), error)
         self._changed.set()
         with self.isolated("action"):
             self._drains.changed()
@@ -344,6 +364,8 @@ class Conductor:
     def _do(self, action: Action) -> None:
         """Performs one action, except where its request has ended meanwhile because an earlier action of it failed."""
         match action:
+            case EmitTokens():  # first, since most actions are of this kind
+                self._tokens(action)
             case SendLeg():
                 try:
                     self._send(action)
@@ -354,8 +376,9 @@ class Conductor:
             case EmitStarted():
                 if live := self._live.get(action.request_id):
                     live.answer.started(action)
-            case EmitTokens():
-                self._tokens(action)
+            case EmitPromptTokens():
+                if live := self._live.get(action.request_id):
+                    live.answer.prompt_scored(action)
             case EmitFinished():
                 self._finished(action)
             case EmitFailed():
@@ -363,6 +386,8 @@ class Conductor:
             case StageEnded():
                 if action.stage is Stage.QUEUE:
                     self._metrics.requests.queued(action)
+                elif action.stage is Stage.PARK:
+                    self._metrics.requests.parked(action)
                 if live := self._live.get(action.request_id):
                     self._note_stage(live.explained, action)
                     live.trace.stage_ended(action)
@@ -386,9 +411,12 @@ class Conductor:
         try:
             yield
         except Exception as error:
-            self._defect(where, request_id, error)
-            if request_id:
-                self._give_up(request_id, error)
+            self._failed_in(where, request_id, error)
+
+    def _failed_in(self, where: str, request_id: str, error: Exception) -> None:
+        self._defect(where, request_id, error)
+        if request_id:
+            self._give_up(request_id, error)
 
     def _give_up(self, request_id: str, error: Exception) -> None:
         internal = unforeseen(error)
@@ -411,7 +439,7 @@ class Conductor:
             self.explanations.placed(live.explained, command.leg, command.attempt, command.choice)
         # Canaries are the coordinator's own requests: they have no client, no payload and no trace.
         traceparent = live.trace.leg_sent(command, self._clock.now()) if live is not None else UNTRACED
-        kind = "prefill" if command.phase is Role.PREFILL else "decode"
+        kind = "park" if command.phase is Role.STORE else command.phase.label
         log.log(
             logging.INFO if live is not None else logging.DEBUG,
             "leg %d: %s on %s",
@@ -428,29 +456,32 @@ class Conductor:
     def _send_cancel(self, action: CancelLeg) -> None:
         link = self._link(action.worker)
         if link is not None:
-            link.send(worker_pb2.SessionRequest(cancel=worker_pb2.CancelLeg(leg=action.leg)))
+            link.send(worker_pb2.SessionRequest(cancel=worker_pb2.CancelLeg(leg=action.leg, index=action.index)))
 
     def _tokens(self, action: EmitTokens) -> None:
         live, now = self._live.get(action.request_id), self._clock.now()
         if live is None:
             return
-        if action.position == 0:
-            live.trace.first_token(now)
         num_before = live.answer.num_output_tokens
-        stopped = live.answer.tokens(action.token_ids, action.logprobs)
-        live.record.tokens(live.answer.num_output_tokens - num_before, now)
+        if action.position == 0 and not num_before:
+            live.trace.first_token(now)
+        stopped = live.answer.tokens(action.token_ids, action.logprobs, action.index)
+        live.record.tokens(live.answer.num_output_tokens - num_before, now, action.index)
         if stopped:
-            self.coordinator.finish_stopped(action.request_id, now)
+            self.coordinator.finish_stopped(action.request_id, now, action.index)
 
     def _finished(self, action: EmitFinished) -> None:
         live, now = self._live.get(action.request_id), self._clock.now()
         if live is None:
             return
         live.answer.finished(action)
-        num_output_tokens = live.answer.num_output_tokens
-        reason = action.reason if live.answer.stop_string is None else FinishReason.STOP
-        live.record.finished(reason, timings_of(action.summary), now)
-        live.trace.finished(action.summary, reason, num_output_tokens=num_output_tokens, now=now)
+        if not action.is_last:
+            return
+        num_output_tokens, reason = live.answer.num_output_tokens, live.answer.reason
+        live.trace.show_output(live.answer.kept_text)
+        timings = timings_of(action.summary)
+        live.record.finished(reason, timings, now)
+        live.trace.finished(action.summary, reason, timings, usage=live.answer.usage, now=now)
         log.info(
             "request finished: %d tokens, %s",
             num_output_tokens,
@@ -472,7 +503,8 @@ class Conductor:
         with self.isolated("action"):
             live.record.failed(error, now)
         with self.isolated("action"):
-            live.trace.failed(error, now)
+            live.trace.show_output(live.answer.kept_text)
+            live.trace.failed(error, now, live.answer.usage)
         level = logging.INFO if isinstance(error, _CLIENT_ERRORS) else logging.WARNING
         log.log(level, "request failed: %s: %s", error.reason, error, extra=ids(request_id, live.trace.traceparent))
 
@@ -525,9 +557,12 @@ def _log_groups(change: GroupsChanged) -> None:
     if len(change.groups) < 2:
         log.info("all ready workers compute alike again, and pair")
         return
-    named = " | ".join(f"{', '.join(worker_ids)} ({kv[:8]})" for kv, worker_ids in change.groups)
+    named = " | ".join(f"{', '.join(group.worker_ids)} ({group.engine} {group.kv[:8]})" for group in change.groups)
+    if change.are_engines:
+        log.info("workers of the same model are of several engines, and pair within their own: %s", named)
+        return
     log.warning(
-        "workers of the same model compute differently and do not pair, by fingerprint: %s; give all of them the same "
-        "weights, --dtype, --kv-dtype and --quantization",
+        "workers of the same model compute differently and do not pair, by fingerprint: %s; give all of an engine the "
+        "same weights, --dtype, --kv-dtype and --quantization",
         named,
     )

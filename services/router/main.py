@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from functools import partial
 
+from prometheus_client import Counter
 from starlette.types import ASGIApp
 
 from baton.v1 import control_pb2_grpc, inference_pb2_grpc
+from services.core.addresses import bare_host, is_loopback, join
 from services.core.clock import MonotonicClock
-from services.core.cluster_token import cluster_token
 from services.core.errors import ConfigError
+from services.core.garbage import collect_rarely
 from services.core.ids import new_incarnation, new_request_id
 from services.core.lifecycle import Lifecycle
+from services.core.start_progress import StartProgress
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
 from services.router.config import RouterConfig
+from services.router.console.routes import make_console
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import WorkerInfo
 from services.router.front.byte_budget import ByteBudget
 from services.router.front.grpc import servicer
+from services.router.front.grpc.key import KeyInterceptor
 from services.router.front.grpc.reading import ReadInterceptor
 from services.router.front.http.app import guarded, make_app
 from services.router.front.http.body import BodyLimits
@@ -31,18 +37,28 @@ from services.router.front.http.server import HttpServer
 from services.router.front.intake import Intake
 from services.router.front.validation import ModelFacts
 from services.router.malloc import Trimmer, separate_large_blocks
-from services.router.policy import PolicyConfig, Split
+from services.router.policy import PolicyConfig, Split, sharing
 from services.router.policy.health import HealthConfig
 from services.router.policy.long_prompts import LongPromptConfig
 from services.router.policy.outliers import OutlierConfig
 from services.router.policy_file import read_selection
 from services.router.telemetry.activity import activity_log
+from services.router.telemetry.json_lines import JsonLines
 from services.router.telemetry.metrics import RouterMetrics
+from services.router.telemetry.request_log import RequestLog
+from services.router.telemetry.slo import Objectives
+from services.router.telemetry.timelines import Timelines
+from services.router.telemetry.usage_log import UsageLog
+from services.router.tenants.gate import Gate
+from services.router.tenants.limit_store import LimitStore
 from services.router.text.model_text_fetch import model_text_of
+from services.router.text.output.choice import ParserChoice
+from services.router.text.output.families import REASONING_PARSERS, TOOL_PARSERS, forms_of
 from services.router.text.tokenisation import ModelText, load_model_text
 from services.router.text.tokeniser_line import TokeniserLine
 from services.router.workers import control, registry
 from services.router.workers.sessions import SessionTimes
+from services.rpc.authentication import WORKER
 from services.rpc.channels import dial
 from services.rpc.logging import configure_logging
 from services.rpc.serving import GrpcServer
@@ -52,8 +68,19 @@ __all__ = ["Router", "RouterConfig", "serve"]
 
 log = logging.getLogger(__name__)
 
+_ANYONE = (
+    "ANYONE WHO REACHES %s MAY USE ALL OF THIS ROUTER: it asks for no keys (--tenants), nor for certificates "
+    "(--tls-client-ca)%s"
+)
+_AND_IN_THE_CLEAR = ", and prompts and answers cross the network in the clear"
+_IN_THE_CLEAR = (
+    "keys, prompts and answers cross the network IN THE CLEAR on their way to %s: give --public-tls-cert, or put TLS "
+    "in front of it"
+)
 _MAX_CONTROL_BYTES = 64 << 10
 """The largest message on the control port, in bytes: far more than a worker's description needs."""
+_SHARES_EVERY_S = 0.2
+"""How soon it shows in a tenant's limits that a worker has told of another number of routers."""
 _FETCH_TEXT_S = 30.0
 """Seconds in which a worker that brings a model must have given its tokenizer and template."""
 
@@ -63,10 +90,14 @@ async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
     configure_logging("baton-router", "router", level=config.log_level, form=config.log_format)
     separate_large_blocks()
     tracer = configure_tracing("baton-router", "router", config.trace_file or None)
+    lifecycle.report_progress(StartProgress("load", "tokenizer"))
     try:
-        router = Router(config, tracer, cluster_token(config.cluster_token_file))
+        router = Router(config, tracer, config.token())
         try:
             await router.start()
+            if not router.gate.is_open:  # else the signal ends the process, as it does any other
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.gate.reload_soon)
+            collect_rarely()
             lifecycle.report_ready(
                 port=router.port,
                 metrics_port=router.metrics_port,
@@ -84,17 +115,25 @@ async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
 class Router:
     """Runs a whole router in this process. Make it on the event loop; call `start`, perhaps `drain`, then `stop`."""
 
-    def __init__(self, config: RouterConfig, tracer: Tracer, token: str) -> None:
-        """Loads the tokenizer of its own model. `token` is the cluster token. Raises ConfigError."""
+    def __init__(self, config: RouterConfig, tracer: Tracer, token: str | None) -> None:
+        """Loads the tokenizer of its own model, and certificates. `token` is the cluster token. Raises ConfigError."""
         # Several texts are tokenised at once by the router's threads; the library's own pool would use every core for
         # each.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._policies = read_selection(config.policy, config.policy_weight, config.policy_file)
+        self._tool_parsers = ParserChoice("--tool-parser", config.tool_parser, TOOL_PARSERS)
+        self._reasoning_parsers = ParserChoice("--reasoning-parser", config.reasoning_parser, REASONING_PARSERS)
         model_id = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
         clock, self._incarnation = MonotonicClock(), new_incarnation()
         self._config, self._clock = config, clock
-        self._dial = partial(dial, token=token)
-        self._metrics = RouterMetrics(config, instance="router")
+        self._certificates, self._public_certificates = config.certificates(), config.public_certificates()
+        self._dial = partial(dial, token=token, certificates=self._certificates, role=WORKER)
+        self._metrics = RouterMetrics(
+            config,
+            instance="router",
+            certificates=self._certificates,
+            public_certificates=self._public_certificates,
+        )
         self.catalogue = Catalogue(
             self._serve(model_id, _own_text(config.model), _tokenizer_threads(config)),
             text_of=self._text_of,
@@ -105,40 +144,79 @@ class Router:
         )
         self._vetting = asyncio.Semaphore(1)
         """Is held while a model that a worker brings is vetted, which takes a processor and memory."""
+        self.gate = gate = Gate(config.tenants, clock)
+        self._lines: list[JsonLines] = []
+        usage_lines = self._open_lines("usage_log", self._metrics.usage_dropped)
+        request_lines = self._open_lines("request_log", self._metrics.logged_dropped)
+        self._limit_store = self._open_limit_store()
         self._trimmer = Trimmer()
         self.byte_budget = budget = ByteBudget(config.max_pending_bytes, freed=self._trimmer.soon)
-        self._server = GrpcServer(
-            config.host,
-            config.port,
-            reflects=True,
-            max_request_bytes=config.max_message_bytes,
-            interceptors=[ReadInterceptor(budget, config.max_text_bytes)],
-            max_concurrent_rpcs=config.max_concurrent_rpcs,
-            freed=self._trimmer.soon,
-        )
         self._control_server = GrpcServer(
             config.control_host,
             config.control_port,
             flag="--control-port",
             token=token,
+            certificates=self._certificates,
+            by_role=config.by_role,
             max_request_bytes=_MAX_CONTROL_BYTES,
         )
+        timelines = Timelines()
+        usage_log = UsageLog(usage_lines) if usage_lines is not None else None
+        request_log = RequestLog(request_lines, config.request_log_text_chars) if request_lines is not None else None
         intake = Intake(
             clock=clock,
             tracer=tracer,
             metrics=self._metrics.requests,
+            timelines=timelines,
+            gate=gate,
             log_prompts=config.log_prompts,
+            usage_sinks=[sink.ended for sink in (self._metrics.usage, usage_log) if sink is not None],
+            request_log=request_log,
         )
-        self._inference = servicer.InferenceServicer(intake, self.catalogue)
+        self._inference = servicer.InferenceServicer(intake, self.catalogue, gate)
+        self._server = GrpcServer(
+            config.host,
+            config.port,
+            certificates=self._public_certificates,
+            reflects=True,
+            max_request_bytes=config.max_message_bytes,
+            guards=[KeyInterceptor(gate)],
+            interceptors=[ReadInterceptor(budget, config.max_text_bytes, self._inference.counting)],
+            max_concurrent_rpcs=config.max_concurrent_rpcs,
+            freed=self._trimmer.soon,
+        )
         limits = BodyLimits(config.max_message_bytes, config.max_text_bytes)
-        app: ASGIApp = make_app(intake, self.catalogue, self._metrics.registry, budget, limits)
+        objectives = Objectives(config.slo_ttft_ms, config.slo_tpot_ms, config.slo_itl_ms, config.slo_e2e_ms)
+        self._console = make_console(
+            config,
+            self.catalogue,
+            timelines,
+            self._metrics.requests,
+            objectives,
+            clock,
+            lambda: (self.address, join(config.host, self.http_port)),
+        )
+        routes = self._console.routes() if self._console is not None else []
+        app: ASGIApp = make_app(intake, self.catalogue, gate, self._metrics.registry, budget, limits, routes)
         app = guarded(app, config.host, hosts=config.http_allowed_host, origins=config.http_cors_origin)
-        self._http = HttpServer(app, config.host, config.http_port) if config.http_port >= 0 else None
-        self._control = control.ControlServicer(self.catalogue, incarnation=self._incarnation, clock=clock)
+        self._http = self._new_http_server(app)
+        self._control = control.ControlServicer(
+            self.catalogue,
+            incarnation=self._incarnation,
+            clock=clock,
+            timelines=timelines,
+            objectives=objectives,
+        )
         self._registry = registry.RegistryServicer(
             self.catalogue, incarnation=self._incarnation, interval_s=config.register_s
         )
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _new_http_server(self, app: ASGIApp) -> HttpServer | None:
+        config = self._config
+        if config.http_port < 0:
+            return None
+        return HttpServer(app, config.host, config.http_port, certificates=self._public_certificates)
 
     @property
     def port(self) -> int:
@@ -167,24 +245,48 @@ class Router:
         return self._http.port if self._http is not None else 0
 
     async def start(self) -> None:
+        for lines in self._lines:
+            lines.start()
         self._server.add(servicer.FULL_NAME, inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._inference)
         add = self._control_server.add
         add(control.FULL_NAME, control_pb2_grpc.add_ControlServiceServicer_to_server, self._control)
         add(registry.FULL_NAME, control_pb2_grpc.add_RegistryServiceServicer_to_server, self._registry)
+        self._control_server.promise(servicer.FULL_NAME)  # its health is told there too, by the cluster's certificate
         await self._server.start()
         await self._control_server.start()
         if self._http is not None:
             await self._http.start()
             self._control.http_port = self._http.port
-        await self._control_server.set_ready(True)
+        await self._control_server.set_ready(True, control.FULL_NAME, registry.FULL_NAME)
         self._tasks = [
             asyncio.create_task(self.catalogue.tick_forever(), name="tick"),
             asyncio.create_task(self._keep_health(), name="health"),
         ]
+        for held in (self._certificates, self._public_certificates):
+            if held is not None:
+                self._tasks.append(asyncio.create_task(held.watch(), name="certificates"))
+        if not self.gate.is_open:
+            self._tasks.append(asyncio.create_task(self.gate.watch(), name="tenants"))
+            self._tasks.append(asyncio.create_task(self._divide_limits(), name="shares of limits"))
+            if self._limit_store is not None:
+                store = self._limit_store.run(self.gate.quotas)
+                self._tasks.append(asyncio.create_task(store, name="limits in a store"))
+        if self._console is not None:
+            self._tasks.append(asyncio.create_task(self._console.feed.remember(), name="console memory"))
         if self._config.log_interval_s:
             activity = activity_log(self.catalogue, self._metrics.requests, self._clock, self._config.log_interval_s)
             self._tasks.append(asyncio.create_task(activity.run(), name="activity log"))
         log.info("listening on %s, for workers and operators on %s", self.address, self.control_address)
+        if not is_loopback(bare_host(self._config.host)):
+            self._warn_of_strangers()
+
+    def _warn_of_strangers(self) -> None:
+        """Says what a router that listens beyond loopback leaves open."""
+        public = self._public_certificates
+        if self.gate.is_open and (public is None or not public.demands_peers):
+            log.warning(_ANYONE, self.address, "" if public is not None else _AND_IN_THE_CLEAR)
+        elif public is None:
+            log.warning(_IN_THE_CLEAR, self.address)
 
     async def serve_until(self, stopping: asyncio.Event) -> None:
         """Returns when `stopping` is set.
@@ -212,6 +314,8 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.catalogue.close()
+        if self._console is not None:
+            await self._console.close()  # who looks would keep the server from stopping
         if self._http is not None:
             await self._http.stop()
         await asyncio.gather(self._server.stop(grace_s=1.0), self._control_server.stop(grace_s=1.0))
@@ -219,6 +323,8 @@ class Router:
             model.line.close()
             await asyncio.to_thread(model.text.close)
         self._trimmer.close()
+        for lines in self._lines:  # after the servers, whose last requests end with them
+            await asyncio.to_thread(lines.close)
         self._metrics.close()
 
     @property
@@ -230,6 +336,22 @@ class Router:
     def coordinator(self) -> Coordinator:
         """Returns the coordinator of the router's own model."""
         return self.conductor.coordinator
+
+    def _open_lines(self, name: str, dropped: Counter | None) -> JsonLines | None:
+        """Opens the file of the flags that begin with that name. Returns None if there is to be none."""
+        config = self._config
+        if dropped is None:
+            return None
+        lines = JsonLines(
+            f"--{name.replace('_', '-')}",
+            getattr(config, name),
+            self._incarnation,
+            most_bytes=getattr(config, f"{name}_bytes"),
+            most_files=getattr(config, f"{name}_files"),
+            dropped=dropped.inc,
+        )
+        self._lines.append(lines)
+        return lines
 
     def _serve(self, model_id: str, text: ModelText, num_threads: int = 1) -> ServedModel:
         """Makes what serves a model, at first without workers. `num_threads` tokenise its long texts."""
@@ -243,7 +365,11 @@ class Router:
             dial=self._dial,
             incarnation=self._incarnation,
         )
-        facts = ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes)
+        forms = forms_of(text.template_text, self._tool_parsers.of(model_id), self._reasoning_parsers.of(model_id))
+        log.info(
+            "model %s: calls of tools are read as %s, reasoning as %s", model_id, forms.tools_name, forms.reasoning
+        )
+        facts = ModelFacts(model_id, text.vocab_size, self._config.max_text_bytes, forms)
         line = TokeniserLine(num_threads, most_bytes=self._config.max_text_bytes)
         return ServedModel(facts, text, conductor, metrics.requests, line, str(policy))
 
@@ -255,13 +381,28 @@ class Router:
         finally:
             await channel.close()
 
+    def _open_limit_store(self) -> LimitStore | None:
+        store_up = self._metrics.limit_store_up
+        if store_up is None:
+            return None
+        name = f"{self._incarnation:016x}"
+        return LimitStore(self._config.tenants_store, name, self._clock, is_up=lambda up: store_up.set(float(up)))
+
+    async def _divide_limits(self) -> None:
+        """Divides the limits of tenants by the routers that share the workers."""
+        while True:
+            seen = max(model.conductor.num_routers for model in self.catalogue.all())
+            self.gate.divide(self._config.routers or seen)
+            await asyncio.sleep(_SHARES_EVERY_S)
+
     async def _keep_health(self) -> None:
         """Keeps InferenceService SERVING while a request would find a worker, and NOT_SERVING otherwise."""
         healthy = False
         while True:
             if self.catalogue.ready != healthy:
                 healthy = self.catalogue.ready
-                await self._server.set_ready(healthy, servicer.FULL_NAME)
+                for server in (self._server, self._control_server):
+                    await server.set_ready(healthy, servicer.FULL_NAME)
             await asyncio.sleep(TICK_S)
 
 
@@ -280,10 +421,11 @@ def _coordinator_config(config: RouterConfig, text: ModelText, policy: PolicyCon
         max_queue=config.max_queue,
         queue_timeout_s=config.queue_timeout_s,
         no_worker_timeout_s=config.no_worker_timeout_s,
+        replay_across_engines=config.replay_across_engines,
         aging_s=config.aging_s,
         step_timeout_s=config.step_timeout_s,
         canary_salt=f"canary-{new_request_id()}",
-        policy=policy,
+        policy=sharing(policy, config.share_prefixes),
         long_prompts=LongPromptConfig(isolation=config.isolate_long_prompts),
         outliers=OutlierConfig(slow_factor=config.slow_factor),
         split=Split(config.split),

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from services.core.errors import Cancelled, MalformedMessage, MessageTooLarge, Overloaded
+from services.core.errors import BatonError, Cancelled, MalformedMessage, MessageTooLarge, Overloaded
 from services.rpc.authentication import FOR_ANYONE
 from services.rpc.interceptors import Behavior, CallContext, Handler
 
@@ -108,19 +108,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     return
                 async with contextlib.aclosing(outcome) as responses:
                     async for response in responses:
-                        with call.unread():
-                            await _write(context, response)
+                        with call.writing():
+                            await context.write(response)
 
         return respond
-
-
-async def _write(context: CallContext, response: Any) -> None:
-    """Raises Cancelled if the peer takes nothing for too long: what is kept for it would stay."""
-    try:
-        async with asyncio.timeout(WRITE_WITHIN_S):
-            await context.write(response)
-    except TimeoutError:
-        raise Cancelled(f"nothing of the answer was read for {WRITE_WITHIN_S:g} s") from None
 
 
 class OpenCalls:
@@ -139,6 +130,9 @@ class OpenCalls:
         self._num_swept = 0
         """The value of `_num_waits` at the last sweep."""
         self._sweep: asyncio.TimerHandle | None = None
+        self._writing: dict[OpenCall, int] = {}
+        """Those of them with a message on its way, in the same way."""
+        self._impatience: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -158,10 +152,9 @@ class OpenCalls:
                     self._calls.add(call)
                 yield call
         except TimeoutError as error:
-            if not call.is_evicted:
+            if call.ended_by is None:
                 raise
-            message = "the server needs the room, and this call has kept it waiting"
-            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
+            raise call.ended_by from error
         finally:
             self._calls.discard(call)
 
@@ -173,14 +166,41 @@ class OpenCalls:
 
     @contextlib.contextmanager
     def _waiting(self, waits: dict[OpenCall, int], call: OpenCall) -> Iterator[None]:
-        self._num_waits += 1
-        waits[call] = self._num_waits
-        call.since_s = asyncio.get_running_loop().time()
-        self._look_later()
+        self._begin(waits, call)
         try:
             yield
         finally:
             waits.pop(call, None)
+
+    def _begin(self, waits: dict[OpenCall, int], call: OpenCall) -> None:
+        self._num_waits += 1
+        waits[call] = self._num_waits
+        call.since_s = asyncio.get_running_loop().time()
+        self._look_later()
+
+    def begin_write(self, call: OpenCall) -> None:
+        """Notes that a message is on its way to the client: the call is ended if it takes nothing for too long, since
+        what is kept for it would stay. One timer serves all calls: one for each message would cost more than the rest
+        of this."""
+        self._begin(self._unread, call)
+        self._writing[call] = self._num_waits
+        if self._impatience is None:
+            self._impatience = asyncio.get_running_loop().call_later(WRITE_WITHIN_S, self._give_up)
+
+    def end_write(self, call: OpenCall) -> None:
+        self._unread.pop(call, None)
+        self._writing.pop(call, None)
+
+    def _give_up(self) -> None:
+        """Ends the calls whose clients take nothing."""
+        self._impatience, loop = None, asyncio.get_running_loop()
+        for call in list(self._writing):
+            left_s = call.since_s + WRITE_WITHIN_S - loop.time()
+            if left_s > 0:
+                self._impatience = loop.call_later(left_s, self._give_up)
+                break
+            self._forget(call)
+            call.end(Cancelled(f"nothing of the answer was read for {WRITE_WITHIN_S:g} s"))
 
     def _make_room(self) -> None:
         before_s = asyncio.get_running_loop().time() - GRACE_S
@@ -229,18 +249,23 @@ class OpenCalls:
             for call in waiting[peer]:
                 self._evict(call)
 
-    def _evict(self, call: OpenCall) -> None:
+    def _forget(self, call: OpenCall) -> None:
+        """Drops a call that is to end: it keeps the server waiting no longer, and no room."""
         self._calls.discard(call)
-        self._arriving.pop(call, None)
-        self._unread.pop(call, None)
-        call.evict()
+        for waits in (self._arriving, self._unread, self._writing):
+            waits.pop(call, None)
+
+    def _evict(self, call: OpenCall) -> None:
+        self._forget(call)
+        message = "the server needs the room, and this call has kept it waiting"
+        call.end(Overloaded(message, retry_after_s=_RETRY_AFTER_S))
 
 
 class OpenCall:
     def __init__(self, calls: OpenCalls, peer: str) -> None:
         self.peer = peer
         self.limit: asyncio.Timeout
-        self.is_evicted = False
+        self.ended_by: BatonError | None = None
         self.since_s = 0.0
         """Since when the call keeps the server waiting, in the event loop's seconds."""
         self._calls = calls
@@ -253,9 +278,21 @@ class OpenCall:
         """Marks the call, within the block, as waiting for its client to read, or in a handler that writes itself."""
         return self._calls.unread(self)
 
-    def evict(self) -> None:
-        self.is_evicted = True
-        self.limit.reschedule(asyncio.get_running_loop().time())
+    def writing(self) -> OpenCall:
+        """Marks the call, within the block, as waiting for its client to take one message, and bounds that wait."""
+        return self
+
+    def __enter__(self) -> None:  # a generator would cost three times as much, for each message
+        self._calls.begin_write(self)
+
+    def __exit__(self, *raised: object) -> None:
+        self._calls.end_write(self)
+
+    def end(self, error: BatonError) -> None:
+        """Ends the call with the error, unless it is being ended."""
+        if self.ended_by is None:
+            self.ended_by = error
+            self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 class _Arriving:

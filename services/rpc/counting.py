@@ -46,6 +46,8 @@ class Counted:
 
 _UNBOUNDED = 1 << 40
 """For messages that the runtime bounds (`options.py`)."""
+_MOST_HASH_BYTES = 1 << 20
+"""Of a message with the hashes of a prompt's blocks: a million tokens in blocks of 16."""
 REQUESTS = {
     # A prompt's tokens, and the leases that a heartbeat holds.
     "/baton.v1.WorkerService/Session": Counted(
@@ -54,9 +56,13 @@ REQUESTS = {
     "/baton.v1.WorkerService/GetModelText": Counted(worker_pb2.GetModelTextRequest),
     "/baton.v1.KVTransferService/Fetch": Counted(kvtransfer_pb2.FetchRequest),
     "/baton.v1.KVTransferService/Release": Counted(kvtransfer_pb2.ReleaseRequest),
+    "/baton.v1.KVTransferService/Lend": Counted(kvtransfer_pb2.LendRequest, most_bytes=_MOST_HASH_BYTES),
+    "/baton.v1.KVTransferService/Keep": Counted(kvtransfer_pb2.KeepRequest, most_bytes=_MOST_HASH_BYTES),
 }
 FETCH_RESPONSE = Counted(kvtransfer_pb2.FetchResponse, MessageLimits(fields=1 << 16), _UNBOUNDED)
 RELEASE_RESPONSE = Counted(kvtransfer_pb2.ReleaseResponse)
+LEND_RESPONSE = Counted(kvtransfer_pb2.LendResponse)
+KEEP_RESPONSE = Counted(kvtransfer_pb2.KeepResponse)
 
 
 class CountInterceptor(grpc.aio.ServerInterceptor):

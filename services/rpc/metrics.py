@@ -19,19 +19,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.core.addresses import bare_host, host_names
 from services.core.listening import cannot_listen
+from services.rpc import names
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+    from services.rpc.certificates import Certificates
+
 log = logging.getLogger(__name__)
 
+_EXPIRES = "Seconds until a certificate expires: the cluster's own, or the public one that clients are shown"
 _MAX_SCRAPES = 16
 _SCRAPE_WITHIN_S = 15.0
 """Longest life of a connection, in seconds. A connection carries one scrape."""
@@ -52,6 +56,14 @@ def new_registry(service: str, instance_id: str) -> CollectorRegistry:
     ProcessCollector(registry=registry)
     Info("baton", "What this process is", registry=registry).info({"service": service, "instance": instance_id})
     return registry
+
+
+def tell_expiry(registry: CollectorRegistry, held: Mapping[str, Certificates | None]) -> None:
+    """Adds how long certificates last, by what they are for; those that are None are left out."""
+    gauge = Gauge(names.Metric.CERTIFICATE_EXPIRES, _EXPIRES, ["certificate"], registry=registry)
+    for name, certificates in held.items():
+        if certificates is not None:
+            gauge.labels(name).set_function(certificates.expires_in_s)
 
 
 class Aliases(Collector):

@@ -10,7 +10,7 @@ from __future__ import annotations
 class Span:
     """Names the spans (docs/tracing.md).
 
-    The first five and DECODE are spans of the router. A name with a dot is a child of the part before the dot.
+    The first five, PARK and DECODE are spans of the router. A name with a dot is a child of the part before the dot.
     """
 
     REQUEST = "baton.request"
@@ -23,6 +23,12 @@ class Span:
     PREFILL_COMPUTE = "prefill.compute"
     # Decode worker: from the first block announced to a valid release.
     KV_TRANSFER = "kv.transfer"
+    # Router: a store's leg, until the store has the handoff.
+    PARK = "park"
+    # Store: from the command's arrival to a valid release, after which the store leases the KV out itself.
+    KV_PARK = "kv.park"
+    # The worker that computes the prompt: from the open fetch of blocks of another's prefix cache to a valid release.
+    KV_FETCH = "kv.fetch"
     DECODE = "decode"
     # Decode worker: from the import's READY to the first step that has the sequence, and from there to its end.
     DECODE_WAIT = "decode.wait"
@@ -36,7 +42,7 @@ class Event:
     RETRY = "retry"
     # On prefill.compute, one for each chunk.
     CHUNK = "chunk"
-    # On kv.transfer, when SEALED was received; the rest of the transfer is exposed.
+    # On kv.transfer and kv.park, when SEALED was received; the rest of the transfer is exposed.
     SEALED = "sealed"
     # On decode.run, when the worker took the sequence's blocks for other sequences.
     PREEMPTED = "preempted"
@@ -78,6 +84,9 @@ class Attr:
     TTFT_MS = "baton.ttft_ms"
     RETRIES = "baton.retries"
     PRIORITY = "baton.priority"
+    TENANT = "baton.tenant"
+    # What the request costs by its tenant's prices; only of a named tenant.
+    REQUEST_COST = "baton.cost"
     # On place: the number of decode workers that refused the leg.
     NUM_REFUSALS = "baton.place.num_refusals"
     # On prefill, decode and place: why the leg's worker was chosen, and what the next best had. The name of the term
@@ -94,14 +103,16 @@ class Attr:
     NUM_TOKENS = "baton.num_tokens"
     CACHED_TOKENS = "baton.cached_tokens"
     NUM_CHUNKS = "baton.prefill.num_chunks"
-    # On kv.transfer.
+    # On kv.transfer, kv.park and kv.fetch.
     TRANSFER_BYTES = "baton.transfer.bytes"
     TRANSFER_BLOCKS = "baton.transfer.blocks"
-    # "shm", "grpc" or "local".
+    # "shm", "nixl", "tcp", "grpc" or "local".
     TRANSFER_TRANSPORT = "baton.transfer.transport"
     TRANSFER_OVERLAPPED_MS = "baton.transfer.overlapped_ms"
     TRANSFER_EXPOSED_MS = "baton.transfer.exposed_ms"
     LEASE_ID = "baton.lease_id"
+    # On kv.fetch: the address of the worker or store that had the blocks.
+    SOURCE = "baton.transfer.source"
     # On decode.run.
     NUM_STEPS = "baton.decode.num_steps"
     MEAN_BATCH_SIZE = "baton.decode.mean_batch_size"
@@ -129,10 +140,18 @@ class Metric:
     QUEUE_SECONDS = "baton_queue_seconds"
     QUEUE_LIMIT = "baton_queue_limit"
     RETRIES = "baton_retries"
+    HANDOFFS_PARKED = "baton_handoffs_parked"
     SLO_REQUESTS = "baton_slo_requests"
     SLO_TARGET_SECONDS = "baton_slo_target_seconds"
     READY = "baton_ready"
     MODEL_READY = "baton_model_ready"
+    TENANT_REQUESTS = "baton_tenant_requests"
+    TENANT_TOKENS = "baton_tenant_tokens"
+    TENANT_COST = "baton_tenant_cost"
+    USAGE_DROPPED = "baton_usage_log_dropped"
+    REQUEST_LOG_DROPPED = "baton_request_log_dropped"
+    CERTIFICATE_EXPIRES = "baton_certificate_expires_seconds"
+    LIMIT_STORE_UP = "baton_tenants_store_up"
     INTERNAL_ERRORS = "baton_internal_errors"
     WORKERS = "baton_workers"
     WORKERS_HEALTH = "baton_workers_health"
@@ -146,6 +165,9 @@ class Metric:
     PREEMPTIONS = "baton_preemptions"
     PREFIX_TOKENS_QUERIED = "baton_prefix_tokens_queried"
     PREFIX_TOKENS_HIT = "baton_prefix_tokens_hit"
+    PREFIX_TOKENS_BROUGHT = "baton_prefix_tokens_brought"
+    PREFIXES_FAILED = "baton_prefixes_failed"
+    PREFIX_TOKENS_LENT = "baton_prefix_tokens_lent"
     STEPS = "baton_steps"
     STEP_SECONDS = "baton_step_seconds"
     STEP_PART_SECONDS = "baton_step_part_seconds"
@@ -166,6 +188,12 @@ class Metric:
     TRANSFER_BYTES = "baton_transfer_bytes"
     TRANSFER_SECONDS = "baton_transfer_seconds"
     TRANSFER_EXPOSED_SECONDS = "baton_transfer_exposed_seconds"
+    KV_TIER_BYTES = "baton_kv_tier_bytes"
+    KV_TIER_BLOCKS = "baton_kv_tier_blocks"
+    KV_TIER_SECONDS = "baton_kv_tier_seconds"
+    KV_TIER_FAILURES = "baton_kv_tier_failures"
+    KV_TIER_LEFT_OUT = "baton_kv_tier_left_out"
+    KV_BLOCKS_LOST = "baton_kv_blocks_lost"
     DEVICE_MEMORY = "baton_device_memory_bytes"
     COST = "baton_cost"
 

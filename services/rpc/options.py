@@ -85,6 +85,15 @@ def channel_options() -> Options:
     ]
 
 
+def name_options(name: str) -> list[tuple[str, str]]:
+    """Returns the options of a channel in TLS that asks for the `name` in the server's certificate; empty means the
+    host's.
+
+    The name is the calls' authority then, as the runtime has it: it demands that one of the certificate too.
+    """
+    return [("grpc.ssl_target_name_override", name)] if name else []
+
+
 def _keepalive(time_ms: int) -> Options:
     return [
         ("grpc.keepalive_time_ms", time_ms),

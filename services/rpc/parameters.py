@@ -7,6 +7,7 @@ Every error is an InvalidRequest that names the field. Pure. Never: checks what 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from baton.v1 import types_pb2
 from services.core.errors import InvalidRequest
@@ -16,6 +17,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_ANSWERS = 16
 
 
 def check_sampling(sampling: types_pb2.SamplingParams, vocab_size: int) -> None:
@@ -75,3 +77,11 @@ def _token_id(field: str, token_id: int, vocab_size: int) -> None:
 
 def _number(value: float) -> str:
     return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def are_logprobs(entries: Iterable[types_pb2.TokenLogprobs]) -> bool:
+    """Returns whether no log-probability is NaN or infinity, which JSON lacks. Minus infinity is a masked token's."""
+    return all(
+        entry.logprob < math.inf and all(top.token_id >= 0 and top.logprob < math.inf for top in entry.top)
+        for entry in entries
+    )

@@ -15,8 +15,9 @@ from grpc_reflection.v1alpha import reflection
 from services.core.addresses import join
 from services.core.errors import ConfigError
 from services.core.listening import require_free
-from services.rpc.authentication import TokenInterceptor
+from services.rpc.authentication import AccessInterceptor
 from services.rpc.call_limits import CallInterceptor, most_arriving, most_held
+from services.rpc.certificates import Certificates
 from services.rpc.counting import CountInterceptor
 from services.rpc.health import HealthServicer
 from services.rpc.interceptors import ErrorInterceptor
@@ -42,33 +43,42 @@ class GrpcServer:
         *,
         flag: str = "--port",
         token: str | None = None,
+        certificates: Certificates | None = None,
+        by_role: bool = False,
         reflects: bool = False,
         max_request_bytes: int = MAX_REQUEST_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        guards: Sequence[grpc.aio.ServerInterceptor] = (),
         max_concurrent_rpcs: int = MAX_CALLS,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
         """`flag` is the one that gives the port, for messages.
 
-        `token` is the cluster token; without it only open services can be called (`authentication.py`).
+        `token` is the cluster token, and `by_role` says that callers' certificates must name their roles; without
+        either only open services can be called (`authentication.py`). With `certificates` the port speaks TLS alone,
+        and asks for certificates if they have CAs.
 
         With `reflects`, the server describes its services and their messages to anyone who asks. `interceptors` run
-        closer to the servicers than the interceptor that translates errors. `freed` is called when much memory is
+        closer to the servicers than the interceptor that translates errors, and `guards` before it: they end calls
+        with a status. `freed` is called when much memory is
         about to be freed.
         """
         self.host = host
         self._port = port
         self._flag = flag
         self._bound = False
+        assert certificates is not None or not by_role, "roles stand in certificates"
+        self._certificates = certificates
         self._reflects = reflects
         self._services: list[str] = []
         self._health = HealthServicer()
         # The runtime's own limit counts calls whose clients never read their answers, and cannot end them.
         held = most_held(max_connections())
         limits = CallInterceptor(max_concurrent_rpcs, most_arriving(max_request_bytes), held, freed)
+        access = AccessInterceptor(token, by_role=by_role)
         self._server = grpc.aio.server(
-            # The outermost interceptor translates all errors.
-            interceptors=[ErrorInterceptor(), TokenInterceptor(token), CountInterceptor(), limits, *interceptors],
+            # Errors are translated outside all but the guards.
+            interceptors=[*guards, ErrorInterceptor(), access, CountInterceptor(), limits, *interceptors],
             options=server_options(max_request_bytes),
         )
 
@@ -99,7 +109,10 @@ class GrpcServer:
         if not self._bound:
             address = join(self.host, self._port)
             try:
-                bound = self._server.add_insecure_port(address)
+                if self._certificates is None:
+                    bound = self._server.add_insecure_port(address)
+                else:
+                    bound = self._server.add_secure_port(address, self._certificates.server_credentials())
             except RuntimeError as error:
                 require_free(self._flag, self.host, self._port)  # the runtime does not say why
                 raise ConfigError(f"{self._flag}: cannot listen on {address}") from error

@@ -29,8 +29,12 @@ _Code = grpc.StatusCode
 CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: _Code.INVALID_ARGUMENT,
     errors.ContextLengthExceeded: _Code.INVALID_ARGUMENT,
+    errors.ConstraintUnsatisfied: _Code.INVALID_ARGUMENT,
     errors.MalformedMessage: _Code.INVALID_ARGUMENT,
     errors.Unauthenticated: _Code.UNAUTHENTICATED,
+    errors.InvalidKey: _Code.UNAUTHENTICATED,
+    errors.TooManyWrongKeys: _Code.RESOURCE_EXHAUSTED,
+    errors.ModelNotAllowed: _Code.PERMISSION_DENIED,
     errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     errors.UnknownModel: _Code.NOT_FOUND,
     errors.UnknownWorker: _Code.NOT_FOUND,
@@ -38,6 +42,7 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.WorkerIdInUse: _Code.ALREADY_EXISTS,
     errors.DuplicateRequest: _Code.ALREADY_EXISTS,
     errors.Overloaded: _Code.RESOURCE_EXHAUSTED,
+    errors.QuotaExceeded: _Code.RESOURCE_EXHAUSTED,
     errors.NoWorker: _Code.UNAVAILABLE,
     errors.Draining: _Code.UNAVAILABLE,
     errors.RoleGone: _Code.UNAVAILABLE,
@@ -68,7 +73,10 @@ _BY_CODE: dict[int, type[errors.BatonError]] = {
 }
 _BY_REASON = {leaf.reason: leaf for leaf in CODES}
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
-_RETRYABLE = (errors.Overloaded, errors.NoWorker, errors.Draining, errors.WorkerFailed)
+_RETRYABLE = (
+    *(errors.Overloaded, errors.QuotaExceeded, errors.TooManyWrongKeys),
+    *(errors.NoWorker, errors.Draining, errors.WorkerFailed),
+)
 
 # A status travels in HTTP/2 trailers (8 KiB by default) and has the message twice: percent-encoded and in the details.
 _MAX_MESSAGE_BYTES = 768
@@ -145,10 +153,25 @@ def end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> No
     `context.abort` is not used, since it ends the RPC by one more exception: its traceback and the frames in it, which
     hold the request, would keep each other alive until the next full garbage collection.
     """
+    end_as(context, status_parts(error))
+
+
+StatusParts = tuple[grpc.StatusCode, str, bytes]
+"""What is sent of an error: its code, its message and its google.rpc.Status."""
+
+
+def status_parts(error: BaseException) -> StatusParts:
+    """Returns what `end` sends. It takes longer than to send it."""
     status = to_status(error)
-    context.set_code(_BY_NUMBER[status.code])
-    context.set_details(status.message)
-    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+    return _BY_NUMBER[status.code], status.message, status.SerializeToString()
+
+
+def end_as(context: grpc.aio.ServicerContext[Any, Any], parts: StatusParts) -> None:
+    """Gives the RPC that status, as `end` does."""
+    code, message, status = parts
+    context.set_code(code)
+    context.set_details(message)
+    context.set_trailing_metadata(((DETAILS_KEY, status),))
 
 
 def _opaque(error: BaseException) -> status_pb2.Status:
@@ -170,6 +193,11 @@ def _details(error: errors.BatonError, message: str) -> list[Any]:
     if isinstance(error, errors.Overloaded):
         quota = error_details_pb2.QuotaFailure()
         quota.violations.add(subject="capacity", description=message)
+        details.append(quota)
+    if isinstance(error, errors.QuotaExceeded):
+        quota = error_details_pb2.QuotaFailure()
+        subject = f"tenant:{_clip(error.subject, _MAX_FIELD_BYTES)}"
+        quota.violations.add(subject=subject, description=message, quota_id=error.limit)
         details.append(quota)
     delay_s = retry_after_s(error)
     if delay_s is not None:

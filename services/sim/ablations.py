@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.coordinator.config import CoordinatorConfig
-from services.sim.cluster import SimPlan, simulate
+from services.sim.cluster import ROUTER, SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.report import Objective, summary
 from services.sim.scheduler import WorkerRules
@@ -71,7 +70,7 @@ class _Ablations:
         self._crowd = [dataclasses.replace(each, at_s=0.0) for each in trace[:_MOST_AT_ONCE]]
         self._objective = objective
         self._tell = tell
-        router = CoordinatorConfig(model_context_tokens=1 << 20, max_queue=len(trace), queue_timeout_s=1e9)
+        router = dataclasses.replace(ROUTER, max_queue=len(trace), queue_timeout_s=1e9)
         self._mixed = SimPlan(0, 0, num_workers, profile=profile, router=router)
         self._one = dataclasses.replace(self._mixed, mixed=1)
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 
@@ -34,8 +35,8 @@ _WIDTH, _HEIGHT = 760, 460
 """Without the legend, which stands below, a row for each line."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 24, 52, 64
 _LEGEND_ROW = 22
-_COLOURS = ("#1f5fa8", "#c4511d", "#2f7d4f", "#7b4397", "#8a6d00", "#444444")
-_DASHES = ("", "8 4", "2 3", "10 3 2 3", "5 5", "1 5")
+_COLOURS = ("#1f5fa8", "#c4511d", "#2f7d4f", "#7b4397", "#8a6d00", "#444444", "#b8296b", "#14868c", "#7a4a2b")
+_DASHES = ("", "8 4", "2 3", "10 3 2 3", "5 5", "1 5", "14 4", "6 2 2 2 2 2", "3 7")
 _STYLE = "font-family='Helvetica, Arial, sans-serif' fill='#222'"
 
 
@@ -76,15 +77,13 @@ class Chart:
     joined: bool = True
     """Whether the points of a line are joined."""
 
-    def svg(self, lines: Sequence[Line]) -> str:
-        """Returns the whole picture, without points that have no place on an axis. Raises ValueError if no point has
-        one."""
-        shown = [
-            tuple(point for point in line.points if self.x.has(point[0]) and self.y.has(point[1])) for line in lines
-        ]
-        points = [point for line in shown for point in line]
-        if not points:
+    def svg(self, lines: Sequence[Line], others: Sequence[Line] = ()) -> str:
+        """Returns the whole picture, without points that have no place on an axis. Its axes have room for the points of
+        `others` too, which are not drawn: so pictures can be compared. Raises ValueError if no point has a place."""
+        shown = [self._placed(line) for line in lines]
+        if not any(shown):
             raise ValueError(f"{self.title}: no points")
+        points = [point for line in (*shown, *map(self._placed, others)) for point in line]
         x_ticks, y_ticks = self.x.ticks([x for x, _ in points]), self.y.ticks([y for _, y in points])
 
         def at(x: float, y: float) -> tuple[float, float]:
@@ -112,6 +111,9 @@ class Chart:
         parts += _legend([line.name for line in lines])
         return "\n".join([*parts, "</svg>", ""])
 
+    def _placed(self, line: Line) -> tuple[tuple[float, float], ...]:
+        return tuple(point for point in line.points if self.x.has(point[0]) and self.y.has(point[1]))
+
     def _line(self, number: int, points: Sequence[tuple[float, float]]) -> list[str]:
         colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
         path = " ".join(f"{x},{y}" for x, y in points)
@@ -122,6 +124,25 @@ class Chart:
         if self.markers:
             parts += [f"<circle cx='{x}' cy='{y}' r='4' fill='{colour}'/>" for x, y in points]
         return parts
+
+
+def grid(rows: Sequence[Sequence[str]]) -> str:
+    """Returns one picture of several that charts have drawn: rows from above, the pictures of a row from the left."""
+    parts, top, width = list[str](), 0, 0
+    for row in rows:
+        sizes = [_size(picture) for picture in row]
+        left = 0
+        for picture, (across, _) in zip(row, sizes, strict=True):
+            parts.append(picture.replace("<svg ", f"<svg x='{left}' y='{top}' ", 1).rstrip())
+            left += across
+        width, top = max(width, left), top + max(down for _, down in sizes)
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{top}' viewBox='0 0 {width} {top}'>"
+    return "\n".join([head, f"<rect width='{width}' height='{top}' fill='white'/>", *parts, "</svg>", ""])
+
+
+def _size(picture: str) -> tuple[int, int]:
+    root = ElementTree.fromstring(picture)
+    return int(root.attrib["width"]), int(root.attrib["height"])
 
 
 def _legend(names: Sequence[str]) -> list[str]:

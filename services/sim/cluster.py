@@ -18,6 +18,7 @@ from services.router.coordinator.actions import (
     Action,
     CancelLeg,
     Defect,
+    EjectionChanged,
     EmitFailed,
     EmitFinished,
     EmitStarted,
@@ -28,6 +29,7 @@ from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Load, Role
+from services.router.policy.outliers import OutlierConfig
 from services.sim.pool import PromptParts
 from services.sim.profile import WorkerProfile
 from services.sim.scheduler import Stream, WorkerRules
@@ -52,8 +54,9 @@ class Death:
     at_s: float
 
 
-ROUTER = CoordinatorConfig(model_context_tokens=1 << 20)
-"""The router of a plan that names none. It splits all prompts, whatever that costs."""
+ROUTER = CoordinatorConfig(model_context_tokens=1 << 20, outliers=OutlierConfig(slow_factor=0.0))
+"""The router of a plan that names none. It splits all prompts, whatever that costs, and ejects nobody: what a slow
+worker does to others shows only so."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class SimPlan:
     knows_caches_at_once: bool = False
     """Whether the router knows, at each choice, what stands in the prefix caches at that moment. No real router can: it
     is what one that hears of changes by messages is compared with."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Tenants' weights, by the callers that the trace names; 1 for all others."""
     asked_tokens: int = 0
     """The output that every request asks for at most, where that is more than it gets: so the router does not know how
     long outputs will be. By default each asks for what it gets."""
@@ -104,6 +109,7 @@ class Served:
     prompt_tokens: int
     output_tokens: int
     priority: int = 0
+    tenant: str = ""
     queue_s: float = 0.0
     ttft_s: float | None = None
     total_s: float | None = None
@@ -121,6 +127,15 @@ class Served:
         return (self.total_s - self.ttft_s) / (self.output_tokens - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Ejected:
+    """Says that the router has found a worker slower than its peers."""
+
+    worker_id: str
+    at_s: float
+    reason: str
+
+
 @dataclass(slots=True)
 class Outcome:
     requests: list[Served]
@@ -133,6 +148,7 @@ class Outcome:
     """The share of the time in which each worker computed."""
     bytes_moved: int
     num_preemptions: int
+    ejections: list[Ejected]
 
 
 def simulate(
@@ -183,6 +199,7 @@ class _Simulation:
         """Prompts and outputs of those that live."""
         self._rules = plan.rules
         self._asked_tokens = plan.asked_tokens
+        self._weights = plan.weights
         self._knows_caches_at_once = plan.knows_caches_at_once
         self._reading_s = plan.profile.ms_per_request / 1e3
         self._num_ended = 0
@@ -191,6 +208,7 @@ class _Simulation:
         """How long each worker had computed when the last request ended."""
         self._progress_s = 0.0
         self._patience_s = _patience_s(plan, trace)
+        self._ejections: list[Ejected] = []
         self._gaps: dict[float, int] = {}
         self._ticking = False
         self._workers: dict[str, SimWorker] = {}
@@ -272,6 +290,7 @@ class _Simulation:
             {name: self._busy_s[name] / seconds if seconds else 0.0 for name in self._workers},
             sum(worker.bytes_fetched for worker in self._every()),
             sum(worker.num_preemptions for worker in self._every()),
+            self._ejections,
         )
 
     def _every(self) -> list[SimWorker]:
@@ -290,7 +309,7 @@ class _Simulation:
         self._world.at(traced.at_s + self._reading_s, arrive)
 
     def _submit(self, number: int, traced: TracedRequest) -> None:
-        served = Served(traced.at_s, traced.prompt_tokens, traced.output_tokens, traced.priority)
+        served = Served(traced.at_s, traced.prompt_tokens, traced.output_tokens, traced.priority, traced.caller)
         self._served.append(served)
         prompt = PromptParts(traced.part_names(), traced.block_tokens)
         spec = RequestSpec(
@@ -301,6 +320,7 @@ class _Simulation:
             deadline_s=None if traced.deadline_s is None else self._world.now + traced.deadline_s,
             conversation=traced.session,
             tenant=traced.caller,
+            weight=self._weights.get(traced.caller, 1.0),
             block_hashes={size: prompt.block_hashes(size) for size in self._coordinator.block_sizes_to_hash()},
         )
         try:
@@ -399,6 +419,10 @@ class _Simulation:
                 self._end(served, None)
             case EmitFailed():
                 self._end(self._ended(action.request_id), action.error)
+            case EjectionChanged():
+                if (ejection := action.ejection) is not None:
+                    now = self._world.now
+                    self._ejections.append(Ejected(action.worker_id, now, ejection.reason(now)))
             case Defect():
                 raise action.error
             case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -61,10 +62,12 @@ def summary(plan: SimPlan, outcome: Outcome, objective: Objective) -> dict[str, 
         "goodput_per_s": good / seconds,
         "attainment": good / len(outcome.requests) if outcome.requests else 0.0,
         "by_priority": _by_priority(outcome.requests, objective),
+        "by_tenant": _by_tenant(outcome.requests),
         "hit_rate": sum(served.cached_tokens for served in ended) / prompt_tokens if prompt_tokens else 0.0,
         "busy": outcome.busy,
         "bytes_moved": outcome.bytes_moved,
         "num_preemptions": outcome.num_preemptions,
+        "ejections": [dataclasses.asdict(ejected) for ejected in outcome.ejections],
         "num_retries": sum(served.num_retries for served in outcome.requests),
         "cost": plan.cost_per_hour * seconds / 3600,
     }
@@ -107,10 +110,16 @@ def text(figures: Mapping[str, Any]) -> str:
             f"      priority {priority}: {of['attainment']:.1%} of {of['num_requests']}"
             for priority, of in figures["by_priority"].items()
         ),
+        *(
+            f"      tenant {tenant or '(none)'}: TTFT p50 {of['ttft_ms']['p50']:.1f} ms, "
+            f"p99 {of['ttft_ms']['p99']:.1f} ms; {of['num_failed']} of {of['num_requests']} failed"
+            for tenant, of in figures["by_tenant"].items()
+        ),
         f"busy  {busy}",
         f"cache {figures['hit_rate']:.1%} of prompt tokens were in a prefix cache",
         f"KV moved {figures['bytes_moved'] / 1e9:.2f} GB, {figures['num_preemptions']} preemptions, "
         f"{figures['num_retries']} retries, failed: {failed}, cost {figures['cost']:.4g}",
+        *(f"slow  {each['worker_id']} at {each['at_s']:.0f} s: {each['reason']}" for each in figures["ejections"]),
     ]
     return "\n".join(lines)
 
@@ -165,6 +174,25 @@ def _by_priority(requests: Sequence[Served], objective: Objective) -> dict[str, 
     return {
         str(priority): {"num_requests": len(group), "attainment": sum(map(objective.met_by, group)) / len(group)}
         for priority, group in sorted(groups.items(), reverse=True)
+    }
+
+
+def _by_tenant(requests: Sequence[Served]) -> dict[str, dict[str, Any]]:
+    """Returns what each tenant was served, with percentiles of the TTFT of those requests that have one; nothing if all
+    are one tenant's."""
+    groups: dict[str, list[Served]] = {}
+    for served in requests:
+        groups.setdefault(served.tenant, []).append(served)
+    if len(groups) < 2:
+        return {}
+    return {
+        tenant: {
+            "num_requests": len(group),
+            "num_failed": sum(each.total_s is None for each in group),
+            "tokens": sum(each.prompt_tokens + each.output_tokens for each in group if each.total_s is not None),
+            "ttft_ms": _percentiles([each.ttft_s for each in group if each.ttft_s is not None]),
+        }
+        for tenant, group in sorted(groups.items())
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from services.core.hashing import BlockHash, block_hashes
@@ -29,7 +29,7 @@ class TracedRequest:
     """Names of the blocks that the prompt consists of, where the trace tells; prompts share those of the same name."""
     block_tokens: int = MOONCAKE_BLOCK
     caller: str = ""
-    """Who sent it; empty if the trace does not tell."""
+    """Which tenant sent it; empty if the trace does not tell."""
     session: str = ""
     """The conversation that it belongs to; empty for none."""
     priority: int = 0
@@ -82,7 +82,7 @@ def scaled(
     return requests
 
 
-def synthetic_trace(num_requests: int, seed: int = 0) -> list[TracedRequest]:
+def synthetic_trace(num_requests: int, seed: int | str = 0) -> list[TracedRequest]:
     """Returns a made-up workload for lack of a trace: one request a second at random (Poisson), lengths with the
     medians of Splitwise's conversations (1020 tokens in, 129 out) and its spread (p99 of prompts 4142)."""
     chance = random.Random(seed)
@@ -93,6 +93,16 @@ def synthetic_trace(num_requests: int, seed: int = 0) -> list[TracedRequest]:
         requests.append(TracedRequest(at_s, prompt, output))
         at_s += chance.expovariate(1.0)
     return requests
+
+
+def trace_of_tenants(rates: Mapping[str, float], num_requests: int, seed: int = 0) -> list[TracedRequest]:
+    """Returns the made-up workloads of several tenants: each that of `synthetic_trace`, its arrivals so many times as
+    often, for as long as `num_requests` take at one a second. A tenant's requests do not depend on the others."""
+    requests: list[TracedRequest] = []
+    for tenant, rate in rates.items():
+        of_one = synthetic_trace(math.ceil(num_requests * rate), f"{seed} {tenant}")
+        requests += [dataclasses.replace(each, at_s=each.at_s / rate, caller=tenant) for each in of_one]
+    return sorted(requests, key=lambda each: each.at_s)
 
 
 def random_tokens(seed: object, count: int, num_token_ids: int = NUM_TOKEN_IDS) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from services.core.errors import LeaseInvalid
 from services.core.hashing import ShortHash, num_blocks_for
+from services.core.step_average import StepAverage
 from services.kv.handoff_admission import AdmissionPolicy, EngineRoom
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
@@ -111,6 +112,7 @@ class SimWorker:
         self._num_hit_tokens = 0
         self._num_prefill_steps = 0
         self._num_decode_steps = 0
+        self._prefill_step = self._decode_step = StepAverage()
 
     # What the router says
 
@@ -127,7 +129,7 @@ class SimWorker:
             only_prefill=command.phase is Role.PREFILL,
             prompt=prompt,
             stream=stream,
-            priority=command.spec.priority,
+            priority=command.priority,
             number=self._num_arrived,
             arrival_s=self._world.now,
             reported_s=self._world.now,
@@ -229,6 +231,8 @@ class SimWorker:
             ms_per_decode_sequence=profile.ms_per_decode_sequence,
             num_prefill_steps=self._num_prefill_steps,
             num_decode_steps=self._num_decode_steps,
+            prefill_step=self._prefill_step,
+            decode_step=self._decode_step,
         )
 
     def check_idle(self) -> None:
@@ -289,15 +293,17 @@ class SimWorker:
         self._world.at(run.started_s + self._seconds(run, run.num_steps), lambda: self._end(number))
 
     def _seconds(self, run: _Run, num_steps: int) -> float:
-        num_decodes = len(run.decodes)
-        if self._rules.static and run.decodes:
-            num_decodes = max(num_decodes, self.scheduler.batch_size)
+        num_decodes = self._num_computed(run)
         if run.parts:
-            prompt_tokens = sum(count for _, count in run.parts)
-            attended = sum(count * (work.num_computed + count / 2) for work, count in run.parts)
+            prompt_tokens, attended = _of_prompts(run)
             step_s = self.profile.step_s(prompt_tokens, num_decodes, run.context_tokens, attended)
             return run.delay_s + run.slowness * step_s
         return run.delay_s + run.slowness * self.profile.decode_s(num_steps, num_decodes, run.context_tokens)
+
+    def _num_computed(self, run: _Run) -> int:
+        """Returns how many decoding sequences a step computes: in a static batch, those that have ended too."""
+        num_decodes = len(run.decodes)
+        return max(num_decodes, self.scheduler.batch_size) if self._rules.static and run.decodes else num_decodes
 
     def _slowness(self, has_prompts: bool) -> float:
         """Returns how many times as long a step takes that begins now, by what others do on the same host."""
@@ -326,11 +332,8 @@ class SimWorker:
         """Gives sequences the tokens of so many steps of the run, the last of which ended at `until_s`. What lies
         before a sequence's first token of them may be more than a step: its handoff, its wait for others' step."""
         self.busy_s += until_s - run.started_s
-        if run.parts:
-            self._num_prefill_steps += num_steps
-        else:
-            self._num_decode_steps += num_steps
         step_s = (until_s - run.started_s - run.delay_s) / num_steps
+        self._measure(run, num_steps, step_s * 1e3)
         first_s, num_in_a_row = run.started_s + run.delay_s + step_s, 0
         for work in run.decodes:
             work.num_output += num_steps
@@ -344,6 +347,19 @@ class SimWorker:
                 self._note_gap(first_s - newest_s, 1)
         if num_in_a_row:
             self._note_gap(step_s, num_in_a_row)
+
+    def _measure(self, run: _Run, num_steps: int, step_ms: float) -> None:
+        """Adds steps that have ended to what it reports of its newest ones."""
+        num_decodes = self._num_computed(run)
+        if run.parts:
+            prompt_tokens, attended = _of_prompts(run)
+            self._num_prefill_steps += num_steps
+            tokens, attended = num_decodes + prompt_tokens, attended + run.context_tokens
+            self._prefill_step = self._prefill_step.after(step_ms, tokens, attended, num_steps)
+        else:
+            context_tokens = run.context_tokens + num_decodes * (num_steps - 1) / 2
+            self._num_decode_steps += num_steps
+            self._decode_step = self._decode_step.after(step_ms, num_decodes, context_tokens, num_steps)
 
     def _cut_short(self) -> None:
         """Lets steps that were taken together end with the one that is under way now, so that others may join."""
@@ -530,6 +546,12 @@ class SimWorker:
 
 
 _LENGTH = SequenceEnd(FinishReason.LENGTH)
+
+
+def _of_prompts(run: _Run) -> tuple[int, float]:
+    """Returns how many tokens of prompts a step computes, and the sum of what these attend to."""
+    attended = sum(count * (work.num_computed + count / 2) for work, count in run.parts)
+    return sum(count for _, count in run.parts), attended
 
 
 def _lease_id(lease: SimLeg) -> bytes:

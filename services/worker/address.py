@@ -11,13 +11,16 @@ import dataclasses
 import re
 import socket
 from collections.abc import Sequence
+from typing import TypeVar
 
 from services.core.addresses import is_loopback, is_wildcard, join, parse
 from services.core.errors import ConfigError
-from services.worker.config import WorkerConfig
+from services.worker.config import PeerConfig
+
+Config = TypeVar("Config", bound=PeerConfig)
 
 
-async def completed(config: WorkerConfig, role: str, port: int) -> WorkerConfig:
+async def completed(config: Config, role: str, port: int) -> Config:
     """Returns the config with advertise and worker_id filled in, for a worker on `port`.
 
     Raises ConfigError if no address is known.
@@ -34,7 +37,7 @@ def _host_name() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:100]
 
 
-async def _host(config: WorkerConfig) -> str:
+async def _host(config: PeerConfig) -> str:
     """Returns the bound host, or for a wildcard the address this machine uses on the way to a router."""
     if not is_wildcard(config.host):
         return config.host

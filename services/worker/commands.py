@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
 from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import InvalidRequest
-from services.engine.schedule.sequence import Finish, Mode, SamplingParams, Sequence, StoppingParams, Token
-from services.rpc.parameters import MAX_LOGPROBS, check_sampling, check_stopping, within
+from services.core.seeds import answer_seed
+from services.engine.schedule.sequence import (
+    Finish,
+    Mode,
+    PromptScored,
+    SamplingParams,
+    Sequence,
+    StoppingParams,
+    Token,
+)
+from services.kv.lease import Lease, LeaseState
+from services.rpc.constraints import check_constraint
+from services.rpc.parameters import MAX_ANSWERS, MAX_LOGPROBS, check_sampling, check_stopping, within
 
 Command = worker_pb2.PrefillCommand | worker_pb2.DecodeCommand
+"""A command to compute."""
+AnyCommand = Command | worker_pb2.ParkCommand
 
+_END_REASONS = {
+    LeaseState.RELEASED: worker_pb2.LEASE_END_REASON_RELEASED,
+    LeaseState.EXPIRED: worker_pb2.LEASE_END_REASON_EXPIRED,
+    LeaseState.ABORTED: worker_pb2.LEASE_END_REASON_ABORTED,
+}
 _REASONS = {Finish.STOP: types_pb2.FINISH_REASON_STOP, Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH}
 
 
@@ -22,7 +43,7 @@ def sequence_of(
     vocab_size: int,
     eos_token_ids: frozenset[int],
 ) -> Sequence:
-    """Returns the engine's sequence for a command.
+    """Returns the engine's sequence for a command, without its constraint.
 
     Raises InvalidRequest if the command is invalid, which a router should have refused before.
     """
@@ -37,7 +58,17 @@ def sequence_of(
         raise InvalidRequest("output_base", "is outside the tokens given")
     check_sampling(command.sampling, vocab_size)
     check_stopping(command.stopping, vocab_size)
+    if command.HasField("constraint"):
+        check_constraint(command.constraint)
     within("logprobs", command.logprobs, 0, MAX_LOGPROBS)
+    within("prompt_logprobs", command.prompt_logprobs, 0, MAX_LOGPROBS)
+    if (
+        command.HasField("prompt_logprobs")
+        and isinstance(command, worker_pb2.DecodeCommand)
+        and command.HasField("handoff")
+    ):
+        raise InvalidRequest("prompt_logprobs", "are only of a leg that computes its prompt")
+    within("n", num_answers_of(command), 1, MAX_ANSWERS)
     stopping = stopping_of(command.stopping, eos_token_ids, max_model_len)
     if stopping.max_tokens <= command.output_base:
         raise InvalidRequest("stopping.max_tokens", "is already reached")
@@ -52,7 +83,41 @@ def sequence_of(
         mode=mode,
         priority=command.priority,
         cache_salt=command.cache_salt,
+        num_prompt_logprobs=command.prompt_logprobs if command.HasField("prompt_logprobs") else None,
     )
+
+
+def output_of(command: Command) -> list[int]:
+    """Returns the output that was received before a replay: the last of the command's tokens."""
+    return list(command.token_ids[len(command.token_ids) - command.output_base :])
+
+
+def num_answers_of(command: AnyCommand) -> int:
+    return command.n if command.HasField("n") else 1
+
+
+def lease_ended_of(leg: int, lease: Lease) -> worker_pb2.LegEvent:
+    """Returns the event that tells the router how a leg's lease has ended."""
+    ended = worker_pb2.LeaseEnded(leg=leg, lease_id=lease.lease_id, reason=_END_REASONS[lease.state])
+    return worker_pb2.LegEvent(lease_ended=ended)
+
+
+def further_of(first: Sequence, num_answers: int, new_seq_id: Callable[[], int]) -> list[Sequence]:
+    """Returns a sequence for each answer after the first: of the same tokens, with noise of its own."""
+    return [
+        replace(
+            first,
+            seq_id=new_seq_id(),
+            token_ids=list(first.token_ids),
+            sampling=replace(first.sampling, seed=answer_seed(first.sampling.seed, index)),
+            num_prompt_logprobs=None,  # the first scores the prompt for all
+            further=[],
+            block_ids=[],
+            reserved_ids=[],
+            hashes=[],
+        )
+        for index in range(1, num_answers)
+    ]
 
 
 def sampling_of(params: types_pb2.SamplingParams, num_logprobs: int | None) -> SamplingParams:
@@ -67,14 +132,25 @@ def stopping_of(params: types_pb2.StoppingParams, eos_token_ids: frozenset[int],
     return StoppingParams(max_tokens=max_tokens, min_tokens=params.min_tokens, stop_token_ids=stops)
 
 
-def tokens_of(leg: int, event: Token) -> types_pb2.SequenceTokens:
-    """Returns the message that carries one sampled token to the router."""
-    message = types_pb2.SequenceTokens(leg=leg, position=event.position, token_ids=[event.token.token_id])
+def tokens_of(leg: int, event: Token, index: int = 0) -> types_pb2.SequenceTokens:
+    """Returns the message that carries one sampled token, of the leg's answer with that index, to the router."""
+    message = types_pb2.SequenceTokens(leg=leg, index=index, position=event.position, token_ids=[event.token.token_id])
     if event.token.logprob is not None:
-        top = [types_pb2.TopLogprob(token_id=t, logprob=p) for t, p in event.token.top]
-        message.logprobs.append(types_pb2.TokenLogprobs(logprob=event.token.logprob, top=top))
+        message.logprobs.append(types_pb2.TokenLogprobs(logprob=event.token.logprob, top=_top(event.token.top)))
     if event.finish is not None:
         message.finish.reason = _REASONS[event.finish]
         if event.stop_token_id is not None:
             message.finish.stop_token_id = event.stop_token_id
     return message
+
+
+def prompt_tokens_of(leg: int, event: PromptScored) -> worker_pb2.LegEvent:
+    """Returns the event that carries log-probabilities of the prompt to the router."""
+    message = worker_pb2.PromptTokens(leg=leg, position=event.position)
+    for token in event.tokens:
+        message.logprobs.add(logprob=token.logprob, top=_top(token.top), rank=token.rank)
+    return worker_pb2.LegEvent(prompt_tokens=message)
+
+
+def _top(top: Iterable[tuple[int, float]]) -> list[types_pb2.TopLogprob]:
+    return [types_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top]

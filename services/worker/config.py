@@ -1,11 +1,10 @@
-"""Defines a worker's configuration: the same flags for every role."""
+"""Defines a worker's configuration: the same flags for every role, and those of them that a store has too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from services.core.addresses import is_dialable
-from services.core.cluster_token import FILE_HELP
 from services.core.config import (
     A_DEVICE,
     A_DURATION,
@@ -25,16 +24,20 @@ from services.core.config import (
     duration_or_zero,
     log_interval,
     option,
-    port,
     positive,
 )
 from services.core.config import device as is_device
+from services.core.config import port as is_port
 from services.core.ids import WORKER_ID_FORM, is_worker_id
+from services.rpc.membership import MembershipConfig
+from services.worker.engine_choice import EngineChoice
+from services.worker.tier_config import ALLOW_PLAIN_KV_HELP, TierConfig
 
 
 @dataclass(frozen=True)
-class WorkerConfig:
-    # Model and engine.
+class ModelConfig:
+    """Keeps what only those have that compute: the model and the engine."""
+
     model: str = option("smollm2-135m-instruct", "model: default model's name, local directory, GGUF file or hub id")
     served_model_name: str = option("", "model id clients use (default: derived from --model)")
     device: str = option("cpu", "cpu, cuda, or one GPU such as cuda:0", check=is_device, must=A_DEVICE)
@@ -55,7 +58,12 @@ class WorkerConfig:
         check=lambda v: v == 0 or v >= FEWEST_BLOCKS,
         must=f"must be 0, or at least {FEWEST_BLOCKS}",
     )
-    block_size: int = option(16, "tokens in a block", check=lambda v: 1 <= v <= 1024, must="must be in [1, 1024]")
+    block_size: int = option(
+        0,
+        "tokens in a block, the same on all workers; 0 takes the engine's own: 16, and with vLLM what it chooses",
+        check=lambda v: 0 <= v <= 1024,
+        must="must be in [0, 1024]",
+    )
     max_num_seqs: int = option(64, "most sequences in one step", check=positive, must="must be positive")
     max_model_len: int = option(0, "most tokens of prompt and output; 0 takes the model's", check=lambda v: v >= 0)
     max_num_batched_tokens: int = option(
@@ -70,13 +78,20 @@ class WorkerConfig:
     )
     capacity: float = option(
         1.0,
-        "share of requests beside other workers', for the router's --policy weighted: 4 takes four times those of 1",
+        "speed beside other workers: 4 takes four times the requests of 1 with the router's --policy weighted, and may "
+        "take a quarter of the time of 1 before it counts as slow",
         check=lambda v: LEAST_CAPACITY <= v <= MOST_CAPACITY,
         must=f"must be in [{LEAST_CAPACITY:g}, {MOST_CAPACITY:.0f}]",
     )
+
+
+@dataclass(frozen=True)
+class PeerConfig(MembershipConfig):
+    """Keeps what everyone has who hands KV over: where it listens and whom it joins, transfers, sessions, telemetry."""
+
     # Where the worker listens and which routers it joins.
     host: str = option("127.0.0.1", "address to bind")
-    port: int = option(0, "gRPC port; 0 picks a free one", check=port, must="must be in [0, 65535]")
+    port: int = option(0, "gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]")
     metrics_port: int = option(-1, "Prometheus port; 0 picks a free one, -1 none", check=lambda v: -1 <= v <= 65535)
     router: tuple[str, ...] = option(
         (),
@@ -97,13 +112,19 @@ class WorkerConfig:
         check=lambda v: not v or is_worker_id(v),
         must=f"is no worker's name: {WORKER_ID_FORM}",
     )
-    cluster_token_file: str = option("", FILE_HELP)
     # Transfer.
     transport: str = option(
         "auto",
-        "how KV is pulled from other workers; auto: by shared memory where it can be mapped, else over gRPC; with shm "
-        "what cannot be mapped fails",
-        choices=("auto", "shm", "grpc"),
+        "how KV is pulled from other workers; auto: by what a probe finds fastest of shared memory, sockets and, with "
+        "RDMA or a GPU, NIXL; where none works over gRPC; with another value what does not work fails",
+        choices=("auto", "shm", "nixl", "tcp", "grpc"),
+    )
+    allow_plain_kv: bool = option(False, ALLOW_PLAIN_KV_HELP)
+    kv_port: int = option(
+        0,
+        "port of the socket that other workers read KV from; 0 picks a free one",
+        check=is_port,
+        must="must be in [0, 65535]",
     )
     shm_dir: str = option("", "folder for the pool's Unix socket, shared between containers (default: abstract socket)")
     staging_mb: int = option(
@@ -136,3 +157,12 @@ class WorkerConfig:
     log_interval_s: float = option(10.0, LOG_INTERVAL_HELP, check=log_interval, must=A_LOG_INTERVAL)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
     log_format: str = option("console", "log format", choices=("console", "json"))
+
+    def demand_safe(self) -> None:
+        """Raises ConfigError if the cluster token would cross a network in the clear, unasked."""
+        self.demand_private(("--host", self.host), *(("--router", each) for each in self.router))
+
+
+@dataclass(frozen=True)
+class WorkerConfig(PeerConfig, TierConfig, EngineChoice, ModelConfig):
+    """Keeps the configuration of a worker that computes."""

@@ -14,11 +14,12 @@ from typing import Any
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.config import DAY_S, DEFAULT_CONTROL_PORT
-from services.core.errors import BatonError, Draining, ProtocolViolation, RoleGone
+from services.core.errors import BatonError, Draining, ProtocolViolation, RoleGone, unforeseen
 from services.core.ids import new_incarnation
 from services.engine.schedule.sequence import Mode, Sequence
 from services.engine.worker_engine import WorkerEngine
 from services.kv.imports import Import, ImportTable
+from services.kv.index_log import IndexChanges
 from services.kv.lease import Lease
 from services.kv.lease_table import LeaseTable
 from services.kv.pool import Holder
@@ -29,23 +30,29 @@ from services.rpc.serving import GrpcServer
 from services.rpc.status import to_status
 from services.rpc.telemetry import UNTRACED, Attributes, Tracer
 from services.worker import commands, report
-from services.worker.config import WorkerConfig
+from services.worker.config import ModelConfig, PeerConfig
+from services.worker.constraints import Constraints
 from services.worker.departure import Departure
 from services.worker.hub import EventHub
 from services.worker.machine import Machine
 from services.worker.model_text import ModelTextHost
 from services.worker.phase import WorkerPhase, phase_name, role_name
+from services.worker.prefixes import PrefixLoader
 from services.worker.registration import Registrations
 from services.worker.servicer import WorkerServicer
 from services.worker.session import WORKER_SERVICE, RouterSession, SessionHost
 from services.worker.tally import Tally
 from services.worker.tasks import OwnedTasks
+from services.worker.tier_config import LowerTierConfig
+from services.worker.tiers import WorkerTiers
 from services.worker.transfer import TRANSFER_SERVICE, Transfer
 
 log = logging.getLogger(__name__)
 
 MAX_STEP_FAILURES = 3
 """Number of failed steps in a row after which the worker reports that it does not serve."""
+MOST_PARKING = 64
+"""The most handoffs that a store takes in at once. How many it keeps, only its memory bounds."""
 _INLINE_HASHED_TOKENS = 1024
 """Hashing this many tokens on the event loop takes no longer than handing them to a thread and back."""
 _STOP_GRACE_S = 3.0
@@ -63,7 +70,7 @@ class WorkerHost:
 
     def __init__(
         self,
-        config: WorkerConfig,
+        config: PeerConfig,
         phases: Mapping[types_pb2.WorkerRole, Callable[[WorkerHost], WorkerPhase]],
         engine: WorkerEngine,
         server: GrpcServer,
@@ -71,8 +78,10 @@ class WorkerHost:
         machine: Machine,
         incarnation: int | None = None,
     ) -> None:
-        """`phases` makes the worker's phases; their keys are its roles."""
+        """`phases` makes the worker's phases; their keys are its roles. With a config that has no model, as a store's,
+        the worker computes nothing."""
         self.config = config
+        self._model = config if isinstance(config, ModelConfig) else None
         self.engine = engine
         self.server = server
         self.machine = machine
@@ -101,18 +110,21 @@ class WorkerHost:
             accept=self._accept,
             load=self.load_snapshot,
             describe=self.describe,
-            index_changes=engine.index_changes,
+            index_changes=self._index_changes,
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
         )
-        self.model_text = ModelTextHost(config.model, self.awake)
+        self.model_text = ModelTextHost(self._model.model if self._model is not None else None, self.awake)
         self._tracer = tracer
         self._tasks = OwnedTasks()
         self._hashing = machine.thread("hash")
-        self._routers = Registrations(self.worker_id, self.describe, machine.dial, self._routers_changed)
+        self._constraints = self._new_constraints()
+        self._routers = Registrations(self.worker_id, self.describe, machine.dial_router, self._routers_changed)
         self._registrations: list[asyncio.Task[None]] = []
         self._departure = Departure()
         self._num_snapshots = 0
+        self._num_constraining = 0
+        """Legs whose constraints are being compiled."""
         self.transfer = Transfer(
             config,
             engine,
@@ -124,6 +136,13 @@ class WorkerHost:
         )
         self.layout = self.transfer.layout
         self.fetcher = self.transfer.fetcher
+        self.borrower = self.transfer.borrower
+        self.tiers = self._new_tiers()
+        self.prefixes = PrefixLoader(self)
+        if types_pb2.WORKER_ROLE_STORE in phases:
+            self.transfer.keep_for_others(self.prefixes.keep)
+        if self.tiers is not None:
+            self.transfer.recall_before_lending(self.prefixes.recall)
         self.phases = {role: make(self) for role, make in phases.items()}
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -131,6 +150,8 @@ class WorkerHost:
     async def start(self) -> None:
         """Serves routers and other workers, and joins every router until `leave` or `stop`."""
         self.spawn(self.awake.tick_forever(), "awake clock")
+        if self._constraints is not None:
+            self._constraints.load()
         self.transfer.register(self.server)
         servicer = WorkerServicer(self.sessions, self.model_text)
         self.server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
@@ -140,10 +161,11 @@ class WorkerHost:
             joining = self._routers.join(target)
             self._registrations.append(asyncio.create_task(joining, name=f"register {target}"))
         log.info(
-            "%s serves %s (fingerprint %s; %s) on %s, reached at %s; KV transport: %s",
+            "%s serves %s (fingerprint %s; %s; %s) on %s, reached at %s; KV transport: %s",
             self.worker_id,
             self.engine.info.model_id,
             self.layout.fingerprint[:8],
+            self.layout.engine,
             self.engine.info.numerics,
             self.server.address,
             self.address,
@@ -192,18 +214,23 @@ class WorkerHost:
         self.sessions.end_all()
         await self.server.stop(_STOP_GRACE_S)
         await self._tasks.close()
+        if self._constraints is not None:
+            await self._constraints.close()
         self._hashing.shutdown()
         await self.transfer.close()
         self.board.close()
+        if self.tiers is not None:
+            await self.tiers.close()
         await asyncio.to_thread(self.engine.stop)
         await self._tasks.close()  # the report of its last step may have started another
         self.engine.close()
 
     # -- what phases use -----------------------------------------------------------------------------------------------
 
-    def new_sequence(self, command: commands.Command, mode: Mode) -> Sequence:
+    def new_sequences(self, command: commands.Command, mode: Mode) -> list[Sequence]:
+        """Returns a sequence for each answer that the command asks for."""
         info = self.engine.info
-        return commands.sequence_of(
+        first = commands.sequence_of(
             command,
             seq_id=self.hub.new_seq_id(),
             mode=mode,
@@ -212,6 +239,44 @@ class WorkerHost:
             vocab_size=info.vocab_size,
             eos_token_ids=frozenset(info.eos_token_ids),
         )
+        num_answers = commands.num_answers_of(command)
+        return [first, *commands.further_of(first, num_answers, self.hub.new_seq_id)]
+
+    def has_to_prepare(self, command: commands.Command) -> bool:
+        """Returns whether `prepare` has anything to do before the command's sequence is given to the engine."""
+        return command.HasField("constraint") or self.prefixes.has_use_for(command)
+
+    async def prepare(
+        self, session: RouterSession, sequences: list[Sequence], command: commands.Command
+    ) -> BatonError | None:
+        """Compiles the constraint of a command that computes its prompt here, and brings the prompt's prefix meanwhile.
+        The session is told what came of that. Returns why the sequences cannot have the constraint, else None."""
+        async with asyncio.TaskGroup() as both:
+            bringing = both.create_task(self.prefixes.bring(sequences[0], command), name=f"bring leg {command.leg}")
+            error = await self.constrain(sequences, command) if command.HasField("constraint") else None
+            if error is not None:
+                bringing.cancel()
+        if error is None and (brought := bringing.result()) is not None:
+            session.emit(worker_pb2.LegEvent(prefix_brought=brought))
+        return error
+
+    async def constrain(self, sequences: Iterable[Sequence], command: commands.Command) -> BatonError | None:
+        """Gives each sequence its command's constraint, once that is compiled; returns why it cannot, else None."""
+        assert self._constraints is not None, "what computes nothing has no sequences"
+        self._num_constraining += 1
+        try:
+            for sequence in sequences:
+                sequence.constraint = await self._constraints.make(
+                    command.constraint, commands.output_of(command), command.cache_salt
+                )
+        except BatonError as error:
+            return error
+        except Exception as error:
+            self.defect(error)
+            return unforeseen(error)
+        finally:
+            self._num_constraining -= 1
+        return None
 
     async def hash_prompt(self, sequence: Sequence) -> None:
         """Hashes the sequence's blocks: a long prompt's on another thread, since the event loop would stand still."""
@@ -248,7 +313,7 @@ class WorkerHost:
 
     def span(
         self,
-        command: commands.Command,
+        command: commands.AnyCommand,
         name: str,
         start_s: float,
         end_s: float,
@@ -299,8 +364,10 @@ class WorkerHost:
             roles=self.roles,
             address=self.address,
             incarnation=self.incarnation,
-            max_num_seqs=self.config.max_num_seqs,
-            capacity=self.config.capacity,
+            max_num_seqs=self._model.max_num_seqs if self._model is not None else MOST_PARKING,
+            capacity=self._model.capacity if self._model is not None else 1.0,
+            num_tier_blocks=self.tiers.num_slots if self.tiers is not None else 0,
+            withheld=self.transfer.withheld,
         )
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:
@@ -308,6 +375,8 @@ class WorkerHost:
         return report.snapshot(
             self.engine.stats(),
             number=self._num_snapshots,
+            num_preparing=self._num_constraining + self.prefixes.num_bringing,
+            preparing_tokens=self.prefixes.waiting_tokens,
             num_importing=len(self.imports),
             num_leases=len(self.leases),
             draining=self.draining,
@@ -321,14 +390,17 @@ class WorkerHost:
                 self._begin(types_pb2.WORKER_ROLE_PREFILL, session, request.prefill)
             case "decode":
                 self._begin(types_pb2.WORKER_ROLE_DECODE, session, request.decode)
+            case "park":
+                self._begin(types_pb2.WORKER_ROLE_STORE, session, request.park)
             case "cancel":
-                session.cancel(request.cancel.leg)
+                cancel = request.cancel
+                session.cancel(cancel.leg, cancel.index if cancel.HasField("index") else None)
             case "heartbeat":
                 self.leases.hold(session, request.heartbeat.held_leases, self.awake.now())
             case "leave":
                 self.leave(request.leave.remaining_ms / 1000, "a router asks for it")
 
-    def _begin(self, role: types_pb2.WorkerRole, session: RouterSession, command: commands.Command) -> None:
+    def _begin(self, role: types_pb2.WorkerRole, session: RouterSession, command: commands.AnyCommand) -> None:
         session.newest_leg = max(session.newest_leg, command.leg)
         if command.leg in session.legs:
             raise ProtocolViolation(f"leg {command.leg} is in use")
@@ -350,6 +422,22 @@ class WorkerHost:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _new_constraints(self) -> Constraints | None:
+        if self._model is None:
+            return None
+        machine, compiler = self.machine, self.machine.compiler(self._model.model, self.engine.info)
+        return Constraints(compiler, machine.thread("constraints"), machine.thread("matchers"))
+
+    def _new_tiers(self) -> WorkerTiers | None:
+        if not isinstance(self.config, LowerTierConfig):
+            return None
+        tiers = self.machine.tiers(self.config, self.layout, self.worker_id)
+        return WorkerTiers(tiers, self.engine, self.machine, self.call_later, self.defect) if tiers else None
+
+    def _index_changes(self, after: int | None) -> IndexChanges | None:
+        """Returns how has changed what can be had without computing it: what the pool has, and the tiers."""
+        return (self.engine if self.tiers is None else self.tiers).index_changes(after)
+
     def _lease_ended(self, lease: Lease) -> None:
         self.tally.leases_ended[lease.state.value] += 1
         try:
@@ -368,6 +456,8 @@ class WorkerHost:
             self.failing = failing
             log.log(logging.WARNING, "%s: steps %s", self.worker_id, "keep failing" if failing else "succeed again")
             self.spawn(self._set_health(), "health")
+        if self.tiers is not None:
+            self.tiers.demoter.stepped()
         self._flush_sessions()
 
     def _routers_changed(self) -> None:

@@ -22,11 +22,13 @@ from services.core.errors import CorruptBlock, LayoutMismatch, LeaseInvalid, Pro
 from services.engine.step_tally import Buckets
 from services.kv.lease import LeaseState
 from services.rpc import names
-from services.rpc.metrics import Aliases, MetricsServer, new_registry
+from services.rpc.metrics import Aliases, MetricsServer, new_registry, tell_expiry
+from services.rpc.plain import enum_word
 from services.worker.host import WorkerHost
 from services.worker.phase import role_name
+from services.worker.tiers import WorkerTiers
 
-_TRANSPORTS = [name.removeprefix("TRANSPORT_").lower() for name in types_pb2.Transport.keys()[1:]]
+_TRANSPORTS = [enum_word(types_pb2.Transport.DESCRIPTOR, value) for value in types_pb2.Transport.values()[1:]]
 _TRANSFER_ERRORS = [
     error.reason.lower() for error in (TransferFailed, LeaseInvalid, LayoutMismatch, CorruptBlock, ProtocolViolation)
 ]
@@ -39,8 +41,11 @@ class WorkerMetrics:
     def __init__(self, host: WorkerHost, clock: Clock | None = None) -> None:
         """`clock` measures the time for the worker's cost; by default it is the host's."""
         self.registry = new_registry(f"baton-{role_name(host.roles)}", host.worker_id)
+        tell_expiry(self.registry, {"cluster": host.machine.certificates})
         self.registry.register(_EngineCollector(host))
         self.registry.register(_TransferCollector(host))
+        if host.tiers is not None:
+            self.registry.register(_TierCollector(host.tiers))
         self.registry.register(_CostAndDeviceCollector(host, clock or host.clock))
         Aliases(self.registry, names.VLLM_ALIASES, {"model_name": host.engine.info.model_id})
         config = host.config
@@ -141,6 +146,67 @@ class _TransferCollector(Collector):
         for reason in sorted({*_TRANSFER_ERRORS, *tally.transfers_failed}):
             failed.add_metric([reason], tally.transfers_failed[reason])
         yield failed
+        yield from self._prefixes()
+
+    def _prefixes(self) -> Iterator[Metric]:
+        tally, name = self._host.tally, names.Metric
+        brought = CounterMetricFamily(
+            name.PREFIX_TOKENS_BROUGHT, "Prompt tokens whose KV came from elsewhere, by where it was", labels=["source"]
+        )
+        for source in sorted({"peer", *tally.prefix_tokens_brought}):
+            brought.add_metric([source], tally.prefix_tokens_brought[source])
+        yield brought
+        failed = CounterMetricFamily(
+            name.PREFIXES_FAILED,
+            "Prefixes that could not be brought and were computed, by the error",
+            labels=["reason"],
+        )
+        for reason in sorted({"overloaded", "transfer_failed", *tally.prefixes_failed}):
+            failed.add_metric([reason], tally.prefixes_failed[reason])
+        yield failed
+        yield _count(
+            name.PREFIX_TOKENS_LENT,
+            "Tokens in the prefix cache that were lent to other workers",
+            self._host.transfer.lender.tokens_lent,
+        )
+
+
+class _TierCollector(Collector):
+    """Exposes what a worker's tiers do; a worker without tiers has none of these metrics."""
+
+    def __init__(self, tiers: WorkerTiers) -> None:
+        self._tiers = tiers
+
+    def collect(self) -> Iterator[Metric]:
+        name = names.Metric
+        held = GaugeMetricFamily(name.KV_TIER_BYTES, "Bytes that a tier holds, of those that know", labels=["tier"])
+        blocks = CounterMetricFamily(
+            name.KV_TIER_BLOCKS,
+            "Blocks that were read from a tier, written to it, or not taken because it was left out",
+            labels=["tier", "outcome"],
+        )
+        seconds = CounterMetricFamily(name.KV_TIER_SECONDS, "Time in a tier's work, seconds", labels=["tier", "work"])
+        failures = CounterMetricFamily(
+            name.KV_TIER_FAILURES, "Times that a tier failed, was full or too slow", labels=["tier"]
+        )
+        left_out = GaugeMetricFamily(
+            name.KV_TIER_LEFT_OUT, "1 while a tier is left out of this work after a failure", labels=["tier", "work"]
+        )
+        for use in self._tiers.stack.uses:
+            tier = use.tier.name
+            held.add_metric([tier], use.tier.num_bytes)
+            blocks.add_metric([tier, "read"], use.blocks_read)
+            blocks.add_metric([tier, "written"], use.blocks_written)
+            blocks.add_metric([tier, "refused"], use.blocks_refused)
+            seconds.add_metric([tier, "read"], use.read_s)
+            seconds.add_metric([tier, "write"], use.write_s)
+            failures.add_metric([tier], use.writing.num_failures)
+            left_out.add_metric([tier, "read"], use.reading.why is not None)
+            left_out.add_metric([tier, "write"], use.writing.why is not None)
+        yield from (held, blocks, seconds, failures, left_out)
+        yield _count(
+            name.KV_BLOCKS_LOST, "Blocks that were evicted before a tier of this worker had them", self._tiers.num_lost
+        )
 
 
 class _CostAndDeviceCollector(Collector):

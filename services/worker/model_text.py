@@ -31,13 +31,14 @@ _RETRY_AFTER_S = 1.0
 
 
 class ModelTextHost:
-    """Answers GetModelText from one model directory. Use it on the event loop only.
+    """Answers GetModelText from one model directory; None is that of a worker that has no model. Use it on the event
+    loop only.
 
     `clock` is of awake time, since it judges routers.
     """
 
-    def __init__(self, folder: str | pathlib.Path, clock: Clock, *, within_s: float = _WITHIN_S) -> None:
-        self._folder = pathlib.Path(folder)
+    def __init__(self, folder: str | pathlib.Path | None, clock: Clock, *, within_s: float = _WITHIN_S) -> None:
+        self._folder = None if folder is None else pathlib.Path(folder)
         self._clock = clock
         self._within_s = within_s
         self._num_calls = 0
@@ -65,6 +66,8 @@ class ModelTextHost:
             self._num_calls -= 1
 
     async def _send(self, write: Callable[[worker_pb2.GetModelTextResponse], Awaitable[None]]) -> None:
+        if self._folder is None:
+            raise UnsupportedModel("this worker computes nothing, and has no model's text")
         files = await asyncio.to_thread(text_files, self._folder)
         for file in files:
             for offset in range(0, max(1, file.num_bytes), MOST_PART_BYTES):

@@ -17,7 +17,7 @@ import grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.core.addresses import join, parse
-from services.core.cluster_token import ADVICE
+from services.core.cluster_token import with_advice
 from services.core.printable import printable
 from services.rpc.channels import Dial
 
@@ -142,8 +142,7 @@ class _Router:
         elif code == "UNIMPLEMENTED":
             log.warning("%s is not a router's control port (--control-port, usually 50052): %s", self.address, details)
         else:
-            advice = f"; {ADVICE}" if code == "UNAUTHENTICATED" else ""
-            log.warning("router %s refuses this worker: %s %s%s", self.address, code, details, advice)
+            log.warning("router %s refuses this worker: %s %s", self.address, code, with_advice(str(details)))
 
 
 def pause_s(num_failures: int, who: str) -> float:

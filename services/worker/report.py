@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from baton.v1 import control_pb2, types_pb2
 from services.core.ids import host_id
+from services.core.step_average import StepAverage
 from services.engine.config import EngineInfo, EngineStats
 from services.kv.layout import Layout
 from services.kvtransfer.wire import layout_to_proto
@@ -25,6 +26,8 @@ def describe(
     incarnation: int,
     max_num_seqs: int,
     capacity: float = 1.0,
+    num_tier_blocks: int = 0,
+    withheld: str = "",
 ) -> control_pb2.WorkerDescription:
     return control_pb2.WorkerDescription(
         worker_id=worker_id,
@@ -42,13 +45,26 @@ def describe(
         fingerprint=types_pb2.Fingerprint(kv=layout.fingerprint, numerics=info.numerics),
         kernels=info.kernels,
         capacity=None if capacity == 1.0 else capacity,
+        num_tier_blocks=num_tier_blocks or None,
+        withheld=withheld,
     )
 
 
 def snapshot(
-    stats: EngineStats, *, number: int, num_importing: int, num_leases: int, draining: bool
+    stats: EngineStats,
+    *,
+    number: int,
+    num_preparing: int,
+    preparing_tokens: int,
+    num_importing: int,
+    num_leases: int,
+    draining: bool,
 ) -> types_pb2.LoadSnapshot:
-    """Returns the worker's load. `number` counts up: of two snapshots, the one with the higher number is newer."""
+    """Returns the worker's load. `number` counts up: of two snapshots, the one with the higher number is newer.
+
+    `num_preparing` legs are not yet the engine's, since their constraints are being compiled or their prefixes brought.
+    They count as running: without them the worker would seem to have nothing to do, and routers would give the legs up.
+    `preparing_tokens` are those of prompts whose prefixes are being brought."""
     return types_pb2.LoadSnapshot(
         sequence_number=number,
         blocks_importing=stats.ledger.importing,
@@ -56,21 +72,35 @@ def snapshot(
         blocks_active=stats.ledger.active,
         blocks_cached=stats.ledger.cached,
         blocks_free=stats.ledger.free,
-        num_running=stats.num_running,
+        num_running=stats.num_running + num_preparing,
         num_waiting=stats.num_waiting,
-        queued_prefill_tokens=stats.queued_prefill_tokens,
+        queued_prefill_tokens=stats.queued_prefill_tokens + preparing_tokens,
         num_importing=num_importing,
         num_leases=num_leases,
         num_preemptions=stats.num_preemptions,
         ms_per_prefill_token=stats.ms_per_prefill_token,
+        ms_per_further_prefill_token=stats.ms_per_further_prefill_token,
         ms_per_decode_step=stats.ms_per_decode_step,
         ms_per_decode_sequence=stats.ms_per_decode_sequence,
         num_prefill_steps=stats.num_prefill_steps,
         num_decode_steps=stats.num_decode_steps,
         tokens_per_prefill_step=stats.tokens_per_prefill_step,
+        prefill_step=_step_average(stats.prefill_step),
+        decode_step=_step_average(stats.decode_step),
         current_step_ms=stats.current_step_ms,
         prefix_tokens_queried=stats.prefix_tokens_queried,
         prefix_tokens_hit=stats.prefix_tokens_hit,
         draining=draining,
         consecutive_step_failures=stats.consecutive_step_failures,
+    )
+
+
+def _step_average(average: StepAverage) -> types_pb2.StepAverage | None:
+    if not average.tokens:
+        return None
+    return types_pb2.StepAverage(
+        ms=average.ms,
+        tokens=average.tokens,
+        attended_tokens=average.attended_tokens,
+        num_steps=average.num_steps,
     )

@@ -44,21 +44,27 @@ class Leg(Protocol):
         """
         ...
 
+    def cancel_answer(self, index: int) -> None:
+        """Gives one of the leg's answers up; the others go on. Without effect for one that is over."""
+        ...
+
 
 class Outbox:
     """Keeps events not yet sent.
 
-    A leg's tokens are merged into one event: what gathers for a slow router is tokens, not messages.
+    The tokens of an answer are merged into one event: what gathers for a slow router is tokens, not messages.
     """
 
     def __init__(self) -> None:
         self._events: list[worker_pb2.LegEvent] = []
-        self._open_tokens: dict[int, types_pb2.SequenceTokens] = {}
+        self._open_tokens: dict[tuple[int, int], types_pb2.SequenceTokens] = {}
+        """By leg and index."""
 
     def add(self, event: worker_pb2.LegEvent) -> None:
         if event.WhichOneof("event") == "tokens":
             tokens = event.tokens
-            earlier = self._open_tokens.get(tokens.leg)
+            key = (tokens.leg, tokens.index)
+            earlier = self._open_tokens.get(key)
             if (
                 earlier is not None
                 and earlier.position + len(earlier.token_ids) == tokens.position
@@ -67,10 +73,10 @@ class Outbox:
                 earlier.MergeFrom(types_pb2.SequenceTokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs))
                 if tokens.HasField("finish"):
                     earlier.finish.CopyFrom(tokens.finish)
-                    del self._open_tokens[tokens.leg]
+                    del self._open_tokens[key]
                 return
             if not tokens.HasField("finish"):
-                self._open_tokens[tokens.leg] = event.tokens
+                self._open_tokens[key] = event.tokens
         self._events.append(event)
 
     def __len__(self) -> int:
@@ -153,11 +159,12 @@ class RouterSession:
         for number in list(self.legs):
             self.cancel(number)
 
-    def cancel(self, number: int) -> None:
-        """Gives a leg up, if it exists. If that raises, the leg is dropped and other legs are not affected."""
+    def cancel(self, number: int, index: int | None = None) -> None:
+        """Gives a leg up, or one of its answers, if it exists. If that raises, the leg is dropped, and no other leg is
+        affected."""
         if (leg := self.legs.get(number)) is not None:
             try:
-                leg.cancel()
+                leg.cancel() if index is None else leg.cancel_answer(index)
             except Exception:
                 log.exception("leg %d could not be given up in order", number)
                 self.legs.pop(number, None)
@@ -251,6 +258,7 @@ class SessionHost:
                     load=self._load(),
                     live_legs=live_legs,
                     worker=None if live_legs is None else self._describe(),
+                    num_routers=None if live_legs is None else len(self._sessions),
                     cache=None if cache is None else cache.take(),
                 )
                 await write(message)

@@ -17,7 +17,18 @@ class Tally:
     exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfers_failed: Counter[str] = field(default_factory=Counter)
     """Failed transfers by the error's reason."""
+    prefix_tokens_brought: Counter[str] = field(default_factory=Counter)
+    """Tokens of prefixes that were brought into the pool, by where they came from."""
+    prefixes_failed: Counter[str] = field(default_factory=Counter)
+    """Prefixes that were not brought, by the error's reason."""
     imports_failed: int = 0
     """Imports given up for any reason, a client's cancellation included."""
     internal_errors: int = 0
     """Unforeseen exceptions; each has ended one leg at most."""
+
+    def transferred(self, transport: str, num_bytes: int, seconds: float, exposed_s: float) -> None:
+        """Counts an import that became READY."""
+        self.imports[transport] += 1
+        self.transfer_bytes[transport] += num_bytes
+        self.transfer_s[transport] += seconds
+        self.exposed_s[transport] += exposed_s

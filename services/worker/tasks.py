@@ -25,9 +25,11 @@ class OwnedTasks:
 
     async def close(self) -> None:
         """Cancels the tasks that still run, and waits for them."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # one that is cancelled may leave something to be done to another
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # their callbacks take them out
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

@@ -20,13 +20,14 @@ from services.router.front.grpc import servicer
 from services.router.policy import PRESETS
 from services.router.policy_file import read_selection
 from services.router.workers import control, registry
+from services.vllm.environment import VLLM_VERSION
 from services.worker.session import WORKER_SERVICE
 from services.worker.transfer import TRANSFER_SERVICE
 from tests.support import compose
 
 OURS = {name: service for name, service in compose.services().items() if service["image"].startswith("baton:")}
 THEIRS = {name: service for name, service in compose.services().items() if name not in OURS}
-WORKERS = [name for name, role, _ in compose.num_workers(OURS, {"cpu", "gpu"}) if role]
+WORKERS = [name for name, role, _ in compose.num_workers(OURS, {"cpu", "gpu", "vllm"}) if role]
 
 # Keys of the compose specification that docker-compose 1.29 and docker compose v2 both know, as far as they are used.
 SERVICE_KEYS = {
@@ -50,6 +51,7 @@ SERVICE_KEYS = {
     "restart": str,
     "scale": int,
     "security_opt": list,
+    "shm_size": str,
     "stop_grace_period": str,
     "tmpfs": list,
     "volumes": list,
@@ -69,7 +71,7 @@ def test_only_keys_that_both_compose_versions_know() -> None:
 def test_compose_itself_takes_the_file(command: list[str]) -> None:
     if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode:
         pytest.skip(f"{' '.join(command)} is not on this machine")
-    environ = {**os.environ, "COMPOSE_PROFILES": "gpu,observability"}
+    environ = {**os.environ, "COMPOSE_PROFILES": "gpu,vllm,observability"}
     check = [*command, "--file", str(compose.COMPOSE_FILE), "config", "--quiet"]
     result = subprocess.run(check, env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -88,6 +90,8 @@ def test_profiles() -> None:
         "cpu",
         "gpu",
         "observability",
+        "store",
+        "vllm",
     }
     assert {name for name, each in THEIRS.items() if each["profiles"] == ["observability"]} == {
         "jaeger",
@@ -96,24 +100,25 @@ def test_profiles() -> None:
     }
 
 
-@pytest.mark.parametrize("given", [[], ["cpu"], ["gpu"], ["cpu", "observability"], ["gpu", "observability"]])
+@pytest.mark.parametrize("given", [[], ["cpu"], ["gpu"], ["vllm"], ["cpu", "observability"], ["gpu", "observability"]])
 def test_exactly_one_kind_of_worker_starts(given: list[str]) -> None:
     """The profiles of `--profile` replace those of .env: it does so in both compose versions."""
     profiles = set(given) or compose.default_profiles()
-    devices = {
-        OURS[name]["environment"]["BATON_DEVICE"] for name, _, number in compose.num_workers(OURS, profiles) if number
-    }
-    assert devices == ({"cuda"} if "gpu" in given else {"cpu"})
+    started = [
+        compose.configuration_of(OURS[name]) for name, _, number in compose.num_workers(OURS, profiles) if number
+    ]
+    expected = {("cuda", "torch" if "gpu" in given else "vllm")} if {"gpu", "vllm"} & set(given) else {("cpu", "torch")}
+    assert {(config.device, config.engine) for config in started} == expected
 
 
 def test_what_a_worker_costs_reaches_its_container() -> None:
     services = compose.services({"CPU_COST_PER_HOUR": "0.25", "GPU_COST_PER_HOUR": "2.5"})
     for name in WORKERS:
-        expected = 2.5 if name.startswith("gpu-") else 0.25
+        expected = 0.25 if name in ("prefill", "decode") else 2.5
         assert compose.configuration_of(services[name]).cost_per_hour == expected, name
 
 
-@pytest.mark.parametrize("name", ["router", *WORKERS])
+@pytest.mark.parametrize("name", ["router", "kvtransfer", *WORKERS])
 def test_flags_and_variables_are_the_services_own(name: str) -> None:
     """Loads the configuration as the process would. A BATON_* variable that no option reads would do nothing."""
     service = OURS[name]
@@ -143,8 +148,16 @@ def test_what_the_image_sets_exists() -> None:
 
 def test_settings_left_alone_are_the_services_defaults() -> None:
     """The settings of a container differ from a service's defaults only where a deployment has a reason."""
-    changed = {"host", "port", "metrics_port", "http_port", "control_host", "cluster_token_file"}
-    changed |= {"router", "shm_dir", "transport", "memory_utilization", "policy_file"}
+    changed = {"host", "port", "metrics_port", "http_port", "control_host", "cluster_token_file", "allow_plain_token"}
+    changed |= {
+        "router",
+        "shm_dir",
+        "transport",
+        "memory_utilization",
+        "policy_file",
+        "console_token_file",
+        "jaeger_url",
+    }
     for name in ("router", "prefill"):
         config = compose.configuration_of(OURS[name])
         for field in dataclasses.fields(config):
@@ -181,10 +194,25 @@ def test_health_checks_ask_for_a_service_that_exists(name: str) -> None:
     assert health.main.__module__ == COMMANDS["health"][0]
 
 
+def test_a_store_is_started_by_its_profile_alone_and_keeps_what_the_workers_compute() -> None:
+    service = OURS["kvtransfer"]
+    assert service["profiles"] == ["store"]
+    config = compose.configuration_of(service)
+    assert (config.served_model_name, config.router) == ("", ("router:50052",))
+
+
+def test_a_store_needs_neither_torch_nor_the_model() -> None:
+    service = OURS["kvtransfer"]
+    assert service["image"] == OURS["router"]["image"]
+    assert set(service["depends_on"]) == {"router"}
+    assert not any(volume.startswith("models:") for volume in service["volumes"])
+
+
 def test_workers_share_the_sockets_and_only_read_the_models() -> None:
-    for name in WORKERS:
+    for name in [*WORKERS, "kvtransfer"]:
         volumes = dict(volume.split(":", 1) for volume in OURS[name]["volumes"])
-        assert volumes == {"models": "/var/lib/baton:ro", "sockets": "/run/baton", "cluster": "/run/cluster"}
+        models = {} if name == "kvtransfer" else {"models": "/var/lib/baton:ro"}
+        assert volumes == {**models, "sockets": "/run/baton", "cluster": "/run/cluster"}
         assert compose.configuration_of(OURS[name]).shm_dir == "/run/baton"
         assert "ipc" not in OURS[name]
         assert "pid" not in OURS[name]
@@ -239,6 +267,13 @@ def test_the_control_port_is_for_the_stack_alone() -> None:
     assert str(config.control_port) not in published
 
 
+def test_only_the_router_publishes_ports() -> None:
+    """KV is read from workers and stores over shared memory and the network between the containers."""
+    assert {name for name, service in OURS.items() if service.get("ports")} == {"router"}
+    for name in [*WORKERS, "kvtransfer"]:
+        assert compose.configuration_of(OURS[name]).kv_port == 0, "a free one, which replicas cannot dispute"
+
+
 def test_router_and_workers_share_a_token_that_the_first_of_them_makes() -> None:
     """The token lies in memory, in a volume that only Baton's user can open; it needs no step of the operator's and
     nothing in the file."""
@@ -277,6 +312,22 @@ def test_every_gpu_worker_has_one_device() -> None:
             assert device["capabilities"] == ["gpu"]
             devices += device["device_ids"]
     assert devices == [str(number) for number in range(8)]
+
+
+def test_workers_with_vllm_have_its_image_and_gpus_of_their_own() -> None:
+    given = {"VLLM_ENGINE_ARGS": "tensor_parallel_size=2", "VLLM_0_GPUS": "0,1", "VLLM_1_GPUS": "2,3"}
+    services = {name: each for name, each in compose.services(given).items() if each.get("profiles") == ["vllm"]}
+    assert [compose.configuration_of(each).engine_arguments() for each in services.values()] == [
+        {"tensor_parallel_size": "2"}
+    ] * 2
+    assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in services.values()] == ["0,1", "2,3"]
+    for name in services:
+        build = OURS[name]["build"]
+        assert build["target"] == "vllm"
+        assert build["args"]["BASE_IMAGE"].startswith(f"vllm/vllm-openai:v{VLLM_VERSION}.")
+        assert OURS[name]["image"].endswith("-vllm")
+        assert OURS[name]["tmpfs"] == [f"{OURS[name]['environment']['HOME']}:exec"], "what is compiled is loaded there"
+    assert compose.configuration_of(OURS["vllm-0"]).engine_arguments() == {}
 
 
 def test_grafana_has_no_password_that_everybody_knows() -> None:

@@ -21,8 +21,8 @@ STAGES = {
     for start, end in zip(STARTS, [*STARTS[1:], None], strict=True)
 }
 """The last one has no name: it is what is built when none is asked for."""
-BUILDERS = ["dependencies", "distributions", "router-builder", "worker-builder"]
-FINAL = [*STAGES["runtime"], *STAGES["router"], *STAGES["worker"]]
+BUILDERS = ["dependencies", "distributions", "router-builder", "vllm-builder", "worker-builder"]
+FINAL = [*STAGES["runtime"], *STAGES["router"], *STAGES["vllm"], *STAGES["worker"]]
 
 
 def test_the_stages_and_what_each_stands_on() -> None:
@@ -31,9 +31,11 @@ def test_the_stages_and_what_each_stands_on() -> None:
         "dependencies": "${BASE_IMAGE}",
         "distributions": "dependencies",
         "router-builder": "dependencies",
+        "vllm-builder": "dependencies",
         "worker-builder": "dependencies",
         "runtime": "${BASE_IMAGE}",
         "router": "runtime",
+        "vllm": "runtime",
         "worker": "runtime",
     }
     assert list(STAGES)[-1] == "worker"
@@ -43,7 +45,7 @@ def test_no_compiler_in_the_images() -> None:
     assert any("gcc" in line for line in STAGES["worker-builder"])
     for line in FINAL:
         assert not re.search(r"\b(apt-get|apt|gcc|g\+\+|clang|make|build-essential)\b", line), line
-    for name in ("router", "worker"):
+    for name in ("router", "vllm", "worker"):
         (copied,) = [line.split() for line in STAGES[name] if line.startswith("COPY")]
         assert copied == ["COPY", f"--from={name}-builder", "/opt/baton", "/opt/baton"]
     assert not any(line.startswith("COPY") for line in STAGES["runtime"])
@@ -63,15 +65,26 @@ def test_the_routers_image_has_nothing_of_the_extra() -> None:
 
 
 def test_they_do_not_run_as_root() -> None:
-    users = [line.split()[1] for line in FINAL if line.startswith("USER ")]
-    assert users == ["baton"]
-    after = FINAL[FINAL.index("USER baton") :]
-    assert not any(line.startswith("RUN ") for line in after)
+    assert [line for line in STAGES["runtime"] if line.startswith("USER ")] == ["USER baton"]
+    assert [line for line in STAGES["vllm"] if line.startswith("USER ")] == ["USER root", "USER baton"]
+    for name in ("runtime", "router", "vllm", "worker"):
+        stage = STAGES[name]
+        after = stage[len(stage) - stage[::-1].index("USER baton") :] if "USER baton" in stage else stage
+        assert not any(line.startswith(("RUN ", "USER ")) for line in after), name
     assert re.search(r"useradd --uid 10001 ", TEXT)
 
 
 def test_the_user_is_the_one_the_sockets_belong_to() -> None:
     assert "uid=10001,gid=10001" in (DEPLOY / "docker-compose.yml").read_text()
+
+
+def test_vllms_python_is_the_base_images() -> None:
+    (kept,) = [line for line in STAGES["vllm"] if line.startswith("RUN ")]
+    assert 'exec %s "$@"' in kept
+    assert "> /usr/local/bin/vllm-python" in kept
+    assert "ENV BATON_VLLM_PYTHON=/usr/local/bin/vllm-python" in STAGES["vllm"]
+    last = next(number for number, line in enumerate(STAGES["vllm"]) if line.startswith("COPY "))
+    assert STAGES["vllm"].index(kept) < last, "before Baton's own Python is there, which comes first in PATH"
 
 
 def test_health_is_asked_of_baton() -> None:
@@ -96,7 +109,8 @@ def test_what_is_installed_is_pinned() -> None:
     for path in ("pyproject.toml", "client/pyproject.toml"):
         file = tomllib.loads((ROOT / path).read_text())
         needed += [*file["project"]["dependencies"], *file["build-system"]["requires"]]
-        needed += file["project"].get("optional-dependencies", {}).get("worker", [])
+        for extra in ("worker", "worker-vllm", "redis", "s3"):
+            needed += file["project"].get("optional-dependencies", {}).get(extra, [])
     names = {re.split(r"[\[<>=~ ]", line)[0].lower().replace("_", "-") for line in needed}
     assert names - pinned == {"baton-client"}
 

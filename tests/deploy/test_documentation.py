@@ -1,4 +1,4 @@
-"""Tests that deploy/README.md, .env.example and the examples name every setting of docker-compose.yml, with its
+"""Tests that deploy/README.md, .env.example and the examples name every setting of the compose files, with its
 default."""
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.cli.main import COMMANDS
-from tests.support.compose import COMPOSE_FILE, DEPLOY, env_file, num_workers, services, variables
+from tests.support.compose import COMPOSE_FILE, DEPLOY, TLS_FILE, env_file, num_workers, services, variables
 
 README = (DEPLOY / "README.md").read_text()
-VARIABLES = variables(COMPOSE_FILE.read_text())
+VARIABLES = variables(COMPOSE_FILE.read_text() + TLS_FILE.read_text())
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.env"))
 GPUS = {"gpu-1.env": (0, 0, 1), "gpu-2.env": (1, 1, 0), "gpu-4.env": (1, 3, 0), "gpu-8.env": (3, 5, 0)}
 

@@ -6,17 +6,22 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from baton.v1 import control_pb2, inference_pb2, inference_pb2_grpc, types_pb2
+from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from services.rpc.authentication import ROUTER
 from services.rpc.channels import dial
+from tests.support.certificates import certificates
 from tests.support.cluster import receive
-from tests.support.compose import DEPLOY
+from tests.support.compose import DEPLOY, TLS_FILE
 from tests.support.processes import baton
 from tests.support.stack import IMAGE, ROUTER_IMAGE, Operator, Stack, build, docker, has_compose, missing_engine, ready
 
@@ -26,6 +31,7 @@ pytestmark = [
     pytest.mark.timeout(2400),
 ]
 NUM_CLIENTS, MAX_TOKENS = 6, 48
+COMMANDS = [["docker", "compose"], ["docker-compose"]]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +41,25 @@ def image() -> Iterator[str]:
     docker("rmi", IMAGE, ROUTER_IMAGE)
 
 
-@pytest.fixture(scope="module", params=[["docker", "compose"], ["docker-compose"]], ids=" ".join)
+@pytest.fixture(scope="module", params=COMMANDS, ids=" ".join)
 def stack(request: pytest.FixtureRequest, image: str) -> Iterator[Stack]:
     if not has_compose(request.param):
         pytest.skip(f"{' '.join(request.param)} is not on this machine")
     stack = Stack(request.param)
+    try:
+        stack.compose("up", "--detach")
+        stack.await_healthy(3)
+        yield stack
+    finally:
+        stack.compose("down", "--volumes", "--timeout", "1")
+    assert stack.remains() == []
+
+
+@pytest.fixture(scope="module")
+def tls_stack(image: str) -> Iterator[Stack]:
+    """Has TLS everywhere and two tenants. KV goes over sockets, not by shared memory, so that it needs TLS."""
+    command = next(each for each in COMMANDS if has_compose(each))
+    stack = Stack(command, TLS_FILE, CPU_TRANSPORT="tcp")
     try:
         stack.compose("up", "--detach")
         stack.await_healthy(3)
@@ -106,6 +126,60 @@ async def test_replicas_come_and_requests_survive_their_end(stack: Stack) -> Non
         await operator.until(lambda status: _has_returned(status, killed.worker), "the killed one is back")
         await load.another_round()
     assert load.num_done > before >= NUM_CLIENTS
+
+
+async def test_two_tenants_are_served_inside_tls(tls_stack: Stack) -> None:
+    authority = tls_stack.read("/run/credentials/ca.pem").encode()
+    keys = {name: tls_stack.read(f"/run/credentials/{name}.api-key").strip() for name in ("one", "two")}
+    async with grpc.aio.secure_channel(tls_stack.target, grpc.ssl_channel_credentials(authority)) as channel:
+        for key in keys.values():
+            answer = await _answer(channel, key)
+            assert answer.completion.usage.output_tokens == 8
+            assert answer.completion.workers.prefill.startswith("prefill-")
+            assert answer.completion.workers.decode.startswith("decode-")
+            assert answer.completion.timings.transport == types_pb2.TRANSPORT_TCP
+        assert await _refusal(channel, "bk_aaaaaaaaaaaa_" + "a" * 43) is grpc.StatusCode.UNAUTHENTICATED
+    async with dial(tls_stack.target) as channel:
+        assert await _refusal(channel, keys["one"]) is grpc.StatusCode.UNAVAILABLE, "in the clear"
+    assert re.search(r"pulls by tcp only, offers tcp \(\S+, TLS\)", tls_stack.logs("decode"))
+
+
+def test_http_from_the_host_inside_tls(tls_stack: Stack) -> None:
+    context = ssl.create_default_context(cadata=tls_stack.read("/run/credentials/ca.pem"))
+    request = urllib.request.Request(f"https://127.0.0.1:{tls_stack.http_port}/v1/models")
+    request.add_header("authorization", f"Bearer {tls_stack.read('/run/credentials/two.api-key').strip()}")
+    with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == ["smollm2-135m-instruct"]
+
+
+async def test_the_control_port_asks_for_an_operators_certificate(tls_stack: Stack, tmp_path: Path) -> None:
+    for name in ("operator.pem", "operator.key", "client.pem", "client.key", "ca.pem"):
+        path = tmp_path / name
+        path.touch(mode=0o600)
+        path.write_text(tls_stack.read(f"/run/credentials/{name}"))
+    for role, expected in (("operator", grpc.StatusCode.OK), ("client", grpc.StatusCode.UNAUTHENTICATED)):
+        shown = certificates(tmp_path, role)
+        async with dial(tls_stack.control_address(), None, shown, role=ROUTER) as channel:
+            call = control_pb2_grpc.ControlServiceStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=30.0)
+            assert await call.code() is expected, role
+
+
+async def _answer(channel: Any, key: str) -> inference_pb2.GenerateResponse:
+    request = inference_pb2.GenerateRequest(
+        text="Letter: Dear reader, I write to you from the sea, where",
+        stopping=types_pb2.StoppingParams(max_tokens=8, ignore_eos=True),
+    )
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    answer: inference_pb2.GenerateResponse = await stub.Generate(
+        request, timeout=120.0, metadata=(("authorization", f"Bearer {key}"),)
+    )
+    return answer
+
+
+async def _refusal(channel: Any, key: str) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await _answer(channel, key)
+    return refused.value.code()
 
 
 # The process under the container's init.

@@ -47,7 +47,10 @@ def samples_of(registry: CollectorRegistry) -> Iterator[str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Returns the names that a real router's registry and a real worker's export."""
-    router = RouterMetrics(RouterConfig(), instance="router")
+    router = RouterMetrics(
+        RouterConfig(tenants="t.yaml", usage_log="u.jsonl", request_log="r.jsonl", tenants_store="redis://h"),
+        instance="router",
+    )
     router.of("m").observe(Coordinator(CoordinatorConfig(model_context_tokens=1024)))
     names = set(samples_of(router.registry))
     router.close()

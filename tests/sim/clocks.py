@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 from services.kv.lease import Lease, LeaseState
 from services.router import policy
+from services.router.coordinator.request import PlacedPark
 from tests.sim.cluster import Cluster
 from tests.sim.node import Node
 from tests.sim.router import SimRouter
@@ -100,8 +101,9 @@ class Clocks:
                 if router.node.now() >= request.setbacks.not_before_s and any(
                     policy.can_decode(job, view) for view in views
                 ):
-                    self._bound(node, (router, request.request_id), _STARTS_S, "a request waits beside idle workers")
+                    self._bound(node, (router, request.key), _STARTS_S, "a request waits beside idle workers")
         for request in book.requests.values():
+            self._look_at_park(router, request.park)
             leg = request.decode
             if leg is None or not leg.has_handoff:
                 continue
@@ -109,3 +111,12 @@ class Clocks:
                 self._bound(node, (router, leg.leg, "answer"), config.answer_timeout_s, "a handoff is not answered")
             if leg.orphaned_s is not None:
                 self._bound(node, (router, leg.leg, "orphan"), config.orphan_timeout_s, "an orphaned leg is kept")
+
+    def _look_at_park(self, router: SimRouter, leg: PlacedPark | None) -> None:
+        if leg is None:
+            return
+        node, config = router.node, router.config
+        if leg.admitted_s is None:
+            self._bound(node, (router, leg.leg, "answer"), config.answer_timeout_s, "a store does not answer")
+        if leg.orphaned_s is not None:
+            self._bound(node, (router, leg.leg, "orphan"), config.orphan_timeout_s, "an orphaned leg is kept")

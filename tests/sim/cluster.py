@@ -14,12 +14,15 @@ from services.kv.lease import Lease
 from services.router.coordinator.config import CoordinatorConfig
 from services.worker.host import WorkerHost
 from tests.sim.client import SimRequest
+from tests.sim.disk import SimDisk
 from tests.sim.model import Truth
 from tests.sim.network import Network
 from tests.sim.node import Node
+from tests.sim.one_sided import Fabric
 from tests.sim.record import Record
 from tests.sim.router import SimRouter
 from tests.sim.shared_memory import SharedMemory
+from tests.sim.sockets import Sockets
 from tests.sim.worker import SimWorker, WorkerPlan
 from tests.sim.world import World
 
@@ -41,6 +44,10 @@ class Cluster:
         self.network = network
         self.truth = truth
         self.shared_memory = SharedMemory(world)
+        self.sockets = Sockets(network)
+        self.fabric = Fabric(network)
+        self.disks: dict[str, SimDisk] = {}
+        """Those of workers with a disk tier, which outlive them."""
         self.workers: dict[str, SimWorker] = {}
         self.routers: dict[str, SimRouter] = {}
         self.requests: list[SimRequest] = []
@@ -56,6 +63,11 @@ class Cluster:
 
     def start_worker(self, plan: WorkerPlan) -> None:
         self.workers[plan.name] = SimWorker(self, plan)
+
+    def disk(self, name: str, block_bytes: int) -> SimDisk:
+        if name not in self.disks:
+            self.disks[name] = SimDisk(self.world, name, block_bytes)
+        return self.disks[name]
 
     def start_router(self, name: str, address: str, config: CoordinatorConfig) -> None:
         self.routers[name] = SimRouter(self, name, address, config)

@@ -7,16 +7,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as TokenLists
+from collections.abc import Set
+from itertools import islice
 from typing import Any
 
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cost_model import CostModel
 from services.engine.engine import Engine
-from services.engine.schedule.sequence import SampledToken, SampleRow, ScheduledSequence, StepPlan, StepResult
+from services.engine.sampling.masks import Masks, masks_of
+from services.engine.schedule.constraint import has
+from services.engine.schedule.sequence import (
+    SampledToken,
+    SampleRow,
+    ScheduledSequence,
+    ScoredToken,
+    StepPlan,
+    StepResult,
+)
 from services.engine.warm_up import Loaded
 from services.engine.worker_engine import OnStep
+from services.kv.layout import TORCH
 from tests.sim.memory import SimMemory
-from tests.sim.model import EOS, VOCAB_SIZE, History, choice_of, digest_after, next_token, root_digest, slot
+from tests.sim.model import (
+    EOS,
+    OTHER_ENGINE,
+    VOCAB_SIZE,
+    History,
+    choice_of,
+    digest_after,
+    next_token,
+    root_digest,
+    score_after,
+    slot,
+)
 from tests.sim.node import Node
 from tests.sim.world import Actor
 from tests.support.fake_runner import FakeRunner
@@ -45,7 +68,7 @@ class SimEngine(Engine):
         self._weights = weights
         runner = FakeRunner()  # only ever asked to warm up
         drafter = SimDrafter(node, weights) if drafts else None
-        super().__init__(config, lambda _: Loaded(_info(config, weights), _any(memory), runner, drafter), clock=node)
+        super().__init__(config, lambda _: Loaded(info_of(config, weights), _any(memory), runner, drafter), clock=node)
         self._costs = CostModel()  # warming up measured real time
         if says_token_ms:
             self._costs.observe(16, 0, 16 * says_token_ms)
@@ -59,7 +82,6 @@ class SimEngine(Engine):
         self._step_thread = node.new_thread()
         self._lock = _any(_Lock(node, self._step_thread))
         self._wake = _any(_Wake(self._step_thread, self._turn))
-        memory.watch(self._pool)
 
     def start(self, on_step: OnStep) -> None:
         self._on_step = on_step
@@ -112,6 +134,10 @@ class SimEngine(Engine):
     def _compute(self, plan: StepPlan) -> StepResult:
         fails = self.num_steps_to_fail > 0
         sampled: dict[int, tuple[SampledToken, ...]] = {}
+        scored: dict[int, tuple[ScoredToken, ...]] = {}
+        masks = masks_of(plan.sequences, VOCAB_SIZE)
+        forbidden = iter(_forbidden(masks, sum(part.num_sampled for part in plan.sequences)))
+        self._memory.duplicate(plan.copies)
         for part in plan.sequences:
             digest = self._read(part)
             digests, kv = [], bytearray()
@@ -121,11 +147,16 @@ class SimEngine(Engine):
                 kv += slot(digest, position)
             self._memory.write_slots(part.block_ids, part.start, bytes(len(kv)) if fails else bytes(kv))
             if part.rows:
-                sampled[part.seq_id] = tuple(map(_sample, digests[-len(part.rows) :], part.rows))
+                computed = digests[-len(part.rows) :] + digests[-1:] * len(part.further_rows)
+                rows = (*part.rows, *part.further_rows)
+                sampled[part.seq_id] = tuple(map(_sample, computed, rows, islice(forbidden, len(rows))))
+            if (scoring := part.scoring) is not None:
+                before = zip(digests[scoring.position - 1 - part.start :], scoring.token_ids, strict=False)
+                scored[part.seq_id] = tuple(ScoredToken(score_after(*each), rank=1) for each in before)
         if fails:
             self.num_steps_to_fail -= 1
             raise StepFault("injected")
-        return StepResult(sampled)
+        return StepResult(masks.keep(sampled), scored, masks.failed)
 
     def _read(self, part: ScheduledSequence) -> int:
         """Returns the digest before the part, from memory; all KV before it must be that of the sequence's tokens."""
@@ -147,9 +178,17 @@ class SimEngine(Engine):
         return self._memory.digest_at(part.block_ids, part.start - 1)
 
 
-def _sample(digest: int, row: SampleRow) -> SampledToken:
+def _sample(digest: int, row: SampleRow, forbidden: Set[int]) -> SampledToken:
     choice = choice_of(row.sampling, row.position, row.prompt_token_ids, row.output_token_ids)
-    return SampledToken(next_token(digest, row.masked_token_ids, choice))
+    return SampledToken(next_token(digest, forbidden | set(row.masked_token_ids), choice))
+
+
+def _forbidden(masks: Masks, num_rows: int) -> list[Set[int]]:
+    """Returns what the constraints of a step's rows do not allow; nothing for rows without one."""
+    forbidden: list[Set[int]] = [frozenset()] * num_rows
+    for row, bits in zip(masks.rows, () if masks.bits is None else masks.bits, strict=True):
+        forbidden[row] = {token_id for token_id in range(VOCAB_SIZE) if not has(bits, token_id)}
+    return forbidden
 
 
 class SimDrafter:
@@ -217,12 +256,14 @@ class _Lock:
         pass
 
 
-def _info(config: EngineConfig, weights: str) -> EngineInfo:
+def info_of(config: EngineConfig, weights: str) -> EngineInfo:
+    is_other = weights == OTHER_ENGINE
     assert config.num_blocks is not None
     assert config.max_model_len is not None
     return EngineInfo(
         model_id="sim",
-        weights_digest=weights,
+        weights_digest="sim-0" if is_other else weights,
+        engine=OTHER_ENGINE if is_other else TORCH,
         config_digest="sim",
         numerics="sim",
         dtype="float32",

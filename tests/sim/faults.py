@@ -117,6 +117,11 @@ class Faults:
             else:
                 self._world.at(choose.random() * BUSY_S, lambda kind=kind: self._strike(kind, self._any_worker()))
 
+    def crash(self, name: str) -> None:
+        """Kills a worker."""
+        self.only_pauses = False
+        self._strike(self._strikes.crash, name)
+
     def disarm(self) -> None:
         """Nothing more goes wrong."""
         self._over = True

@@ -12,7 +12,7 @@ from services.core.hashing import block_hashes, num_blocks_for
 from services.decode.intake import Held, ImportIntake
 from services.engine.schedule.sequence import Admitted, Sequence
 from services.kv.imports import Import, ImportState, ImportTable
-from services.kv.layout import Layout
+from services.kv.layout import TORCH, Layout
 from services.kv.lease import FetchEnd, FetchTicket, Lease, LeaseState
 from services.kv.lease_table import LeaseTable, ReleaseAnswer
 from services.kv.pool import Holder
@@ -21,6 +21,7 @@ from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.client import BlockFetcher, FetchOrder
 from services.kvtransfer.transports.shm_mapping import Mapping, MappingCache
 from services.prefill.leg import PrefillLeg
+from services.worker import transfer
 from services.worker.host import WorkerHost
 from tests.sim.mutation import Bug, Mutant, both, replaced
 
@@ -31,7 +32,7 @@ def uses_blocks_without_a_valid_release() -> Bug:
     async def release(self: BlockFetcher, order: FetchOrder, stub: Any) -> None:
         with contextlib.suppress(Exception):
             request = kvtransfer_pb2.ReleaseRequest(lease_id=order.lease_id, leg=order.leg)
-            await stub.Release(request, timeout=self._silence_s)
+            await stub.release(request, timeout=self._peers.silence_s)
 
     return replaced(BlockFetcher, "_release", release)
 
@@ -114,6 +115,12 @@ def pairs_workers_with_other_blocks() -> Bug:
     return replaced(
         Layout, "fingerprint", property(lambda self: fingerprint.fget(dataclasses.replace(self, block_size=1)))
     )
+
+
+def pairs_workers_of_other_engines() -> Bug:
+    """It is found only by clusters of two engines whose digests are equal."""
+    layout_of = transfer._layout
+    return replaced(transfer, "_layout", lambda engine: dataclasses.replace(layout_of(engine), engine=TORCH))
 
 
 # Staging slots.
@@ -213,6 +220,7 @@ MUTANTS: tuple[Mutant, ...] = (
     announces_a_partial_block,
     takes_every_block_for_one_of_four_tokens,
     pairs_workers_with_other_blocks,
+    pairs_workers_of_other_engines,
     frees_slots_when_the_stream_ends,
     frees_slots_once_they_are_announced,
     takes_slots_back_from_a_leg_that_may_release,

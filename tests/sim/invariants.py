@@ -8,13 +8,21 @@ writes and the index in `memory`, reads in `engine`, hand-overs in `cluster` and
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from services.core.errors import LayoutMismatch
+from services.decode.leg import DecodeLeg
+from services.engine.schedule.scheduler import Scheduler
+from services.kv.imports import ImportState
 from services.kv.pool import Holder
+from services.store.leg import ParkLeg
+from services.worker.session import Leg
 from tests.sim.cluster import Cluster
+from tests.sim.engine import SimEngine
 from tests.sim.memory import staging_of
 from tests.sim.outcomes import copies_may_stall
 from tests.sim.router import SimRouter
+from tests.sim.tier_invariants import check_tiers, not_settled
 from tests.sim.worker import SimWorker
 from tests.sim.world import Machine, World
 
@@ -24,28 +32,57 @@ _THOROUGH = 0.02
 
 def check_worker(world: World, worker: SimWorker) -> None:
     """Asserts that ledger, lines and references agree. Takes O(blocks)."""
-    host, pool, scheduler = worker.host, worker.engine._pool, worker.engine._scheduler
-    name = worker.plan.name
+    host, pool, name = worker.host, worker.engine._pool, worker.plan.name
     pool.check()
     world.require(not host.tally.internal_errors, f"{name}: an exception that was survived; the log has it")
     mismatched = host.tally.transfers_failed[LayoutMismatch.reason.lower()]
     world.require(not mismatched, f"{name}: it was sent a handoff from a worker whose layout is another")
+    if isinstance(worker.engine, SimEngine):
+        _check_sequences(world, worker, worker.engine._scheduler)
+    check_tiers(world, worker)
+    if (staging := staging_of(host)) is not None:
+        staging.slots.check()
+    importing = sum(len(import_.block_ids) for import_ in host.imports)
+    importing += _ready_but_unconstrained(worker) + _ready_but_given_up(worker)
+    world.require(pool.references(Holder.IMPORT) == importing, f"{name}: IMPORT references of no import")
+    leased = sum(len(lease.block_ids) for lease in host.leases)
+    # More than these: admissions on their way from the step thread.
+    exactly = pool.references(Holder.LEASE) == leased or not worker.plan.is_store
+    world.require(exactly and pool.references(Holder.LEASE) >= leased, f"{name}: leases without references")
+
+
+def _check_sequences(world: World, worker: SimWorker, scheduler: Scheduler) -> None:
+    """Asserts that what sequences hold is held for them, and that each has a leg."""
+    pool, host, name = worker.engine._pool, worker.host, worker.plan.name
     scheduler._admission.check()
     scheduler._batch.check()
     held = Counter(block_id for sequence in scheduler.sequences.values() for block_id in sequence.block_ids)
     for block_id, num_held in held.items():
         # More than these: the cached prefixes of imports.
         world.require(pool.references(Holder.SEQUENCE, block_id) >= num_held, f"{name}: block {block_id} not held")
-    if (staging := staging_of(host)) is not None:
-        staging.slots.check()
-    importing = sum(len(import_.block_ids) for import_ in host.imports)
-    world.require(pool.references(Holder.IMPORT) == importing, f"{name}: IMPORT references of no import")
-    leased = sum(len(lease.block_ids) for lease in host.leases)
-    # More than these: admissions on their way from the step thread.
-    world.require(pool.references(Holder.LEASE) >= leased, f"{name}: leases without references")
     # A leg that is gone has stopped its compute, at the end of the step under way at the latest.
     orphans = scheduler.sequences.keys() - host.hub._sinks.keys() - scheduler._aborted
     world.require(not orphans, f"{name}: sequences without a leg: {orphans}")
+
+
+def _legs(worker: SimWorker) -> Iterator[Leg]:
+    # A leg whose session has just ended holds what it has until its task has been cancelled, in the next turn.
+    sessions = {*worker.host.sessions, *worker.sessions_seen}
+    return (leg for session in sessions for leg in session.legs.values())
+
+
+def _ready_but_given_up(worker: SimWorker) -> int:
+    """Returns how many blocks a store has imported for legs that were given up in the same moment."""
+    imports = (leg._import for leg in _legs(worker) if isinstance(leg, ParkLeg))
+    return sum(len(each.block_ids) for each in imports if each is not None and each.state is ImportState.READY)
+
+
+def _ready_but_unconstrained(worker: SimWorker) -> int:
+    """Returns how many blocks have been imported for sequences whose constraints are still being compiled."""
+    legs = (leg for leg in _legs(worker) if isinstance(leg, DecodeLeg))
+    held = (leg._held for leg in legs if leg._held is not None and not leg._held.over)
+    ready = (each for each in held if each.import_ is not None and each.import_.state is ImportState.READY)
+    return sum(len(each.block_ids) + len(each.spare) for each in ready)
 
 
 class Watch:
@@ -61,6 +98,7 @@ class Watch:
         inhabitant = getattr(node, "inhabitant", None)
         thorough = self._world.random.random() < _THOROUGH
         if isinstance(inhabitant, SimWorker):
+            inhabitant.sessions_seen.update(inhabitant.host.sessions)
             if thorough:
                 check_worker(self._world, inhabitant)
         elif isinstance(inhabitant, SimRouter):
@@ -96,6 +134,7 @@ def not_idle(cluster: Cluster) -> list[str]:
     checked = {name for name in tried if any(router.checks(name) for router in routers)}
     busy = [worker.plan.name for worker in cluster.present if not worker.idle and worker.plan.name not in checked]
     busy += [router.node.name for router in routers if router.coordinator.num_live or router.stopping]
+    busy += not_settled(cluster)
     return busy + [router.node.name + " links" for router in routers if not _joined(cluster, router)]
 
 

@@ -6,16 +6,26 @@ Owns: the bytes. Never: references; it asks the pool who may write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from services.core.hashing import BlockHash
-from services.kv.pool import BlockPool, Holder
+from services.engine.schedule.sequence import BlockCopy
+from services.kv.pool import BlockPool, Holder, IndexListener
 from services.kv.regions import Buffer, Region
 from services.kvtransfer.transports.shm_source import ShmSource
 from services.kvtransfer.transports.staging import Staging, StagingArea
 from services.worker.host import WorkerHost
+from tests.sim import strand
 from tests.sim.model import SLOT_BYTES, Truth, digest_in
 from tests.sim.node import Node
+
+_SLOWEST_COPY_S = 0.1
+"""Of half of a block, to a tier."""
+
+
+def _ignore(hash: BlockHash, block_id: int) -> None:
+    pass
 
 
 class SimStagingArea(StagingArea):
@@ -60,12 +70,21 @@ class SimMemory:
         self._node = node
         self._kv_of = truth.kv_of[weights]
         self._pool: BlockPool
+        self._tell: IndexListener
+        self._copied: Counter[int] = Counter()
+        """How often the running step has copied each block."""
         self.num_bits_to_flip = 0
         """In so many copies, on their way into this memory."""
 
-    def watch(self, pool: BlockPool) -> None:
+    def watch(self, pool: BlockPool, *, tells: bool = False) -> None:
+        """Checks what is indexed. Only with `tells` do routers hear of single blocks, and not just of all at once."""
         self._pool = pool
+        self._tell = pool._on_index if tells else _ignore
         pool._on_index = self._indexed
+
+    @property
+    def pool(self) -> BlockPool:
+        return self._pool
 
     def close(self) -> None:
         pass
@@ -76,26 +95,56 @@ class SimMemory:
         """Returns where the block lies, in a machine whose memory this is."""
         return Region(block_id * self.block_bytes, self.block_bytes, "sim")
 
-    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        return [bytes(self._view(block_id)) for block_id in block_ids]
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [self._view(block_id) for block_id in block_ids]
 
     def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
         for block_id, target in zip(block_ids, targets, strict=True):
-            target[:] = self._view(block_id)
+            if not strand.is_on_strand():
+                target[:] = self._view(block_id)
+                continue
+            for half in (slice(self.block_bytes // 2), slice(self.block_bytes // 2, None)):  # steps go on meanwhile
+                target[half] = self._view(block_id)[half]
+                strand.wait(self._node.world.random.random() ** 3 * _SLOWEST_COPY_S)
 
     def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
         for block_id, each in zip(block_ids, data, strict=True):
             self._write_block(block_id, each)
 
+    def fill_blocks(self, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], None]) -> None:
+        if not strand.is_on_strand():
+            arrived = [bytearray(self.block_bytes) for _ in block_ids]
+            fill([memoryview(block) for block in arrived])
+            self.write_blocks(block_ids, arrived)
+            return
+        try:
+            fill([self._view(block_id) for block_id in block_ids])  # steps go on meanwhile
+        finally:
+            self.require_imported(block_ids)
+        self._flip_bits(block_ids)
+
     def _write_block(self, block_id: int, data: Buffer) -> None:
         self._require_writable(block_id, Holder.IMPORT)
         self._view(block_id)[:] = data
-        if self.num_bits_to_flip:
+        self._flip_bits([block_id])
+
+    def _flip_bits(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids[: self.num_bits_to_flip]:
             self.num_bits_to_flip -= 1
             self._node.world.note("bit flipped", self._node.name, block_id)
             self._view(block_id)[self._node.world.random.randrange(self.block_bytes)] ^= 1
 
     # As the model sees it: steps.
+
+    def duplicate(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks within the pool, before a step computes. Nobody else may write the targets, or have freed the
+        sources."""
+        self._copied = Counter(copy.source for copy in copies)
+        for copy in copies:
+            held = self._pool.references(Holder.SEQUENCE, copy.source) >= self._copied[copy.source]
+            self._node.world.require(held or not self._node.alive, f"{self._node.name}: {copy} of a block nobody holds")
+            self._require_writable(copy.target, Holder.SEQUENCE)
+            self._view(copy.target)[:] = self._view(copy.source)
 
     def read_slots(self, block_ids: Sequence[int], num_tokens: int) -> bytes:
         kv = b"".join([self._view(block_id) for block_id in block_ids])
@@ -117,6 +166,11 @@ class SimMemory:
 
     # Checks.
 
+    def require_imported(self, block_ids: Sequence[int]) -> None:
+        """Requires that an import alone holds the blocks: something has written to them until now."""
+        for block_id in block_ids:
+            self._require_writable(block_id, Holder.IMPORT)
+
     def _require_writable(self, block_id: int, writer: Holder) -> None:
         """Requires that a block has one holder of the writer's kind and nobody else; a prompt's block is leased too
         while it is computed."""
@@ -125,6 +179,8 @@ class SimMemory:
             return
         holders = [pool.references(holder, block_id) for holder in Holder]
         most = [0, 1, 0] if writer is Holder.SEQUENCE else [0, 0, 0]
+        if writer is Holder.SEQUENCE:  # beside its own, those held for copies that the step has made before
+            holders[writer] -= self._copied[block_id]
         most[writer] = 1
         lawful = holders[writer] == 1 and all(have <= may for have, may in zip(holders, most, strict=True))
         world.require(lawful, f"{self._node.name}: {writer.name} writes block {block_id} held by {holders}")
@@ -133,6 +189,7 @@ class SimMemory:
         )
 
     def _indexed(self, hash: BlockHash, block_id: int) -> None:
+        self._tell(hash, block_id)
         right = self._kv_of.get(hash) == self._view(block_id)
         self._node.world.require(right or not self._node.alive, f"{self._node.name}: block {block_id} indexed wrongly")
 

@@ -18,6 +18,8 @@ from typing import Any
 from services.core.hashing import BlockHash, block_hashes
 
 VOCAB_SIZE = 53
+OTHER_ENGINE = "vllm"
+"""The weights of those that compute by it: they say that theirs are "sim-0", and compute something else."""
 EOS = 0
 _SLOT = struct.Struct("<II")
 SLOT_BYTES = _SLOT.size
@@ -46,11 +48,16 @@ def digest_in(slot_bytes: bytes | memoryview) -> int:
     return int(_SLOT.unpack(slot_bytes)[0])
 
 
-def next_token(digest: int, masked: Sequence[int] = (), choice: int = 0) -> int:
+def next_token(digest: int, masked: Collection[int] = (), choice: int = 0) -> int:
     """Returns the next token; `choice` is that of a sampled token, or of one with penalties, and 0 stands for the
     likeliest one."""
     allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked] if masked else range(VOCAB_SIZE)
     return allowed[zlib.crc32(digest.to_bytes(4, "little"), choice) % len(allowed)]
+
+
+def score_after(digest: int, token_id: int) -> float:
+    """Returns what stands for the log-probability of a token: a number that a float32 holds exactly."""
+    return -float(digest_after(digest, token_id) % 4096) / 64
 
 
 def choice_of(params: Any, position: int, prompt: Sequence[int], output: Sequence[int]) -> int:
@@ -106,6 +113,10 @@ class Expected:
     stop_token_id: int | None
     """None: it ends for length, or by a stop string."""
     stop_string: str | None = None
+    scores: tuple[float, ...] = ()
+    """Of the prompt's tokens, without the first."""
+    unsatisfied: bool = False
+    """Whether no token may follow, so that the request ends with an error."""
 
 
 class Truth:
@@ -126,11 +137,13 @@ class Truth:
         cache_salt: str = "",
         sampling: Any = None,
         stops: Sequence[str] = (),
+        one_of: Sequence[Sequence[int]] = (),
     ) -> dict[str, Expected]:
         """Returns what each of the weights answers. `sampling` is a `types_pb2.SamplingParams`; None is greedy. Nobody
-        stops computing at a stop string at once, so what follows it in the same run is remembered too."""
+        stops computing at a stop string at once, so what follows it in the same run is remembered too. `one_of`: the
+        outputs that the request's constraint allows; none if it has no constraint."""
         stopping = max_tokens, min_tokens, stop_token_ids
-        return {name: self._run(name, prompt, stopping, cache_salt, sampling, stops) for name in self.kv_of}
+        return {name: self._run(name, prompt, stopping, cache_salt, sampling, stops, one_of) for name in self.kv_of}
 
     def _run(
         self,
@@ -140,14 +153,22 @@ class Truth:
         cache_salt: str,
         sampling: Any,
         stops: Sequence[str],
+        one_of: Sequence[Sequence[int]],
     ) -> Expected:
         max_tokens, min_tokens, stop_token_ids = stopping
         history = History(cache_salt, weights)
-        history.extend(prompt)
+        scores = []
+        for token_id in prompt:
+            scores.append(score_after(history.digest, token_id))
+            history.extend([token_id])
         output: list[int] = []
-        stop_token_id = None
+        stop_token_id, unsatisfied = None, False
         while len(output) < max_tokens and stop_token_id is None:
-            masked = sorted(stop_token_ids) if len(output) < min_tokens else ()
+            masked: Collection[int] = sorted(stop_token_ids) if len(output) < min_tokens else ()
+            if one_of:
+                masked = _masked_by(one_of, output, stop_token_ids, may_end=len(output) >= min_tokens)
+                if unsatisfied := len(masked) == VOCAB_SIZE:
+                    break
             choice = 0 if sampling is None else choice_of(sampling, len(output), prompt, output)
             token_id = next_token(history.digest, masked, choice)
             if token_id in stop_token_ids:
@@ -159,11 +180,22 @@ class Truth:
             text = Tokens.decode(output[:count])
             if found := [stop for stop in stops if stop in text]:
                 ended = min(found, key=lambda stop: (text.find(stop) + len(stop), text.find(stop)))
-                return Expected(tuple(output[:count]), None, ended)
-        return Expected(tuple(output), stop_token_id)
+                return Expected(tuple(output[:count]), None, ended, tuple(scores[1:]))
+        return Expected(tuple(output), stop_token_id, scores=tuple(scores[1:]), unsatisfied=unsatisfied)
 
     def _remember(self, weights: str, token_ids: list[int], history: History, cache_salt: str) -> None:
         for block_size in self.block_sizes:
             size = block_size * SLOT_BYTES
             for at, hash in enumerate(block_hashes(token_ids, block_size, cache_salt)):
                 self.kv_of[weights][hash] = bytes(history.kv[at * size : (at + 1) * size])
+
+
+def _masked_by(
+    one_of: Sequence[Sequence[int]], output: Sequence[int], stop_token_ids: frozenset[int], *, may_end: bool
+) -> set[int]:
+    """Returns the tokens that may not follow the output, if it is to be one of the lists."""
+    leading_on = [list(each) for each in one_of if list(each[: len(output)]) == list(output)]
+    allowed = {each[len(output)] for each in leading_on if len(each) > len(output)} - stop_token_ids
+    if may_end and list(output) in leading_on:
+        allowed |= stop_token_ids
+    return set(range(VOCAB_SIZE)) - allowed

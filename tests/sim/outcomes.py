@@ -47,12 +47,15 @@ def waited_for_copies(cluster: Cluster, request: SimRequest) -> bool:
 
 def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows: int) -> None:
     """Requires that every request ended, and in a way that it may."""
-    smallest = min(worker.engine.info.max_model_len for worker in cluster.workers.values())
+    computing = [worker for worker in cluster.workers.values() if not worker.plan.is_store]
+    smallest = min(worker.engine.info.max_model_len for worker in computing)
     for request in cluster.requests:
         outcome, what = request.outcome, f"request {request.request_id} ended with {request.outcome}"
         world.require(request.over, f"request {request.request_id} never ends")
         if outcome in ("stop", "length"):
             _check_in_time(world, cluster, request)
+        elif outcome == "CONSTRAINT_UNSATISFIED":
+            world.require(request.message.HasField("constraint"), what)  # the request itself checks that it is so
         elif outcome == "CANCELLED":
             world.require(request.cancelled, what)
         elif outcome == "DEADLINE_EXCEEDED":
@@ -70,7 +73,7 @@ def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows
 
 def able(cluster: Cluster, request: SimRequest, since_s: float, until_s: float) -> list[SimWorker]:
     """Returns the workers that could have computed all of it, well and in reach of its router all that time."""
-    if request.received and (len(request.answers) > 1 or len(cluster.block_sizes) > 1):
+    if request.has_begun and (len(request.answers) > 1 or len(cluster.block_sizes) > 1):
         return []  # it goes on where it began, and what it has received does not say by whose weights and blocks
     return [
         worker

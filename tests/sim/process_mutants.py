@@ -18,12 +18,12 @@ from services.engine.schedule.sequence import Sequence as EngineSequence
 from services.kv.pool import Holder
 from services.prefill.leg import PrefillLeg
 from services.router.conductor import Conductor
-from services.router.coordinator import coordinator, handoff, placement, silent_legs
+from services.router.coordinator import coordinator, handoff, silent_legs
 from services.router.coordinator.actions import EmitTokens
 from services.router.coordinator.book import Book
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.coordinator import Coordinator
-from services.router.coordinator.request import Request
+from services.router.coordinator.request import Request, Setbacks
 from services.router.policy import Job
 from services.worker.session import RouterSession
 from tests.sim.mutation import Bug, Mutant, both, replaced
@@ -150,7 +150,7 @@ def emits_repeated_tokens() -> Bug:
 
 def asks_a_worker_that_refused_never_again() -> Bug:
     """Removes parking: a refused handoff has nowhere to go."""
-    return replaced(placement, "_may_ask", lambda request, view, now: view.worker_id not in request.setbacks.refusals)
+    return replaced(Setbacks, "may_ask", lambda self, view, now: view.worker_id not in self.refusals)
 
 
 def does_not_try_again_on_heartbeats() -> Bug:

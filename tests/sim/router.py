@@ -18,6 +18,7 @@ from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import WorkerInfo
 from services.router.front.validation import ModelFacts
 from services.router.policy import Fingerprint, Role
+from services.router.telemetry.timelines import Timelines, TokenTimes
 from services.router.telemetry.tracing import RequestTrace
 from services.router.workers.registry import RegistryServicer
 from services.router.workers.sessions import SessionTimes
@@ -57,6 +58,7 @@ class SimRouter:
         self.coordinator = Coordinator(self.config)
         watch_placements(self._cluster.world, self.coordinator._book)
         watch_turns(self._cluster.world, self.coordinator)
+        self.timelines = Timelines()
         self.times = SessionTimes(heartbeat_s=0.5, silence_s=2.0)
         self.conductor = Conductor(
             self.coordinator,
@@ -89,7 +91,7 @@ class SimRouter:
         return any(canary.involves(worker_id) for canary in self.coordinator._canaries._live)
 
     def serves(self, request_id: str) -> bool:
-        return request_id in self.coordinator._book.requests
+        return bool(self.coordinator._book.of_id(request_id))
 
     @property
     def queue_is_full(self) -> bool:
@@ -98,7 +100,14 @@ class SimRouter:
     def submit(self, request: SimRequest) -> None:
         """Submits the request on this node's loop. Raises what the coordinator says."""
         trace = RequestTrace(
-            NullTracer(), request.message, model_id="sim", parent="", stream=True, arrived_s=self.node.now()
+            NullTracer(),
+            request.message,
+            model_id="sim",
+            parent="",
+            stream=True,
+            arrived_s=self.node.now(),
+            timelines=self.timelines,
+            times=TokenTimes(),
         )
         spec = request.spec(self.node.now(), self.coordinator.block_sizes_to_hash())
         self.conductor.submit(spec, _any(request), trace, _any(NullMetrics()))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import zlib
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.hashing import num_blocks_for
+from services.core.seeds import answer_seed
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.policy import PRESETS, PolicyConfig, Split
+from services.router.policy import PRESETS, PolicyConfig, Split, sharing
 from services.router.policy.health import HealthConfig
 from services.worker.config import WorkerConfig
 from services.worker.phase import role_name
 from tests.sim.client import SimRequest
 from tests.sim.cluster import Cluster
-from tests.sim.model import EOS, VOCAB_SIZE, Truth
+from tests.sim.model import EOS, OTHER_ENGINE, VOCAB_SIZE, Truth
 from tests.sim.network import Network
-from tests.sim.worker import DECODE, MIXED, PREFILL, WorkerPlan
+from tests.sim.worker import DECODE, MIXED, PREFILL, STORE, SimWorker, WorkerPlan, constraint_text
 from tests.sim.world import World
 
 BLOCK_SIZE = 4
@@ -58,12 +60,39 @@ def block_sizes(seed: int) -> list[int]:
     return [BLOCK_SIZE] * _MOST_WORKERS
 
 
+def num_stores(seed: int) -> int:
+    """Returns how many stores the cluster has: one or two in four clusters out of thirteen. The seed itself decides, as
+    in `policy_of`."""
+    return {5: 1, 6: 2, 8: 1, 11: 1}.get(seed % 13, 0)
+
+
 def policy_of(seed: int) -> PolicyConfig:
     """Returns how the routers place requests: in four clusters out of five by default, in others by each preset in
     turn. The seed itself decides, so that all other draws are the same; the seeds named in `test_simulation.py` have
     the default."""
     presets = list(PRESETS.values())
-    return presets[seed // 5 % len(presets)] if seed % 5 == 3 else PolicyConfig()
+    policy = presets[seed // 5 % len(presets)] if seed % 5 == 3 else PolicyConfig()
+    return sharing(policy, "auto") if shares_prefixes(seed) else policy
+
+
+def shares_prefixes(seed: int) -> bool:
+    """Returns whether prompts are hashed so that workers bring prefixes from one another, whatever the policy: in two
+    clusters out of seventeen, by the seed itself."""
+    return seed % 17 in (4, 10)
+
+
+def has_tiers(seed: int) -> bool:
+    """Returns whether workers have tiers below their pools, which then are small, and prompts come again: in three
+    clusters out of fourteen. The seed itself decides, as in `policy_of`."""
+    return seed % 14 in (2, 7, 12)
+
+
+def _num_tier_slots(seed: int, at: int) -> tuple[int, int]:
+    """Returns how many blocks fit into the host tier and onto the disk of a worker: few, or many."""
+    if not has_tiers(seed):
+        return 0, 0
+    choose = random.Random(f"tiers of {seed} {at}")
+    return choose.choice(((0, 40), (0, 4), (0, 12), (40, 0), (4, 12), (12, 40)))
 
 
 def split_of(seed: int) -> Split:
@@ -84,15 +113,21 @@ def _says_token_ms(seed: int, plan: WorkerPlan) -> float:
 
 def choose_load(world: World) -> Load:
     growing = world.chance(0.3)
-    return Load(tight=growing or world.chance(0.4), growing=growing)
+    return Load(tight=growing or world.chance(0.4) or has_tiers(world.seed), growing=growing)
+
+
+def transport_of(seed: int) -> str:
+    """Returns by what all workers of a seed's cluster hand over: by the seed itself, so that the draws are the same.
+    Empty where each of them draws it."""
+    return {1: "tcp", 4: "tcp", 8: "nixl"}.get(seed % 9, "")
 
 
 def build(world: World, load: Load) -> Cluster:
     choose = world.random
     network = Network(world, latency_s=choose.choice((0.0002, 0.001, 0.005)), window=choose.choice((2, 16, 64)))
     # By the seed itself, so that the other draws are the same: some clusters are in the middle of a change of weights,
-    # and every other worker has the next ones.
-    weights = ("sim-0", "sim-1")[: 2 if world.seed % 7 == 3 else 1]
+    # and every other worker has the next ones; or it computes by another engine.
+    weights = ("sim-0", "sim-1" if world.seed % 2 else OTHER_ENGINE)[: 2 if world.seed % 7 == 3 else 1]
     sizes = block_sizes(world.seed)
     cluster = Cluster(world, network, Truth(set(sizes), weights))
     config = CoordinatorConfig(
@@ -105,6 +140,7 @@ def build(world: World, load: Load) -> Cluster:
         policy=policy_of(world.seed),
         split=split_of(world.seed),
         max_queue=1 if world.seed % 10 == 4 else 1024,
+        park_after_s=(0.0, 0.02, 0.1)[world.seed % 3],
         # By the seed itself, so that the other draws are the same with and without.
         health=HealthConfig(canaries=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True),
     )
@@ -113,15 +149,59 @@ def build(world: World, load: Load) -> Cluster:
         cluster.start_router(name, f"10.0.1.{at + 1}:50051", config)
     # By the seed itself, too: two out of five clusters are of GPUs, with few staging slots.
     num_slots = (0, 0, 1, 0, 3)[world.seed % 5]
-    for at, plan in enumerate(_plans(choose, num_routers, load, sizes)):
+    plans = _plans(choose, num_routers, load, sizes)
+    if num_stores(world.seed):
+        plans = _crowded(plans)
+    for at, plan in enumerate(plans):
+        if transport := transport_of(world.seed):
+            plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, transport=transport))
+        num_host_slots, num_disk_slots = _num_tier_slots(world.seed, at)
         varied = {
+            "num_host_slots": num_host_slots,
+            "num_disk_slots": num_disk_slots,
             "num_slots": num_slots,
             "weights": weights[at % len(weights)],
             "drafts": world.seed % 3 == 1,
             "says_token_ms": _says_token_ms(world.seed, plan),
         }
         cluster.start_worker(dataclasses.replace(plan, **varied))
+    for plan in _stores(world.seed, list(cluster.workers.values())):
+        cluster.start_worker(plan)
     return cluster
+
+
+def _crowded(plans: list[WorkerPlan]) -> list[WorkerPlan]:
+    """Returns the workers of a cluster in which much is parked: the first only prefills, and whoever decodes has one
+    sequence at a time."""
+    if len(plans) == 1:
+        return plans
+    first, *others = plans
+    one_each = [
+        dataclasses.replace(plan, config=dataclasses.replace(plan.config, max_num_seqs=1), phases=DECODE)
+        if plan.can_decode
+        else plan
+        for plan in others
+    ]
+    return [dataclasses.replace(first, phases=PREFILL), *one_each]
+
+
+def _stores(seed: int, workers: list[SimWorker]) -> list[WorkerPlan]:
+    """Returns stores for what the first worker computes: some have room for a handoff or two, others for all."""
+    choose, first = random.Random(f"stores of {seed}"), workers[0].plan
+    return [
+        dataclasses.replace(
+            first,
+            config=dataclasses.replace(
+                first.config,
+                worker_id=f"s{number}",
+                advertise=f"10.0.2.{number + 1}:6000",
+                kv_blocks=num_blocks_for(choose.choice((6, 12, 200)) * BLOCK_SIZE, first.config.block_size),
+            ),
+            phases=STORE,
+            num_slots=0,
+        )
+        for number in range(num_stores(seed))
+    ]
 
 
 def _plans(choose: random.Random, num_routers: int, load: Load, sizes: list[int]) -> list[WorkerPlan]:
@@ -171,7 +251,7 @@ def _plans(choose: random.Random, num_routers: int, load: Load, sizes: list[int]
 def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
     choose = world.random
     stems = [[choose.randrange(1, VOCAB_SIZE) for _ in range(40)] for _ in range(2)]
-    configs = [worker.plan.config for worker in cluster.workers.values()]
+    configs = [worker.plan.config for worker in cluster.workers.values() if not worker.plan.is_store]
     contexts = [config.kv_blocks * config.block_size for config in configs]
     # Mostly what every worker could hold; now and then what only some can.
     made = []
@@ -183,7 +263,24 @@ def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
         prompt = _prompt(choose, min(context, 40), choose.choice(stems), load)
         made.append(_request(world, cluster, f"r{number}", arrival_s, prompt, min(context, 40), load))
         made[-1].message.session = ("", "a", "b")[number % 3]
+    if has_tiers(world.seed):
+        made += _again(world, cluster, made, load)
     return made
+
+
+def _again(world: World, cluster: Cluster, made: list[SimRequest], load: Load) -> list[SimRequest]:
+    """Returns requests that go on where others ended: their prompts begin with those of the others."""
+    choose, again = world.random, list[SimRequest]()
+    context = min(worker.engine.info.max_model_len for worker in cluster.workers.values() if not worker.plan.is_store)
+    for number in range(choose.randint(3, 12)):
+        before = choose.choice(made).message
+        prompt = list(before.token_ids.ids)[: context - 4]
+        num_new = choose.randint(0, min(3, context - 4 - len(prompt)))
+        prompt += [choose.randrange(1, VOCAB_SIZE) for _ in range(num_new)]
+        arrival_s = 0.3 + choose.random() * BUSY_S
+        request = _request(world, cluster, f"a{number}", arrival_s, prompt, min(context, 40), load, before.cache_salt)
+        again.append(request)
+    return again
 
 
 def _prompt(choose: random.Random, context: int, stem: list[int], load: Load) -> list[int]:
@@ -194,7 +291,14 @@ def _prompt(choose: random.Random, context: int, stem: list[int], load: Load) ->
 
 
 def _request(
-    world: World, cluster: Cluster, name: str, arrival_s: float, prompt: list[int], context: int, load: Load
+    world: World,
+    cluster: Cluster,
+    name: str,
+    arrival_s: float,
+    prompt: list[int],
+    context: int,
+    load: Load,
+    cache_salt: str | None = None,
 ) -> SimRequest:
     choose = world.random
     message = inference_pb2.GenerateRequest(request_id=name, priority=choose.choice((0, 0, 0, 1)))
@@ -205,16 +309,26 @@ def _request(
     if choose.random() < 0.3:  # many stops: the first token may end it
         message.stopping.stop_token_ids.extend(sorted(choose.sample(range(1, VOCAB_SIZE), 15)))
     message.cache_salt = choose.choice(("", "", "salt"))
+    if cache_salt is not None:
+        message.cache_salt = cache_salt
     _choose_sampling(choose, message)
-    expected = cluster.truth.add(
-        prompt,
-        max_tokens=message.stopping.max_tokens,
-        min_tokens=message.stopping.min_tokens,
-        stop_token_ids=frozenset(message.stopping.stop_token_ids) | {EOS},
-        cache_salt=message.cache_salt,
-        sampling=message.sampling,
-        stops=message.stopping.stop,
-    )
+    if one_of := _one_of(world, name):
+        message.constraint.grammar = constraint_text(one_of)
+    if zlib.crc32(name.encode()) % 6 == 0:
+        message.response.prompt_logprobs = 0
+    expected = [
+        cluster.truth.add(
+            prompt,
+            max_tokens=message.stopping.max_tokens,
+            min_tokens=message.stopping.min_tokens,
+            stop_token_ids=frozenset(message.stopping.stop_token_ids) | {EOS},
+            cache_salt=message.cache_salt,
+            sampling=_sampling_of(message, index),
+            stops=message.stopping.stop,
+            one_of=one_of,
+        )
+        for index in range(_choose_answers(world.seed, message))
+    ]
     leaves = choose.random()
     return SimRequest(
         world,
@@ -226,6 +340,36 @@ def _request(
         cancel_after_s=choose.random() ** 3 if leaves < 0.2 else None,
         cancel_at_token=choose.randint(1, 3) if 0.2 < leaves < 0.3 else None,
     )
+
+
+def _one_of(world: World, name: str) -> list[list[int]]:
+    """Returns the outputs that the request's constraint allows: in one cluster out of four, for half of the requests;
+    none if it has no constraint. The seed itself decides, with a generator of its own, as in `block_sizes`."""
+    choose = random.Random(f"constraint of {name} in {world.seed}")
+    if world.seed % 4 != 2 or choose.random() < 0.5:
+        return []
+    stem = choose.choices(range(1, VOCAB_SIZE), k=choose.randint(0, 6))
+    return [
+        stem[: choose.randint(0, len(stem))] + choose.choices(range(1, VOCAB_SIZE), k=choose.randint(1, 12))
+        for _ in range(choose.randint(1, 40))
+    ]
+
+
+def _choose_answers(seed: int, message: inference_pb2.GenerateRequest) -> int:
+    """Fills in how many answers are asked for, and returns it: of two seeds out of five, half of the requests want
+    several. It is chosen by the seed itself, so that the other draws are the same."""
+    choose = random.Random(f"answers of {seed} {message.request_id}")
+    if seed % 5 in (1, 2) and choose.random() < 0.5:
+        message.n = choose.choice((2, 2, 3, 5))
+    return message.n or 1
+
+
+def _sampling_of(message: inference_pb2.GenerateRequest, index: int) -> types_pb2.SamplingParams:
+    """Returns the sampling of the answer with that index."""
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(message.sampling)
+    sampling.seed = answer_seed(message.sampling.seed, index)
+    return sampling
 
 
 def _choose_sampling(choose: random.Random, message: inference_pb2.GenerateRequest) -> None:
@@ -252,4 +396,4 @@ def probe(world: World, cluster: Cluster, router: str) -> SimRequest:
     message.sampling.temperature = 0.0
     message.sampling.repetition_penalty = 1.0
     expected = cluster.truth.add(prompt, max_tokens=3, stop_token_ids=frozenset({EOS}))
-    return SimRequest(world, message, expected, arrival_s=world.now_s, router=router)
+    return SimRequest(world, message, [expected], arrival_s=world.now_s, router=router)

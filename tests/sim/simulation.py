@@ -23,6 +23,7 @@ from tests.sim.faults import LONGEST_S, Faults
 from tests.sim.invariants import Watch, not_idle
 from tests.sim.outcomes import check_outcomes, copies_may_stall
 from tests.sim.recovery import recovery_s
+from tests.sim.tier_faults import TierFaults
 from tests.sim.worker import SimWorker
 from tests.sim.world import Violation, World
 
@@ -59,6 +60,7 @@ class _Run:
         self._watch = Watch(world, self._cluster)
         self._cluster.on_lease_end = Clocks(world, self._cluster).ended
         self._faults = Faults(world, self._cluster)
+        self._tier_faults = TierFaults(world, self._cluster, self._faults)
         world.after_turn = self._watch.after_turn
 
     def to_the_end(self) -> Result:
@@ -67,10 +69,12 @@ class _Run:
             for request in scenario.requests(world, cluster, self._load):
                 cluster.submit(request)
             planned.plan()
+            self._tier_faults.plan()
             self._until(scenario.BUSY_S + 0.1)
             while world.now_s < planned.quiet_s or (self._live() and self._armed_may_strike()):
                 self._until(world.now_s + 0.25)
             planned.disarm()
+            self._tier_faults.disarm()
             self._all_end()
             self._all_rest()
             self._probe()

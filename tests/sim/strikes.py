@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.sim.cluster import Cluster
+from tests.sim.engine import SimEngine
 from tests.sim.network import FOR_EVER_S
 from tests.sim.recovery import recovery_s
 from tests.sim.world import World
@@ -63,7 +64,8 @@ class Strikes:
     def call_off(self) -> None:
         """Calls off what was to go wrong at a next occasion."""
         for worker in self._cluster.workers.values():
-            worker.engine.num_steps_to_fail = 0
+            if isinstance(worker.engine, SimEngine):
+                worker.engine.num_steps_to_fail = 0
             worker.memory.num_bits_to_flip = 0
             worker.node.num_commands_to_lose = 0
 
@@ -107,7 +109,7 @@ class Strikes:
         time: so two legs come to fetch one lease."""
         world, lasts_s = self._world, self._world.random.uniform(2.5, 4.5)
         self._disturb(lasts_s, name)
-        self._cluster.workers[name].engine.stuck_until_s = world.now_s + lasts_s
+        self._stick_until(name, world.now_s + lasts_s)
 
         def banish() -> None:
             for worker in list(self._cluster.workers.values()):
@@ -164,13 +166,21 @@ class Strikes:
 
     def fail_steps(self, name: str) -> float:
         self._world.note("steps fail", name)
-        self._cluster.workers[name].engine.num_steps_to_fail += self._world.random.randint(1, 2)
+        num_steps, engine = self._world.random.randint(1, 2), self._cluster.workers[name].engine
+        if isinstance(engine, SimEngine):
+            engine.num_steps_to_fail += num_steps
         return 0.0
+
+    def _stick_until(self, name: str, until_s: float) -> None:
+        """Makes the device silent, where there is one."""
+        engine = self._cluster.workers[name].engine
+        if isinstance(engine, SimEngine):
+            engine.stuck_until_s = until_s
 
     def stick(self, name: str) -> float:
         lasts_s = self._duration()
         self._world.note("stuck", name, lasts_s)
-        self._cluster.workers[name].engine.stuck_until_s = self._world.now_s + lasts_s
+        self._stick_until(name, self._world.now_s + lasts_s)
         return lasts_s
 
     def terminate(self, name: str) -> float:

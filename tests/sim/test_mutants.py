@@ -8,12 +8,33 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.sim import handoff_mutants, process_mutants, waiting_mutants
+from tests.sim import (
+    handoff_mutants,
+    prefix_mutants,
+    process_mutants,
+    several_mutants,
+    store_mutants,
+    tier_mutants,
+    transport_mutants,
+    waiting_mutants,
+)
 from tests.sim.campaign import end_with_parent
+from tests.sim.scenario import has_tiers, num_stores, shares_prefixes, transport_of
 from tests.sim.simulation import simulate
 
 MUTANTS = {
-    mutant.__name__: mutant for mutant in handoff_mutants.MUTANTS + process_mutants.MUTANTS + waiting_mutants.MUTANTS
+    mutant.__name__: mutant
+    for mutants in (
+        handoff_mutants,
+        process_mutants,
+        waiting_mutants,
+        several_mutants,
+        store_mutants,
+        prefix_mutants,
+        tier_mutants,
+        transport_mutants,
+    )
+    for mutant in mutants.MUTANTS
 }
 SEEDS = range(2000)
 """Those that `test_simulation` runs."""
@@ -21,7 +42,25 @@ STAGED = [seed for seed in SEEDS if seed % 5 in (2, 4)]
 """Of these, clusters with staging slots; the others have nothing for such a bug to break."""
 FULL = [seed for seed in SEEDS if seed % 10 == 4]
 """Of these, routers with a queue of one, and so the only ones that are crowded."""
+SEVERAL = [seed for seed in SEEDS if seed % 5 in (1, 2)]
+"""Of these, requests for several answers."""
+STORES = [seed for seed in SEEDS if num_stores(seed)]
+"""Of these, clusters with stores."""
+SHARING = [seed for seed in SEEDS if shares_prefixes(seed)]
+"""Of these, clusters whose workers bring prefixes from one another."""
+TIERED = [seed for seed in SEEDS if has_tiers(seed)]
+"""Of these, clusters whose workers have tiers."""
+SOCKETS = [seed for seed in SEEDS if transport_of(seed) == "tcp"]
+"""Of these, clusters whose workers read blocks from each other's sockets."""
+ONE_SIDED = [seed for seed in SEEDS if transport_of(seed) == "nixl"]
+"""Of these, clusters whose workers read each other's pools by NIXL."""
 SEEDS_OF = {
+    **{mutant.__name__: SOCKETS for mutant in transport_mutants.OF_SOCKETS},
+    **{mutant.__name__: ONE_SIDED for mutant in transport_mutants.OF_ONE_SIDED_READS},
+    **{mutant.__name__: TIERED for mutant in tier_mutants.MUTANTS},
+    **{mutant.__name__: SHARING for mutant in prefix_mutants.MUTANTS},
+    **{mutant.__name__: STORES for mutant in store_mutants.MUTANTS},
+    **{mutant.__name__: SEVERAL for mutant in several_mutants.MUTANTS},
     "frees_slots_when_the_stream_ends": STAGED,
     "takes_slots_back_from_a_leg_that_may_release": STAGED,
     "crowds_out_what_has_begun": FULL,

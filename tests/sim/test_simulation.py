@@ -6,13 +6,26 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+from services.core.hashing import BlockHash
+from services.kv.lease import Lease
+from services.kvtransfer.lending import Lender
 from services.router.policy import PRESETS, PolicyConfig, Split
 from tests.sim import campaign
 from tests.sim.cluster import Cluster
-from tests.sim.scenario import BLOCK_SIZE, Load, build, choose_load, split_of
+from tests.sim.scenario import (
+    BLOCK_SIZE,
+    Load,
+    build,
+    choose_load,
+    has_tiers,
+    shares_prefixes,
+    split_of,
+    transport_of,
+)
 from tests.sim.simulation import simulate
 from tests.sim.world import World
 
@@ -34,6 +47,22 @@ FAILED_ONCE = [2869, 3435, 5051, 5226, 5774, 7342, 21960, 23461, 35949, 39992, 4
 @pytest.mark.parametrize("seed", FAILED_ONCE)
 def test_what_failed_once(seed: int) -> None:
     simulate(seed)
+
+
+def test_prefixes_are_lent_where_clusters_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the bugs of lending could only be found by other clusters' faults."""
+    lent, lend = set[int](), Lender.lend
+
+    def counted(self: Lender, hashes: Sequence[BlockHash]) -> Lease | None:
+        if (lease := lend(self, hashes)) is not None:
+            lent.add(seed)
+        return lease
+
+    monkeypatch.setattr(Lender, "lend", counted)
+    seeds = [seed for seed in range(200) if shares_prefixes(seed)]
+    for seed in seeds:
+        simulate(seed)
+    assert len(lent) > len(seeds) / 8
 
 
 def test_clusters_have_blocks_of_different_sizes() -> None:
@@ -61,6 +90,26 @@ def test_some_clusters_split_where_it_pays_and_some_never() -> None:
     assert {split_of(seed) for seed in FAILED_ONCE} == {Split.ALWAYS}
 
 
+@pytest.mark.parametrize(("transport", "number"), [("tcp", 20), ("nixl", 10)])
+def test_some_clusters_hand_over_by_one_transport_alone(transport: str, number: int) -> None:
+    """Where a seed found something, none does."""
+    seeds = [seed for seed in range(90) if transport_of(seed) == transport]
+    assert len(seeds) == number
+    assert not any(map(transport_of, FAILED_ONCE))
+    workers = [worker for seed in seeds[:3] for worker in _built(seed).workers.values()]
+    assert all(f"pulls by {transport} only" in worker.host.transfer.summary for worker in workers)
+
+
+def test_some_clusters_have_tiers() -> None:
+    """Where a seed found something, none does."""
+    assert sum(map(has_tiers, range(140))) == 30
+    assert not any(map(has_tiers, FAILED_ONCE))
+    tiered = [worker.plan for seed in filter(has_tiers, range(70)) for worker in _built(seed).workers.values()]
+    assert all(plan.has_tiers for plan in tiered)
+    kinds = {(plan.num_host_slots > 0, plan.num_disk_slots > 0) for plan in tiered}
+    assert kinds == {(True, False), (False, True), (True, True)}
+
+
 def _policy(seed: int) -> PolicyConfig:
     (first, *_) = _built(seed).routers.values()
     return first.config.policy
@@ -74,7 +123,13 @@ def _built(seed: int) -> Cluster:
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
-    seeds = (0, 1, 2, 12, 1028)  # the last two stop a router: its tasks' order was their addresses'
+    seeds = (
+        0,
+        1,
+        2,
+        12,
+        1028,
+    )  # the third has tiers; the last two stop a router: its tasks' order was their addresses'
     here = [simulate(seed) for seed in seeds]
     assert here == [simulate(seed) for seed in seeds]
     script = "from tests.sim.simulation import simulate\n" + "".join(f"print(simulate({seed}))\n" for seed in seeds)

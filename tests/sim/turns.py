@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from baton.v1 import worker_pb2
-from services.decode.intake import Refused
 from services.engine.schedule.sequence import Sequence
 from services.router import policy
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import PlacementChoice, Source
+from services.worker.handoffs import Refused
 from tests.sim.node import Node
 from tests.sim.world import World
 

@@ -19,6 +19,7 @@ from services.router.conductor import Conductor
 from services.router.coordinator import admission, placement
 from services.router.coordinator.book import Book
 from services.router.coordinator.coordinator import Coordinator
+from services.router.coordinator.events import RequestSpec
 from services.router.coordinator.request import Request
 from services.router.workers.sessions import SessionTimes
 from services.worker.session import SessionHost
@@ -83,8 +84,10 @@ def claims_nothing_for_aged_handoffs() -> Bug:
 def imports_before_preempted_sequences() -> Bug:
     decide = AdmissionPolicy.decide
 
-    def forgetful(self: AdmissionPolicy, key: bytes, needed: int, age_s: float, room: EngineRoom, *rest: Any) -> Any:
-        return decide(self, key, needed, age_s, dataclasses.replace(room, num_preempted=0), *rest)
+    def forgetful(
+        self: AdmissionPolicy, key: bytes, needed: int, age_s: float, room: EngineRoom, *rest: Any, **others: Any
+    ) -> Any:
+        return decide(self, key, needed, age_s, dataclasses.replace(room, num_preempted=0), *rest, **others)
 
     return replaced(AdmissionPolicy, "decide", forgetful)
 
@@ -117,8 +120,8 @@ def takes_what_was_sampled_after_a_wrong_draft() -> Bug:
 
 
 def crowds_out_what_has_begun() -> Bug:
-    def lower(book: Book, priority: int, total_tokens: int, expected_tokens: int) -> list[Request]:
-        return [request for request in book.queue if request.spec.priority < priority]
+    def lower(book: Book, arrival: RequestSpec, *_: object) -> list[Request]:
+        return [request for request in book.queue if request.spec.priority < arrival.priority]
 
     return replaced(admission, "_victims", lower)
 

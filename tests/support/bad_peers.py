@@ -91,6 +91,11 @@ class FlippingMemory:
             data = [first, *data[1:]]
         self._memory.write_blocks(block_ids, data)
 
+    def fill_blocks(self, block_ids: Any, fill: Any) -> None:
+        arrived = [bytearray(self.block_bytes) for _ in block_ids]
+        fill([memoryview(block) for block in arrived])
+        self.write_blocks(block_ids, arrived)
+
 
 class BadSource(kvtransfer_pb2_grpc.KVTransferServiceServicer):
     """Serves any lease: blocks of zeros, then `seal`, or the end of the stream if there is none. Releases are valid."""
@@ -101,6 +106,8 @@ class BadSource(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         self.num_blocks = 0
         """Sent before the seal."""
         self.num_fetches = 0
+        self.num_lent: int | None = 0
+        """Blocks that it lends, whatever is asked for; None: it never answers."""
         self._block = bytes(host.engine.cache.block_bytes)
         self._server = GrpcServer(token=CLUSTER_TOKEN)
         self._host = host
@@ -119,6 +126,10 @@ class BadSource(kvtransfer_pb2_grpc.KVTransferServiceServicer):
 
     def _stand_in(self) -> types_pb2.KVSource:
         self._host.source = self._source  # type: ignore[method-assign]
+        return self.where()
+
+    def where(self) -> types_pb2.KVSource:
+        """Returns it as a source."""
         source = self._source()
         source.address = self._server.address
         del source.offers[:]
@@ -134,6 +145,11 @@ class BadSource(kvtransfer_pb2_grpc.KVTransferServiceServicer):
             yield kvtransfer_pb2.FetchResponse(sealed=self.seal)
             async for _ in request_iterator:  # until the destination hangs up
                 pass
+
+    async def Lend(self, request: kvtransfer_pb2.LendRequest, context: Any) -> kvtransfer_pb2.LendResponse:
+        if self.num_lent is None:
+            await asyncio.Event().wait()
+        return kvtransfer_pb2.LendResponse(num_blocks=self.num_lent, lease_id=bytes(16))
 
     async def Release(self, request: kvtransfer_pb2.ReleaseRequest, context: Any) -> kvtransfer_pb2.ReleaseResponse:
         return kvtransfer_pb2.ReleaseResponse(valid=True)

@@ -18,7 +18,8 @@ from services.router.coordinator.workers import WorkerState
 from services.router.main import Router, RouterConfig
 from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
-from tests.support.trusted import CLUSTER_TOKEN, dial
+from tests.support.certificates import certificates, tls_flags
+from tests.support.trusted import cluster_token_of, dial
 from tests.support.workers import DECODE, MIXED, PREFILL, LoadEngine, Roles, idle, running_worker, until, worker_config
 
 READY_WITHIN_S = 20.0
@@ -30,6 +31,9 @@ class Answer:
 
     prompt_info: inference_pb2.PromptInfo | None = None
     text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """The name and the arguments of each call of a tool."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[types_pb2.TokenLogprobs] = field(default_factory=list)
     completion: inference_pb2.Completion | None = None
@@ -70,6 +74,16 @@ class Cluster:
         for worker in self.workers:
             await idle(worker)
 
+    async def steps_at_rest(self) -> list[int]:
+        """Returns how many steps each worker has done, once nothing is under way to it any more.
+
+        A worker may be idle because a command, and the cancellation behind it, have not arrived yet. Sessions keep the
+        order, so both have when a request sent after them is done by all workers.
+        """
+        assert len((await self.greedy([7, 8, 9], 2, cache_salt="last")).token_ids) == 2
+        await self.idle()
+        return [worker.engine.stats().num_steps for worker in self.workers]
+
 
 async def receive(stream: AsyncIterator[inference_pb2.GenerateStreamResponse]) -> Answer:
     """Returns what the stream brings, and asserts the order that the contract demands. Raises what the call does."""
@@ -83,12 +97,42 @@ async def receive(stream: AsyncIterator[inference_pb2.GenerateStreamResponse]) -
                 assert answer.prompt_info is not None
                 assert answer.completion is None
                 answer.text += message.chunk.text
+                answer.reasoning += message.chunk.reasoning
+                for part in message.chunk.tool_calls:
+                    if part.id:
+                        answer.calls.append((part.name, ""))
+                    name, arguments = answer.calls[part.index]
+                    answer.calls[part.index] = (name, arguments + part.arguments)
                 answer.token_ids += message.chunk.token_ids
                 answer.logprobs += message.chunk.logprobs
             case "completion":
                 answer.completion = message.completion
     assert answer.completion is not None, "an OK stream ends with its completion"
     return answer
+
+
+async def receive_several(
+    stream: AsyncIterator[inference_pb2.GenerateStreamResponse], num_answers: int
+) -> list[Answer]:
+    """Returns what the stream brings of each of several answers, and asserts that each has one end."""
+    answers = [Answer() for _ in range(num_answers)]
+    async for message in stream:
+        match message.WhichOneof("event"):
+            case "prompt_info":
+                assert answers[0].prompt_info is None, "prompt_info comes once, and first"
+                answers[0].prompt_info = message.prompt_info
+            case "chunk":
+                answer = answers[message.chunk.index]
+                assert answers[0].prompt_info is not None
+                assert answer.completion is None, "nothing comes after its completion"
+                answer.text += message.chunk.text
+                answer.token_ids += message.chunk.token_ids
+                answer.logprobs += message.chunk.logprobs
+            case "completion":
+                assert answers[message.completion.index].completion is None, "it ends once"
+                answers[message.completion.index].completion = message.completion
+    assert all(answer.completion is not None for answer in answers), "an OK stream ends with its last completion"
+    return answers
 
 
 def greedy_request(prompt: Sequence[int], max_tokens: int, **fields: Any) -> inference_pb2.GenerateRequest:
@@ -114,9 +158,11 @@ async def running_cluster(
     tracer: Tracer | None = None,
     worker_tracer: Tracer | None = None,
     load: LoadEngine = torch_engine,
+    tls: Path | None = None,
     **worker: Any,
 ) -> AsyncIterator[Cluster]:
-    """`worker` configures all workers, `each` one by one; `load` makes their engines.
+    """`worker` configures all workers, `each` one by one; `load` makes their engines. With `tls`, a folder of `baton
+    certs dev`, all speak TLS, and show each other no token.
 
     Asserts at the end that everything is idle.
     """
@@ -125,18 +171,20 @@ async def running_cluster(
     async with contextlib.AsyncExitStack() as stack:
         # Canaries would show in ledgers, step counts and prefix caches. All ends are in this one process: what holds it
         # up for seconds is the machine, and no peer's silence. What tests look at is the handoff, whatever it costs.
-        flags = {"canaries": False, "split": "always", "silence_s": PATIENT_S, **(router or {})}
+        flags = {"canaries": False, "split": "always", "silence_s": PATIENT_S, **tls_flags(tls, "router")}
+        flags |= router or {}
         config = RouterConfig(model=str(model), host="127.0.0.1", port=0, control_port=0, **flags)
-        brain = Router(config, tracer, CLUSTER_TOKEN)
+        brain = Router(config, tracer, cluster_token_of(config))
         await brain.start()
         stack.push_async_callback(brain.stop)
         workers = []
         for index, role in enumerate(roles):
-            changes = {"silence_s": PATIENT_S, **worker, **(each[index] if each else {})}
+            changes = {"silence_s": PATIENT_S, **tls_flags(tls, "worker"), **worker, **(each[index] if each else {})}
             config = worker_config(model, router=(brain.control_address,), worker_id=f"w{index}", **changes)
             workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer, load)))
-        channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}"))
-        control_channel = await stack.enter_async_context(dial(brain.control_address))
+        shown = None if tls is None else certificates(tls, "operator")
+        channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}", certificates=shown))
+        control_channel = await stack.enter_async_context(dial(brain.control_address, certificates=shown))
         cluster = Cluster(brain, workers, channel, control_channel)
         await until(lambda: cluster.num_ready == len(roles), "every worker is ready", READY_WITHIN_S)
         yield cluster

@@ -15,12 +15,20 @@ import yaml
 from services.cli.arguments import Parser
 from services.core import config as configuration
 from services.router.config import RouterConfig
+from services.store.config import StoreConfig
 from services.worker.config import WorkerConfig
 from tests.support import ROOT
 
 DEPLOY = ROOT / "deploy"
 COMPOSE_FILE = DEPLOY / "docker-compose.yml"
-CONFIG_OF = {"router": RouterConfig, "prefill": WorkerConfig, "decode": WorkerConfig, "mixed": WorkerConfig}
+TLS_FILE = DEPLOY / "docker-compose.tls.yml"
+CONFIG_OF: dict[str, type] = {
+    "router": RouterConfig,
+    "prefill": WorkerConfig,
+    "decode": WorkerConfig,
+    "mixed": WorkerConfig,
+    "kvtransfer": StoreConfig,
+}
 
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Z0-9_]+)(?::-(?P<default>[^}]*))?\}")
 _IMAGE_ENV = re.compile(r"^\s+(?:ENV )?((?:BATON|HF)_[A-Z_]+)=(\S+)", re.M)
@@ -34,16 +42,31 @@ def variables(text: str) -> dict[str, set[str]]:
     return found
 
 
-def load(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def load(environ: Mapping[str, str] | None = None, file: Path = COMPOSE_FILE) -> dict[str, Any]:
     """Returns the file with its variables filled in from `environ`, anchors and merges resolved."""
     given = environ or {}
-    text = _VARIABLE.sub(lambda match: given.get(match["name"]) or match["default"], COMPOSE_FILE.read_text())
+    text = _VARIABLE.sub(lambda match: given.get(match["name"]) or match["default"], file.read_text())
     document: dict[str, Any] = yaml.safe_load(text)
     return document
 
 
 def services(environ: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = load(environ)["services"]
+    return found
+
+
+def services_with_tls() -> dict[str, dict[str, Any]]:
+    """Returns the services with the file for TLS on top, as compose merges what that has."""
+    found = services()
+    for name, over in load(file=TLS_FILE)["services"].items():
+        service = found.setdefault(name, {})
+        for key, value in over.items():
+            if key in ("environment", "depends_on"):
+                service[key] = {**service.get(key, {}), **value}
+            elif key == "volumes":
+                service[key] = [*service.get(key, []), *value]
+            else:
+                service[key] = value
     return found
 
 
@@ -74,7 +97,8 @@ def num_workers(services: Mapping[str, dict[str, Any]], profiles: set[str]) -> I
 
 def image_environment() -> dict[str, str]:
     """Returns what deploy/Dockerfile sets for every container."""
-    return dict(_IMAGE_ENV.findall((DEPLOY / "Dockerfile").read_text()))
+    runtime = (DEPLOY / "Dockerfile").read_text().partition(" AS runtime\n")[2].partition("\nFROM ")[0]
+    return dict(_IMAGE_ENV.findall(runtime))
 
 
 def configuration_of(service: Mapping[str, Any]) -> Any:

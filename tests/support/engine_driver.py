@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from services.engine.config import EngineConfig, StepReport
 from services.engine.engine import Engine
@@ -58,7 +58,7 @@ class EngineDriver:
         """The test stopped the engine itself."""
         self._ids = itertools.count(1)
 
-    def __enter__(self) -> EngineDriver:
+    def __enter__(self) -> Self:
         self.engine.start(self._on_step)
         return self
 

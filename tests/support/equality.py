@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from services.engine.sampling import noise
+from services.engine.schedule.constraint import num_words
+from services.worker.grammar import Matcher, Vocabulary, compile_grammar, grammar_of
 
 # A busy machine makes threads wait for each other.
 torch.set_num_threads(1)
@@ -27,6 +31,9 @@ class GreedyReference:
     def __init__(self, directory: Path, gap_bound: float = GAP_BOUND) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         self.gap_bound = gap_bound
+        self._directory = directory
+        self._compiled: dict[str, Matcher] = {}
+        """By regular expression."""
         self.num_compared = 0
         """Tokens that were equal."""
         self.num_near_ties = 0
@@ -61,21 +68,39 @@ class GreedyReference:
             self.num_compared += 1
 
     @torch.inference_mode()
-    def check_at_once(self, prompt: Sequence[int], found: Sequence[int], *, seed: int | None = None) -> None:
+    def check_at_once(
+        self, prompt: Sequence[int], found: Sequence[int], *, seed: int | None = None, pattern: str = ""
+    ) -> None:
         """Does what `check` does in a single pass: each token is the best after those before it, or nearly so.
         Near-ties are passed over and counted, so the whole output is checked. `seed` is the one it was sampled with, at
-        temperature 1."""
+        temperature 1; `pattern` is the regular expression that it was held to."""
         tokens = torch.tensor([[*prompt, *found[:-1]]])
         scores = self.model(tokens, use_cache=False).logits[0, len(prompt) - 1 :].double()
         if seed is not None:
             keys = noise.keys([(seed, position) for position in range(len(found))], scores.device)
             scores += noise.gumbel(keys, torch.arange(scores.shape[1]).expand(len(found), -1))
+        if pattern:
+            scores.masked_fill_(self._forbidden_by(pattern, found), -torch.inf)
         chosen = scores.gather(-1, torch.tensor(found)[:, None])[:, 0]
         gaps = (scores.max(-1).values - chosen).tolist()
         for position, (token, gap) in enumerate(zip(found, gaps, strict=True)):
             assert gap < self.gap_bound, f"position {position}: {token} is {gap:.2g} below the best"
             self.num_near_ties += gap > 0
             self.num_compared += gap == 0
+
+    def _forbidden_by(self, pattern: str, found: Sequence[int]) -> Tensor:
+        """Returns which tokens may not come at each place: [len(found), vocab_size]."""
+        vocab_size = self.model.config.vocab_size
+        if pattern not in self._compiled:
+            vocabulary = Vocabulary(self._directory, vocab_size, [self.model.generation_config.eos_token_id[0]])
+            self._compiled[pattern] = compile_grammar(vocabulary, grammar_of("regex", pattern))
+        matcher = self._compiled[pattern].copy()
+        bits = np.zeros((len(found), num_words(vocab_size)), np.int32)
+        for row, token_id in zip(bits, found, strict=True):
+            matcher.fill((), row[None])
+            matcher.take([token_id])
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        return torch.from_numpy(allowed) == 0
 
     @torch.inference_mode()
     def _gap(self, context: Sequence[int], wanted: int, token: int) -> float:

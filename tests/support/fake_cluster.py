@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.core.errors import BatonError, LeaseInvalid, StepFailed
+from services.core.errors import BatonError, LeaseInvalid
 from services.core.hashing import num_blocks_for
 from services.router.coordinator.actions import Action, CancelLeg, SendLeg
 from services.router.coordinator.events import (
@@ -216,9 +216,7 @@ class FakeWorker:
 
     # What goes wrong
 
-    def fail_leg(self, leg: int) -> None:
-        """A step raised."""
-        error: BatonError = StepFailed("injected")
+    def fail_leg(self, leg: int, error: BatonError) -> None:
         if leg in self.generations:
             generation = self.generations.pop(leg)
             failed = ImportFailed(leg, True, error) if generation.importing else LegFailed(leg, error)

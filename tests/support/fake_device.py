@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 
 from services.core.hashing import num_blocks_for
-from services.engine.schedule.sequence import Finish, SampledToken, ScheduledSequence, StoppingParams
+from services.engine.schedule.sequence import BlockCopy, Finish, SampledToken, ScheduledSequence, StoppingParams
 from services.kv.pool import BlockPool, Holder
 
 VOCAB_SIZE = 7
@@ -30,20 +30,26 @@ def digests(token_ids: list[int], cache_salt: str = "") -> list[int]:
     return found
 
 
-def next_token(digest: int, masked: tuple[int, ...] = ()) -> int:
+def next_token(digest: int, masked: tuple[int, ...] = (), seed: int = 0) -> int:
     allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked]
-    return allowed[digest % len(allowed)]
+    return allowed[(digest + seed) % len(allowed)]
 
 
 def reference(
-    token_ids: list[int], stopping: StoppingParams, *, max_model_len: int, output_base: int = 0, cache_salt: str = ""
+    token_ids: list[int],
+    stopping: StoppingParams,
+    *,
+    max_model_len: int,
+    output_base: int = 0,
+    cache_salt: str = "",
+    seed: int = 0,
 ) -> tuple[list[int], Finish]:
     """Returns the output of a run without chunks, sharing or faults."""
     tokens = list(token_ids)
     while True:
         position = output_base + len(tokens) - len(token_ids)
         masked = tuple(sorted(stopping.stop_token_ids)) if position < stopping.min_tokens else ()
-        token_id = next_token(digests(tokens, cache_salt)[-1], masked)
+        token_id = next_token(digests(tokens, cache_salt)[-1], masked, seed)
         tokens.append(token_id)
         output = tokens[len(token_ids) :]
         if token_id in stopping.stop_token_ids and position >= stopping.min_tokens:
@@ -66,8 +72,16 @@ class FakeDevice:
         for at, value in enumerate(values, start):
             self._slots[block_ids[at // size], at % size] = value
 
-    def check_part(self, part: ScheduledSequence, token_ids: list[int], cache_salt: str) -> None:
-        """It reads only computed positions, and writes only blocks that nobody else reads."""
+    def copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        for copy in copies:
+            for at in range(self._pool.block_size):
+                self._slots[copy.target, at] = self._slots.get((copy.source, at), POISON)
+
+    def check_part(
+        self, part: ScheduledSequence, token_ids: list[int], cache_salt: str, copies: tuple[BlockCopy, ...] = ()
+    ) -> None:
+        """It reads only computed positions, and writes only blocks that nobody else reads, but for the copies that the
+        step has made before."""
         end = part.start + part.num_tokens
         size = self._pool.block_size
         assert part.num_tokens > 0
@@ -75,7 +89,8 @@ class FakeDevice:
         assert len(part.block_ids) == len(set(part.block_ids)) == num_blocks_for(end, size)
         assert self.read(part.block_ids, part.start) == digests(token_ids[: part.start], cache_salt)
         for block_id in part.block_ids[part.start // size :]:
-            assert self._pool.references(Holder.SEQUENCE, block_id) == 1, "written by one sequence"
+            num_copied = sum(copy.source == block_id for copy in copies)
+            assert self._pool.references(Holder.SEQUENCE, block_id) == 1 + num_copied, "written by one sequence"
             assert self._pool.references(Holder.IMPORT, block_id) == 0, "written by no copy"
             # A prompt being prefilled is leased already, but announced only as far as it is computed.
             assert self._pool.references(Holder.LEASE, block_id) <= 1, "read by no other lease"
@@ -88,9 +103,11 @@ class FakeDevice:
             digest = zlib.crc32(token_id.to_bytes(4, "little"), digest & 0xFFFFFFFF)
             values.append(digest)
         self.write(part.block_ids, part.start, values)
-        sampled = values[len(values) - len(part.rows) :]
+        sampled = values[len(values) - len(part.rows) :] + values[-1:] * len(part.further_rows)
+        rows = (*part.rows, *part.further_rows)
         return tuple(
-            SampledToken(next_token(value, row.masked_token_ids)) for value, row in zip(sampled, part.rows, strict=True)
+            SampledToken(next_token(value, row.masked_token_ids, row.sampling.seed))
+            for value, row in zip(sampled, rows, strict=True)
         )
 
     def spoil(self, part: ScheduledSequence) -> None:

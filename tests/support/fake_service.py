@@ -43,7 +43,7 @@ async def serve(lifecycle: Lifecycle, arguments: argparse.Namespace) -> None:
     if stubborn:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, lambda: None)
-    lifecycle.report_ready(port=port, metrics_port=2)
+    lifecycle.report_ready(port=port, metrics_port=2, control_port=port if server is not None else 0)
     await lifecycle.stopping.wait()
     note(folder, name, "stopping")
     if stubborn:

@@ -35,8 +35,12 @@ class Footprint:
     """Files in /dev/shm."""
 
     def watch(self, root: int) -> None:
-        process = psutil.Process(root)
-        for one in (process, *process.children(recursive=True)):
+        try:
+            process = psutil.Process(root)
+            each = (process, *process.children(recursive=True))
+        except psutil.NoSuchProcess:  # it has ended by itself, as one that did not take its flags
+            return
+        for one in each:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._watch(one)
 

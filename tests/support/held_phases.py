@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import random
-import socket
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -17,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from baton.v1 import types_pb2, worker_pb2
+from benchmarks.ports import free_ports
 from services.engine.cost_model import CostModel
 from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
 from services.kvtransfer.client import FetchOrder, FetchOutcome
 from services.router.coordinator.request import Phase, Request
 from services.router.text.tokeniser_line import TokeniserLine
-from tests.support.cluster import Cluster, greedy_request, running_cluster
+from tests.support.cluster import PATIENT_S, Cluster, greedy_request, running_cluster
 from tests.support.fake_runner import engine_of
 from tests.support.held_runner import HeldRunner
 from tests.support.models import VOCAB_SIZE
 from tests.support.proxy import Fault, Proxy
+from tests.support.stores import running_store
 from tests.support.workers import DECODE, PREFILL, ScriptedRouter, until
 
 OTHER = random.Random(1).choices(range(3, VOCAB_SIZE), k=300)
@@ -76,9 +77,10 @@ class Stage:
         """Another text takes the thread."""
         self.scenes.append(asyncio.create_task(self.line.run(1, self.thread_is_free.wait, 60.0)))
 
-    def hold_fetches(self, *, until_complete: bool) -> None:
-        """The decode worker's fetches do not begin; or they end, and it does not learn that they have."""
-        fetcher = self.cluster.workers[1].fetcher
+    def hold_fetches(self, *, until_complete: bool, worker: int = 1) -> None:
+        """The fetches of the decode worker, or another one, do not begin; or they end, and it does not learn that they
+        have."""
+        fetcher = self.cluster.workers[worker].fetcher
         fetch = fetcher.fetch
 
         async def held(order: FetchOrder) -> FetchOutcome:
@@ -160,11 +162,15 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def staged(model: Path, pools: tuple[int, int], transport: str) -> AsyncIterator[Stage]:
+async def staged(
+    model: Path, pools: tuple[int, int], transport: str, *, has_store: bool = False
+) -> AsyncIterator[Stage]:
+    """Yields the stage; the last of its workers is a store if it is to have one, which takes handoffs alone and
+    is offered no prefixes to keep."""
     proxies = [Proxy(lambda: [os.getpid()]) for _ in pools]
     each = []
     for proxy, kv_blocks in zip(proxies, pools, strict=True):
-        port = _free_port()
+        [port] = free_ports(1)
         await proxy.open()
         proxy.aim(port)
         each.append({"kv_blocks": kv_blocks, "port": port, "advertise": f"127.0.0.1:{proxy.port}"})
@@ -176,24 +182,32 @@ async def staged(model: Path, pools: tuple[int, int], transport: str) -> AsyncIt
             transport=transport,
             max_num_batched_tokens=CHUNK,
             silence_s=30.0,
-            router={"silence_s": 30.0},
+            router={"silence_s": 30.0, "share_prefixes": "never" if has_store else "auto"},
         ) as cluster:
             for worker in cluster.workers:
                 engine_of(worker)._costs = CostModel()  # by what a stalled machine measures, no deadline could be met
             runners = [HeldRunner(worker) for worker in cluster.workers]
             stage = Stage(cluster, runners[0], runners[1], proxies)
-            try:
-                yield stage
-            finally:
-                for scene in stage.scenes:
-                    scene.cancel()
-                stage.release()
+            async with _store(cluster, transport) if has_store else contextlib.nullcontext():
+                try:
+                    yield stage
+                finally:
+                    for scene in stage.scenes:
+                        scene.cancel()
+                    stage.release()
     finally:
         for proxy in proxies:
             await proxy.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.asynccontextmanager
+async def _store(cluster: Cluster, transport: str) -> AsyncIterator[None]:
+    routers = (cluster.router.control_address,)
+    source = cluster.workers[0]
+    async with running_store(source, router=routers, worker_id="s", silence_s=30.0, transport=transport) as store:
+        cluster.workers.append(store)
+        await until(lambda: cluster.num_ready == 3, "the store is ready", PATIENT_S)
+        try:
+            yield
+        finally:
+            cluster.workers.remove(store)

@@ -14,7 +14,7 @@ from services.router.conductor import Conductor
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import EmitFinished
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import RequestSpec, WorkerInfo
+from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Role
 from services.router.policy.health import HealthConfig
 from services.router.workers.sessions import SessionTimes
@@ -51,15 +51,14 @@ class FakeAnswer(Recorder):
         super().__init__(poison)
         self.token_ids: list[int] = []
         self.num_output_tokens = 0
-        self.stop_string: str | None = None
         self.error: BatonError | None = None
-        self.reason: str | None = None
+        self.reason: FinishReason | None = None
 
     @property
     def over(self) -> bool:
         return self.error is not None or self.reason is not None
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: Any) -> bool:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: Any, index: int) -> bool:
         assert not self.over, "nothing comes after the end"
         self.note("tokens")
         self.token_ids += token_ids
@@ -69,7 +68,7 @@ class FakeAnswer(Recorder):
     def finished(self, action: EmitFinished) -> None:
         self.note("finished")
         assert not self.over, "ends once"
-        self.reason = action.reason.value
+        self.reason = action.reason
 
     def failed(self, error: BatonError) -> None:
         assert not self.over, "ends once"
@@ -218,11 +217,11 @@ class Bench:
         for request_id in INNOCENT:
             answer = self.answers[request_id]
             assert answer.error is None, answer.error
-            assert (answer.reason, answer.token_ids) == ("length", [7, 8, 9])
+            assert (answer.reason, answer.token_ids) == (FinishReason.LENGTH, [7, 8, 9])
             assert self.records[request_id].calls.count("finished") == 1
             assert self.traces[request_id].calls.count("finished") == 1
         bad = self.answers[POISONED]
-        if not (may_finish and bad.reason == "length"):
+        if not (may_finish and bad.reason is FinishReason.LENGTH):
             assert bad.error is not None
             assert bad.error.reason == reason
             assert bad.token_ids == [7, 8, 9][: len(bad.token_ids)], "no gap before the end"

@@ -4,125 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any
 
 import grpc
+import pytest
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
 from services.core.clock import ManualClock
+from services.core.hashing import BlockHash, block_hashes
 from services.core.ids import new_incarnation, new_lease_id
-from services.core.sealed_memory import SealedMemory
 from services.kv.imports import Import, ImportTable
 from services.kv.layout import Layout
-from services.kv.lease import Lease
+from services.kv.lease import FetchTicket, Lease
 from services.kv.lease_table import LeaseTable
-from services.kv.regions import Buffer, Region
 from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.borrowing import Borrower
 from services.kvtransfer.client import BlockFetcher, FetchOrder, FetchOutcome
+from services.kvtransfer.lending import Lender
+from services.kvtransfer.peers import Peers
 from services.kvtransfer.servicer import KVTransferServicer
 from services.kvtransfer.transports import SourceEnd
 from services.kvtransfer.transports.grpc import GrpcDestination, GrpcSource
-from services.kvtransfer.transports.shm import ShmServer
+from services.kvtransfer.transports.nixl import NixlDestination, NixlSource
+from services.kvtransfer.transports.nixl_agent import is_installed
+from services.kvtransfer.transports.shm import PoolAnnouncer, ShmServer
 from services.kvtransfer.transports.shm_mapping import MappingCache
 from services.kvtransfer.transports.shm_source import ShmSource
 from services.kvtransfer.transports.staging import Staging, StagingArea
+from services.kvtransfer.transports.tcp_destination import TcpDestination
+from services.kvtransfer.transports.tcp_source import TcpSource
+from services.kvtransfer.transports.tcp_tls import Contexts
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
+from tests.support.kv_memory import PATIENCE_S, DeviceMemory, MemfdMemory, content
 from tests.support.trusted import CLUSTER_TOKEN, dial
-
-PATIENCE_S = 10.0
-"""Far beyond what anything here takes: reached only by a hang."""
 
 LAYOUT = Layout("tiny", "weights", "config", "float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
 TOKEN = types_pb2.SequenceTokens(leg=1, position=0, token_ids=[42])
-
-
-class Gate:
-    """Stops writers until it is opened."""
-
-    def __init__(self) -> None:
-        self._entered = threading.Event()
-        self._open = threading.Event()
-
-    def enter(self) -> None:
-        self._entered.set()
-        assert self._open.wait(PATIENCE_S)
-
-    async def entered(self) -> None:
-        assert await asyncio.to_thread(self._entered.wait, PATIENCE_S)
-
-    def open(self) -> None:
-        self._open.set()
-
-
-class MemfdMemory:
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self._memory = SealedMemory("baton-test", num_blocks * block_bytes)
-        self.fd = self._memory.fd
-        self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self._map = self._memory.map
-        self._region = Region(self._memory.address, num_blocks * block_bytes, "cpu")
-        self.gate: Gate | None = None
-        self.corrupts = False
-
-    def region(self, block_id: int) -> Region:
-        return self._region.part(block_id * self.block_bytes, self.block_bytes)
-
-    def block(self, block_id: int) -> memoryview:
-        return memoryview(self._map)[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
-
-    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
-        return [self.block(block_id) for block_id in block_ids]
-
-    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
-        for block_id, target in zip(block_ids, targets, strict=True):
-            with self.block(block_id) as block:
-                target[:] = block
-
-    def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
-        if self.gate is not None:
-            self.gate.enter()
-        for block_id, each in zip(block_ids, data, strict=True):
-            with self.block(block_id) as block:
-                block[:] = each
-                if self.corrupts:
-                    block[self.block_bytes // 2] ^= 1
-
-    def fill(self, block_id: int, seed: int) -> None:
-        with self.block(block_id) as block:
-            block[:] = content(seed, self.block_bytes)
-
-    def close(self) -> None:
-        self._map.release()
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
-
-
-class DeviceMemory(MemfdMemory):
-    """Stands for a pool on a GPU: no peer can map it."""
-
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        super().__init__(num_blocks, block_bytes)
-        assert self.fd is not None
-        os.close(self.fd)
-        self.fd = None
-        self.read_gate: Gate | None = None
-
-    def copy_blocks(self, block_ids: Sequence[int], targets: Sequence[memoryview]) -> None:
-        if self.read_gate is not None:
-            self.read_gate.enter()
-        super().copy_blocks(block_ids, targets)
-
-
-def content(seed: int, num_bytes: int) -> bytes:
-    return (seed.to_bytes(4, "big") * (num_bytes // 4 + 1))[:num_bytes]
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not is_installed(), reason="NIXL is not installed"))
+UCX = {"NET_DEVICES": "lo"}
+TLS: Contexts | None = None
+"""What sources and destinations wrap their sockets in; a test may set it."""
 
 
 async def until(predicate: Callable[[], bool]) -> None:
@@ -130,6 +58,29 @@ async def until(predicate: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not predicate():  # noqa: ASYNC110  (of all that runs here; there is no single event)
             await asyncio.sleep(0.001)
+
+
+class LateNixl:
+    """Is a source's end of NIXL, which is made when the first offer is asked for: it takes its time."""
+
+    transport = types_pb2.TRANSPORT_NIXL
+    description = "nixl"
+
+    def __init__(self, memory: MemfdMemory, reader: ThreadPoolExecutor, incarnation: int) -> None:
+        self._make = lambda: NixlSource(memory, reader, incarnation, CLUSTER_TOKEN, ucx=UCX)
+        self.end: NixlSource | None = None
+
+    def offer(self) -> types_pb2.KVOffer:
+        self.end = self.end or self._make()
+        return self.end.offer()
+
+    def announcer(self, ticket: FetchTicket, *, checksums: bool) -> PoolAnnouncer:
+        assert self.end is not None, "nobody was offered NIXL"
+        return self.end.announcer(ticket, checksums=checksums)
+
+    def close(self) -> None:
+        if self.end is not None:
+            self.end.close()
 
 
 class Source:
@@ -151,17 +102,37 @@ class Source:
         self.incarnation = new_incarnation()
         self.memory = (DeviceMemory if num_slots else MemfdMemory)(64, layout.block_bytes)
         self.ended: list[Lease] = []
-        self.table = LeaseTable(layout.block_size, on_end=self.ended.append)
+        self.table = LeaseTable(layout.block_size, on_end=self._lease_ended)
         self.board = LeaseBoard(self.table, self.clock)
         self.area = StagingArea(num_slots, layout.block_bytes) if num_slots else None
         self.staging = Staging(self.memory, self.area, self.board, self.clock) if self.area else None
         self.shm = ShmServer(self.area or self.memory, self.incarnation) if shared else None
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
-        self.transports: list[SourceEnd] = [GrpcSource(self.memory, self.reader)]
+        self.tcp = TcpSource(self.memory, self.reader, self.incarnation, CLUSTER_TOKEN, silence_s=silence_s, tls=TLS)
+        self.nixl = LateNixl(self.memory, self.reader, self.incarnation)
+        self.transports: list[SourceEnd] = [self.tcp, GrpcSource(self.memory, self.reader)]
         if self.shm is not None:
             self.transports.insert(0, ShmSource(self.memory, self.shm, self.reader, staging=self.staging))
+        self.cached: dict[BlockHash, int] = {}
+        """The block of each hash in the prefix cache."""
+        self.num_lent: Counter[int] = Counter()
+        """References to lent blocks."""
+        self.lender = Lender(
+            self.table,
+            self.clock,
+            lend=self._lend,
+            give_back=self.num_lent.subtract,
+            block_size=layout.block_size,
+            num_blocks=self.memory.num_blocks,
+        )
         self.servicer = servicer(
-            self.board, layout, self.incarnation, self.clock, transports=self.transports, silence_s=silence_s
+            self.board,
+            layout,
+            self.incarnation,
+            self.clock,
+            transports=[*self.transports, self.nixl],
+            lender=self.lender,
+            silence_s=silence_s,
         )
         self.server = GrpcServer(token=CLUSTER_TOKEN)
         self.server.add(
@@ -198,6 +169,25 @@ class Source:
             self.seal(lease)
         return lease
 
+    def cache(self, num_blocks: int) -> list[BlockHash]:
+        """Adds a sequence's first blocks to the prefix cache, and returns their hashes. Block `i` has the content seed
+        `i`."""
+        hashes = block_hashes(range(num_blocks * self.layout.block_size), self.layout.block_size)
+        for seed, hash in enumerate(hashes):
+            self.cached[hash] = self._free.pop()
+            self.memory.fill(self.cached[hash], seed)
+        return hashes
+
+    def _lend(self, hashes: Sequence[BlockHash]) -> list[int]:
+        found = [self.cached[hash] for hash in takewhile(self.cached.__contains__, hashes)]
+        self.num_lent.update(found)
+        return found
+
+    def _lease_ended(self, lease: Lease) -> None:
+        self.ended.append(lease)
+        if lease.listener is not None:
+            lease.listener.lease_ended(lease)
+
     def publish(self, lease: Lease, num_tokens: int) -> None:
         self._compute(lease, num_tokens // self.layout.block_size)
         self.table.publish(lease.lease_id, num_tokens, self.clock.now())
@@ -230,14 +220,16 @@ class Source:
         if self.staging is not None:
             self.staging.slots.check()
         assert self.board.num_followers == 0
-        assert len(self.ended) == len(set(self.ended)) == self._num_leases
+        assert len(self.ended) == len(set(self.ended)) == self._num_leases + self.lender.lends
+        assert not +self.num_lent
+        assert self.lender.num_lends == self.lender.num_lent_blocks == 0
         assert self.table.next_deadline() is None
 
     async def close(self) -> None:
         await self.server.stop()
         self.reader.shutdown()
         self.board.close()
-        for end in self.transports:
+        for end in (*self.transports, self.nixl):
             end.close()
         self.memory.close()
 
@@ -257,15 +249,17 @@ class Destination:
         self.freed: list[Import] = []
         self.table = ImportTable(on_freed=self.freed.append)
         self.mappings = MappingCache(layout.block_bytes)
+        self.sockets = TcpDestination(CLUSTER_TOKEN, silence_s=silence_s, tls=TLS)
+        self.nixl = NixlDestination(self.memory, CLUSTER_TOKEN, ucx=UCX, silence_s=silence_s)
+        self.peers = Peers(dial, from_call, silence_s=silence_s)
+        self.borrower = Borrower(self.peers, layout)
         self.fetcher = BlockFetcher(
             self.memory,
             layout,
             self.table,
             self.clock,
-            transports=[self.mappings, GrpcDestination(layout.block_bytes)],
-            dial=dial,
-            error_of=from_call,
-            silence_s=silence_s,
+            transports=[self.mappings, self.nixl, GrpcDestination(layout.block_bytes), self.sockets],
+            peers=self.peers,
         )
         self._free = list(range(64))
 
@@ -289,7 +283,7 @@ class Destination:
         where = source.where
         if transport != "auto":
             kind = types_pb2.Transport.Value(f"TRANSPORT_{transport.upper()}")
-            offers = [offer for offer in source.where.offers if offer.transport == kind]
+            offers = [end.offer() for end in (*source.transports, source.nixl) if end.transport == kind]
             where.ClearField("offers")
             where.offers.extend(offers)
         targets = import_.block_ids[:num_blocks]
@@ -301,6 +295,11 @@ class Destination:
     def start(self, order: FetchOrder) -> asyncio.Task[FetchOutcome]:
         return asyncio.create_task(self.fetcher.fetch(order))
 
+    def return_blocks(self, order: FetchOrder) -> None:
+        """Takes back the blocks of an import that was given up."""
+        assert order.import_ in self.freed
+        self._free += order.import_.block_ids
+
     def holds(self, block_ids: Sequence[int]) -> list[bytes]:
         return [bytes(block) for block in self.memory.read_blocks(block_ids)]
 
@@ -309,7 +308,9 @@ class Destination:
         assert len(self.freed) == len(set(self.freed))
 
     async def close(self) -> None:
+        await self.borrower.close()
         await self.fetcher.close()
+        await self.peers.close()
         self.memory.close()
 
 
@@ -333,9 +334,12 @@ async def running(*parties: Source | Destination) -> AsyncIterator[None]:
         for party in sorted(parties, key=lambda party: isinstance(party, Source)):
             if isinstance(party, Source) and party.shm is not None:
                 await until(lambda shm=party.shm: shm.num_connections == 0)  # type: ignore[misc]
+            if isinstance(party, Source):
+                await until(lambda tcp=party.tcp: tcp.num_connections == 0)  # type: ignore[misc]
             await party.close()
     await until(lambda: not asyncio.all_tasks() - others)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+    # A thread that nobody needs to wait for any more may still be on its way out.
+    await until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
 
 
 @contextlib.asynccontextmanager

@@ -14,12 +14,12 @@ from tests.support.text_model import write_model
 
 class RunningRouter:
     def __init__(self, pid: int, port: int, http_port: int) -> None:
-        self._pid = pid
+        self.pid = pid
         self.port = port
         self.http_port = http_port
 
     def _mib(self, name: str) -> float:
-        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{self._pid}/status").read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
         assert found is not None
         return int(found[1]) / 1024
 
@@ -30,7 +30,7 @@ class RunningRouter:
         return self._mib("VmHWM")
 
     def forget_peak(self) -> None:
-        Path(f"/proc/{self._pid}/clear_refs").write_text("5")
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
 
 @contextlib.asynccontextmanager

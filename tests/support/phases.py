@@ -33,6 +33,16 @@ def taking_over(status: Status) -> str | None:
     return _busy(status, "decode", "num_importing")
 
 
+def parking(status: Status) -> str | None:
+    """Returns a store that is taking a handoff in."""
+    return _busy(status, "store", "num_importing")
+
+
+def parked(status: Status) -> str | None:
+    """Returns a store at which a handoff waits."""
+    return _busy(status, "store", "num_leases")
+
+
 def decoding(status: Status) -> str | None:
     return _busy(status, "decode", "num_running") if status.num_decoding else None
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import psutil
 
+from tests.support.pumps import until_either_ends
+
 _CHUNK_BYTES = 64 << 10
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 """For SO_LINGER: a close sends RST."""
@@ -139,16 +141,7 @@ class _Connection:
         await self._flowing.wait()
         onward_reader, onward = await asyncio.open_connection("127.0.0.1", target, limit=_CHUNK_BYTES)
         self._writers.append(onward)
-        pumps = [
-            asyncio.ensure_future(self._pump(reader, onward)),
-            asyncio.ensure_future(self._pump(onward_reader, self._writers[0])),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        await until_either_ends(self._pump(reader, onward), self._pump(onward_reader, self._writers[0]))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_CHUNK_BYTES):

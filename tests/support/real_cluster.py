@@ -11,11 +11,13 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from benchmarks.ports import free_ports
 from services.cli.child import Child, Lifeline
 from tests.support.cluster import Answer, receive
 from tests.support.footprint import Footprint
@@ -179,13 +181,14 @@ class RealCluster:
         name = f"router-{len(self.routers)}"
         service = Service(name, lambda: self._router_command(service, program, flags), self._lifeline, None)
         self.services[name] = service
+        # Nobody else gets them while it is down.
+        ports = service.port, service.control_port = free_ports(2)
         await service.start()
-        ports = (service.port, service.control_port)
         channels = [await stack.enter_async_context(dial(f"127.0.0.1:{port}")) for port in ports]
         self.routers.append(RouterClient(*channels))
 
     async def add_worker(self, name: str, *flags: str) -> None:
-        """Its role is its name's first part. It joins every router there is."""
+        """Its role is its name's first part; a store gets no flags but its own. It joins every router there is."""
         proxy = Proxy(self.pids)
         await proxy.open()
         routers = [
@@ -195,8 +198,10 @@ class RealCluster:
             for part in ("--router", f"127.0.0.1:{service.control_port}")
         ]
         role = name.partition("-")[0]
-        command = [*self._program, role, "--model", str(self._model), "--worker-id", name, "--log-level", "warning"]
-        command += ["--advertise", f"127.0.0.1:{proxy.port}", *routers, *self._worker_flags, *flags]
+        common = ["--worker-id", name, "--log-level", "warning", "--advertise", f"127.0.0.1:{proxy.port}", *routers]
+        command = [*self._program, role, "--model", str(self._model), *common, *self._worker_flags, *flags]
+        if role == "store":  # it learns from the routers what it keeps
+            command = [*self._program, "kvtransfer", *common, *flags]
         self.services[name] = Service(name, lambda: command, self._lifeline, proxy)
         await self.services[name].start()
 
@@ -298,15 +303,17 @@ async def real_cluster(
     workers: Sequence[str],
     *worker_flags: str,
     routers: Sequence[Sequence[str]] = ((),),
+    flags_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
     router_programs: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[RealCluster]:
     """Yields a cluster that is ready. `temp` is an empty folder; `workers` go by name, such as decode-0; `routers` are
-    the flags of each; `router_programs` take `baton`'s arguments in their place, if not all are `baton`."""
+    the flags of each, `flags_of` those of single workers; `router_programs` take `baton`'s arguments in their place, if
+    not all are `baton`."""
     async with contextlib.AsyncExitStack() as stack:
         cluster = RealCluster(model, temp, worker_flags)
         stack.push_async_callback(cluster.close)
         for flags, program in itertools.zip_longest(routers, router_programs, fillvalue=BATON):
             await cluster.add_router(stack, *flags, program=program)
-        await asyncio.gather(*(cluster.add_worker(name) for name in workers))
+        await asyncio.gather(*(cluster.add_worker(name, *flags_of.get(name, ())) for name in workers))
         await cluster.whole()
         yield cluster

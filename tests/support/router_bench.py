@@ -24,6 +24,7 @@ from services.router.coordinator.events import (
     FinishReason,
     ImportReady,
     LegEvent,
+    Parked,
     PrefillStarted,
     RequestSpec,
     SequenceEnd,
@@ -48,6 +49,11 @@ class Bench:
         self.actions: list[Action] = []
         """Since the last `take`."""
         self.output: dict[str, list[int]] = {}
+        """What was received of the first answer."""
+        self.further: dict[tuple[str, int], list[int]] = {}
+        """What was received of the others, by index."""
+        self.ended: dict[tuple[str, int], EmitFinished] = {}
+        """The end of each answer."""
         self.finished: dict[str, EmitFinished] = {}
         self.failed: dict[str, BatonError] = {}
 
@@ -78,7 +84,7 @@ class Bench:
         self.coordinator.worker_events(worker_id, self.infos[worker_id].incarnation, events, None, self.now)
         self._absorb()
 
-    def load(self, worker_id: str, **changes: int) -> None:
+    def load(self, worker_id: str, **changes: Any) -> None:
         """Reports a newer snapshot."""
         number = self.loads[worker_id].sequence_number + 1
         load = self.loads[worker_id] = replace(self.loads[worker_id], sequence_number=number, **changes)
@@ -100,8 +106,8 @@ class Bench:
         self.coordinator.cancel(request_id, self.now)
         self._absorb()
 
-    def stop_string(self, request_id: str = "r") -> None:
-        self.coordinator.finish_stopped(request_id, self.now)
+    def stop_string(self, request_id: str = "r", index: int = 0) -> None:
+        self.coordinator.finish_stopped(request_id, self.now, index)
         self._absorb()
 
     def migrate(self, worker_id: str) -> int:
@@ -123,6 +129,9 @@ class Bench:
         self.clock.advance(seconds)
         self.coordinator.tick(self.now)
         self._absorb()
+
+    def output_of(self, request_id: str, index: int) -> list[int]:
+        return self.further.setdefault((request_id, index), []) if index else self.output[request_id]
 
     # Scripts
 
@@ -220,11 +229,16 @@ class Bench:
                     assert action.request_id not in self.output
                     self.output[action.request_id] = []
                 case EmitTokens():
-                    assert action.position == len(self.output[action.request_id]), "a gap or a repeat"
-                    self.output[action.request_id] += action.token_ids
+                    output = self.output_of(action.request_id, action.index)
+                    assert action.position == len(output), "a gap or a repeat"
+                    assert (action.request_id, action.index) not in self.ended, "nothing comes after the end"
+                    output += action.token_ids
                 case EmitFinished():
                     self._ended(action.request_id)
-                    self.finished[action.request_id] = action
+                    assert (action.request_id, action.index) not in self.ended, "an answer ends once"
+                    self.ended[action.request_id, action.index] = action
+                    if action.is_last:
+                        self.finished[action.request_id] = action
                 case EmitFailed():
                     self._ended(action.request_id)
                     self.failed[action.request_id] = action.error
@@ -246,12 +260,13 @@ def check_choice(command: SendLeg, coordinator: Coordinator) -> None:
         assert command.spec.request_id.startswith("canary"), "why this worker?"
         return
     assert choice.winner.worker_id == command.worker_id
-    whole = phase is Role.DECODE and command.handoff is None
-    assert choice.phase is (PlacedPhase.WHOLE if whole else PlacedPhase(phase.label))
+    unsplit = phase is Role.DECODE and command.handoff is None
+    named = PlacedPhase.PARK if phase is Role.STORE else PlacedPhase(phase.label)
+    assert choice.phase is (PlacedPhase.UNSPLIT if unsplit else named)
     assert len({each.worker_id for each in choice.scored}) == len(choice.scored)
     scored, left_out = {each.worker_id for each in choice.scored}, {each.worker_id for each in choice.left_out.named}
     assert not scored & left_out
-    views = coordinator._book.workers.cluster.whole.views()
+    views = coordinator._book.workers.cluster.everyone.views()
     with_role = {view.worker_id for view in views if phase in view.roles}
     assert scored | left_out <= with_role
     assert max(1, choice.num_candidates) + choice.left_out.number == len(with_role)
@@ -275,7 +290,14 @@ def started(command: SendLeg, *, cached_tokens: int = 0) -> PrefillStarted:
     )
 
 
-def tokens(command: SendLeg, *token_ids: int, at: int | None = None, finish: FinishReason | None = None) -> Tokens:
-    """Returns tokens of a leg, by default at its first position."""
+def parked(command: SendLeg) -> Parked:
+    """Returns what a store says when it has the handoff."""
+    return Parked(command.leg, command.leg.to_bytes(16, "big"), source=command.worker_id)
+
+
+def tokens(
+    command: SendLeg, *token_ids: int, at: int | None = None, finish: FinishReason | None = None, index: int = 0
+) -> Tokens:
+    """Returns tokens of a leg, by default of its first answer and at its first position."""
     position = command.output_base if at is None else at
-    return Tokens(command.leg, position, token_ids, finish=SequenceEnd(finish) if finish else None)
+    return Tokens(command.leg, position, token_ids, finish=SequenceEnd(finish) if finish else None, index=index)

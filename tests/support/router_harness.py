@@ -69,7 +69,12 @@ class Cluster:
         """Registers, again and again as workers do, until the router holds a session."""
 
         async def joined() -> bool:
-            await worker.register(self.control_channel)
+            try:
+                await worker.register(self.control_channel)
+            except grpc.aio.AioRpcError as error:
+                if code_of(error) is not grpc.StatusCode.UNAVAILABLE:  # as while a model's text is fetched
+                    raise
+                return False
             status = await self.control.GetStatus(control_pb2.GetStatusRequest())
             ready = control_pb2.WORKER_STATE_READY
             return any(w.worker.worker_id == worker.worker_id and w.state == ready for w in status.workers)

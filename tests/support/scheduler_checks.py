@@ -43,7 +43,7 @@ def check_plan(engine: SchedulerDriver, plan: StepPlan) -> None:
 def check_reads(engine: SchedulerDriver, plan: StepPlan) -> None:
     for part in plan.sequences:
         sequence = engine.records[part.seq_id].sequence
-        engine.device.check_part(part, sequence.token_ids, sequence.cache_salt)
+        engine.device.check_part(part, sequence.token_ids, sequence.cache_salt, plan.copies)
 
 
 def check_stuck(engine: SchedulerDriver) -> None:
@@ -78,16 +78,17 @@ def check_outputs(engine: SchedulerDriver) -> None:
             max_model_len=engine.config.max_model_len if sequence.mode is Mode.GENERATE else sys.maxsize,
             output_base=sequence.output_base,
             cache_salt=sequence.cache_salt,
+            seed=sequence.sampling.seed,
         )
         assert record.output == expected[: len(record.output)]
-        if record.aborted or record.error:
+        if record.aborted or record.error or record.never_began:
             continue
         if sequence.mode is Mode.GENERATE:
             assert (record.output, record.finish) == (expected, finish)
         else:
             assert len(record.output) == 1
             assert record.finish is (finish if len(expected) == 1 else None)
-            assert record.progress == len(record.given)
+            assert record.first or record.progress == len(record.given)
 
 
 def settle(engine: SchedulerDriver) -> None:

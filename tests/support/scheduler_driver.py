@@ -22,6 +22,7 @@ from services.engine.schedule.sequence import (
     SamplingParams,
     Sequence,
     SequenceEvent,
+    State,
     StepPlan,
     StepResult,
     StoppingParams,
@@ -47,6 +48,13 @@ class Record:
     progress: int = 0
     decodes: bool = False
     """Its newest token came from its last step, or from elsewhere."""
+    first: Record | None = None
+    """The one that computes the prompt for this one too."""
+
+    @property
+    def never_began(self) -> bool:
+        """The one that was to compute its prompt has ended before."""
+        return self.first is not None and not self.output and (self.first.aborted or self.first.error is not None)
 
 
 @dataclass
@@ -74,7 +82,9 @@ class SchedulerDriver:
             on_index=lambda hash, block_id: self.indexed.__setitem__(block_id, hash),
             on_evict=lambda hash, block_id: self.indexed.__delitem__(block_id),
         )
-        self.config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_leased_blocks)
+        self.config = SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, max_model_len, max_leased_blocks=max_leased_blocks
+        )
         self.scheduler = Scheduler(self.pool, self.config)
         self.device = FakeDevice(self.pool)
         self.records: dict[int, Record] = {}
@@ -97,13 +107,14 @@ class SchedulerDriver:
         priority: int = 0,
         cache_salt: str = "",
         output_base: int = 0,
+        seed: int = 0,
     ) -> Sequence:
         seq_id = len(self.records)
         sequence = Sequence(
             seq_id=seq_id,
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
-            sampling=SamplingParams(),
+            sampling=SamplingParams(seed=seed),
             stopping=StoppingParams(output_base + max_tokens, min_tokens, stop),
             arrival_s=self.now,
             output_base=output_base,
@@ -114,12 +125,25 @@ class SchedulerDriver:
         self.records[seq_id] = Record(sequence, list(token_ids))
         return sequence
 
-    def add(self, token_ids: list[int], **options: Any) -> Record:
+    def add(self, token_ids: list[int], *, num_answers: int = 1, **options: Any) -> Record:
         sequence = self.sequence(token_ids, **options)
+        sequence.further = self._further(sequence, num_answers, options)
         self.scheduler.add(sequence)
         return self.records[sequence.seq_id]
 
-    def adopt_import(self, token_ids: list[int], *, spare: bool = True, **options: Any) -> Record | None:
+    def _further(self, first: Sequence, num_answers: int, options: dict[str, Any]) -> list[Sequence]:
+        """Returns the sequences of the further answers, each of which chooses other tokens."""
+        further = [self.sequence(first.token_ids, seed=seed, **options) for seed in range(1, num_answers)]
+        for sequence in further:
+            self.records[sequence.seq_id].first = self.records[first.seq_id]
+        return further
+
+    def further(self, record: Record) -> list[Record]:
+        return [each for each in self.records.values() if each.first is record]
+
+    def adopt_import(
+        self, token_ids: list[int], *, spare: bool = True, num_answers: int = 1, **options: Any
+    ) -> Record | None:
         """Adopts a handoff from elsewhere: reserve, copy, READY, adopt. Returns None if there is no room, as a worker
         would refuse it."""
         sequence = self.sequence(token_ids, **options)
@@ -135,10 +159,12 @@ class SchedulerDriver:
             return None
         start = len(hits) * size
         self.device.write(hits + fresh, start, digests(token_ids, sequence.cache_salt)[start:])
-        self.pool.transfer(hits + fresh, Holder.IMPORT, Holder.SEQUENCE)
-        return self._adopt(sequence, hits + fresh)
+        num_reserved = min(num_answers - 1, self.pool.num_available) if spare else 0
+        reserved = self.pool.allocate(num_reserved, Holder.IMPORT)
+        self.pool.transfer(hits + fresh + reserved, Holder.IMPORT, Holder.SEQUENCE)
+        return self._adopt(sequence, hits + fresh, self._further(sequence, num_answers, options), reserved)
 
-    def adopt_lease(self, seq_id: int, max_tokens: int) -> Record | None:
+    def adopt_lease(self, seq_id: int, max_tokens: int, num_answers: int = 1) -> Record | None:
         """A mixed worker goes on with its own sealed lease."""
         lease = self.leases[seq_id]
         source = lease.record
@@ -148,16 +174,23 @@ class SchedulerDriver:
         options: dict[str, Any] = {"cache_salt": source.sequence.cache_salt, "max_tokens": max_tokens}
         sequence = self.sequence(source.given, **options)
         self.pool.transfer(lease.block_ids, Holder.LEASE, Holder.SEQUENCE)
-        return self._adopt(sequence, lease.block_ids)
+        return self._adopt(sequence, lease.block_ids, self._further(sequence, num_answers, options), [])
 
-    def _adopt(self, sequence: Sequence, block_ids: list[int]) -> Record:
+    def _adopt(self, sequence: Sequence, block_ids: list[int], further: list[Sequence], reserved: list[int]) -> Record:
         record = self.records[sequence.seq_id]
-        first = next_token(digests(record.given, sequence.cache_salt)[-1])
-        record.output.append(first)
-        record.num_written = len(record.given)
-        record.decodes = True
-        self.scheduler.adopt(sequence, (), block_ids, first)
+        digest = digests(record.given, sequence.cache_salt)[-1]
+        first, *others = [next_token(digest, (), each.sampling.seed) for each in (sequence, *further)]
+        pairs = list(zip(further, others, strict=True))
+        self.scheduler.adopt(sequence, (), block_ids, first, further=pairs, spare=reserved)
+        for each in (sequence, *further):
+            self.records[each.seq_id].output.append(each.token_ids[-1])
+            self._begins(self.records[each.seq_id])
         return record
+
+    def _begins(self, record: Record) -> None:
+        """Its KV is in the pool, unless it was preempted at once."""
+        is_there = record.sequence.state is not State.PREEMPTED
+        record.num_written, record.decodes = len(record.given) if is_there else None, is_there
 
     def draft(self, seq_id: int, num_right: int, wrong: list[int]) -> None:
         """Proposes what will follow, `num_right` tokens of it, and then others."""
@@ -167,7 +200,8 @@ class SchedulerDriver:
             position = record.sequence.output_base + len(tokens) - len(record.given)
             stopping = record.sequence.stopping
             masked = tuple(sorted(stopping.stop_token_ids)) if position < stopping.min_tokens else ()
-            tokens.append(next_token(digests(tokens, record.sequence.cache_salt)[-1], masked))
+            seed = record.sequence.sampling.seed
+            tokens.append(next_token(digests(tokens, record.sequence.cache_salt)[-1], masked, seed))
         self.scheduler.draft(seq_id, tokens[len(record.given) + len(record.output) :] + wrong)
 
     def abort(self, seq_id: int) -> None:
@@ -208,6 +242,7 @@ class SchedulerDriver:
             assert self.records[seq_id].sequence.mode is Mode.GENERATE, "leased sequences are never preempted"
             self.records[seq_id].num_written = None
             self.records[seq_id].decodes = False
+        self.device.copy(plan.copies)
         scheduler_checks.check_plan(self, plan)
         self.all_heard = take_events or not plan.sequences
         if self.all_heard:
@@ -221,6 +256,7 @@ class SchedulerDriver:
     def finish(self) -> list[SequenceEvent]:
         assert self.plan is not None
         plan, self.plan = self.plan, None
+        self.device.copy(plan.copies)  # the device may do so late
         scheduler_checks.check_reads(self, plan)  # whatever happened since, what it reads is still there
         sampled = {}
         for part in plan.sequences:
@@ -242,6 +278,8 @@ class SchedulerDriver:
         plan, self.plan = self.plan, None
         for part in plan.sequences:
             self.device.spoil(part)
+        for copy in plan.copies:
+            self.device.write([copy.target], 0, [POISON] * self.pool.block_size)
         events = self.scheduler.fail(plan, StepFailed("the device"), self.now)
         failed = {event.seq_id for event in events if isinstance(event, Failed)}
         assert failed >= {part.seq_id for part in plan.sequences if not self.records[part.seq_id].aborted}
@@ -293,9 +331,11 @@ class SchedulerDriver:
                     assert event.position == record.sequence.output_base + len(record.output)
                     record.output.append(event.token.token_id)
                     record.decodes = True
+                    if record.first is not None and len(record.output) == 1:
+                        self._begins(record)
                     record.finish = event.finish
                     assert (event.stop_token_id is not None) == (event.finish is Finish.STOP)
-                    if record.sequence.mode is Mode.PREFILL_ONLY:
+                    if record.sequence.mode is Mode.PREFILL_ONLY and record.first is None:
                         self.leases[event.seq_id].sealed = True
                 case Failed():
                     record.error = event.error

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
 from pathlib import Path
 
 from services.core.clock import MonotonicClock
-from services.core.errors import Overloaded
-from services.core.hashing import num_blocks_for
+from services.core.errors import Overloaded, UnsupportedModel
+from services.core.hashing import BlockHash, num_blocks_for
 from services.engine.config import EngineConfig, EngineInfo, EngineStats, StepReport
 from services.engine.schedule.sequence import (
     Admitted,
@@ -21,7 +22,9 @@ from services.engine.schedule.sequence import (
     Finish,
     Mode,
     Progress,
+    PromptScored,
     SampledToken,
+    ScoredToken,
     Sequence,
     SequenceEvent,
     Token,
@@ -30,7 +33,8 @@ from services.engine.step_tally import StepTally
 from services.engine.worker_engine import BlockReservation, OnStep
 from services.kv.handoff_admission import EngineRoom
 from services.kv.index_log import IndexChanges
-from services.kv.pool import BlockPool, Holder, OutOfBlocks
+from services.kv.pool import BlockPool, CachedBlock, Holder, OutOfBlocks
+from services.kv.prefix_blocks import PrefixReservation
 from tests.support.scripted_memory import ScriptedMemory, next_token
 
 
@@ -117,6 +121,28 @@ class ScriptedEngine:
                     self._leave(self._running[seq_id])
         self._wake.set()
 
+    def prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Returns none: there is no prefix cache."""
+        return []
+
+    def num_cached(self, hashes: Many[BlockHash]) -> int:
+        return 0
+
+    def lend(self, hashes: Many[BlockHash]) -> list[int]:
+        return []
+
+    def reserve_prefix(self, hashes: Many[BlockHash], check: Callable[[int, EngineRoom], None]) -> PrefixReservation:
+        raise OutOfBlocks("there is no prefix cache")
+
+    def keep_prefix(self, reservation: PrefixReservation, hashes: Many[BlockHash]) -> None:
+        raise AssertionError("nothing was reserved")
+
+    def take_uncopied(self, most: int) -> list[CachedBlock]:
+        return []
+
+    def unchanged(self, blocks: Many[CachedBlock]) -> list[bool]:
+        return [False for _ in blocks]
+
     def index_changes(self, after: int | None) -> IndexChanges | None:
         return IndexChanges(0, True, (), ()) if after is None else None
 
@@ -126,7 +152,10 @@ class ScriptedEngine:
     def hash_prompt(self, sequence: Sequence) -> None:
         """Nothing is found in a prefix cache, since there is none."""
 
-    def reserve(self, sequence: Sequence, check: Callable[[int, EngineRoom], None]) -> BlockReservation:
+    def reserve(
+        self, sequence: Sequence, check: Callable[[int, EngineRoom], None], num_further: int = 0
+    ) -> BlockReservation:
+        """Sets nothing aside for further answers: each waits for blocks of its own."""
         with self._lock:
             num_sequences, num_blocks = len(self._running) + len(self._waiting), self._num_blocks(sequence)
             available, most = self._pool.num_available, self._config.max_num_seqs
@@ -134,7 +163,15 @@ class ScriptedEngine:
             return BlockReservation([], self._pool.allocate(num_blocks, Holder.IMPORT))
 
     def adopt(
-        self, sequence: Sequence, prefix: Iterable[int], block_ids: Iterable[int], first_token: int, holder: Holder
+        self,
+        sequence: Sequence,
+        prefix: Iterable[int],
+        block_ids: Iterable[int],
+        first_token: int,
+        holder: Holder,
+        *,
+        further: Iterable[tuple[Sequence, int]] = (),
+        spare: Iterable[int] = (),
     ) -> None:
         with self._lock:
             fresh = list(block_ids)
@@ -143,6 +180,8 @@ class ScriptedEngine:
             sequence.num_computed = len(sequence.token_ids)
             sequence.token_ids.append(first_token)
             self._running[sequence.seq_id] = sequence
+            self._pool.release(list(spare), holder)
+            self._begin_further(further)
         self._wake.set()
 
     def release(self, block_ids: Iterable[int], holder: Holder) -> None:
@@ -167,7 +206,10 @@ class ScriptedEngine:
                 ms_per_decode_sequence=0.1,
                 num_prefill_steps=self.tally.num_steps,
                 num_decode_steps=self.tally.num_steps,
+                ms_per_further_prefill_token=0.1,
                 tokens_per_prefill_step=16.0,
+                prefill_step=self.tally.prefill_step,
+                decode_step=self.tally.decode_step,
                 current_step_ms=0.0,
                 num_steps=self.tally.num_steps,
                 num_failed_steps=0,
@@ -226,7 +268,8 @@ class ScriptedEngine:
         sequence.admitted_s = self._clock.now()
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pool.acquire(sequence.block_ids, Holder.LEASE)
-        yield Admitted(sequence.seq_id, tuple(sequence.block_ids), 0, sequence.admitted_s)
+        if not sequence.num_new_tokens:  # a further answer is no news: its prompt was computed with the first one's
+            yield Admitted(sequence.seq_id, tuple(sequence.block_ids), 0, sequence.admitted_s)
 
     def _advance(self, sequence: Sequence) -> Iterator[SequenceEvent]:
         seq_id, start = sequence.seq_id, sequence.num_computed
@@ -243,16 +286,41 @@ class ScriptedEngine:
             return
         self.cache.put(sequence.block_ids, start, sequence.token_ids[start:end])
         sequence.num_computed = end
+        if not sequence.is_scored:
+            yield from self._score(sequence, min(end + 1, sequence.num_prompt_tokens - sequence.output_base))
         if sequence.mode is Mode.PREFILL_ONLY:
             yield Progress(seq_id, end, self._clock.now())
         if end == len(sequence.token_ids):
+            if sequence.constraint is not None:
+                self._leave(sequence)
+                yield Failed(seq_id, UnsupportedModel("this engine has no masks"))
+                return
             token_id = next_token(self.cache.get(sequence.block_ids, end), self.info.vocab_size)
             finish, stop_token_id = self._ending(sequence, token_id)
             position = sequence.next_position
             yield Token(seq_id, position, SampledToken(token_id), finish, stop_token_id, self._clock.now())
             sequence.token_ids.append(token_id)
+            for each in sequence.further:  # all say the same: there is no noise
+                yield Token(each.seq_id, position, SampledToken(token_id), finish, stop_token_id, self._clock.now())
+            if not finish and sequence.mode is Mode.GENERATE:
+                self._begin_further((each, token_id) for each in sequence.further)
+            sequence.further = []
             if finish or sequence.mode is Mode.PREFILL_ONLY:
                 self._leave(sequence)
+
+    def _score(self, sequence: Sequence, end: int) -> Iterator[SequenceEvent]:
+        """Reports what stands for log-probabilities of the prompt's tokens before `end`."""
+        position, token_ids = sequence.num_scored, sequence.token_ids[sequence.num_scored : end]
+        sequence.num_scored += len(token_ids)
+        if token_ids:
+            scored = tuple(ScoredToken(-1.0 - token_id, rank=1) for token_id in token_ids)
+            yield PromptScored(sequence.seq_id, position, scored)
+
+    def _begin_further(self, further: Iterable[tuple[Sequence, int]]) -> None:
+        """Lets answers go on by themselves: they compute the prompt again, in blocks of their own."""
+        for sequence, token_id in further:
+            sequence.token_ids.append(token_id)
+            self._waiting[sequence.seq_id] = sequence
 
     def _ending(self, sequence: Sequence, token_id: int) -> tuple[Finish | None, int | None]:
         position, stopping = sequence.next_position, sequence.stopping

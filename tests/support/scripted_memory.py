@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.core.sealed_memory import SealedMemory
 from services.kv.regions import Buffer, Region
@@ -61,6 +61,9 @@ class ScriptedMemory:
     def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
         for block_id, each in zip(block_ids, data, strict=True):
             self._block(block_id)[:] = each
+
+    def fill_blocks(self, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], None]) -> None:
+        fill([self._block(block_id) for block_id in block_ids])
 
     def put(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
         for position, token_id in enumerate(token_ids, start):

@@ -84,6 +84,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """How many commands to accept next and never begin: they are listed as live."""
         self.num_to_lose = 0
         """How many commands to accept next and lose without a word: they are not listed."""
+        self.num_routers: int | None = None
+        """How many routers it says it has; None to say nothing."""
         self.phantom_legs: list[int] = []
         """Listed, although no router ever sent them."""
         self.claim: control_pb2.WorkerDescription | None = None
@@ -174,7 +176,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         try:
             while True:
                 if self.heartbeats or session.legs:
-                    yield response(load=self._load(), live_legs=session.live_legs(), worker=self.says_it_is())
+                    yield response(
+                        load=self._load(),
+                        live_legs=session.live_legs(),
+                        worker=self.says_it_is(),
+                        num_routers=self.num_routers,
+                    )
                 try:
                     async with asyncio.timeout(0.05):
                         event = await session.outgoing.get()
@@ -203,6 +210,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             num_running=self.num_running,
             ms_per_decode_step=self.ms_per_decode_step,
             num_decode_steps=10 * number,
+            decode_step=types_pb2.StepAverage(
+                ms=self.ms_per_decode_step, tokens=1, attended_tokens=100, num_steps=10 * number
+            ),
         )
 
 

@@ -12,13 +12,14 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from baton.v1 import control_pb2, control_pb2_grpc
+from benchmarks.ports import free_ports
 from services.rpc.channels import dial
 from tests.support.compose import COMPOSE_FILE, DEPLOY
 
@@ -62,12 +63,12 @@ def build() -> None:
 
 
 class Stack:
-    def __init__(self, command: Sequence[str]) -> None:
-        """`command`: docker compose or docker-compose."""
+    def __init__(self, command: Sequence[str], *on_top: Path, **settings: str) -> None:
+        """`command`: docker compose or docker-compose. `on_top`: further files; `settings`: more of the environment."""
         self.project = f"batontest{os.getpid()}"
-        self.port, self.http_port, self.metrics_port = _free_ports(3)
+        self.port, self.http_port, self.metrics_port = free_ports(3)
         self.target = f"127.0.0.1:{self.port}"
-        files = [str(COMPOSE_FILE), *filter(None, [os.environ.get("COMPOSE_TEST_FILE")])]
+        files = [str(COMPOSE_FILE), *map(str, on_top), *filter(None, [os.environ.get("COMPOSE_TEST_FILE")])]
         self._command = [*command, *(part for file in files for part in ("--file", file))]
         ours = ("BATON_", "COMPOSE_", "OTEL_")
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | {
@@ -77,6 +78,7 @@ class Stack:
             "ROUTER_PORT": str(self.port),
             "HTTP_PORT": str(self.http_port),
             "ROUTER_METRICS_PORT": str(self.metrics_port),
+            **settings,
         }
 
     def compose(self, *arguments: str, timeout_s: float = UP_WITHIN_S) -> str:
@@ -117,9 +119,17 @@ class Stack:
 
     def control(self) -> tuple[str, str]:
         """(address, token) of the router's control port, as an operator on the host has them: it is not published."""
+        return self.control_address(), self.read("/run/cluster/token").strip()
+
+    def control_address(self) -> str:
         (router,) = self.containers("router")
         (network,) = router["NetworkSettings"]["Networks"].values()
-        return f"{network['IPAddress']}:50052", docker("exec", router["Id"], "cat", "/run/cluster/token").strip()
+        return f"{network['IPAddress']}:50052"
+
+    def read(self, path: str) -> str:
+        """Returns what a file in the router's container has."""
+        (router,) = self.containers("router")
+        return docker("exec", router["Id"], "cat", path)
 
     def remains(self) -> list[str]:
         """Returns everything of the project that the engine still has."""
@@ -165,11 +175,3 @@ def wait_for(condition: Callable[[], bool], what: str, explain: Callable[[], str
 
 def _stderr_of(*arguments: str) -> str:
     return subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=60, check=True).stderr
-
-
-def _free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -20,6 +20,8 @@ from tests.support.real_cluster import RealCluster, RouterClient
 
 _RANDOM = random.Random(1)
 _THINK_S = 0.2
+ENDLESS = r"(\([a-h ]{1,9}\)|[p-z]{2,5}[0-9]|, )*"
+"""What may follow depends on what came before, and always something may."""
 MIN_ASKED = 3
 """By each client that keeps asking."""
 
@@ -32,12 +34,16 @@ class Job:
     """None: greedy."""
     cache_salt: str = ""
     """Its own, or its prompt would be in a prefix cache."""
+    pattern: str = ""
+    """A regular expression that the output is held to; it has no end."""
 
     def request(self) -> inference_pb2.GenerateRequest:
         sampling = types_pb2.SamplingParams(temperature=0.0)
         if self.seed is not None:
             sampling = types_pb2.SamplingParams(temperature=1.0, seed=self.seed)
+        constraint = types_pb2.Constraint(regex=self.pattern) if self.pattern else None
         return inference_pb2.GenerateRequest(
+            constraint=constraint,
             token_ids=inference_pb2.TokenIds(ids=self.prompt),
             sampling=sampling,
             stopping=types_pb2.StoppingParams(max_tokens=self.max_tokens, ignore_eos=True),
@@ -50,11 +56,12 @@ class Job:
         assert answer.completion is not None
         assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
         assert answer.completion.usage.output_tokens == self.max_tokens
-        reference.check_at_once(self.prompt, answer.token_ids, seed=self.seed)
+        reference.check_at_once(self.prompt, answer.token_ids, seed=self.seed, pattern=self.pattern)
 
 
 def mixed_jobs(rng: random.Random, num_jobs: int, prompt_tokens: range, output_tokens: range) -> list[Job]:
-    """Returns jobs of which one in four is sampled; one in four may find its prompt in a prefix cache."""
+    """Returns jobs of which one in four is sampled, and one in four constrained; one in four may find its prompt in a
+    prefix cache."""
     shared = tuple(rng.choices(range(3, VOCAB_SIZE), k=prompt_tokens.stop))
     jobs = []
     for number in range(num_jobs):
@@ -62,7 +69,9 @@ def mixed_jobs(rng: random.Random, num_jobs: int, prompt_tokens: range, output_t
         cached = number % 4 == 1
         prompt = shared[:length] if cached else tuple(rng.choices(range(3, VOCAB_SIZE), k=length))
         seed = rng.getrandbits(63) if number % 4 == 3 else None
-        jobs.append(Job(prompt, rng.choice(output_tokens), seed, "" if cached else f"{rng.getrandbits(64):x}"))
+        salt = "" if cached else f"{rng.getrandbits(64):x}"
+        pattern = ENDLESS if rng.random() < 0.25 else ""
+        jobs.append(Job(prompt, rng.choice(output_tokens), seed, salt, pattern))
     return jobs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -35,10 +36,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def write_model(
-    folder: pathlib.Path, *, template: str | None = TEMPLATE, context_tokens: int = CONTEXT_TOKENS
+    folder: pathlib.Path,
+    *,
+    template: str | None = TEMPLATE,
+    context_tokens: int = CONTEXT_TOKENS,
+    special_tokens: Sequence[str] = (),
 ) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(special_tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context_tokens}
     (folder / "config.json").write_text(json.dumps(config))

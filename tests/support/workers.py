@@ -20,15 +20,15 @@ from services.engine.engine import Engine
 from services.engine.loading import torch_engine
 from services.engine.worker_engine import WorkerEngine
 from services.prefill.leg import PrefillPhase
-from services.rpc.serving import GrpcServer
 from services.rpc.telemetry import Tracer
 from services.worker.config import WorkerConfig
 from services.worker.host import WorkerHost
+from services.worker.life import listen
 from services.worker.machine import Machine
 from services.worker.main import engine_config
 from services.worker.phase import WorkerPhase
 from tests.support.patience import Patience
-from tests.support.trusted import CLUSTER_TOKEN, dial
+from tests.support.trusted import cluster_token_of, dial
 
 Roles = dict[types_pb2.WorkerRole, Callable[[WorkerHost], WorkerPhase]]
 """What a worker is made of: its phases, by its roles."""
@@ -64,11 +64,11 @@ async def running_worker(
     config: WorkerConfig, roles: Roles, tracer: Tracer | None = None, load: LoadEngine = torch_engine
 ) -> AsyncIterator[WorkerHost]:
     """Yields a worker that serves; asserts that it is idle when the block ends without an error."""
-    server = GrpcServer(config.host, config.port, token=CLUSTER_TOKEN)
-    await server.start()
+    token, certificates = cluster_token_of(config), config.certificates()
+    server = await listen(config, config.port, token, certificates)
     engine = await asyncio.to_thread(load, engine_config(config, roles))
     tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
-    host = WorkerHost(config, roles, engine, server, tracer, Machine(CLUSTER_TOKEN))
+    host = WorkerHost(config, roles, engine, server, tracer, Machine(token, certificates=certificates))
     await host.start()
     try:
         yield host
@@ -147,6 +147,8 @@ class ScriptedSession:
         self.call = call
         self.events: list[Any] = []
         self.loads: list[types_pb2.LoadSnapshot] = []
+        self.num_routers = 0
+        """How many routers the worker says it has."""
         self.error: grpc.aio.AioRpcError | None = None
         self._arrived = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -192,6 +194,8 @@ class ScriptedSession:
             async for response in self.call:
                 self.events.extend(response.events)
                 self.loads.append(response.load)
+                if response.HasField("num_routers"):
+                    self.num_routers = response.num_routers
                 self._arrived.set()
         except grpc.aio.AioRpcError as error:
             self.error = error

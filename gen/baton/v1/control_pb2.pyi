@@ -25,12 +25,23 @@ class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAIR_STATE_PROVEN: _ClassVar[PairState]
     PAIR_STATE_BROKEN: _ClassVar[PairState]
 
+class RequestPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REQUEST_PHASE_UNSPECIFIED: _ClassVar[RequestPhase]
+    REQUEST_PHASE_QUEUED: _ClassVar[RequestPhase]
+    REQUEST_PHASE_PREFILLING: _ClassVar[RequestPhase]
+    REQUEST_PHASE_PARKED: _ClassVar[RequestPhase]
+    REQUEST_PHASE_BINDING: _ClassVar[RequestPhase]
+    REQUEST_PHASE_DECODING: _ClassVar[RequestPhase]
+    REQUEST_PHASE_ENDED: _ClassVar[RequestPhase]
+
 class PlacedPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PLACED_PHASE_UNSPECIFIED: _ClassVar[PlacedPhase]
     PLACED_PHASE_PREFILL: _ClassVar[PlacedPhase]
     PLACED_PHASE_DECODE: _ClassVar[PlacedPhase]
-    PLACED_PHASE_WHOLE: _ClassVar[PlacedPhase]
+    PLACED_PHASE_UNSPLIT: _ClassVar[PlacedPhase]
+    PLACED_PHASE_PARK: _ClassVar[PlacedPhase]
 
 class LeftOutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -50,6 +61,8 @@ class LeftOutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEFT_OUT_REASON_NO_DECODE_ROOM: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_EJECTED: _ClassVar[LeftOutReason]
     LEFT_OUT_REASON_KEPT: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_RESERVED: _ClassVar[LeftOutReason]
+    LEFT_OUT_REASON_OVER_SHARE: _ClassVar[LeftOutReason]
 
 class UnsplitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,6 +72,19 @@ class UnsplitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UNSPLIT_REASON_PREFIX: _ClassVar[UnsplitReason]
     UNSPLIT_REASON_HANDOFF: _ClassVar[UnsplitReason]
     UNSPLIT_REASON_SPEED: _ClassVar[UnsplitReason]
+
+class SplitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPLIT_REASON_UNSPECIFIED: _ClassVar[SplitReason]
+    SPLIT_REASON_CHEAPER: _ClassVar[SplitReason]
+    SPLIT_REASON_NO_ROOM: _ClassVar[SplitReason]
+    SPLIT_REASON_UNKNOWN: _ClassVar[SplitReason]
+
+class PrefixComputedReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFIX_COMPUTED_REASON_UNSPECIFIED: _ClassVar[PrefixComputedReason]
+    PREFIX_COMPUTED_REASON_COSTS_MORE: _ClassVar[PrefixComputedReason]
+    PREFIX_COMPUTED_REASON_BUSY: _ClassVar[PrefixComputedReason]
 
 class Decider(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -78,10 +104,18 @@ PAIR_STATE_UNSPECIFIED: PairState
 PAIR_STATE_UNPROVEN: PairState
 PAIR_STATE_PROVEN: PairState
 PAIR_STATE_BROKEN: PairState
+REQUEST_PHASE_UNSPECIFIED: RequestPhase
+REQUEST_PHASE_QUEUED: RequestPhase
+REQUEST_PHASE_PREFILLING: RequestPhase
+REQUEST_PHASE_PARKED: RequestPhase
+REQUEST_PHASE_BINDING: RequestPhase
+REQUEST_PHASE_DECODING: RequestPhase
+REQUEST_PHASE_ENDED: RequestPhase
 PLACED_PHASE_UNSPECIFIED: PlacedPhase
 PLACED_PHASE_PREFILL: PlacedPhase
 PLACED_PHASE_DECODE: PlacedPhase
-PLACED_PHASE_WHOLE: PlacedPhase
+PLACED_PHASE_UNSPLIT: PlacedPhase
+PLACED_PHASE_PARK: PlacedPhase
 LEFT_OUT_REASON_UNSPECIFIED: LeftOutReason
 LEFT_OUT_REASON_NOT_READY: LeftOutReason
 LEFT_OUT_REASON_TOO_LONG: LeftOutReason
@@ -98,12 +132,21 @@ LEFT_OUT_REASON_QUEUE_LIMIT: LeftOutReason
 LEFT_OUT_REASON_NO_DECODE_ROOM: LeftOutReason
 LEFT_OUT_REASON_EJECTED: LeftOutReason
 LEFT_OUT_REASON_KEPT: LeftOutReason
+LEFT_OUT_REASON_RESERVED: LeftOutReason
+LEFT_OUT_REASON_OVER_SHARE: LeftOutReason
 UNSPLIT_REASON_UNSPECIFIED: UnsplitReason
 UNSPLIT_REASON_NEVER: UnsplitReason
 UNSPLIT_REASON_QUEUE: UnsplitReason
 UNSPLIT_REASON_PREFIX: UnsplitReason
 UNSPLIT_REASON_HANDOFF: UnsplitReason
 UNSPLIT_REASON_SPEED: UnsplitReason
+SPLIT_REASON_UNSPECIFIED: SplitReason
+SPLIT_REASON_CHEAPER: SplitReason
+SPLIT_REASON_NO_ROOM: SplitReason
+SPLIT_REASON_UNKNOWN: SplitReason
+PREFIX_COMPUTED_REASON_UNSPECIFIED: PrefixComputedReason
+PREFIX_COMPUTED_REASON_COSTS_MORE: PrefixComputedReason
+PREFIX_COMPUTED_REASON_BUSY: PrefixComputedReason
 DECIDER_UNSPECIFIED: Decider
 DECIDER_TERM: Decider
 DECIDER_TIE: Decider
@@ -111,7 +154,7 @@ DECIDER_ONLY: Decider
 DECIDER_AGED: Decider
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "layout", "num_blocks", "max_model_len", "max_num_seqs", "host_id", "vocab_size", "device", "fingerprint", "kernels", "capacity")
+    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "layout", "num_blocks", "max_model_len", "max_num_seqs", "host_id", "vocab_size", "device", "fingerprint", "kernels", "capacity", "num_tier_blocks", "withheld")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +170,8 @@ class WorkerDescription(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     roles: _containers.RepeatedScalarFieldContainer[_types_pb2.WorkerRole]
     address: str
@@ -142,7 +187,9 @@ class WorkerDescription(_message.Message):
     fingerprint: _types_pb2.Fingerprint
     kernels: str
     capacity: float
-    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_types_pb2.WorkerRole, str]]] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., host_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., kernels: _Optional[str] = ..., capacity: _Optional[float] = ...) -> None: ...
+    num_tier_blocks: int
+    withheld: str
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_types_pb2.WorkerRole, str]]] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., host_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., kernels: _Optional[str] = ..., capacity: _Optional[float] = ..., num_tier_blocks: _Optional[int] = ..., withheld: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker",)
@@ -189,7 +236,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model_id", "ready", "context_tokens", "num_workers", "num_queued", "num_live", "kv_groups", "split_break_even", "policy")
+    __slots__ = ("model_id", "ready", "context_tokens", "num_workers", "num_queued", "num_live", "kv_groups", "split_break_even", "policy", "prefix_break_even")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +246,7 @@ class ModelStatus(_message.Message):
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     SPLIT_BREAK_EVEN_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BREAK_EVEN_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     ready: bool
     context_tokens: int
@@ -208,7 +256,24 @@ class ModelStatus(_message.Message):
     kv_groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
     split_break_even: SplitBreakEven
     policy: str
-    def __init__(self, model_id: _Optional[str] = ..., ready: _Optional[bool] = ..., context_tokens: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_live: _Optional[int] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., split_break_even: _Optional[_Union[SplitBreakEven, _Mapping]] = ..., policy: _Optional[str] = ...) -> None: ...
+    prefix_break_even: PrefixBreakEven
+    def __init__(self, model_id: _Optional[str] = ..., ready: _Optional[bool] = ..., context_tokens: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_live: _Optional[int] = ..., kv_groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., split_break_even: _Optional[_Union[SplitBreakEven, _Mapping]] = ..., policy: _Optional[str] = ..., prefix_break_even: _Optional[_Union[PrefixBreakEven, _Mapping]] = ...) -> None: ...
+
+class PrefixBreakEven(_message.Message):
+    __slots__ = ("source", "target", "tokens", "fixed_ms", "token_ms", "num_seen")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIXED_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEEN_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    target: str
+    tokens: int
+    fixed_ms: float
+    token_ms: float
+    num_seen: int
+    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., tokens: _Optional[int] = ..., fixed_ms: _Optional[float] = ..., token_ms: _Optional[float] = ..., num_seen: _Optional[int] = ...) -> None: ...
 
 class SplitBreakEven(_message.Message):
     __slots__ = ("prefill", "decode", "tokens", "handoff_ms")
@@ -223,26 +288,30 @@ class SplitBreakEven(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., tokens: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class KVGroup(_message.Message):
-    __slots__ = ("kv", "worker_ids")
+    __slots__ = ("kv", "worker_ids", "engine")
     KV_FIELD_NUMBER: _ClassVar[int]
     WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     kv: str
     worker_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, kv: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    engine: str
+    def __init__(self, kv: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("prefill", "decode", "state", "reason", "transport")
+    __slots__ = ("prefill", "decode", "state", "reason", "transport", "bytes_per_s")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     state: PairState
     reason: str
     transport: _types_pb2.Transport
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., state: _Optional[_Union[PairState, str]] = ..., reason: _Optional[str] = ..., transport: _Optional[_Union[_types_pb2.Transport, str]] = ...) -> None: ...
+    bytes_per_s: int
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., state: _Optional[_Union[PairState, str]] = ..., reason: _Optional[str] = ..., transport: _Optional[_Union[_types_pb2.Transport, str]] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "state", "load", "load_age_ms", "has_session", "reason", "num_requests")
@@ -312,6 +381,108 @@ class RecentRequest(_message.Message):
     failed: bool
     def __init__(self, age_us: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., ttft_us: _Optional[int] = ..., total_us: _Optional[int] = ..., failed: _Optional[bool] = ...) -> None: ...
 
+class ListTimelinesRequest(_message.Message):
+    __slots__ = ("after", "most")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    most: int
+    def __init__(self, after: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
+
+class ListTimelinesResponse(_message.Message):
+    __slots__ = ("timelines", "newest", "router_incarnation", "objectives")
+    TIMELINES_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVES_FIELD_NUMBER: _ClassVar[int]
+    timelines: _containers.RepeatedCompositeFieldContainer[Timeline]
+    newest: int
+    router_incarnation: int
+    objectives: Objectives
+    def __init__(self, timelines: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., newest: _Optional[int] = ..., router_incarnation: _Optional[int] = ..., objectives: _Optional[_Union[Objectives, _Mapping]] = ...) -> None: ...
+
+class Objectives(_message.Message):
+    __slots__ = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    ITL_MS_FIELD_NUMBER: _ClassVar[int]
+    E2E_MS_FIELD_NUMBER: _ClassVar[int]
+    ttft_ms: float
+    tpot_ms: float
+    itl_ms: float
+    e2e_ms: float
+    def __init__(self, ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., itl_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ...) -> None: ...
+
+class Timeline(_message.Message):
+    __slots__ = ("number", "request_id", "model", "trace_id", "age_us", "phase", "prompt_tokens", "cached_tokens", "output_tokens", "max_tokens", "priority", "ttft_us", "total_us", "tpot_us", "longest_itl_us", "prefill_worker", "decode_worker", "outcome", "failure", "num_retries", "stages", "timings", "prompt", "output")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTFT_US_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_US_FIELD_NUMBER: _ClassVar[int]
+    TPOT_US_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_ITL_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request_id: str
+    model: str
+    trace_id: str
+    age_us: int
+    phase: RequestPhase
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int
+    ttft_us: int
+    total_us: int
+    tpot_us: int
+    longest_itl_us: int
+    prefill_worker: str
+    decode_worker: str
+    outcome: str
+    failure: str
+    num_retries: int
+    stages: _containers.RepeatedCompositeFieldContainer[TimelineStage]
+    timings: _types_pb2.PhaseTimings
+    prompt: str
+    output: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., trace_id: _Optional[str] = ..., age_us: _Optional[int] = ..., phase: _Optional[_Union[RequestPhase, str]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., ttft_us: _Optional[int] = ..., total_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., longest_itl_us: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., outcome: _Optional[str] = ..., failure: _Optional[str] = ..., num_retries: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[TimelineStage, _Mapping]]] = ..., timings: _Optional[_Union[_types_pb2.PhaseTimings, _Mapping]] = ..., prompt: _Optional[str] = ..., output: _Optional[str] = ...) -> None: ...
+
+class TimelineStage(_message.Message):
+    __slots__ = ("name", "start_us", "end_us", "worker_id", "leg", "attempt", "outcome")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_US_FIELD_NUMBER: _ClassVar[int]
+    END_US_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    start_us: int
+    end_us: int
+    worker_id: str
+    leg: int
+    attempt: int
+    outcome: str
+    def __init__(self, name: _Optional[str] = ..., start_us: _Optional[int] = ..., end_us: _Optional[int] = ..., worker_id: _Optional[str] = ..., leg: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[str] = ...) -> None: ...
+
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -354,21 +525,31 @@ class Unsplit(_message.Message):
     costs: SplitCosts
     def __init__(self, reason: _Optional[_Union[UnsplitReason, str]] = ..., prefill: _Optional[str] = ..., costs: _Optional[_Union[SplitCosts, _Mapping]] = ...) -> None: ...
 
+class SplitAfterAll(_message.Message):
+    __slots__ = ("reason", "decode", "costs")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    reason: SplitReason
+    decode: str
+    costs: SplitCosts
+    def __init__(self, reason: _Optional[_Union[SplitReason, str]] = ..., decode: _Optional[str] = ..., costs: _Optional[_Union[SplitCosts, _Mapping]] = ...) -> None: ...
+
 class SplitCosts(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "handoff_ms", "whole_queue_ms", "whole_prefill_ms", "disturbance_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "handoff_ms", "unsplit_queue_ms", "unsplit_prefill_ms", "disturbance_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    UNSPLIT_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    UNSPLIT_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DISTURBANCE_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     handoff_ms: float
-    whole_queue_ms: float
-    whole_prefill_ms: float
+    unsplit_queue_ms: float
+    unsplit_prefill_ms: float
     disturbance_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., whole_queue_ms: _Optional[float] = ..., whole_prefill_ms: _Optional[float] = ..., disturbance_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., unsplit_queue_ms: _Optional[float] = ..., unsplit_prefill_ms: _Optional[float] = ..., disturbance_ms: _Optional[float] = ...) -> None: ...
 
 class LeftOutWorker(_message.Message):
     __slots__ = ("worker_id", "reason")
@@ -391,7 +572,7 @@ class VainAttempt(_message.Message):
     def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., age_us: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
 
 class PlacementChoice(_message.Message):
-    __slots__ = ("phase", "leg", "attempt", "age_us", "waited_us", "outcome", "terms", "candidates", "num_candidates", "left_out", "num_left_out", "verdict", "before", "unsplit")
+    __slots__ = ("phase", "leg", "attempt", "age_us", "waited_us", "outcome", "terms", "candidates", "num_candidates", "left_out", "num_left_out", "verdict", "before", "unsplit", "split", "prefix")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -406,6 +587,8 @@ class PlacementChoice(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     UNSPLIT_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     phase: PlacedPhase
     leg: int
     attempt: int
@@ -420,7 +603,27 @@ class PlacementChoice(_message.Message):
     verdict: PlacementVerdict
     before: VainAttempt
     unsplit: Unsplit
-    def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., leg: _Optional[int] = ..., attempt: _Optional[int] = ..., age_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., outcome: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[PlacementTerm, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ..., verdict: _Optional[_Union[PlacementVerdict, _Mapping]] = ..., before: _Optional[_Union[VainAttempt, _Mapping]] = ..., unsplit: _Optional[_Union[Unsplit, _Mapping]] = ...) -> None: ...
+    split: SplitAfterAll
+    prefix: PrefixFromElsewhere
+    def __init__(self, phase: _Optional[_Union[PlacedPhase, str]] = ..., leg: _Optional[int] = ..., attempt: _Optional[int] = ..., age_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., outcome: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[PlacementTerm, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOutWorker, _Mapping]]] = ..., num_left_out: _Optional[int] = ..., verdict: _Optional[_Union[PlacementVerdict, _Mapping]] = ..., before: _Optional[_Union[VainAttempt, _Mapping]] = ..., unsplit: _Optional[_Union[Unsplit, _Mapping]] = ..., split: _Optional[_Union[SplitAfterAll, _Mapping]] = ..., prefix: _Optional[_Union[PrefixFromElsewhere, _Mapping]] = ...) -> None: ...
+
+class PrefixFromElsewhere(_message.Message):
+    __slots__ = ("source", "num_tokens", "bring_ms", "compute_ms", "why_computed", "brought_tokens", "brought_ms")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BRING_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    WHY_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_MS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    num_tokens: int
+    bring_ms: float
+    compute_ms: float
+    why_computed: PrefixComputedReason
+    brought_tokens: int
+    brought_ms: float
+    def __init__(self, source: _Optional[str] = ..., num_tokens: _Optional[int] = ..., bring_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., why_computed: _Optional[_Union[PrefixComputedReason, str]] = ..., brought_tokens: _Optional[int] = ..., brought_ms: _Optional[float] = ...) -> None: ...
 
 class PlacementTerm(_message.Message):
     __slots__ = ("name", "weight")

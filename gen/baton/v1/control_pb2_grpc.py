@@ -49,6 +49,11 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListTimelines = channel.unary_unary(
+                '/baton.v1.ControlService/ListTimelines',
+                request_serializer=baton_dot_v1_dot_control__pb2.ListTimelinesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.ListTimelinesResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.v1.ControlService/Explain',
                 request_serializer=baton_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
@@ -81,6 +86,14 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTimelines(self, request, context):
+        """Where requests spend their time: those that live, and those that have ended lately. No text unless the router runs
+        with --log-prompts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Why a request was placed where it was, or what it waits for: of those that live, and of those that have ended lately.
         No text. NOT_FOUND if nothing is remembered of it.
@@ -106,6 +119,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ListRecentRequests,
                     request_deserializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.SerializeToString,
+            ),
+            'ListTimelines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTimelines,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.ListTimelinesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.ListTimelinesResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -194,6 +212,33 @@ class ControlService:
             '/baton.v1.ControlService/ListRecentRequests',
             baton_dot_v1_dot_control__pb2.ListRecentRequestsRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.ListRecentRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTimelines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/ListTimelines',
+            baton_dot_v1_dot_control__pb2.ListTimelinesRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.ListTimelinesResponse.FromString,
             options,
             channel_credentials,
             insecure,

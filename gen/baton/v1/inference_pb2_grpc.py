@@ -62,7 +62,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Streams: first prompt_info, then chunks, last completion.
+        """Streams: first prompt_info, then chunks, last completion; with n answers a completion for each.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

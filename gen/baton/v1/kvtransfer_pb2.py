@@ -25,31 +25,39 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"a\n\x0c\x46\x65tchRequest\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.baton.v1.FetchOpenH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.baton.v1.FetchAckH\x00\x42\t\n\x07message\"\xba\x01\n\tFetchOpen\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x05\x12&\n\ttransport\x18\x04 \x01(\x0e\x32\x13.baton.v1.Transport\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x1a\n\x12source_incarnation\x18\x06 \x01(\x06\x12\x11\n\tchecksums\x18\x07 \x01(\x08\"!\n\x08\x46\x65tchAck\x12\x15\n\rcopied_blocks\x18\x01 \x01(\x05\"\x93\x01\n\rFetchResponse\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.FetchBlocksH\x00\x12\'\n\x06sealed\x18\x02 \x01(\x0b\x32\x15.baton.v1.FetchSealedH\x00\x12%\n\x05\x61live\x18\x03 \x01(\x0b\x32\x14.baton.v1.FetchAliveH\x00\x42\t\n\x07message\"\x0c\n\nFetchAlive\"X\n\x0b\x46\x65tchBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x13\n\x0bpool_blocks\x18\x02 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x03 \x03(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"P\n\x0b\x46\x65tchSealed\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12-\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x18.baton.v1.SequenceTokens\"/\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\"@\n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x13\n\x06reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_reason2\x91\x01\n\x11KVTransferService\x12<\n\x05\x46\x65tch\x12\x16.baton.v1.FetchRequest\x1a\x17.baton.v1.FetchResponse(\x01\x30\x01\x12>\n\x07Release\x12\x18.baton.v1.ReleaseRequest\x1a\x19.baton.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"]\n\x0bLendRequest\x12\x1a\n\x12source_incarnation\x18\x01 \x01(\x06\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\"W\n\x0cLendResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x05\x12\x10\n\x08lease_id\x18\x02 \x01(\x0c\x12!\n\x06offers\x18\x03 \x03(\x0b\x32\x11.baton.v1.KVOffer\"A\n\x0bKeepRequest\x12\"\n\x06source\x18\x01 \x01(\x0b\x32\x12.baton.v1.KVSource\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"\"\n\x0cKeepResponse\x12\x12\n\nnum_wanted\x18\x01 \x01(\x05\"a\n\x0c\x46\x65tchRequest\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.baton.v1.FetchOpenH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.baton.v1.FetchAckH\x00\x42\t\n\x07message\"\xba\x01\n\tFetchOpen\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x05\x12&\n\ttransport\x18\x04 \x01(\x0e\x32\x13.baton.v1.Transport\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x1a\n\x12source_incarnation\x18\x06 \x01(\x06\x12\x11\n\tchecksums\x18\x07 \x01(\x08\"!\n\x08\x46\x65tchAck\x12\x15\n\rcopied_blocks\x18\x01 \x01(\x05\"\x93\x01\n\rFetchResponse\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.FetchBlocksH\x00\x12\'\n\x06sealed\x18\x02 \x01(\x0b\x32\x15.baton.v1.FetchSealedH\x00\x12%\n\x05\x61live\x18\x03 \x01(\x0b\x32\x14.baton.v1.FetchAliveH\x00\x42\t\n\x07message\"\x0c\n\nFetchAlive\"\x81\x01\n\x0b\x46\x65tchBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x13\n\x0bpool_blocks\x18\x02 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x03 \x03(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x06\x12\x12\n\nnum_blocks\x18\x05 \x01(\x05\x12\x13\n\x0bmore_follow\x18\x06 \x01(\x08\"\x86\x01\n\x0b\x46\x65tchSealed\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12-\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x18.baton.v1.SequenceTokens\x12\x34\n\x12other_first_tokens\x18\x03 \x03(\x0b\x32\x18.baton.v1.SequenceTokens\"/\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0c\x12\x0b\n\x03leg\x18\x02 \x01(\x04\"@\n\x0fReleaseResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x13\n\x06reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_reason2\xff\x01\n\x11KVTransferService\x12<\n\x05\x46\x65tch\x12\x16.baton.v1.FetchRequest\x1a\x17.baton.v1.FetchResponse(\x01\x30\x01\x12>\n\x07Release\x12\x18.baton.v1.ReleaseRequest\x1a\x19.baton.v1.ReleaseResponse\x12\x35\n\x04Lend\x12\x15.baton.v1.LendRequest\x1a\x16.baton.v1.LendResponse\x12\x35\n\x04Keep\x12\x15.baton.v1.KeepRequest\x1a\x16.baton.v1.KeepResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.kvtransfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FETCHREQUEST']._serialized_start=61
-  _globals['_FETCHREQUEST']._serialized_end=158
-  _globals['_FETCHOPEN']._serialized_start=161
-  _globals['_FETCHOPEN']._serialized_end=347
-  _globals['_FETCHACK']._serialized_start=349
-  _globals['_FETCHACK']._serialized_end=382
-  _globals['_FETCHRESPONSE']._serialized_start=385
-  _globals['_FETCHRESPONSE']._serialized_end=532
-  _globals['_FETCHALIVE']._serialized_start=534
-  _globals['_FETCHALIVE']._serialized_end=546
-  _globals['_FETCHBLOCKS']._serialized_start=548
-  _globals['_FETCHBLOCKS']._serialized_end=636
-  _globals['_FETCHSEALED']._serialized_start=638
-  _globals['_FETCHSEALED']._serialized_end=718
-  _globals['_RELEASEREQUEST']._serialized_start=720
-  _globals['_RELEASEREQUEST']._serialized_end=767
-  _globals['_RELEASERESPONSE']._serialized_start=769
-  _globals['_RELEASERESPONSE']._serialized_end=833
-  _globals['_KVTRANSFERSERVICE']._serialized_start=836
-  _globals['_KVTRANSFERSERVICE']._serialized_end=981
+  _globals['_LENDREQUEST']._serialized_start=61
+  _globals['_LENDREQUEST']._serialized_end=154
+  _globals['_LENDRESPONSE']._serialized_start=156
+  _globals['_LENDRESPONSE']._serialized_end=243
+  _globals['_KEEPREQUEST']._serialized_start=245
+  _globals['_KEEPREQUEST']._serialized_end=310
+  _globals['_KEEPRESPONSE']._serialized_start=312
+  _globals['_KEEPRESPONSE']._serialized_end=346
+  _globals['_FETCHREQUEST']._serialized_start=348
+  _globals['_FETCHREQUEST']._serialized_end=445
+  _globals['_FETCHOPEN']._serialized_start=448
+  _globals['_FETCHOPEN']._serialized_end=634
+  _globals['_FETCHACK']._serialized_start=636
+  _globals['_FETCHACK']._serialized_end=669
+  _globals['_FETCHRESPONSE']._serialized_start=672
+  _globals['_FETCHRESPONSE']._serialized_end=819
+  _globals['_FETCHALIVE']._serialized_start=821
+  _globals['_FETCHALIVE']._serialized_end=833
+  _globals['_FETCHBLOCKS']._serialized_start=836
+  _globals['_FETCHBLOCKS']._serialized_end=965
+  _globals['_FETCHSEALED']._serialized_start=968
+  _globals['_FETCHSEALED']._serialized_end=1102
+  _globals['_RELEASEREQUEST']._serialized_start=1104
+  _globals['_RELEASEREQUEST']._serialized_end=1151
+  _globals['_RELEASERESPONSE']._serialized_start=1153
+  _globals['_RELEASERESPONSE']._serialized_end=1217
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1220
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1475
 # @@protoc_insertion_point(module_scope)

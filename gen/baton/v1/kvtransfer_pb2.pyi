@@ -7,6 +7,40 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class LendRequest(_message.Message):
+    __slots__ = ("source_incarnation", "layout", "hashes")
+    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    source_incarnation: int
+    layout: _types_pb2.KVLayout
+    hashes: bytes
+    def __init__(self, source_incarnation: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class LendResponse(_message.Message):
+    __slots__ = ("num_blocks", "lease_id", "offers")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    lease_id: bytes
+    offers: _containers.RepeatedCompositeFieldContainer[_types_pb2.KVOffer]
+    def __init__(self, num_blocks: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., offers: _Optional[_Iterable[_Union[_types_pb2.KVOffer, _Mapping]]] = ...) -> None: ...
+
+class KeepRequest(_message.Message):
+    __slots__ = ("source", "hashes")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    source: _types_pb2.KVSource
+    hashes: bytes
+    def __init__(self, source: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class KeepResponse(_message.Message):
+    __slots__ = ("num_wanted",)
+    NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
+    num_wanted: int
+    def __init__(self, num_wanted: _Optional[int] = ...) -> None: ...
+
 class FetchRequest(_message.Message):
     __slots__ = ("open", "ack")
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -54,24 +88,30 @@ class FetchAlive(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchBlocks(_message.Message):
-    __slots__ = ("first_block", "pool_blocks", "data", "checksums")
+    __slots__ = ("first_block", "pool_blocks", "data", "checksums", "num_blocks", "more_follow")
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FOLLOW_FIELD_NUMBER: _ClassVar[int]
     first_block: int
     pool_blocks: _containers.RepeatedScalarFieldContainer[int]
     data: _containers.RepeatedScalarFieldContainer[bytes]
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_block: _Optional[int] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., data: _Optional[_Iterable[bytes]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_blocks: int
+    more_follow: bool
+    def __init__(self, first_block: _Optional[int] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., data: _Optional[_Iterable[bytes]] = ..., checksums: _Optional[_Iterable[int]] = ..., num_blocks: _Optional[int] = ..., more_follow: _Optional[bool] = ...) -> None: ...
 
 class FetchSealed(_message.Message):
-    __slots__ = ("num_tokens", "first_token")
+    __slots__ = ("num_tokens", "first_token", "other_first_tokens")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     first_token: _types_pb2.SequenceTokens
-    def __init__(self, num_tokens: _Optional[int] = ..., first_token: _Optional[_Union[_types_pb2.SequenceTokens, _Mapping]] = ...) -> None: ...
+    other_first_tokens: _containers.RepeatedCompositeFieldContainer[_types_pb2.SequenceTokens]
+    def __init__(self, num_tokens: _Optional[int] = ..., first_token: _Optional[_Union[_types_pb2.SequenceTokens, _Mapping]] = ..., other_first_tokens: _Optional[_Iterable[_Union[_types_pb2.SequenceTokens, _Mapping]]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_id", "leg")

@@ -44,13 +44,23 @@ class KVTransferServiceStub:
                 request_serializer=baton_dot_v1_dot_kvtransfer__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kvtransfer__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Lend = channel.unary_unary(
+                '/baton.v1.KVTransferService/Lend',
+                request_serializer=baton_dot_v1_dot_kvtransfer__pb2.LendRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kvtransfer__pb2.LendResponse.FromString,
+                _registered_method=True)
+        self.Keep = channel.unary_unary(
+                '/baton.v1.KVTransferService/Keep',
+                request_serializer=baton_dot_v1_dot_kvtransfer__pb2.KeepRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kvtransfer__pb2.KeepResponse.FromString,
+                _registered_method=True)
 
 
 class KVTransferServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Fetch(self, request_iterator, context):
-        """Follows a lease: blocks are announced (shm) or sent (grpc) as they are computed, the last message is sealed.
+        """Follows a lease: blocks are announced, or with grpc sent, as they are computed, the last message is sealed.
         Errors: ABORTED unknown, ended or fenced lease; FAILED_PRECONDITION other layout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -60,6 +70,23 @@ class KVTransferServiceServicer:
     def Release(self, request, context):
         """Ends a sealed lease. The blocks may be used only if the answer is valid. Repeating it by the same leg is safe.
         Errors: FAILED_PRECONDITION while the lease is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lend(self, request, context):
+        """Leases out blocks of the prefix cache by their hashes: as many as are there from the first on. The lease is sealed at once,
+        without first tokens, and fetched and released as any other; nobody holds it, so it expires if it is not fetched.
+        Errors: FAILED_PRECONDITION other layout; ABORTED another incarnation; RESOURCE_EXHAUSTED too much is lent already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Keep(self, request, context):
+        """Tells a store of blocks that it may fetch by Lend from the caller, if it wants them. Workers do not serve it.
+        Errors: FAILED_PRECONDITION other layout; UNIMPLEMENTED no store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,6 +104,16 @@ def add_KVTransferServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=baton_dot_v1_dot_kvtransfer__pb2.ReleaseRequest.FromString,
                     response_serializer=baton_dot_v1_dot_kvtransfer__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Lend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lend,
+                    request_deserializer=baton_dot_v1_dot_kvtransfer__pb2.LendRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_kvtransfer__pb2.LendResponse.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=baton_dot_v1_dot_kvtransfer__pb2.KeepRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_kvtransfer__pb2.KeepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +170,60 @@ class KVTransferService:
             '/baton.v1.KVTransferService/Release',
             baton_dot_v1_dot_kvtransfer__pb2.ReleaseRequest.SerializeToString,
             baton_dot_v1_dot_kvtransfer__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KVTransferService/Lend',
+            baton_dot_v1_dot_kvtransfer__pb2.LendRequest.SerializeToString,
+            baton_dot_v1_dot_kvtransfer__pb2.LendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KVTransferService/Keep',
+            baton_dot_v1_dot_kvtransfer__pb2.KeepRequest.SerializeToString,
+            baton_dot_v1_dot_kvtransfer__pb2.KeepResponse.FromString,
             options,
             channel_credentials,
             insecure,

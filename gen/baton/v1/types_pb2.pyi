@@ -12,6 +12,7 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+    WORKER_ROLE_STORE: _ClassVar[WorkerRole]
 
 class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -19,22 +20,29 @@ class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSPORT_SHM: _ClassVar[Transport]
     TRANSPORT_GRPC: _ClassVar[Transport]
     TRANSPORT_LOCAL: _ClassVar[Transport]
+    TRANSPORT_TCP: _ClassVar[Transport]
+    TRANSPORT_NIXL: _ClassVar[Transport]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+WORKER_ROLE_STORE: WorkerRole
 TRANSPORT_UNSPECIFIED: Transport
 TRANSPORT_SHM: Transport
 TRANSPORT_GRPC: Transport
 TRANSPORT_LOCAL: Transport
+TRANSPORT_TCP: Transport
+TRANSPORT_NIXL: Transport
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_TOOL_CALLS: FinishReason
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
@@ -80,13 +88,39 @@ class StoppingParams(_message.Message):
     ignore_eos: bool
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
+class Constraint(_message.Message):
+    __slots__ = ("json_schema", "json_object", "regex", "grammar", "choices")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    json_object: AnyJsonObject
+    regex: str
+    grammar: str
+    choices: Choices
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[_Union[AnyJsonObject, _Mapping]] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ...) -> None: ...
+
+class AnyJsonObject(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Choices(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class TokenLogprobs(_message.Message):
-    __slots__ = ("logprob", "top")
+    __slots__ = ("logprob", "top", "rank")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+    rank: int
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -97,7 +131,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class KVLayout(_message.Message):
-    __slots__ = ("model_id", "weights_digest", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "layout_version", "config_digest")
+    __slots__ = ("model_id", "weights_digest", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "layout_version", "config_digest", "engine")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +141,7 @@ class KVLayout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     weights_digest: str
     dtype: str
@@ -116,7 +151,8 @@ class KVLayout(_message.Message):
     block_size: int
     layout_version: int
     config_digest: str
-    def __init__(self, model_id: _Optional[str] = ..., weights_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., config_digest: _Optional[str] = ...) -> None: ...
+    engine: str
+    def __init__(self, model_id: _Optional[str] = ..., weights_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., config_digest: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("kv", "numerics")
@@ -139,15 +175,35 @@ class KVSource(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[KVOffer, _Mapping]]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
 
 class KVOffer(_message.Message):
-    __slots__ = ("transport", "shm_socket")
+    __slots__ = ("transport", "shm_socket", "tcp_address", "nixl_metadata", "shards", "tcp_tls")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    TCP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    TCP_TLS_FIELD_NUMBER: _ClassVar[int]
     transport: Transport
     shm_socket: str
-    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., shm_socket: _Optional[str] = ...) -> None: ...
+    tcp_address: str
+    nixl_metadata: bytes
+    shards: _containers.RepeatedCompositeFieldContainer[KVShard]
+    tcp_tls: bool
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., shm_socket: _Optional[str] = ..., tcp_address: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., shards: _Optional[_Iterable[_Union[KVShard, _Mapping]]] = ..., tcp_tls: _Optional[bool] = ...) -> None: ...
+
+class KVShard(_message.Message):
+    __slots__ = ("first_layer", "num_layers", "first_kv_head", "num_kv_heads")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    num_layers: int
+    first_kv_head: int
+    num_kv_heads: int
+    def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining", "consecutive_step_failures", "ms_per_decode_sequence", "num_prefill_steps", "num_decode_steps", "tokens_per_prefill_step")
+    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining", "consecutive_step_failures", "ms_per_decode_sequence", "num_prefill_steps", "num_decode_steps", "tokens_per_prefill_step", "prefill_step", "decode_step", "ms_per_further_prefill_token")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_IMPORTING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +227,9 @@ class LoadSnapshot(_message.Message):
     NUM_PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_PREFILL_STEP_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEP_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
+    MS_PER_FURTHER_PREFILL_TOKEN_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     blocks_importing: int
     blocks_leased: int
@@ -194,23 +253,40 @@ class LoadSnapshot(_message.Message):
     num_prefill_steps: int
     num_decode_steps: int
     tokens_per_prefill_step: float
-    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ..., consecutive_step_failures: _Optional[int] = ..., ms_per_decode_sequence: _Optional[float] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., tokens_per_prefill_step: _Optional[float] = ...) -> None: ...
+    prefill_step: StepAverage
+    decode_step: StepAverage
+    ms_per_further_prefill_token: float
+    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ..., consecutive_step_failures: _Optional[int] = ..., ms_per_decode_sequence: _Optional[float] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., tokens_per_prefill_step: _Optional[float] = ..., prefill_step: _Optional[_Union[StepAverage, _Mapping]] = ..., decode_step: _Optional[_Union[StepAverage, _Mapping]] = ..., ms_per_further_prefill_token: _Optional[float] = ...) -> None: ...
+
+class StepAverage(_message.Message):
+    __slots__ = ("ms", "tokens", "attended_tokens", "num_steps")
+    MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ms: float
+    tokens: float
+    attended_tokens: float
+    num_steps: int
+    def __init__(self, ms: _Optional[float] = ..., tokens: _Optional[float] = ..., attended_tokens: _Optional[float] = ..., num_steps: _Optional[int] = ...) -> None: ...
 
 class SequenceTokens(_message.Message):
-    __slots__ = ("leg", "position", "token_ids", "logprobs", "finish", "timings")
+    __slots__ = ("leg", "position", "token_ids", "logprobs", "finish", "timings", "index")
     LEG_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     leg: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     finish: SequenceFinish
     timings: PhaseTimings
-    def __init__(self, leg: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[SequenceFinish, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ...) -> None: ...
+    index: int
+    def __init__(self, leg: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[SequenceFinish, _Mapping]] = ..., timings: _Optional[_Union[PhaseTimings, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class SequenceFinish(_message.Message):
     __slots__ = ("reason", "stop_token_id", "timings")

@@ -34,34 +34,38 @@ class GetModelTextResponse(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "prefill", "decode", "cancel", "heartbeat", "leave")
+    __slots__ = ("hello", "prefill", "decode", "cancel", "heartbeat", "leave", "park")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    PARK_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     prefill: PrefillCommand
     decode: DecodeCommand
     cancel: CancelLeg
     heartbeat: RouterHeartbeat
     leave: LeaveCommand
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelLeg, _Mapping]] = ..., heartbeat: _Optional[_Union[RouterHeartbeat, _Mapping]] = ..., leave: _Optional[_Union[LeaveCommand, _Mapping]] = ...) -> None: ...
+    park: ParkCommand
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelLeg, _Mapping]] = ..., heartbeat: _Optional[_Union[RouterHeartbeat, _Mapping]] = ..., leave: _Optional[_Union[LeaveCommand, _Mapping]] = ..., park: _Optional[_Union[ParkCommand, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("events", "load", "live_legs", "worker", "cache")
+    __slots__ = ("events", "load", "live_legs", "worker", "cache", "num_routers")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LIVE_LEGS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[LegEvent]
     load: _types_pb2.LoadSnapshot
     live_legs: LiveLegs
     worker: _control_pb2.WorkerDescription
     cache: CacheEvents
-    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ..., worker: _Optional[_Union[_control_pb2.WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    num_routers: int
+    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ..., worker: _Optional[_Union[_control_pb2.WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., num_routers: _Optional[int] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("number", "whole", "stored", "removed")
@@ -76,7 +80,7 @@ class CacheEvents(_message.Message):
     def __init__(self, number: _Optional[int] = ..., whole: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class LegEvent(_message.Message):
-    __slots__ = ("started", "lease_ended", "admitted", "refused", "ready", "import_failed", "tokens", "failed")
+    __slots__ = ("started", "lease_ended", "admitted", "refused", "ready", "import_failed", "tokens", "failed", "prompt_tokens", "parked", "prefix_brought")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     LEASE_ENDED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +89,9 @@ class LegEvent(_message.Message):
     IMPORT_FAILED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BROUGHT_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     lease_ended: LeaseEnded
     admitted: DecodeAdmitted
@@ -93,7 +100,32 @@ class LegEvent(_message.Message):
     import_failed: ImportFailed
     tokens: _types_pb2.SequenceTokens
     failed: LegFailed
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., admitted: _Optional[_Union[DecodeAdmitted, _Mapping]] = ..., refused: _Optional[_Union[DecodeRefused, _Mapping]] = ..., ready: _Optional[_Union[ImportReady, _Mapping]] = ..., import_failed: _Optional[_Union[ImportFailed, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[LegFailed, _Mapping]] = ...) -> None: ...
+    prompt_tokens: PromptTokens
+    parked: Parked
+    prefix_brought: PrefixBrought
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., admitted: _Optional[_Union[DecodeAdmitted, _Mapping]] = ..., refused: _Optional[_Union[DecodeRefused, _Mapping]] = ..., ready: _Optional[_Union[ImportReady, _Mapping]] = ..., import_failed: _Optional[_Union[ImportFailed, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[LegFailed, _Mapping]] = ..., prompt_tokens: _Optional[_Union[PromptTokens, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ..., prefix_brought: _Optional[_Union[PrefixBrought, _Mapping]] = ...) -> None: ...
+
+class PrefixBrought(_message.Message):
+    __slots__ = ("leg", "num_tokens", "num_bytes", "ms")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    leg: int
+    num_tokens: int
+    num_bytes: int
+    ms: float
+    def __init__(self, leg: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., ms: _Optional[float] = ...) -> None: ...
+
+class PromptTokens(_message.Message):
+    __slots__ = ("leg", "position", "logprobs")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    leg: int
+    position: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
+    def __init__(self, leg: _Optional[int] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("router_incarnation", "session_number", "worker_incarnation", "follows_cache")
@@ -108,7 +140,7 @@ class SessionHello(_message.Message):
     def __init__(self, router_incarnation: _Optional[int] = ..., session_number: _Optional[int] = ..., worker_incarnation: _Optional[int] = ..., follows_cache: _Optional[bool] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("leg", "request_id", "token_ids", "output_base", "sampling", "stopping", "logprobs", "priority", "cache_salt", "remaining_ms", "traceparent")
+    __slots__ = ("leg", "request_id", "token_ids", "output_base", "sampling", "stopping", "logprobs", "priority", "cache_salt", "remaining_ms", "traceparent", "constraint", "n", "prompt_logprobs", "prefix_source", "keep_at")
     LEG_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +152,11 @@ class PrefillCommand(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_AT_FIELD_NUMBER: _ClassVar[int]
     leg: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -131,10 +168,15 @@ class PrefillCommand(_message.Message):
     cache_salt: str
     remaining_ms: int
     traceparent: str
-    def __init__(self, leg: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_base: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    constraint: _types_pb2.Constraint
+    n: int
+    prompt_logprobs: int
+    prefix_source: _types_pb2.KVSource
+    keep_at: _types_pb2.KVSource
+    def __init__(self, leg: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_base: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[_types_pb2.Constraint, _Mapping]] = ..., n: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., prefix_source: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ..., keep_at: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("leg", "request_id", "token_ids", "output_base", "sampling", "stopping", "logprobs", "priority", "cache_salt", "remaining_ms", "traceparent", "handoff", "age_ms")
+    __slots__ = ("leg", "request_id", "token_ids", "output_base", "sampling", "stopping", "logprobs", "priority", "cache_salt", "remaining_ms", "traceparent", "handoff", "age_ms", "constraint", "n", "prompt_logprobs", "prefix_source", "keep_at")
     LEG_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +190,11 @@ class DecodeCommand(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_AT_FIELD_NUMBER: _ClassVar[int]
     leg: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -161,7 +208,44 @@ class DecodeCommand(_message.Message):
     traceparent: str
     handoff: Handoff
     age_ms: int
-    def __init__(self, leg: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_base: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., age_ms: _Optional[int] = ...) -> None: ...
+    constraint: _types_pb2.Constraint
+    n: int
+    prompt_logprobs: int
+    prefix_source: _types_pb2.KVSource
+    keep_at: _types_pb2.KVSource
+    def __init__(self, leg: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_base: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., age_ms: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.Constraint, _Mapping]] = ..., n: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., prefix_source: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ..., keep_at: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ...) -> None: ...
+
+class ParkCommand(_message.Message):
+    __slots__ = ("leg", "request_id", "handoff", "num_tokens", "n", "output_base", "age_ms", "remaining_ms", "traceparent")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_BASE_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    leg: int
+    request_id: str
+    handoff: Handoff
+    num_tokens: int
+    n: int
+    output_base: int
+    age_ms: int
+    remaining_ms: int
+    traceparent: str
+    def __init__(self, leg: _Optional[int] = ..., request_id: _Optional[str] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., num_tokens: _Optional[int] = ..., n: _Optional[int] = ..., output_base: _Optional[int] = ..., age_ms: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Parked(_message.Message):
+    __slots__ = ("leg", "lease_id", "source")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    leg: int
+    lease_id: bytes
+    source: _types_pb2.KVSource
+    def __init__(self, leg: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., source: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ...) -> None: ...
 
 class Handoff(_message.Message):
     __slots__ = ("lease_id", "source")
@@ -172,10 +256,12 @@ class Handoff(_message.Message):
     def __init__(self, lease_id: _Optional[bytes] = ..., source: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ...) -> None: ...
 
 class CancelLeg(_message.Message):
-    __slots__ = ("leg",)
+    __slots__ = ("leg", "index")
     LEG_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     leg: int
-    def __init__(self, leg: _Optional[int] = ...) -> None: ...
+    index: int
+    def __init__(self, leg: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class RouterHeartbeat(_message.Message):
     __slots__ = ("held_leases",)
@@ -230,10 +316,16 @@ class DecodeRefused(_message.Message):
     def __init__(self, leg: _Optional[int] = ..., needed_blocks: _Optional[int] = ..., missing_blocks: _Optional[int] = ...) -> None: ...
 
 class ImportReady(_message.Message):
-    __slots__ = ("leg",)
+    __slots__ = ("leg", "transport", "num_bytes", "copy_ms")
     LEG_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPY_MS_FIELD_NUMBER: _ClassVar[int]
     leg: int
-    def __init__(self, leg: _Optional[int] = ...) -> None: ...
+    transport: _types_pb2.Transport
+    num_bytes: int
+    copy_ms: float
+    def __init__(self, leg: _Optional[int] = ..., transport: _Optional[_Union[_types_pb2.Transport, str]] = ..., num_bytes: _Optional[int] = ..., copy_ms: _Optional[float] = ...) -> None: ...
 
 class ImportFailed(_message.Message):
     __slots__ = ("leg", "lease_alive", "status")

@@ -86,14 +86,14 @@ def host() -> dict[str, object]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         torch = metadata.version("torch")
     return {
-        "cpu": _cpu(),
+        "cpu": cpu_fields(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "torch": torch,
         "kernels": [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in kernels],
     }
 
 
-def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+def cpu_fields(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Returns the name and the instruction sets of the first processor."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0]

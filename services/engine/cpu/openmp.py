@@ -12,6 +12,7 @@ next region of another thread. A process that computes on two threads is therefo
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 _CHOSEN_BY_USERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SPINS_ON_SHARED_CORES, _SPINS_ON_OWN_CORES = "500", "5000"
@@ -28,6 +29,11 @@ def expect_own_cores() -> None:
 def expect_shared_cores() -> None:
     """Lets threads spin briefly, for a process whose cores others may use. Call it as `expect_own_cores`."""
     _spin(_SPINS_ON_SHARED_CORES)
+
+
+def cores_are_own(environment: Mapping[str, str]) -> bool:
+    """Returns whether `expect_own_cores` has decided how long threads spin in this environment."""
+    return environment.get("GOMP_SPINCOUNT") == _SPINS_ON_OWN_CORES
 
 
 def _spin(times: str) -> None:

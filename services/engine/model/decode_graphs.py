@@ -86,7 +86,7 @@ def _powers(first: int, factor: int, last: int) -> Iterator[int]:
 
 def is_decode_step(parts: Sequence[ScheduledSequence]) -> bool:
     """Returns whether every sequence of a step computes one token and samples the next."""
-    return all(part.num_tokens == len(part.rows) == 1 for part in parts)
+    return all(part.num_tokens == len(part.rows) == 1 and part.scoring is None for part in parts)
 
 
 def fill(inputs: np.ndarray, parts: Sequence[ScheduledSequence], unread_block: int) -> None:
@@ -109,7 +109,7 @@ def unpacked(inputs: Tensor, block_size: int) -> tuple[StepTokens, DecodeTables]
         positions=positions,
         slot_blocks=blocks.gather(1, (positions // block_size)[:, None])[:, 0].long(),
         slot_offsets=positions % block_size,
-        sample_rows=torch.arange(len(inputs), device=inputs.device),
+        logit_rows=torch.arange(len(inputs), device=inputs.device),
     )
     return tokens, DecodeTables(blocks, (positions + 1).int())
 

@@ -28,8 +28,9 @@ class StepTokens:
     """Block to which each token's key and value are written: [num_tokens]."""
     slot_offsets: Tensor
     """Each token's place in that block: [num_tokens]."""
-    sample_rows: Tensor
-    """Rows whose logits are sampled, in the order of the plan's `ScheduledSequence.rows`: [num_samples]."""
+    logit_rows: Tensor
+    """Rows whose logits are wanted: [num_rows]. First those that are sampled, in the order of the plan's
+    `ScheduledSequence.rows`, then those that score prompts, in the order of its `ScheduledSequence.scoring`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +46,23 @@ def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: t
     tokens = list(chain.from_iterable(sequence.token_ids for sequence in sequences))
     positions: list[int] = []
     slots: list[int] = []
-    sample_rows: list[int] = []
+    sampled_rows: list[int] = []
+    scoring_rows: list[int] = []
     for sequence in sequences:
         span = range(sequence.start, sequence.start + sequence.num_tokens)
+        if sequence.scoring is not None:
+            first = len(positions) + sequence.scoring.position - 1 - sequence.start
+            scoring_rows += range(first, first + len(sequence.scoring.token_ids))
         positions += span
         slots += [sequence.block_ids[position // block_size] for position in span]
-        sample_rows += range(len(positions) - len(sequence.rows), len(positions))
+        sampled_rows += range(len(positions) - len(sequence.rows), len(positions))
     table = torch.tensor([tokens, positions, slots], device=device)
     return StepInputs(
         token_ids=table[0],
         positions=table[1],
         slot_blocks=table[2],
         slot_offsets=table[1] % block_size,
-        sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
+        logit_rows=torch.tensor(sampled_rows + scoring_rows, dtype=torch.int64, device=device),
         layout=StepLayout(
             block_tables=tuple(sequence.block_ids for sequence in sequences),
             query_lens=tuple(sequence.num_tokens for sequence in sequences),

@@ -6,7 +6,7 @@ Never: who holds which block (`services.kv.pool`), or whose tokens are in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,11 @@ from torch import Tensor
 from services.core.sealed_memory import SealedMemory
 from services.engine.attention.int8_rows import pack
 from services.engine.model.device_copies import DeviceCopies
+from services.engine.schedule.sequence import BlockCopy
 from services.kv.layout import BlockShape, block_bytes, block_shape, row_length
 from services.kv.regions import Buffer, Region
 
 _COPY_DTYPE = torch.uint8
-_TOUCHED_AHEAD_BYTES = 256 << 20
-_TOUCHED_AT_ONCE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,6 @@ class KVCache:
         self.block_bytes = shape.block_bytes
         self.device = device
         self._memory: SealedMemory | None = None
-        self._num_touched = 0
-        """Bytes from the start of the memory that `touch` has had allocated."""
         dimensions = (num_blocks, *shape.dimensions)
         if device.type == "cpu":
             self._memory = SealedMemory("baton-kv", num_blocks * self.block_bytes)
@@ -121,25 +118,19 @@ class KVCache:
             index = torch.tensor(block_ids, device=self.device)
             self._bytes.index_fill_(0, index, 0)
 
+    def duplicate(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies whole blocks within the pool, on the device: for sequences that go on from one prompt."""
+        for copy in copies:
+            source, target = self._bytes[copy.source], self._bytes[copy.target]
+            if self.device.type == "cpu":
+                np.copyto(target.numpy(), source.numpy())  # torch would divide it among threads, and wait for them
+            else:
+                target.copy_(source)
+
     def touch(self, num_used: int) -> bool:
         """Has the kernel allocate some of the memory of the blocks that come after the first `num_used`, which are
-        next. Returns whether there is more to do.
-
-        A page that is first written costs the kernel microseconds, and a copy into new blocks takes several times as
-        long as one into blocks that were used before. A call takes some milliseconds.
-        """
-        if self._memory is None:
-            return False
-        pool_bytes = self.num_blocks * self.block_bytes
-        if self._num_touched >= min(num_used * self.block_bytes + _TOUCHED_AHEAD_BYTES, pool_bytes):
-            return False
-        # A whole stretch, or the pool's end, wherever the bound lies in it: in less no huge page would be made.
-        num_bytes = min(_TOUCHED_AT_ONCE_BYTES, pool_bytes - self._num_touched)
-        if not self._memory.populate(self._num_touched, num_bytes):
-            self._num_touched = pool_bytes  # this kernel cannot: it is not tried again
-            return False
-        self._num_touched += num_bytes
-        return True
+        next. Returns whether there is more to do (see `SealedMemory.touch`)."""
+        return self._memory is not None and self._memory.touch(num_used * self.block_bytes)
 
     def region(self, block_id: int) -> Region:
         """Returns where the block is: on a GPU, its device's address."""
@@ -158,7 +149,8 @@ class KVCache:
             self._copies.copy(block_ids, targets)
             return
         for block_id, target in zip(block_ids, targets, strict=True):
-            target[:] = self._view(block_id)
+            # As in `write_blocks`, steps go on meanwhile.
+            np.copyto(np.frombuffer(target, dtype=np.uint8), self._bytes[block_id].numpy())
 
     def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
         """Replaces the bytes of blocks. The caller holds them, and no step reads them yet. All are in the pool when it
@@ -172,6 +164,16 @@ class KVCache:
         for block_id, source in zip(block_ids, data, strict=True):
             # Steps go on meanwhile: numpy lets go of the interpreter's lock while it copies, a memoryview keeps it.
             np.copyto(self._bytes[block_id].numpy(), np.frombuffer(source, dtype=np.uint8))
+
+    def fill_blocks(self, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], None]) -> None:
+        """Replaces the bytes of blocks by what `fill` writes to a view for each: on a CPU of the block itself. All are
+        in the pool when it returns. The caller holds them, and no step reads them yet."""
+        if self._copies is None:
+            fill([self._view(block_id) for block_id in block_ids])
+            return
+        arrived = np.empty((len(block_ids), self.block_bytes), dtype=np.uint8)
+        fill([row.data for row in arrived])
+        self._copies.write(block_ids, [row.data for row in arrived])
 
     def _view(self, block_id: int) -> memoryview:
         return self._bytes[block_id].numpy().data

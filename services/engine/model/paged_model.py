@@ -164,16 +164,16 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Computes the step's tokens, writes their KV to `cache`, and returns the logits of `inputs.sample_rows`:
-        [num_samples, vocab_size]."""
+        """Computes the step's tokens, writes their KV to `cache`, and returns the logits of `inputs.logit_rows`:
+        [num_rows, vocab_size]."""
         return self.compute(inputs, cache, StepAttention(self._attention, inputs.layout))
 
     @torch.inference_mode()
     def compute(self, tokens: StepTokens, cache: KVCache, attention: LayerAttention) -> Tensor:
         """Computes the tokens as `forward` does, with this attention."""
-        arguments = {"logits_to_keep": tokens.sample_rows} if self._selects_logits else {}
+        arguments = {"logits_to_keep": tokens.logit_rows} if self._selects_logits else {}
         with attending(PagedForward(tokens, cache, attention)):
             logits: Tensor = self.module(
                 input_ids=tokens.token_ids[None], position_ids=tokens.positions[None], use_cache=False, **arguments
             ).logits[0]
-        return logits if self._selects_logits else logits[tokens.sample_rows]
+        return logits if self._selects_logits else logits[tokens.logit_rows]

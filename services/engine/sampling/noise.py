@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.core.seeds import splitmix64
+
 _MASK_64 = (1 << 64) - 1
 _MULTIPLIERS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))  # of MurmurHash3, as int32
 _HALF = float(1 << 31)
@@ -22,7 +24,7 @@ _FULL = 2 * _HALF
 
 def keys(seeds_and_positions: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """Returns the key of each pair (seed, output position) as two int32: [2, num_rows], on `device`."""
-    mixed = [_splitmix(_splitmix(seed & _MASK_64) ^ position) for seed, position in seeds_and_positions]
+    mixed = [splitmix64(splitmix64(seed & _MASK_64) ^ position) for seed, position in seeds_and_positions]
     halves = np.array(mixed, dtype=np.uint64).view(np.int32).reshape(-1, 2)
     return torch.from_numpy(halves).T.to(device)
 
@@ -52,14 +54,6 @@ def least_hash(gumbel_noise: Tensor) -> Tensor:
     """
     uniform = torch.exp(-torch.exp(-gumbel_noise.double()))
     return (uniform * _FULL - (_HALF + 2)).clamp(-_HALF, _HALF - 1).int()
-
-
-def _splitmix(value: int) -> int:
-    """Returns splitmix64's output for the state `value`; both have 64 bits."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return value ^ (value >> 31)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Changes the logits of single tokens before sampling, by bias, penalties and masks.
 
-Owns: their formulas and their order. Never: which tokens are masked, or the choice of a token.
+Owns: their formulas and their order. Never: which tokens are masked (`masks` says it of constraints), or the choice of
+a token.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.engine.sampling.masks import NO_MASKS, Masks
+from services.engine.schedule.constraint import Bits
 from services.engine.schedule.sequence import SampleRow
 
 
-def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+def adjust(logits: Tensor, rows: Sequence[SampleRow], masks: Masks = NO_MASKS) -> None:
     """Changes the logits, [num_rows, vocab_size], in place; `rows` has one entry for each row.
 
     It adds the bias, applies the repetition penalty, subtracts the presence and frequency penalties as OpenAI's API
-    defines them, and then sets masked tokens to -inf.
+    defines them, and then sets masked tokens to -inf: stop tokens that may not come yet, and what a constraint does not
+    allow.
     """
     for at, row in enumerate(rows):
         sampling = row.sampling
@@ -31,6 +35,23 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
             _add(logits[at], seen, -sampling.presence_penalty - sampling.frequency_penalty * counts)
         if row.masked_token_ids:
             logits[at, list(row.masked_token_ids)] = -torch.inf
+    if masks.bits is not None and masks.rows:
+        _mask(logits, masks.rows, masks.bits)
+
+
+def _mask(logits: Tensor, rows: Sequence[int], bits: Bits) -> None:
+    """Sets the logits of the `rows` to -inf but for the tokens in `bits`, [len(rows), ceil(vocab_size / 32)]."""
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+        for at, row in zip(rows, torch.from_numpy(~allowed), strict=True):
+            logits[at].masked_fill_(row, -torch.inf)
+        return
+    words = torch.from_numpy(bits).to(logits.device, non_blocking=True)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    masked = ((words[:, :, None] >> places) & 1).flatten(1)[:, :vocab_size] == 0
+    index = torch.tensor(rows, device=logits.device)
+    logits[index] = logits[index].masked_fill_(masked, -torch.inf)
 
 
 def _add(logits: Tensor, token_ids: Sequence[int] | np.ndarray, amounts: Sequence[float] | np.ndarray) -> None:

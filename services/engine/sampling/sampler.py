@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.engine.sampling import noise
+from services.engine.sampling.masks import NO_MASKS, Masks
 from services.engine.sampling.penalties import adjust
 from services.engine.schedule.sequence import SampledToken, SampleRow, SamplingParams
 
@@ -25,13 +26,14 @@ float32 does not round it to 0."""
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+def sample(logits: Tensor, rows: Sequence[SampleRow], masks: Masks = NO_MASKS) -> list[SampledToken]:
     """Returns one token for each row: with temperature 0 the one with the largest logit, else one drawn at random.
 
     logits: [len(rows), vocab_size] of any float type; they may be changed. The result is a function of the arguments.
+    Rows for which `masks` has no token are sampled as if they were free; the caller drops what they bring.
     """
     logits = logits.float()
-    adjust(logits, rows)
+    adjust(logits, rows, masks)
     drawn = [at for at, row in enumerate(rows) if row.sampling.temperature > 0]
     if len(drawn) < len(rows):
         token_ids = _best(logits)
@@ -69,7 +71,8 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if num_candidates < vocab_size:
         # A token that is no candidate has at most the value of the last candidate. Where the filters keep such tokens,
         # those whose noise is large enough to win are compared too.
-        open_rows = (values[:, -1] >= least).nonzero()[:, 0]
+        # Where fewer tokens than candidates are allowed, the last candidate is a masked one.
+        open_rows = ((values[:, -1] >= least) & (values[:, -1] > -torch.inf)).nonzero()[:, 0]
         if len(open_rows):
             needed = best[open_rows] - values[open_rows, -1]
             rival = _best_with_noise(scaled[open_rows], least[open_rows], keys[:, open_rows], needed)

@@ -50,6 +50,7 @@ class Batch:
         # Hits first: without a reference, allocating could evict them.
         self._pool.acquire(room.hits, Holder.SEQUENCE)
         sequence.block_ids = room.hits + self._pool.allocate(room.num_fresh, Holder.SEQUENCE)
+        sequence.reserved_ids = self._pool.allocate(room.num_reserved, Holder.SEQUENCE)
         sequence.num_computed = len(room.hits) * self._pool.block_size
         self.join(sequence)
 
@@ -88,6 +89,13 @@ class Batch:
 
 
 def release_blocks(pool: BlockPool, sequence: Sequence) -> None:
-    """Drops the sequence's references to all its blocks."""
+    """Drops the sequence's references to all its blocks, and to those it has set aside."""
     pool.release(sequence.block_ids, Holder.SEQUENCE)
     sequence.block_ids = []
+    release_reserved(pool, sequence)
+
+
+def release_reserved(pool: BlockPool, sequence: Sequence) -> None:
+    """Drops the references to the blocks that the sequence has set aside for its further sequences."""
+    pool.release(sequence.reserved_ids, Holder.SEQUENCE)
+    sequence.reserved_ids = []

@@ -22,8 +22,11 @@ def cacheable_prefix(sequence: Sequence, block_size: int) -> list[BlockHash]:
     """Returns the hashes of the blocks that may come from the prefix cache: the first (n - 1) // block_size.
 
     So of the sequence's n tokens at least one remains to be computed, whose logits are sampled, and it lies in a block
-    that only this sequence holds: a shared block is never written.
+    that only this sequence holds: a shared block is never written. A sequence whose prompt is still to be scored takes
+    none, since scoring needs the logits of all its tokens.
     """
+    if not sequence.is_scored:
+        return []
     num_blocks = (len(sequence.token_ids) - 1) // block_size
     _extend_hashes(sequence, num_blocks, block_size)
     return sequence.hashes[:num_blocks]

@@ -28,13 +28,16 @@ class SchedulerConfig:
     """The most tokens of one step over all its sequences; a sequence that decodes has one."""
     max_model_len: int
     """The most tokens of a sequence, prompt and output."""
+    max_scored_tokens: int = 256
+    """The most tokens of one step, over all its sequences, whose prompts' log-probabilities are wanted: the logits of
+    all of them are in memory together, 150 MB for a vocabulary of 150,000 in float32."""
     max_leased_blocks: int | None = None
     """The most blocks that leases may hold, except a worker's only lease; None for no limit. Mixed workers set it."""
     overtake_limit_s: float = 1.0
     """Seconds of waiting after which a sequence that does not fit is no longer overtaken by others."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_scored_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} must be positive")
 
@@ -47,10 +50,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks:
-    """Names the blocks with which a sequence enters the batch: `hits` of the prefix cache, then `num_fresh` others."""
+    """Names the blocks with which a sequence enters the batch: `hits` of the prefix cache, then `num_fresh` others, and
+    `num_reserved` beside them for its further sequences."""
 
     hits: list[int]
     num_fresh: int
+    num_reserved: int = 0
 
 
 def rank(sequence: Sequence) -> tuple[int, float, int]:
@@ -95,7 +100,8 @@ class Admission:
             assert line == sorted(line, key=rank), "lines are in order"
         assert all(sequence.state is State.PREEMPTED for sequence in self.preempted), "victims"
         assert all(sequence.state is State.WAITING for sequence in (*self.adopted, *self.waiting)), "not yet run"
-        assert not any(sequence.block_ids for sequence in (*self.preempted, *self.waiting)), "no hold-and-wait"
+        waiting = (*self.preempted, *self.waiting)
+        assert not any(sequence.block_ids or sequence.reserved_ids for sequence in waiting), "no hold-and-wait"
 
     def wait(self, sequence: Sequence) -> None:
         """Puts a new sequence into the waiting queue."""
@@ -149,17 +155,22 @@ class Admission:
         blocks while it waits for the rest."""
         pool = self._pool
         num_tokens = len(sequence.token_ids)
+        num_reserved = 0
         if sequence.mode is Mode.GENERATE and tokens_left(sequence, self._config.max_model_len) > 1:
             num_tokens += 1  # the KV of the token it samples needs a slot too
+            num_reserved = len(sequence.further)
         # A sequence that fills the pool to the last slot may still end with the token it samples.
         num_blocks = min(num_blocks_for(num_tokens, pool.block_size), pool.num_blocks)
-        if num_blocks - (len(sequence.token_ids) - 1) // pool.block_size > pool.num_available:
+        num_reserved = min(num_reserved, pool.num_blocks - num_blocks)  # more would never be there
+        if num_blocks + num_reserved - (len(sequence.token_ids) - 1) // pool.block_size > pool.num_available:
             return None  # it would not fit even if its whole prefix were cached, so no look-up is needed
         hits = pool.match_prefix(cacheable_prefix(sequence, pool.block_size))
         num_fresh = num_blocks - len(hits)
         # Hits without a holder count as available until the sequence takes them.
         num_revived = sum(pool.class_of(block_id) is BlockClass.CACHED for block_id in hits)
-        return FoundBlocks(hits, num_fresh) if num_fresh + num_revived <= pool.num_available else None
+        if num_fresh + num_reserved + num_revived > pool.num_available:
+            return None
+        return FoundBlocks(hits, num_fresh, num_reserved)
 
     def _within_lease_cap(self, sequence: Sequence, room: FoundBlocks) -> bool:
         cap = self._config.max_leased_blocks

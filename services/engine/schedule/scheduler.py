@@ -12,15 +12,19 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from services.core.errors import InvalidRequest, Overloaded
-from services.engine.schedule.batch import Batch, release_blocks
+from services.core.hashing import num_blocks_for
+from services.engine.schedule.batch import Batch, release_blocks, release_reserved
 from services.engine.schedule.prefix import index_computed
 from services.engine.schedule.queues import Admission, SchedulerConfig, never_fits
 from services.engine.schedule.sequence import (
     Admitted,
+    BlockCopy,
     Failed,
     Mode,
     Preempted,
     Progress,
+    PromptScored,
+    SampledToken,
     ScheduledSequence,
     Sequence,
     SequenceEvent,
@@ -54,6 +58,10 @@ class Scheduler:
         self._step_number = 0
         self._in_flight: frozenset[int] = frozenset()
         self._aborted: set[int] = set()  # sequences of the running step that leave when it is over
+        self._copies: dict[int, BlockCopy] = {}
+        """Copies that the next step makes, by the sequence that has the target; references to the sources are held."""
+        self._copying: dict[int, BlockCopy] = {}
+        """Those of the running step."""
         self._events: list[SequenceEvent] = []
 
     # -- what comes in ------------------------------------------------------------------------------------------------
@@ -69,11 +77,21 @@ class Scheduler:
         elif never_fits(self.pool, sequence):
             self._fail(sequence, Overloaded(f"{num_tokens} tokens do not fit the {self.pool.num_blocks} KV blocks"))
 
-    def adopt(self, sequence: Sequence, prefix: Iterable[int], block_ids: Iterable[int], first_token: int) -> None:
+    def adopt(
+        self,
+        sequence: Sequence,
+        prefix: Iterable[int],
+        block_ids: Iterable[int],
+        first_token: int,
+        *,
+        further: Iterable[tuple[Sequence, int]] = (),
+        spare: Iterable[int] = (),
+    ) -> None:
         """Queues a sequence whose tokens' KV is in the pool, and gives it the token that was sampled after them.
 
         Its blocks are `prefix`, which were found in the prefix cache, and then `block_ids`. The SEQUENCE references to
-        all of them are taken already.
+        all of them are taken already, and to those of `spare`, which were set aside for `further`: sequences of the
+        same tokens, each with its own first token, that go on from the same blocks.
         """
         assert sequence.mode is Mode.GENERATE, "a lease is not adopted twice"
         assert not sequence.block_ids, "it was adopted already"
@@ -87,8 +105,14 @@ class Scheduler:
         to_write = sequence.block_ids[sequence.num_computed // self.pool.block_size :]
         assert all(self.pool.references(Holder.SEQUENCE, block_id) == 1 for block_id in to_write), "and are its own"
         index_computed(self.pool, sequence, 0)
+        sequence.reserved_ids = list(spare)
         self._register(sequence)
         self._admission.adopted.append(sequence)
+        going_on = []
+        for each, token_id in further:
+            each.token_ids.append(token_id)
+            going_on.append(each)
+        self._fork(sequence, going_on, sequence.arrival_s)
 
     def abort(self, seq_id: int) -> bool:
         """Ends a sequence without an event; returns False if it is unknown (never added, or over).
@@ -125,10 +149,15 @@ class Scheduler:
         assert not self._in_flight, "the last step is not absorbed"
         preempted = self._fill_batch(now)
         chosen: list[tuple[Sequence, int]] = []
-        budget = self.config.max_num_batched_tokens
+        budget, to_score = self.config.max_num_batched_tokens, self.config.max_scored_tokens
         prefills = [sequence for sequence in self._batch if not sequence.decoding]
         for sequence in chain(self.decoding, prefills, self._admissions(now)):
             num_tokens = min(budget, sequence.num_uncomputed)
+            if not sequence.is_scored:
+                num_tokens = min(num_tokens, to_score)
+                to_score -= num_tokens
+                if not num_tokens:
+                    continue  # one before it is scored first, and goes on
             chosen.append((sequence, num_tokens))
             budget -= num_tokens
             if not budget:
@@ -139,31 +168,48 @@ class Scheduler:
             parts.append(next_part(sequence, num_tokens, self.pool.block_size, num_drafts))
             sequence.draft_token_ids = ()
             budget -= num_drafts
-        self._in_flight = frozenset(part.seq_id for part in parts)
+        # Whoever has a copy to come has a place in the batch, or others fill it: so there is a step to make it.
+        assert parts or not self._copies, "copies without a step"
+        self._copying, self._copies = self._copies, {}
+        self._in_flight = frozenset(part.seq_id for part in parts) | self._copying.keys()
         if parts:
             self._step_number += 1
-        return StepPlan(self._step_number, tuple(parts), preempted)
+        return StepPlan(self._step_number, tuple(parts), preempted, tuple(self._copying.values()))
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
         """Absorbs a step that completed, so that its KV is final: appends tokens, indexes blocks, ends sequences and
-        frees their blocks. Returns the events."""
-        for part, sequence, aborted in self._end_step(plan):
+        frees their blocks. Returns the events. A sequence for which nothing could be sampled ends with its error."""
+        ended, copied = self._end_step(plan)
+        for part, sequence, aborted in ended:
+            if (error := result.failed.get(part.seq_id)) is not None and not aborted:
+                self._fail(sequence, error)
+                continue
             spoken = () if aborted or not part.rows else self._append(sequence, part, result, now)
             num_indexed_tokens = sequence.num_computed
             # The KV of drafts counts only where tokens were accepted after them.
             sequence.num_computed += part.num_tokens - part.num_drafts + max(0, len(spoken) - 1)
             index_computed(self.pool, sequence, num_indexed_tokens)
+            if part.scoring is not None and not aborted:
+                sequence.num_scored += len(part.scoring.token_ids)
+                scored = result.scored[part.seq_id]
+                self._events.append(PromptScored(part.seq_id, part.scoring.position, scored))
             if sequence.mode is Mode.PREFILL_ONLY and not aborted:
                 self._events.append(Progress(sequence.seq_id, sequence.num_computed, now))
             self._events += spoken
+            if spoken and sequence.further:
+                self._begin_further(sequence, result.sampled[part.seq_id][len(part.rows) :], now)
             if aborted or (spoken and (spoken[-1].finish or sequence.mode is Mode.PREFILL_ONLY)):
+                self._leave(sequence)
+        for sequence, aborted in copied:
+            if aborted:
                 self._leave(sequence)
         return self.take_events()
 
     def fail(self, plan: StepPlan, error: Exception, now: float) -> list[SequenceEvent]:
         """Absorbs a step that raised: what it wrote is unknown, so nothing is indexed and its sequences end. Returns
         the events."""
-        for _, sequence, aborted in self._end_step(plan):
+        ended, copied = self._end_step(plan)
+        for sequence, aborted in [*((sequence, aborted) for _, sequence, aborted in ended), *copied]:
             if aborted:
                 self._leave(sequence)
             else:
@@ -193,6 +239,12 @@ class Scheduler:
         return len(self._admission.preempted)
 
     @property
+    def num_wanted_blocks(self) -> int:
+        """Returns how many blocks the sequences take that have none yet, the prefix cache left aside."""
+        waiting = chain(self._admission.preempted, self._admission.waiting)
+        return sum(num_blocks_for(len(sequence.token_ids), self.pool.block_size) for sequence in waiting)
+
+    @property
     def queued_prefill_tokens(self) -> int:
         """Returns how many tokens must be computed before their sequences decode, including running prefills."""
         prefills = (sequence.num_uncomputed for sequence in self._batch if not sequence.decoding)
@@ -218,14 +270,19 @@ class Scheduler:
         placed = [*self._batch, *self._admission]
         assert {sequence.seq_id for sequence in placed} == self.sequences.keys(), "each sequence has a place"
         assert len(placed) == len(self.sequences), "and only one"
-        assert all(seq_id in self._batch for seq_id in self._in_flight), "what is in a step runs"
+        in_step = self._in_flight - self._copying.keys()
+        assert all(seq_id in self._batch for seq_id in in_step), "what is in a step runs"
         assert self._aborted <= self._in_flight, "only a step delays an abort"
         for sequence in placed:
             covered = len(sequence.block_ids) * self.pool.block_size
             assert sequence.num_computed <= min(covered, len(sequence.token_ids)), f"blocks of {sequence.seq_id}"
             assert not sequence.decoding or sequence.num_uncomputed == 1, f"{sequence.seq_id} decodes"
             assert sequence.decoding or not sequence.draft_token_ids, f"drafts of {sequence.seq_id}"
-        held = Counter(block_id for sequence in placed for block_id in sequence.block_ids)
+        copies = {**self._copies, **self._copying}
+        assert copies.keys() <= self.sequences.keys(), "a copy is for a sequence"
+        assert all(copy.target in self.sequences[seq_id].block_ids for seq_id, copy in copies.items()), "and its own"
+        held = Counter(block_id for each in placed for block_id in (*each.block_ids, *each.reserved_ids))
+        held.update(copy.source for copy in copies.values())
         for block_id in range(self.pool.num_blocks):
             assert self.pool.references(Holder.SEQUENCE, block_id) == held[block_id], f"references on block {block_id}"
 
@@ -273,10 +330,57 @@ class Scheduler:
             if sequence.state is State.RUNNING:  # neither failed nor preempted
                 victims += self._batch.grow(sequence)
         for victim in victims:
-            self._admission.wait_again(victim)
-            self._events.append(Preempted(victim.seq_id, now))
-        self.num_preemptions += len(victims)
+            self._wait_again(victim, now)
         return [victim.seq_id for victim in victims]
+
+    def _wait_again(self, victim: Sequence, now: float) -> None:
+        self._drop_copy(victim)
+        self._admission.wait_again(victim)
+        self._events.append(Preempted(victim.seq_id, now))
+        self.num_preemptions += 1
+
+    def _begin_further(self, sequence: Sequence, sampled: Iterable[SampledToken], now: float) -> None:
+        """Gives the further sequences their first tokens, and lets those that do not end with it go on."""
+        further, sequence.further = sequence.further, []
+        going_on = []
+        for each, token in zip(further, sampled, strict=True):
+            finish, stop_token_id = ending(each, token.token_id, self.config.max_model_len)
+            self._events.append(Token(each.seq_id, each.next_position, token, finish, stop_token_id, now))
+            each.token_ids.append(token.token_id)
+            if finish is None and each.mode is Mode.GENERATE:
+                going_on.append(each)
+        self._fork(sequence, going_on, now)
+
+    def _fork(self, source: Sequence, further: Iterable[Sequence], now: float) -> None:
+        """Lets sequences, each of which has its first token, go on from the KV of the same tokens before it.
+
+        They share the full blocks, which nobody writes. The last block, if it is not full, the next step copies for
+        each of them, before it computes: so no block is written that another sequence reads. Whoever finds no block for
+        that is preempted at once.
+        """
+        release_reserved(self.pool, source)
+        num_full, num_left = divmod(source.num_computed, self.pool.block_size)
+        shared, last = source.block_ids[:num_full], source.block_ids[num_full:][: num_left > 0]
+        for sequence in further:
+            self._register(sequence)
+            sequence.admitted_s, sequence.num_cached = source.admitted_s, source.num_cached
+            sequence.hashes = source.hashes[:num_full]
+            if len(last) > self.pool.num_available:
+                sequence.state = State.PREEMPTED
+                self._wait_again(sequence, now)
+                continue
+            self.pool.acquire([*shared, *last], Holder.SEQUENCE)
+            sequence.block_ids = shared + self.pool.allocate(len(last), Holder.SEQUENCE)
+            if last:
+                self._copies[sequence.seq_id] = BlockCopy(last[0], sequence.block_ids[-1])
+            sequence.num_computed = source.num_computed
+            sequence.decoding = True
+            self._admission.adopted.append(sequence)
+
+    def _drop_copy(self, sequence: Sequence) -> None:
+        """Forgets the copy that the next step would make for the sequence, if any."""
+        if (copy := self._copies.pop(sequence.seq_id, None)) is not None:
+            self.pool.release([copy.source], Holder.SEQUENCE)
 
     def _admissions(self, now: float) -> Iterator[Sequence]:
         """Admits and yields one sequence after the other, while there is room."""
@@ -297,13 +401,20 @@ class Scheduler:
             self.pool.acquire(sequence.block_ids, Holder.LEASE)
         self._events.append(Admitted(sequence.seq_id, tuple(sequence.block_ids), sequence.num_cached, now))
 
-    def _end_step(self, plan: StepPlan) -> list[tuple[ScheduledSequence, Sequence, bool]]:
-        """Marks the step as over; returns its parts with their sequences, and whether each was aborted meanwhile."""
-        assert {part.seq_id for part in plan.sequences} == self._in_flight, "not the plan in flight"
+    def _end_step(
+        self, plan: StepPlan
+    ) -> tuple[list[tuple[ScheduledSequence, Sequence, bool]], list[tuple[Sequence, bool]]]:
+        """Marks the step as over; returns its parts with their sequences, and whether each was aborted meanwhile, and
+        the sequences for which the step has only copied a block."""
+        parts = {part.seq_id for part in plan.sequences}
+        assert parts | self._copying.keys() == self._in_flight, "not the plan in flight"
         ended = [(part, self.sequences[part.seq_id], part.seq_id in self._aborted) for part in plan.sequences]
+        copied = [(self.sequences[each], each in self._aborted) for each in self._copying if each not in parts]
+        self.pool.release([copy.source for copy in self._copying.values()], Holder.SEQUENCE)
+        self._copying = {}
         self._in_flight = frozenset()
         self._aborted.clear()
-        return ended
+        return ended, copied
 
     def _append(self, sequence: Sequence, part: ScheduledSequence, result: StepResult, now: float) -> tuple[Token, ...]:
         """Appends the accepted tokens to the sequence, up to one that ends it. Returns their events."""
@@ -322,6 +433,7 @@ class Scheduler:
         self._events.append(Failed(sequence.seq_id, error))
 
     def _leave(self, sequence: Sequence) -> None:
+        self._drop_copy(sequence)
         del self.sequences[sequence.seq_id]
         if sequence.seq_id in self._batch:
             self._batch.leave(sequence)

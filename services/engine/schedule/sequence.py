@@ -10,7 +10,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.core.errors import BatonError
 from services.core.hashing import BlockHash
+from services.engine.schedule.constraint import TokenConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Sequence:
     """Keeps the tokens of one leg and its state.
 
     `token_ids` is the prompt, then the output received before a replay, then the output produced here. Who makes a
-    sequence gives the fields up to `cache_salt`; the others are the engine's.
+    sequence gives the fields up to `num_prompt_logprobs`; the others are the engine's.
     """
 
     seq_id: int
@@ -95,12 +97,27 @@ class Sequence:
     mode: Mode = Mode.GENERATE
     priority: int = 0
     cache_salt: str = ""
+    constraint: TokenConstraint | None = None
+    """What its output is held to: tokens that it does not allow are masked, after biases and penalties and before
+    temperature and filters, and the stop tokens are allowed exactly where the output may end. It has taken the output
+    received before a replay; the engine tells it what is sampled here, token 0 of a handoff included. The sequence
+    fails with ConstraintUnsatisfied where nothing is left; an engine without masks fails it with UnsupportedModel."""
+    num_prompt_logprobs: int | None = None
+    """How many of the most likely tokens are reported for each token of the prompt, besides that token itself
+    (`PromptScored`); with None none is. Replayed output is not part of the prompt."""
+    further: list[Sequence] = field(default_factory=list)
+    """Sequences of the same tokens, one for each further answer, with sampling of their own. This one computes the
+    tokens for all: their first tokens are sampled from the same logits as its own, and then each goes on by itself.
+    Only a sequence that is added has them; they are not added, and have none."""
     state: State = State.WAITING
     num_computed: int = 0
     """Tokens whose KV is in the pool."""
     num_cached: int = 0
     """Tokens whose KV was found in the prefix cache at the (first) admission."""
     block_ids: list[int] = field(default_factory=list)
+    reserved_ids: list[int] = field(default_factory=list)
+    """Blocks set aside for the further sequences, each of which needs one of its own if the last block of the prompt is
+    not full."""
     hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the full blocks of token_ids known so far."""
     admitted_s: float | None = None
@@ -110,6 +127,11 @@ class Sequence:
     draft_token_ids: tuple[int, ...] = ()
     """Tokens proposed to follow `token_ids`. The next step of the sequence checks as many as have room, and then none
     are left."""
+    num_told: int = 0
+    """How many of the output tokens produced here the constraint was told of."""
+    num_scored: int = 1
+    """Tokens of the prompt whose log-probabilities were reported, if they are wanted. The first token counts: it has
+    none."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -124,6 +146,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_scored(self) -> bool:
+        """Returns whether no log-probability of its prompt is to be reported any more."""
+        return self.num_prompt_logprobs is None or self.num_scored >= self.num_prompt_tokens - self.output_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +169,17 @@ class SampleRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Names the tokens of a prompt whose log-probabilities a part computes. They follow one another."""
+
+    position: int
+    """Place in the prompt of the first of them. Its logits are those of the token before it."""
+    token_ids: tuple[int, ...]
+    num_top: int
+    """How many of the most likely tokens are reported at each place."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """Describes a sequence's part of one step, which computes the KV of its tokens from position `start` on."""
 
@@ -154,8 +192,18 @@ class ScheduledSequence:
     rows: tuple[SampleRow, ...] = ()
     """One for each of the last tokens of the part, whose logits are sampled: the sequence's newest token and its
     drafts. Empty if the step does not reach the sequence's newest token."""
+    further_rows: tuple[SampleRow, ...] = ()
+    """One for each further answer: they are sampled from the same logits as the only one of `rows`."""
     is_decode: bool = False
     """Whether the sequence was decoding (see `Sequence.decoding`) when the step was scheduled."""
+    scoring: PromptScoring | None = None
+    """The tokens of the prompt whose log-probabilities are wanted and can be told from the part's logits, if any."""
+    constraint: TokenConstraint | None = None
+    """What the tokens sampled from the rows are held to. It is told of `untold_token_ids` first."""
+    untold_token_ids: tuple[int, ...] = ()
+    """Output tokens that the constraint was not told of yet."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The sequence's, if it has a constraint: they are allowed where the output may end."""
 
     @property
     def num_tokens(self) -> int:
@@ -166,8 +214,21 @@ class ScheduledSequence:
         return max(0, len(self.rows) - 1)
 
     @property
+    def num_sampled(self) -> int:
+        """Returns how many tokens are sampled."""
+        return len(self.rows) + len(self.further_rows)
+
+    @property
     def draft_token_ids(self) -> tuple[int, ...]:
         return self.token_ids[self.num_tokens - self.num_drafts :]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Names a block whose content is copied into another before the step computes anything."""
+
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +239,8 @@ class StepPlan:
     sequences: tuple[ScheduledSequence, ...]
     preempted: tuple[int, ...] = ()
     """Ids of the sequences that were preempted when the step was scheduled."""
+    copies: tuple[BlockCopy, ...] = ()
+    """Blocks to copy first: a step may write the source, and the target is read and written only after that."""
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +261,14 @@ class StepPlan:
         """Returns how many tokens the decoding sequences compute: one each, and their drafts."""
         return sum(sequence.num_tokens for sequence in self.sequences if sequence.is_decode)
 
+    @property
+    def attended_tokens(self) -> int:
+        """Returns the sum of what each token of the step attends to: itself, and all that stand before it."""
+        return sum(
+            sequence.num_tokens * sequence.start + sequence.num_tokens * (sequence.num_tokens + 1) // 2
+            for sequence in self.sequences
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
@@ -210,16 +281,36 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """Keeps the log-probability of a token of the prompt. It is the model's own: no penalty, bias or temperature
+    changes it."""
+
+    logprob: float
+    rank: int
+    """1 if no token is likelier, 2 if one is, and so on."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens as (token id, log-probability), the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Keeps the result of one step."""
 
     sampled: Mapping[int, tuple[SampledToken, ...]]
-    """The tokens sampled from the rows of each part that has rows, by seq_id. `step.accepted` returns those that are
-    output: tokens after a wrong draft are not."""
+    """The tokens sampled from the rows of each part that has rows, and then from its further rows, by seq_id.
+    `step.accepted` returns those of the rows that are output: tokens after a wrong draft are not. Those of the last
+    rows after drafts may be missing, but the first never."""
+    scored: Mapping[int, tuple[ScoredToken, ...]] = field(default_factory=dict)
+    """What was computed for the `scoring` of each part that has one, by seq_id."""
+    failed: Mapping[int, BatonError] = field(default_factory=dict)
+    """Why nothing was sampled for other parts that have rows, by seq_id: each such sequence ends with its error, and
+    the step has succeeded all the same."""
     inputs_s: float = 0.0
     """Seconds that it took to prepare the inputs."""
     model_s: float = 0.0
     """Seconds of the forward pass; on an accelerator only those of starting it."""
+    masks_s: float = 0.0
+    """Seconds that sampling waited for the masks of constraints."""
     sample_s: float = 0.0
     """Seconds of sampling; on an accelerator also those of waiting for the forward pass."""
 
@@ -244,6 +335,16 @@ class Progress:
     seq_id: int
     num_computed: int
     now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The log-probabilities of some more tokens of the prompt are known, of the one at `position` first. The first
+    token of a prompt has none."""
+
+    seq_id: int
+    position: int
+    tokens: tuple[ScoredToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,4 +375,4 @@ class Preempted:
     now: float
 
 
-SequenceEvent = Admitted | Progress | Token | Failed | Preempted
+SequenceEvent = Admitted | Progress | PromptScored | Token | Failed | Preempted

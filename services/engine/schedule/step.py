@@ -1,5 +1,5 @@
 """Makes one sequence's part of a step, and decides which of the tokens it sampled are output and which one ends the
-sequence. Pure functions."""
+sequence. Pure functions, but that `next_part` notes in the sequence what its constraint is told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from services.engine.schedule.queues import tokens_left
 from services.engine.schedule.sequence import (
     Finish,
     Mode,
+    PromptScoring,
     SampledToken,
     SampleRow,
     SamplingParams,
@@ -26,13 +27,19 @@ def next_part(sequence: Sequence, num_tokens: int, block_size: int, num_drafts: 
     samples = end == len(sequence.token_ids)
     assert samples or not num_drafts, "drafts follow the newest token"
     drafts = sequence.draft_token_ids[:num_drafts]
+    constraint = sequence.constraint if samples else None
     return ScheduledSequence(
         seq_id=sequence.seq_id,
         start=start,
         token_ids=(*sequence.token_ids[start:end], *drafts),
         block_ids=tuple(sequence.block_ids[: num_blocks_for(end + num_drafts, block_size)]),
         rows=_rows(sequence, drafts) if samples else (),
+        further_rows=tuple(_rows(each, ())[0] for each in sequence.further) if samples else (),
         is_decode=sequence.decoding,
+        scoring=_scoring(sequence, start, end),
+        constraint=constraint,
+        untold_token_ids=() if constraint is None else _untold(sequence),
+        stop_token_ids=() if constraint is None else tuple(sequence.stopping.stop_token_ids),
     )
 
 
@@ -73,6 +80,26 @@ def ending(sequence: Sequence, token_id: int, max_model_len: int) -> tuple[Finis
     if full or position + 1 >= sequence.stopping.max_tokens:
         return Finish.LENGTH, None
     return None, None
+
+
+def _scoring(sequence: Sequence, start: int, end: int) -> PromptScoring | None:
+    """Returns what the logits of the tokens from `start` to `end` tell of the prompt and was not reported before."""
+    if sequence.is_scored:
+        return None
+    num_prompt = sequence.num_prompt_tokens - sequence.output_base
+    first, last = max(sequence.num_scored, start + 1), min(end, num_prompt - 1)
+    if first > last:
+        return None
+    assert first == sequence.num_scored, "it was computed from there on"
+    assert sequence.num_prompt_logprobs is not None, "they are wanted"
+    return PromptScoring(first, tuple(sequence.token_ids[first : last + 1]), sequence.num_prompt_logprobs)
+
+
+def _untold(sequence: Sequence) -> tuple[int, ...]:
+    """Returns the output tokens that the sequence's constraint was not told of, and notes that it will be now."""
+    first = sequence.num_prompt_tokens + sequence.num_told
+    sequence.num_told = sequence.num_new_tokens
+    return tuple(sequence.token_ids[first:])
 
 
 def _rows(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[SampleRow, ...]:

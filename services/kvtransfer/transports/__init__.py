@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.errors import TransferFailed
@@ -22,6 +23,14 @@ T = TypeVar("T")
 
 class TransportUnavailable(TransferFailed):
     """Says that this transport does not work between the two workers; another may."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchName:
+    """Names a fetch at its source."""
+
+    lease_id: bytes
+    leg: int
 
 
 class SourceEnd(Protocol):
@@ -50,8 +59,8 @@ class DestinationEnd(Protocol):
 
     transport: types_pb2.Transport
 
-    async def connect(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> Copier:
-        """Returns the copier for one fetch from a source that offers this transport; pin it before the next await.
+    async def connect(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer, fetch: FetchName) -> Copier:
+        """Returns the copier for the fetch from a source that offers this transport; pin it before the next await.
 
         Raises TransportUnavailable if the transport does not work from here, so that another is tried. Any other error
         counts against the source.
@@ -59,6 +68,22 @@ class DestinationEnd(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ProbedEnd(DestinationEnd, Protocol):
+    """Is a destination's end whose speed can be told beforehand. One that cannot is taken where no other works."""
+
+    async def probe(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> float:
+        """Returns the rate, in bytes per second, at which some MiB come from the source that nobody uses.
+
+        Raises TransportUnavailable or another BatonError if the transport does not work from here.
+        """
+        ...
+
+
+PROBE_BYTES = 4 << 20
+"""How much a probe brings."""
 
 
 class Announcer(Protocol):
@@ -92,6 +117,16 @@ class Copier(Protocol):
     carried: bool
     """Whether the messages bring the blocks' bytes."""
 
+    @property
+    def num_copies(self) -> int:
+        """Returns how many copies may be under way at once."""
+        ...
+
+    @property
+    def threads(self) -> Executor | None:
+        """Returns the threads on which to copy, if a copy waits for its source; None for the fetcher's one thread."""
+        ...
+
     def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
         """Returns how many blocks the message brings. Raises ProtocolViolation if they cannot be copied."""
         ...
@@ -99,8 +134,12 @@ class Copier(Protocol):
     def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
         """Writes the message's blocks to the pool blocks `targets`, one each.
 
-        It reads and writes nothing after it has returned.
+        It reads and writes nothing after it has returned, nor after it has raised.
         """
+        ...
+
+    def stop(self) -> None:
+        """Makes copies under way end soon, by an error if need be: their blocks are given up. Event loop only."""
         ...
 
     def pin(self) -> None:

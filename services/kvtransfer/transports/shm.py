@@ -48,8 +48,8 @@ def default_socket_name(incarnation: int) -> str:
     return f"@baton-{incarnation:016x}"
 
 
-class ShmAnnouncer:
-    """Announces the blocks of a pool that destinations map themselves, by their ids in the pool."""
+class PoolAnnouncer:
+    """Announces blocks of a pool that destinations read themselves, by their ids in the pool."""
 
     def __init__(self, memory: BlockMemory, reader: Executor, *, checksums: bool) -> None:
         self._memory = memory

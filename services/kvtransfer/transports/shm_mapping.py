@@ -13,8 +13,10 @@ import logging
 import mmap
 import os
 import socket
+import time
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.clock import Clock, MonotonicClock
@@ -22,7 +24,7 @@ from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarna
 from services.core.sealed_memory import what_is_wrong
 from services.core.timeouts import timeout_after
 from services.kv.regions import BlockMemory
-from services.kvtransfer.transports import TransportUnavailable
+from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable
 from services.kvtransfer.transports.shm import GREETING, MAGIC, peer_uid, socket_address
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,15 @@ class Mapping:
     def block(self, block_id: int) -> memoryview:
         start = block_id * self._block_bytes
         return self._view[start : start + self._block_bytes]
+
+    def probe(self) -> float:
+        """Returns the rate, in bytes per second, at which some of the memory is copied; it is looked at by nobody."""
+        num_bytes = min(PROBE_BYTES, self._view.nbytes)
+        scratch = bytearray(num_bytes)
+        for _ in range(2):
+            begun_s = time.perf_counter()
+            scratch[:] = self._view[:num_bytes]
+        return num_bytes / max(1e-9, time.perf_counter() - begun_s)
 
     def pin(self) -> None:
         assert not self.closed, "the mapping is gone"
@@ -86,8 +97,15 @@ class MappingCache:
     def __len__(self) -> int:
         return len(self._mappings)
 
-    async def connect(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> ShmCopier:
+    async def connect(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer, fetch: FetchName) -> ShmCopier:
         return ShmCopier(await self.get(source, offer.shm_socket))
+
+    async def probe(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> float:
+        mapping = await self.get(source, offer.shm_socket)
+        mapping.pin()
+        copying = asyncio.get_running_loop().run_in_executor(None, mapping.probe)
+        copying.add_done_callback(lambda _: mapping.unpin())  # the thread goes on if this task is cancelled
+        return await copying
 
     async def get(self, source: types_pb2.KVSource, name: str) -> Mapping:
         """Returns the source's mapping, made on first use from its socket `name`. Pin it before the next await.
@@ -167,6 +185,8 @@ class MappingCache:
 class ShmCopier:
     transport = types_pb2.TRANSPORT_SHM
     carried = False
+    num_copies = 1
+    threads: Executor | None = None
 
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = mapping
@@ -180,6 +200,9 @@ class ShmCopier:
         with contextlib.ExitStack() as views:
             blocks = [views.enter_context(self._mapping.block(pool_block)) for pool_block in message.pool_blocks]
             memory.write_blocks(targets, blocks)
+
+    def stop(self) -> None:
+        """Does nothing: a copy in memory is soon over."""
 
     def pin(self) -> None:
         self._mapping.pin()

@@ -11,7 +11,7 @@ from baton.v1 import types_pb2
 from services.kv.lease import FetchTicket
 from services.kv.regions import BlockMemory
 from services.kvtransfer.transports import Announcer
-from services.kvtransfer.transports.shm import ShmAnnouncer, ShmServer
+from services.kvtransfer.transports.shm import PoolAnnouncer, ShmServer
 from services.kvtransfer.transports.staging import Staging
 
 
@@ -39,7 +39,7 @@ class ShmSource:
     def announcer(self, ticket: FetchTicket, *, checksums: bool) -> Announcer:
         if self.staging is not None:
             return self.staging.announcer(ticket, self._reader, checksums=checksums)
-        return ShmAnnouncer(self._memory, self._reader, checksums=checksums)
+        return PoolAnnouncer(self._memory, self._reader, checksums=checksums)
 
     def close(self) -> None:
         """Closes the server and the staging area. To be called when no copy is under way any more."""

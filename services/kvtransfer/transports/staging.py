@@ -71,6 +71,10 @@ class StagingArea:
             with self.slot(block_id) as block:
                 block[:] = each
 
+    def fill_blocks(self, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], None]) -> None:
+        with contextlib.ExitStack() as views:
+            fill([views.enter_context(self.slot(block_id)) for block_id in block_ids])
+
     def slot(self, number: int) -> memoryview:
         return self.bytes[number * self.block_bytes : (number + 1) * self.block_bytes]
 

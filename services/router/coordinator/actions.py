@@ -7,7 +7,7 @@ ended may be dropped: the coordinator learns of the lost session by itself.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.core.errors import BatonError
 from services.core.records import record
@@ -33,7 +33,7 @@ class SendLeg:
     """Commands one phase of a request from a worker."""
 
     phase: Role
-    """PREFILL or DECODE."""
+    """PREFILL, DECODE, or STORE for a handoff that is to be parked."""
     worker: WorkerInfo
     leg: int
     spec: RequestSpec
@@ -44,21 +44,40 @@ class SendLeg:
     remaining_s: float | None
     attempt: int
     handoff: HandoffRef | None = None
-    """The lease that a decode leg takes over. None: it computes the prompt itself."""
+    """The lease that a decode leg or a store takes over. None: it computes the prompt itself."""
     age_s: float = 0.0
     """How long the handoff has been waiting."""
     choice: PlacementChoice | None = None
     """Why it is this worker; None for a canary."""
+    scores_prompt: bool = False
+    """Whether the leg is to tell the log-probabilities of the prompt."""
+    num_answers: int = 1
+    """How many answers the leg makes, from that of `index` on."""
+    index: int = 0
+    """Which of the request's answers the leg's first is."""
+    prefix_source: WorkerInfo | None = None
+    """Who has more of the prompt's KV than the worker, if bringing it costs less than computing it."""
+    keep_at: WorkerInfo | None = None
+    """The store that is to be offered the prompt's KV, and the output's, once it is computed."""
+    goes_ahead: bool = False
+    """Whether its tenant had less than its share of what is placed: then it goes before all others at the worker."""
 
     @property
     def worker_id(self) -> str:
         return self.worker.worker_id
+
+    @property
+    def priority(self) -> int:
+        """Returns the priority at the worker."""
+        return self.spec.worker_priority(goes_ahead=self.goes_ahead)
 
 
 @record
 class CancelLeg:
     worker: WorkerInfo
     leg: int
+    index: int | None = None
+    """The only one of the leg's answers that is given up; None for the whole leg."""
 
 
 @record
@@ -71,18 +90,30 @@ class EmitStarted:
 
 
 @record
+class EmitPromptTokens:
+    """Brings log-probabilities of the prompt's tokens. They come in order, without a gap or a repeat, and before any
+    output."""
+
+    request_id: str
+    position: int
+    logprobs: tuple[types_pb2.TokenLogprobs, ...]
+
+
+@record
 class EmitTokens:
-    """Brings new output tokens. A request's tokens come in order, without a gap or a repeat."""
+    """Brings new output tokens of one answer. An answer's tokens come in order, without a gap or a repeat."""
 
     request_id: str
     position: int
     token_ids: tuple[int, ...]
     logprobs: tuple[types_pb2.TokenLogprobs, ...]
+    index: int = 0
 
 
 @record
 class Summary:
-    """Tells what happened to a finished request. Durations are in seconds; None means that the event did not happen."""
+    """Tells what happened to a request by the end of an answer. Durations are in seconds; None means that the event did
+    not happen."""
 
     num_output_tokens: int
     cached_tokens: int
@@ -102,10 +133,14 @@ class Summary:
 
 @record
 class EmitFinished:
+    """Reports that an answer is complete, and the request too if it is the last."""
+
     request_id: str
     reason: FinishReason
     stop_token_id: int | None
     summary: Summary
+    index: int = 0
+    is_last: bool = True
 
 
 @record
@@ -120,6 +155,8 @@ class Stage(enum.Enum):
     QUEUE = "queue"
     PLACE = "place"
     PREFILL = "prefill"
+    PARK = "park"
+    """A store takes the handoff over."""
     DECODE = "decode"
 
 
@@ -127,7 +164,7 @@ class Stage(enum.Enum):
 class StageEnded:
     """Reports a span that has ended.
 
-    PREFILL and DECODE belong to the leg that a `SendLeg` started; a refused DECODE never ran.
+    PREFILL, PARK and DECODE belong to the leg that a `SendLeg` started; a refused DECODE never ran.
     """
 
     request_id: str
@@ -168,12 +205,25 @@ class EjectionChanged:
     """None if it is back."""
 
 
+class KVGroup(NamedTuple):
+    """Names ready workers of one model that can exchange KV, as far as what they compute goes."""
+
+    kv: str
+    engine: str
+    worker_ids: tuple[str, ...]
+
+
 @record
 class GroupsChanged:
     """Reports, for the log, that ready workers of one model compute differently, or no longer do."""
 
-    groups: tuple[tuple[str, tuple[str, ...]], ...]
-    """Each group as (kv fingerprint, worker ids). Workers of different groups do not pair."""
+    groups: tuple[KVGroup, ...]
+    """Workers of different groups do not pair."""
+
+    @property
+    def are_engines(self) -> bool:
+        """Returns whether each group has an engine of its own: then nothing is amiss."""
+        return len({group.engine for group in self.groups}) == len(self.groups)
 
 
 @record
@@ -194,6 +244,7 @@ Action = (
     SendLeg
     | CancelLeg
     | EmitStarted
+    | EmitPromptTokens
     | EmitTokens
     | EmitFinished
     | EmitFailed

@@ -1,6 +1,6 @@
 """Decides which requests may wait in the queue, and for how long. Pure.
 
-Owns: load shedding and the bounds on waiting. Never: the queue's order (`book`), or what work costs (`policy`).
+Owns: load shedding and the bounds on waiting. Never: the queue's order (`waiting.py`), or what work costs (`policy`).
 
 A request whose deadline cannot be met is refused at once, not when the deadline has passed. If queued work stands in
 the way, the client gets RESOURCE_EXHAUSTED and a time to try again; if even an idle cluster would be too slow, it gets
@@ -11,17 +11,23 @@ A full queue sheds low priorities and long outputs first. An arrival takes the p
 lowest first and of these the one with the longest expected output; or of one of its own priority that no ready worker
 could hold, or whose expected output is more than twice as long. Of those that could lose their places so, the one that
 has waited longest keeps it: no class is kept out for ever. What has output is never pushed out, nor what has a worker.
+
+All this is among one tenant's requests. Of several tenants, whoever has the most places for its weight, and any to
+lose, is the first to lose one, whatever the priorities: a flood is refused, and nobody else because of it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
 from services.router.coordinator.book import Book, Outlook
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.coordinator.placement import can_be_served, why_unserved
 from services.router.coordinator.request import Phase, Request, order_of
+from services.router.coordinator.waiting import TenantLine
 from services.router.policy import Ahead, Costs, Work
 
 
@@ -32,12 +38,14 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
     is too short even for an idle cluster, and Overloaded if queued work stands in the way or the queue is full.
     """
     num_tokens = len(spec.token_ids)
-    _check_deadline(book, spec, spec.tenant, num_tokens, max_tokens, now)
+    _check_deadline(book, spec, num_tokens, max_tokens, now)
     if len(book.queue) + book.num_expected < book.config.max_queue:
         return
     expected_tokens = book.expected_output(spec.tenant, num_tokens, spec.min_tokens, max_tokens)
-    victims = _victims(book, spec.priority, num_tokens + max_tokens, expected_tokens)
+    crowd, victims = _places_for(book, spec, num_tokens + max_tokens, expected_tokens)
     if not victims:
+        if crowd is not None and crowd.num_expected and len(book.queue) < book.config.max_queue:
+            return  # one of those will find the queue full
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
     crowded_out = Overloaded("crowded out of a full queue", retry_after_s=book.config.retry_after_s)
     book.fail_surely(victims[-1], crowded_out, now)
@@ -45,10 +53,10 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
 
 def end_overdue(book: Book, now: float) -> None:
     """Fails requests whose deadline has passed or that waited too long, and queued ones that cannot finish in time."""
-    ringing = [book.requests[request_id] for request_id in book.deadlines.due(now)]
+    ringing = [book.requests[key] for key in book.deadlines.due(now)]
     for request in (*ringing, *book.queue, *book.parked):
-        if request.request_id not in book.requests:
-            continue  # it is in two of the lists, and has just been ended
+        if request.key not in book.requests:
+            continue  # it is in two of the lists, or a part of what has just been ended
         with book.isolated("tick", request, now):
             if (error := _waited_too_long(book, request, now)) is not None:
                 book.fail(request, error, now)
@@ -62,44 +70,105 @@ def expect(book: Book, expected: ExpectedRequest, max_tokens: int, now: float) -
     No queued request is failed yet: each one whose place could be taken counts as one more place. Raises what `admit`
     does.
     """
-    _check_deadline(book, expected, "", expected.fewest_tokens, max_tokens, now, before_s=expected.tokenise_s)
+    _check_deadline(book, expected, expected.fewest_tokens, max_tokens, now, before_s=expected.tokenise_s)
     num_beyond = len(book.queue) + book.num_expected - book.config.max_queue
     if num_beyond < 0:
         return
     fewest_tokens = expected.fewest_tokens + expected.min_tokens
-    expected_tokens = book.expected_output("", expected.fewest_tokens, expected.min_tokens, max_tokens)
-    if num_beyond >= len(_victims(book, expected.priority, fewest_tokens, expected_tokens)):
+    expected_tokens = book.expected_output(expected.tenant, expected.fewest_tokens, expected.min_tokens, max_tokens)
+    crowd, victims = _places_for(book, expected, fewest_tokens, expected_tokens)
+    num_places = len(victims)
+    if num_beyond >= num_places + (crowd.num_expected if crowd is not None else 0):
         raise Overloaded("the queue is full", retry_after_s=book.config.retry_after_s)
 
 
-def _victims(book: Book, priority: int, total_tokens: int, expected_tokens: int) -> list[Request]:
-    """Returns the queued requests whose places a request may take, the best one last.
+@dataclass(frozen=True, slots=True)
+class _Crowd:
+    """Is a tenant that has more places in the queue for its weight than another."""
+
+    tenant: str
+    num_expected: int
+    """Its requests that are still being tokenised."""
+
+
+def _places_for(
+    book: Book, arrival: RequestSpec | ExpectedRequest, total_tokens: int, expected_tokens: int
+) -> tuple[_Crowd | None, list[Request]]:
+    """Returns the tenant that is to lose a place to the arrival, and what `_victims` says of it: the first of those
+    with more places than the arrival's own, that has any to lose; None if it is that one itself."""
+    lines: defaultdict[str, list[TenantLine]] = defaultdict(list)
+    for line in book.queue.lines():
+        lines[line.share.tenant].append(line)
+    has_room = len(book.queue) < book.config.max_queue
+    for crowd in _crowds(book, arrival):
+        victims = _victims(book, arrival, crowd, lines[crowd.tenant], total_tokens, expected_tokens)
+        if victims or (crowd.num_expected and has_room):
+            return crowd, victims
+    return None, _victims(book, arrival, None, lines[arrival.tenant], total_tokens, expected_tokens)
+
+
+def _crowds(book: Book, arrival: RequestSpec | ExpectedRequest) -> list[_Crowd]:
+    """Returns the tenants with more places for their weight than the arrival's has with it, the largest first."""
+    places, expected, weights = Counter[str](), Counter[str](), {arrival.tenant: arrival.weight}
+    for line in book.queue.lines():
+        places[line.share.tenant] += len(line)
+        weights.setdefault(line.share.tenant, line.share.weight)
+    for share in book.expecting():
+        expected[share.tenant] += share.num_expected
+        weights.setdefault(share.tenant, share.weight)
+    places[arrival.tenant] += 1
+    places += expected
+    ranked = sorted(((places[tenant] / weights[tenant], tenant) for tenant in places), reverse=True)
+    mine = places[arrival.tenant] / arrival.weight
+    return [_Crowd(tenant, expected[tenant]) for number, tenant in ranked if number > mine]
+
+
+def _victims(
+    book: Book,
+    arrival: RequestSpec | ExpectedRequest,
+    crowd: _Crowd | None,
+    lines: list[TenantLine],
+    total_tokens: int,
+    expected_tokens: int,
+) -> list[Request]:
+    """Returns the queued requests whose places a request may take, the best one last. `lines` are those of `crowd`, or
+    else of the arrival's own tenant.
 
     They have no output. Those that no ready worker could hold must not keep out what others could serve. Of the rest
     the one that has waited longest keeps its place, unless it is the queue's only one.
     """
-    longest = book.workers.cluster.whole.longest_sequence
-    queued = [request for request in book.queue if not request.output]
+    longest, priority = book.workers.cluster.everyone.longest_sequence, arrival.priority
+    queued = [request for line in lines for request in line if not request.output and not request.is_part]
+    if len(lines) > 1:
+        queued.sort(key=lambda request: request.queue_order)
+    if crowd is not None:
+        oldest = min(queued, key=_age, default=None)
+        return [request for request in queued if request is not oldest]
     lower = [request for request in queued if request.spec.priority < priority]
     equal = [request for request in queued if request.spec.priority == priority]
     stranded = [request for request in equal if request.total_tokens > longest >= total_tokens]
     longer = [request for request in equal if request.expected_output_tokens > 2 * max(1, expected_tokens)]
     longer = [request for request in longer if request not in stranded]
     if book.config.max_queue > 1 and (lower or longer):
-        oldest = min(lower + longer, key=lambda request: (request.waiting_since_s, request.number))
+        oldest = min(lower + longer, key=_age)
         lower, longer = ([request for request in each if request is not oldest] for each in (lower, longer))
     return longer + stranded + lower
+
+
+def _age(request: Request) -> tuple[float, int]:
+    """Returns a sort key that puts whoever has waited longest first."""
+    return request.waiting_since_s, request.number
 
 
 def _fail_unmeetable(book: Book, now: float) -> None:
     """Fails queued requests that cannot meet their deadlines, unless some output was received: those may go on."""
     if not any(request.spec.deadline_s is not None for request in book.queue):
         return
-    costs, longest = _costs(book), book.workers.cluster.whole.longest_sequence
+    costs, longest = _costs(book), book.workers.cluster.everyone.longest_sequence
     line = _Line(book)
-    for request in book.queue:
+    for request in list(book.queue.in_order()):
         spec = request.spec
-        if spec.deadline_s is not None and not request.output:
+        if spec.deadline_s is not None and not request.output and not request.is_part:
             with book.isolated("tick", request, now):
                 work = _work(book, spec.tenant, len(spec.token_ids), spec.min_tokens, request.max_tokens)
                 error = _deadline_error(book, costs, spec, work, line.ahead(), now)
@@ -147,11 +216,11 @@ class _Line:
 
     def add(self, request: Request) -> None:
         """Adds a queued request."""
-        num_tokens = len(request.spec.token_ids) + len(request.output)
-        self._num_sequences += 1
+        num_tokens, num_answers = len(request.spec.token_ids) + len(request.output), len(request.answers)
+        self._num_sequences += num_answers
         self._num_tokens += num_tokens
         self._prompt_tokens += num_tokens
-        self._output_tokens += _tokens_to_come(self._book, request)
+        self._output_tokens += num_answers * _tokens_to_come(self._book, request)
 
     def ahead(self) -> Ahead:
         return Ahead(
@@ -164,7 +233,7 @@ class _Line:
 
 
 def _costs(book: Book) -> Costs:
-    return Costs.of(book.workers.views())
+    return Costs.of(book.workers.views(), book.config.split)
 
 
 def _outlook(book: Book) -> Outlook:
@@ -183,11 +252,11 @@ def _look_out(book: Book) -> Outlook:
     number, prompt_tokens, output_tokens = 0, 0, 0.0
     for request in book.requests.values():
         if request.phase is Phase.DECODING:
-            left.append(_tokens_to_come(book, request))
+            left += [_tokens_to_come(book, request)] * len(request.open_answers)
         elif request.phase in (Phase.PREFILLING, Phase.PARKED):
             number += 1
             prompt_tokens += len(request.spec.token_ids) + len(request.output)
-            output_tokens += _tokens_to_come(book, request)
+            output_tokens += len(request.answers) * _tokens_to_come(book, request)
     number = max(1, number)
     return Outlook(tuple(sorted(left)), prompt_tokens / number, output_tokens / number)
 
@@ -202,7 +271,6 @@ def _tokens_to_come(book: Book, request: Request) -> float:
 def _check_deadline(
     book: Book,
     spec: RequestSpec | ExpectedRequest,
-    caller: str,
     num_tokens: int,
     max_tokens: int,
     now: float,
@@ -212,10 +280,11 @@ def _check_deadline(
     if spec.deadline_s is None:
         return
     # A request that no ready worker could serve delays nobody.
-    longest = book.workers.cluster.whole.longest_sequence
+    longest = book.workers.cluster.everyone.longest_sequence
     line = _Line(book)  # before the work: what is expected of outputs is looked up for it
-    work = _work(book, caller, num_tokens, spec.min_tokens, max_tokens)
-    for other in book.queue.up_to(order_of(spec.priority, int(work.output_tokens), sys.maxsize)):
+    work = _work(book, spec.tenant, num_tokens, spec.min_tokens, max_tokens)
+    order = order_of(spec.priority, int(work.output_tokens), sys.maxsize)
+    for other in book.queued_before(spec.tenant, spec.model, order):
         if other.total_tokens <= longest:
             line.add(other)
     error = _deadline_error(book, _costs(book), spec, work, line.ahead(), now, before_s=before_s)

@@ -81,8 +81,12 @@ class Canary:
         """Returns how many tokens the answer must have: 1 if only a prompt is computed, else `_NUM_TOKENS`."""
         return 1 if self.target is None else _NUM_TOKENS
 
+    @property
+    def worker_ids(self) -> set[str]:
+        return {worker.worker_id for worker in (self.source, self.target) if worker is not None}
+
     def involves(self, worker_id: str) -> bool:
-        return any(worker is not None and worker.worker_id == worker_id for worker in (self.source, self.target))
+        return worker_id in self.worker_ids
 
 
 def new_canary(
@@ -124,6 +128,8 @@ class Canaries:
         self._book = book
         self._legs: dict[int, Canary] = {}
         self._live: list[Canary] = []
+        self._at_work: set[str] = set()
+        """The workers that live canaries involve: each is in one at most."""
         self._num_sent = 0
         self._answers = KnownAnswers()
         self.checking = False
@@ -145,13 +151,13 @@ class Canaries:
                 whole = worker.info.roles.can_decode
                 self._start(None if whole else worker.info, worker.info if whole else None, now)
         for target in ready.values():
-            for pair in target.sources.unsettled:
+            for pair in target.sources.unsettled if self._is_free(target.info) else ():
                 source = ready.get(pair.source.worker_id)
                 if source is None or source.info.incarnation != pair.source.incarnation:
                     continue
                 both_work = source.health.usable and target.health.usable
                 free = self._is_free(source.info) and self._is_free(target.info)
-                if both_work and free and pair.health.wants_probe(now):
+                if free and both_work and pair.health.wants_probe(now):
                     pair.health.probed(now)
                     self._start(source.info, target.info, now)
         usable = {worker_id for worker_id, worker in ready.items() if worker.health.usable}
@@ -171,13 +177,14 @@ class Canaries:
         return record.state is Health.NEW and now - record.since_s < self._book.config.canary_timeout_s
 
     def _is_free(self, info: WorkerInfo) -> bool:
-        return not any(canary.involves(info.worker_id) for canary in self._live)
+        return info.worker_id not in self._at_work
 
     def _start(self, source: WorkerInfo | None, target: WorkerInfo | None, now: float) -> None:
         self._num_sent += 1
         name = f"{self._book.config.canary_salt}-{self._num_sent}"
         canary = new_canary(name, source, target, now, self._book.awake.at(now))
         self._live.append(canary)
+        self._at_work |= canary.worker_ids
         if source is None:
             self._send_decode(canary, None)
         else:
@@ -357,6 +364,7 @@ class Canaries:
 
     def _end(self, canary: Canary, *, cancel: bool = True) -> None:
         self._live.remove(canary)
+        self._at_work -= canary.worker_ids
         for leg, worker in ((canary.prefill_leg, canary.source), (canary.decode_leg, canary.target)):
             if leg:
                 assert worker is not None

@@ -27,6 +27,8 @@ class CoordinatorConfig:
     max_fruitless_starts: int = 32
     """A request ends after its prompt was computed so many times in a row without a new token, whatever the reasons
     were: drains, refusals and lost sessions are no crashes, and would otherwise have no bound."""
+    replay_across_engines: bool = False
+    """Whether a stream goes on with a worker of another engine if none that is like the one that began it could."""
     last_chance_pause_s: float = 1.0
     """The pause before a request is placed again that one more loss would end. Within this time workers that were lost
     together, a rack for instance, are noticed, so that one fault does not use up all the request's attempts."""
@@ -49,8 +51,10 @@ class CoordinatorConfig:
     compute_margin: float = 10.0
     """A leg of which nothing is heard is given up after `queue_timeout_s` plus this many times the time that its worker
     needs, by the worker's own figures, for the prompt tokens before it and its own."""
+    park_after_s: float = 0.1
+    """A sealed handoff that no decode worker has room for goes to a store after so long: most find room before."""
     orphan_timeout_s: float = 2.0
-    """How long a decode leg whose source is gone may take to say whether it had everything."""
+    """How long a decode leg, or a store's, whose source is gone may take to say whether it had everything."""
     max_failed_imports: int = 2
     """After this many failed imports of one lease, the prompt is computed again."""
     max_workers: int = 1024

@@ -20,16 +20,17 @@ from services.core.errors import (
 )
 from services.core.hashing import ShortHash
 from services.router import policy
-from services.router.coordinator import admission, handoff, invariants, silent_legs
-from services.router.coordinator.actions import Action, GroupsChanged
+from services.router.coordinator import admission, handoff, invariants, parking, silent_legs
+from services.router.coordinator.actions import Action, GroupsChanged, KVGroup
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import ExpectedRequest, FinishReason, LegEvent, RequestSpec, WorkerInfo
-from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all, split_break_even
-from services.router.coordinator.request import Phase, Request
+from services.router.coordinator.events import ExpectedRequest, LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all
+from services.router.coordinator.request import LiveStage, Phase, PlacedPark, Request
+from services.router.coordinator.unsplit import split_break_even
 from services.router.coordinator.workers import Worker, WorkerState
-from services.router.policy import Load, VainAttempt
+from services.router.policy import Load, Share, VainAttempt
 
 TICK_S = 0.1
 """How often `tick` is to be called, in seconds."""
@@ -46,7 +47,7 @@ class Coordinator:
         self._stopping: BatonError | None = None
         """The error that new requests get; None while requests are admitted."""
         self._ready = False
-        self._groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        self._groups: tuple[KVGroup, ...] = ()
 
     def take_actions(self) -> list[Action]:
         """Returns what is to be done, in order. Each action is returned once."""
@@ -62,14 +63,14 @@ class Coordinator:
         then nothing is kept.
         """
         self._raise_if_stopping()
-        if spec.request_id in self._book.requests:
+        if self._book.of_id(spec.request_id):
             raise DuplicateRequest(f"request {spec.request_id!r} is being served")
         max_tokens = policy.resolve_max_tokens(len(spec.token_ids), spec.max_tokens, self.context_tokens())
         admission.admit(self._book, spec, max_tokens, now)
         self._book.add(spec, max_tokens, now)
 
-    def expect(self, expected: ExpectedRequest, now: float) -> None:
-        """Keeps a place in the queue while a prompt is tokenised; `arrived` gives it back.
+    def expect(self, expected: ExpectedRequest, now: float) -> Share:
+        """Keeps a place in the queue while a prompt is tokenised; `arrived`, with what this returns, gives it back.
 
         Raises Overloaded, DeadlineExceeded, or the error given to `stop_admission`; then nothing is kept.
         """
@@ -77,28 +78,28 @@ class Coordinator:
         room = max(1, self.context_tokens() - expected.fewest_tokens)
         max_tokens = room if expected.max_tokens is None else min(room, expected.max_tokens)
         admission.expect(self._book, expected, max_tokens, now)
-        self._book.num_expected += 1
+        return self._book.expect(expected, now)
 
-    def arrived(self) -> None:
+    def arrived(self, share: Share) -> None:
         """Gives a place back that `expect` has kept: the prompt is tokenised, or nobody wants it any more."""
-        self._book.num_expected -= 1
+        self._book.arrived(share)
 
     def cancel(self, request_id: str, now: float, error: BatonError | None = None) -> None:
         """Ends a request because its client gave up, perhaps because its deadline passed.
 
         `error` is the reason, if it is known. Without effect for an unknown request: it has ended already.
         """
-        request = self._book.requests.get(request_id)
-        if request is not None:
-            late = admission.passed_deadline(request, now + CLIENTS_CLOCK_S)
-            self._book.fail_surely(request, error or late or Cancelled("cancelled"), now)
+        if family := self._book.of_id(request_id):
+            late = admission.passed_deadline(family[0], now + CLIENTS_CLOCK_S)
+            self._book.fail_surely(family[0], error or late or Cancelled("cancelled"), now)
 
-    def finish_stopped(self, request_id: str, now: float) -> None:
-        """Finishes a request because a stop string was found in its text, whatever its workers still produce."""
-        request = self._book.requests.get(request_id)
-        if request is not None:
-            with self._book.isolated("event", request, now):
-                self._book.finish(request, FinishReason.STOP, None, now)
+    def finish_stopped(self, request_id: str, now: float, index: int = 0) -> None:
+        """Finishes an answer because a stop string was found in its text, whatever its workers still produce."""
+        for request in self._book.of_id(request_id):
+            for place, answer in enumerate(request.answers):
+                if answer.index == index and not answer.over:
+                    with self._book.isolated("event", request, now):
+                        handoff.stop_answer(self._book, request, place, now)
 
     @property
     def queue_timeout_s(self) -> float:
@@ -111,8 +112,12 @@ class Coordinator:
         return self._config.policy.hash_prompts
 
     def block_sizes_to_hash(self) -> frozenset[int]:
-        """Returns the sizes of blocks for which policy looks at prompts' hashes: none, unless it says that it does."""
-        return self._book.workers.block_sizes() if self._config.policy.hash_prompts else frozenset()
+        """Returns the sizes of blocks for which prompts' hashes are of use: to terms of policy, or, where none looks at
+        them, to workers that could bring prefixes from one another."""
+        rules = self._config.policy
+        if not rules.hash_prompts:
+            return frozenset()
+        return self._book.workers.block_sizes(shared=not rules.looks_at_prompts)
 
     def stop_admission(self, why: BatonError | None = None) -> None:
         """Refuses all requests from now on with the error `why`; by default it says that the router is stopping."""
@@ -215,7 +220,11 @@ class Coordinator:
             # Looked up before: a handler that fails may have ended the leg, but not yet settled or ended its request.
             found = self._book.leg_at(worker, event.leg)
             try:
-                if not self._canaries.event(worker, event, now):
+                if self._canaries.event(worker, event, now):
+                    continue
+                if found is not None and isinstance(found[1], PlacedPark):
+                    parking.leg_event(self._book, worker, event, found[0], found[1], now)
+                else:
                     handoff.leg_event(self._book, worker, event, found, now)
             except Exception as error:
                 self._spoil(worker, event.leg, found[0] if found else None, "event", error, now)
@@ -309,6 +318,7 @@ class Coordinator:
         book.awake.at(now)
         parts: tuple[Callable[[], None], ...] = (
             lambda: book.workers.forget(now - self._config.forget_worker_s),
+            lambda: book.forget_idle(now),
             lambda: book.workers.tick(now),
             lambda: self._canaries.run(now),
             lambda: silent_legs.expire_legs(book, now),
@@ -345,7 +355,7 @@ class Coordinator:
         """Returns all known workers. The caller must not change them."""
         return self._book.workers.all()
 
-    def kv_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    def kv_groups(self) -> tuple[KVGroup, ...]:
         """Returns the ready workers, grouped by the `kv` part of their fingerprints (`WorkerTable.kv_groups`)."""
         return self._book.workers.kv_groups()
 
@@ -353,6 +363,21 @@ class Coordinator:
         """Returns from how many uncached tokens on a prompt would be split now; None if that is not chosen by costs, or
         they are not known."""
         return split_break_even(self._book, now)
+
+    def prefix_break_even(self) -> policy.PrefixBreakEven | None:
+        """Returns from how many tokens on a prefix would be brought to the worker where a prompt would begin first. Of
+        one to which prefixes were brought already, it is known rather than assumed, so one of these comes before.
+
+        It is None if prefixes are not shared, or costs are not known."""
+        everyone = self._book.workers.cluster.everyone
+        model = next((view.model for view in everyone.views()), "")
+        job = policy.Job(num_tokens=1, total_tokens=2, model=model)
+        first = policy.shortest_queue(job, everyone, policy.HandoffsInFlight())
+        if first is None:
+            return None
+        names = [first.worker_id, *(view.worker_id for view in everyone.views() if view.model == model)]
+        found = [even for name in names if (even := self._book.prefixes.break_even(self._book.workers.get(name)))]
+        return min(found, key=lambda even: not even.num_seen, default=None)
 
     def worker(self, worker_id: str) -> Worker:
         """Returns a worker, which the caller must not change. Raises UnknownWorker."""
@@ -365,10 +390,21 @@ class Coordinator:
     def wait_of(self, request_id: str) -> tuple[float, VainAttempt | None] | None:
         """Returns since when a live request has been waiting for a worker, and the newest attempt that was noted; None
         if it waits for none."""
-        request = self._book.requests.get(request_id)
-        if request is None or request.phase not in (Phase.QUEUED, Phase.PARKED):
+        for request in self._book.of_id(request_id):
+            if request.phase in (Phase.QUEUED, Phase.PARKED):
+                return request.waiting_since_s, request.story.vain_attempt
+        return None
+
+    def stage_of(self, request_id: str) -> LiveStage | None:
+        """Returns where a live request is now, of one that has come apart its first part; None if none of that id
+        lives."""
+        request = next(iter(self._book.of_id(request_id)), None)
+        if request is None:
             return None
-        return request.waiting_since_s, request.story.vain_attempt
+        since_s = request.phase_since_s
+        if request.phase in (Phase.PARKED, Phase.BINDING) and request.placing_since_s is not None:
+            since_s = request.placing_since_s
+        return LiveStage(request.phase, since_s, request.story.cached_tokens, request.story.num_retries)
 
     @property
     def num_live(self) -> int:
@@ -406,7 +442,7 @@ class Coordinator:
 
     def _serves(self) -> bool:
         """Returns whether any ready worker decodes."""
-        return bool(self._book.workers.cluster.whole.longest_sequence)
+        return bool(self._book.workers.cluster.everyone.longest_sequence)
 
     def _take_load(self, worker: Worker, load: Load | None, now: float) -> None:
         if load is not None:
@@ -432,7 +468,7 @@ class Coordinator:
         if crashed:
             with isolated("session", None, now):
                 self._book.workers.failed(worker.info.worker_id, reason, now)
-        handoff.worker_gone(self._book, worker, legs, now, crashed=crashed)
+        handoff.worker_gone(self._book, worker, legs, now, crashed=crashed, in_order=in_order)
 
     def _stuck(self, worker: Worker, seconds: float, now: float) -> None:
         """Treats a worker whose step does not end as lost, although its heartbeats go on.

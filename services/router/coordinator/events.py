@@ -35,8 +35,12 @@ class WorkerInfo:
     host_id: str = ""
     capacity: float = 1.0
     """Its share of the requests beside that of others, as declared; above 0."""
+    num_tier_blocks: int = 0
+    """Blocks that it may have below its pool, and tells of as cached."""
     hardware: str = ""
     """What it computes on and by which kernels, as far as it says."""
+    token_bytes: int = 0
+    """Of one token's KV; 0 if it does not say."""
     description: control_pb2.WorkerDescription | None = None
     """The whole description, for the shells."""
 
@@ -62,7 +66,8 @@ class SequenceEnd:
 
 @record
 class Tokens:
-    """Brings output from `position` on. A decode leg's first token repeats the one that its prefill leg sampled."""
+    """Brings output of one answer from `position` on. A decode leg's first token repeats the one that its prefill leg
+    sampled."""
 
     leg: int
     position: int
@@ -72,6 +77,17 @@ class Tokens:
     finish: SequenceEnd | None = None
     timings: types_pb2.PhaseTimings | None = None
     """What a prefill worker measured. A decode worker's are in `finish`."""
+    index: int = 0
+    """Which of the leg's answers it is of."""
+
+
+@record
+class PromptTokens:
+    """Brings log-probabilities of the prompt's tokens, of the one at `position` first; they come before any output."""
+
+    leg: int
+    position: int
+    logprobs: tuple[types_pb2.TokenLogprobs, ...]
 
 
 @record
@@ -118,6 +134,18 @@ class DecodeRefused:
 @record
 class ImportReady:
     leg: int
+    num_bytes: int = 0
+    """How many were copied."""
+    copy_ms: float = 0.0
+
+
+@record
+class Parked:
+    """Says that a store has a handoff's KV, and under which lease it hands it over."""
+
+    leg: int
+    lease_id: bytes
+    source: types_pb2.KVSource
 
 
 @record
@@ -127,10 +155,34 @@ class ImportFailed:
     error: BatonError
 
 
+@record
+class PrefixBrought:
+    """Says what has come of a command's prefix source. No tokens: the prefix is computed."""
+
+    leg: int
+    num_tokens: int
+    ms: float
+
+
 LegEvent = (
-    PrefillStarted | LeaseEnded | DecodeAdmitted | DecodeRefused | ImportReady | ImportFailed | Tokens | LegFailed
+    PrefillStarted
+    | LeaseEnded
+    | DecodeAdmitted
+    | DecodeRefused
+    | ImportReady
+    | ImportFailed
+    | Parked
+    | PrefixBrought
+    | PromptTokens
+    | Tokens
+    | LegFailed
 )
-"""The first two come from prefill legs, the last two from legs of both phases, the others from decode legs."""
+"""The first two come from prefill legs, the last three from legs of both phases, the others from decode legs. A store's
+leg has those of a decode leg up to `Parked`, and then those of a prefill leg whose lease is sealed."""
+
+
+_AHEAD = 1000
+"""More than any two priorities differ."""
 
 
 @record
@@ -150,13 +202,23 @@ class RequestSpec:
     conversation: str = ""
     """The conversation it belongs to, as the client names it; empty for none."""
     tenant: str = ""
-    """Whose request it is; empty until there are keys."""
+    """Whose request it is; empty where nobody is asked for a key."""
+    weight: float = 1.0
+    """The tenant's, as it is now."""
     model: str = ""
     """The model that is to answer, by the name that its workers register."""
     min_tokens: int = 0
     """The fewest output tokens; admission compares their cost with the deadline."""
+    scores_prompt: bool = False
+    """Whether the log-probabilities of its prompt are wanted: of all its tokens but the first, which has none."""
+    num_answers: int = 1
+    """Answers to make of the one prompt."""
     payload: inference_pb2.GenerateRequest | None = None
     """Sampling, stopping and response options, for the commands; pure code never reads them."""
+
+    def worker_priority(self, *, goes_ahead: bool) -> int:
+        """Returns its priority at a worker: those that go ahead, whoever sent them, come before all others."""
+        return self.priority + _AHEAD if goes_ahead else self.priority
 
 
 @record
@@ -171,3 +233,6 @@ class ExpectedRequest:
     priority: int = 0
     deadline_s: float | None = None
     min_tokens: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    model: str = ""

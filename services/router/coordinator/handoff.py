@@ -9,11 +9,14 @@ it is cancelled there.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.core.errors import (
     BatonError,
     Cancelled,
+    ConstraintUnsatisfied,
     DeadlineExceeded,
     Draining,
     InvalidRequest,
@@ -24,8 +27,9 @@ from services.core.errors import (
     RoleGone,
     StaleIncarnation,
     UnknownModel,
+    UnsupportedModel,
 )
-from services.router.coordinator.actions import EmitTokens
+from services.router.coordinator.actions import EmitPromptTokens, EmitTokens
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -37,7 +41,10 @@ from services.router.coordinator.events import (
     LeaseEnded,
     LegEvent,
     LegFailed,
+    Parked,
     PrefillStarted,
+    PrefixBrought,
+    PromptTokens,
     Tokens,
     WorkerInfo,
 )
@@ -47,6 +54,7 @@ from services.router.coordinator.request import (
     HeldLease,
     PlacedDecode,
     PlacedLeg,
+    PlacedPark,
     PlacedPrefill,
     Request,
 )
@@ -58,13 +66,18 @@ if TYPE_CHECKING:
 
 
 def leg_event(book: Book, worker: Worker, event: LegEvent, found: tuple[Request, PlacedLeg] | None, now: float) -> None:
-    """Handles one event of a worker. `found` is what `Book.leg_at` says of the event's leg."""
+    """Handles one event of a worker. `found` is what `Book.leg_at` says of the event's leg, unless that is a store's
+    (`parking.py`)."""
     if found is None:
-        goes_on = isinstance(event, PrefillStarted | DecodeAdmitted | ImportReady)
+        goes_on = isinstance(event, PrefillStarted | DecodeAdmitted | ImportReady | Parked | PromptTokens)
         if goes_on or (isinstance(event, Tokens) and event.finish is None):
             book.cancel_leg(worker.info, event.leg)
         return
+    if isinstance(event, PrefixBrought):
+        book.prefixes.brought(worker, event)
+        return
     request, leg = found
+    assert not isinstance(leg, PlacedPark), "parking.py has these"
     before = _reached(request, leg)
     if leg is request.released:
         _released_leg_event(book, request, event, now)
@@ -76,17 +89,24 @@ def leg_event(book: Book, worker: Worker, event: LegEvent, found: tuple[Request,
         leg.heard_s = book.awake.at(now)
 
 
-def _reached(request: Request, leg: PlacedLeg) -> tuple[bool, bool, int]:
+def _reached(request: Request, leg: PlacedPrefill | PlacedDecode) -> tuple[bool, bool, int, int]:
     """Returns how far the leg has come, by what its worker has reported."""
     if isinstance(leg, PlacedPrefill):
-        return leg.lease is not None, leg.sealed_s is not None, len(request.output)
-    return leg.admitted_s is not None, request.prefill is None, len(request.output)
+        return leg.lease is not None, leg.sealed_s is not None, request.num_scored, request.num_received
+    return leg.admitted_s is not None, request.prefill is None, request.num_scored, request.num_received
 
 
 def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegEvent, now: float) -> None:
     match event:
         case PrefillStarted():
             _prefill_started(book, request, leg, event, now)
+        case PromptTokens():
+            if leg.lease is None or not _take_scores(book, request, event):
+                prefill_failed(
+                    book, request, leg, ProtocolViolation("log-probabilities out of place"), now, cancel=True
+                )
+            else:
+                book.settle(request, now)
         case Tokens():
             _prefill_tokens(book, request, leg, event, now)
         case LegFailed():
@@ -104,9 +124,12 @@ def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worke
         case DecodeRefused():
             _decode_refused(book, request, leg, worker, now)
         case ImportReady():
-            _import_ready(book, request, leg, now)
+            _import_ready(book, request, leg, event, now)
         case ImportFailed():
             _import_failed(book, request, leg, worker, event, now)
+        case PromptTokens():
+            if leg.has_handoff or leg.admitted_s is None or not _take_scores(book, request, event):
+                decode_failed(book, request, leg, ProtocolViolation("log-probabilities out of place"), now, cancel=True)
         case Tokens():
             _decode_tokens(book, request, leg, event, now)
         case LegFailed():
@@ -121,8 +144,10 @@ def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worke
 def _began(book: Book, request: Request, leg: PlacedLeg, cached_tokens: int, now: float) -> None:
     """Notes that a worker has reserved the leg's blocks. The first time, the client is told."""
     book.workers.answered(leg.worker.worker_id, leg.leg)
+    book.prefixes.over(leg.leg)
     if not request.story.announced:
         request.story.cached_tokens = min(cached_tokens, len(request.spec.token_ids))
+        request.share.charge_prompt(-request.story.cached_tokens)
     book.announce(request)
     book.settle(request, now)
     request.setbacks.refusals.clear()  # after `settle`, which reports them with the placement that has ended
@@ -148,7 +173,7 @@ def _prefill_started(book: Book, request: Request, leg: PlacedPrefill, event: Pr
 
 def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tokens, now: float) -> None:
     is_token_0 = len(event.token_ids) == 1 and event.position == leg.output_base
-    too_early_or_late = leg.lease is None or leg.sealed_s is not None
+    too_early_or_late = leg.lease is None or event.index in leg.sampled
     if too_early_or_late or not is_token_0 or not _fits(request, event, book.config.vocab_size):
         prefill_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
@@ -156,10 +181,13 @@ def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tok
         _made_progress(request, Role.PREFILL)
     book.workers.succeeded(leg.worker.worker_id, now)
     _note_timings(request, event.timings)
-    book.seal_prefill(request, now)
-    if event.finish is not None:
-        # The source closes the lease at seal.
-        book.end_prefill(request, now, "done", cancel=False)
+    leg.sampled.add(event.index)
+    leg.num_ended += event.finish is not None
+    if len(leg.sampled) == len(request.answers):
+        book.seal_prefill(request, now)
+        if leg.num_ended == len(request.answers):
+            # The source closes the lease at seal.
+            book.end_prefill(request, now, "done", cancel=False)
     _finish_if_over(book, request, event, now)
 
 
@@ -183,6 +211,7 @@ def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseE
             blame(book, request, leg, Role.PREFILL, ProtocolViolation(f"lease {event.reason.value}"), now)
     elif request.decode is not None:
         _handed_over(book, leg, request.decode, now)  # the source is the first to say so
+        request.decode.released_by = leg.worker
     # A lease released without a current decode leg went to a leg that was lost since, and was counted then. With a
     # current decode leg, that one may have released it, and its own report is on the way.
     source_gone(book, request, now, f"lease {event.reason.value}", cancel=False)
@@ -209,8 +238,11 @@ def _decode_refused(book: Book, request: Request, leg: PlacedDecode, worker: Wor
     book.settle(request, now, refused=True)
 
 
-def _import_ready(book: Book, request: Request, leg: PlacedDecode, now: float) -> None:
+def _import_ready(book: Book, request: Request, leg: PlacedDecode, event: ImportReady, now: float) -> None:
     leg.orphaned_s = None
+    source = request.prefill.worker if request.prefill is not None else leg.released_by
+    if source is not None:
+        book.workers.copied(source, leg.worker.worker_id, event.num_bytes, event.copy_ms, now)
     if request.prefill is not None:
         _handed_over(book, request.prefill, leg, now)
         book.workers.transfer_succeeded(request.prefill.worker, leg.worker.worker_id, now)
@@ -241,7 +273,7 @@ def _import_failed(
         book.workers.transfer_failed(source.worker, worker.info.worker_id, reason, now)
     book.end_decode(request, now, "import failed", cancel=False)
     if isinstance(event.error, FATAL):
-        book.fail(request, event.error, now)
+        _give_up_decode(book, request, leg, event.error, now)
         return
     if source is not None and source.lease is not None:
         source.lease.num_failed_imports += 1
@@ -255,18 +287,43 @@ def _import_failed(
 
 
 def _decode_tokens(book: Book, request: Request, leg: PlacedDecode, event: Tokens, now: float) -> None:
+    if _is_over(request, event):
+        return  # the worker had said so before it knew
     if not _fits(request, event, book.config.vocab_size):
         decode_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
     book.announce(request)
     fresh = _receive(book, request, event, now)
     book.workers.succeeded(leg.worker.worker_id, now)
-    if fresh and len(request.output) > leg.output_base + 1:
+    if fresh and len(request.answers[event.index].output) > leg.output_base + 1:
         # Its first token is the prefill's work: a prompt that kills decode workers must not count as progress.
         _made_progress(request, Role.DECODE)
-    if event.finish is not None:
+    if _ends_the_last(request, event):
         book.end_decode(request, now, "done", cancel=False)
     _finish_if_over(book, request, event, now)
+
+
+def stop_answer(book: Book, request: Request, place: int, now: float) -> None:
+    """Finishes an answer whose text holds a stop string."""
+    _end_answer(book, request, place, FinishReason.STOP, now)
+
+
+def _end_answer(book: Book, request: Request, place: int, reason: FinishReason, now: float) -> None:
+    """Finishes an answer that its worker goes on with. If its leg makes others, the worker is told of this one."""
+    request.answers[place].given_up = True
+    book.finish(request, request.answers[place], reason, None, now)
+    if request.decode is not None:  # others go on; otherwise the leg has ended with the request
+        book.cancel_leg(request.decode.worker, request.decode.leg, place)
+
+
+def _is_over(request: Request, event: Tokens) -> bool:
+    """Returns whether the tokens are of an answer that is complete already."""
+    return 0 <= event.index < len(request.answers) and request.answers[event.index].over
+
+
+def _ends_the_last(request: Request, event: Tokens) -> bool:
+    """Returns whether the event ends the only answer of the request that is not over."""
+    return event.finish is not None and request.open_answers == [request.answers[event.index]]
 
 
 # Output is merged by position, so that nothing is lost and nothing is repeated
@@ -275,46 +332,71 @@ def _decode_tokens(book: Book, request: Request, leg: PlacedDecode, event: Token
 def _fits(request: Request, event: Tokens, vocab_size: int) -> bool:
     """Returns whether the tokens can be this request's.
 
-    They must be tokens of the model, leave no gap, repeat only what was received, stay within `max_tokens`, and not
-    finish before what was received ends; log-probabilities must be one per token, or none.
+    They must be of one of its answers, tokens of the model, leave no gap, repeat only what was received, stay within
+    `max_tokens`, and not finish before what was received ends; log-probabilities must be one per token, or none. The
+    prompt's log-probabilities come before.
     """
-    end = event.position + len(event.token_ids)
-    received = request.output[event.position : end]
+    if not 0 <= event.index < len(request.answers):
+        return False
+    output = request.answers[event.index].output
+    token_ids, have = event.token_ids, len(output)
+    end = event.position + len(token_ids)
+    received = output[event.position : end]
     return (
-        0 <= event.position <= len(request.output)
-        and list(event.token_ids[: len(received)]) == received
+        not request.awaits_scores
+        and 0 <= event.position <= have
+        and token_ids[: len(received)] == tuple(received)
         and end <= request.max_tokens
-        and all(0 <= token_id < vocab_size for token_id in event.token_ids)
-        and (event.finish is None or end >= len(request.output))
-        and len(event.logprobs) in (0, len(event.token_ids))
+        and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size))
+        and (event.finish is None or end >= have)
+        and len(event.logprobs) in (0, len(token_ids))
     )
 
 
+def _take_scores(book: Book, request: Request, event: PromptTokens) -> bool:
+    """Sends those of the prompt's log-probabilities to the client that it does not have yet: a replay repeats some.
+    Returns False if they cannot be this request's."""
+    have, end = request.num_scored, event.position + len(event.logprobs)
+    if not request.spec.scores_prompt or not 1 <= event.position <= have or end > len(request.spec.token_ids):
+        return False
+    fresh = event.logprobs[have - event.position :]
+    if fresh:
+        book.announce(request)
+        request.num_scored = end
+        book.actions.append(EmitPromptTokens(request.request_id, have, fresh))
+    return True
+
+
 def _receive(book: Book, request: Request, event: Tokens, now: float) -> bool:
-    """Adds the new tokens to the output and sends them to the client. Returns False if there were none."""
-    have = len(request.output)
+    """Adds the new tokens to the answer and sends them to the client. Returns False if there were none."""
+    answer = request.answers[event.index]
+    have = len(answer.output)
     fresh = event.token_ids[have - event.position :]
     if not fresh:
         return False
-    request.output.extend(fresh)
+    answer.output.extend(fresh)
+    book.received(request, len(fresh))
     request.setbacks.num_fruitless_starts = 0
     if request.story.first_token_s is None:
         request.story.first_token_s = now
-    book.actions.append(EmitTokens(request.request_id, have, fresh, event.logprobs[have - event.position :]))
+    logprobs = event.logprobs[have - event.position :]
+    book.actions.append(EmitTokens(request.request_id, have, fresh, logprobs, answer.index))
     return True
 
 
 def _finish_if_over(book: Book, request: Request, event: Tokens, now: float) -> None:
+    answer = request.answers[event.index]
     if event.finish is not None:
         _note_timings(request, event.finish.timings)
-        book.finish(request, event.finish.reason, event.finish.stop_token_id, now)
-    elif len(request.output) >= request.max_tokens:
-        book.finish(request, FinishReason.LENGTH, None, now)
+        book.finish(request, answer, event.finish.reason, event.finish.stop_token_id, now)
+    elif len(answer.output) >= request.max_tokens:
+        _end_answer(book, request, event.index, FinishReason.LENGTH, now)
 
 
 def _made_progress(request: Request, role: Role) -> None:
     """Forgets the request's crashes in this role."""
-    request.setbacks.crashes = [crash for crash in request.setbacks.crashes if crash.role is not role]
+    if request.setbacks.crashes:
+        request.setbacks.crashes = [crash for crash in request.setbacks.crashes if crash.role is not role]
 
 
 def _note_timings(request: Request, timings: types_pb2.PhaseTimings | None) -> None:
@@ -324,18 +406,25 @@ def _note_timings(request: Request, timings: types_pb2.PhaseTimings | None) -> N
 
 # Legs that end without finishing their request: failed, lost, migrated
 
-# The request itself is at fault: no other worker would do better.
-FATAL = (InvalidRequest, MalformedMessage, UnknownModel, Overloaded, DeadlineExceeded)
+# The request itself is at fault, or asks what the model is not made for: no other worker would do better, except that
+# engines differ in what they serve (`_goes_to_another_engine`).
+FATAL = (
+    *(InvalidRequest, ConstraintUnsatisfied, MalformedMessage),
+    *(UnknownModel, UnsupportedModel, Overloaded, DeadlineExceeded),
+)
 
 
 def prefill_failed(
     book: Book, request: Request, leg: PlacedPrefill, error: BatonError, now: float, *, cancel: bool
 ) -> None:
-    if isinstance(error, FATAL):
+    if _goes_to_another_engine(book, request, leg, error):
+        counted = False
+    elif isinstance(error, FATAL) and leg.worker.roles is not Role.STORE:  # without a store's help it goes on
         book.end_prefill(request, now, "failed", cancel=cancel)
         book.fail(request, error, now)
         return
-    counted = blame(book, request, leg, Role.PREFILL, error, now)
+    else:
+        counted = blame(book, request, leg, Role.PREFILL, error, now)
     if request.decode is not None and leg.sealed_s is None:
         # The lease was never sealed, so the decode leg cannot complete its import.
         book.end_decode(request, now, "source failed")
@@ -348,22 +437,61 @@ def decode_failed(
 ) -> None:
     book.end_decode(request, now, "failed", cancel=cancel)
     if isinstance(error, FATAL):
-        book.fail(request, error, now)
+        if _may_be_of_one_given_up(request):
+            book.settle(request, now)
+        else:
+            _give_up_decode(book, request, leg, error, now)
         return
     counted = blame(book, request, leg, Role.DECODE, error, now)
     book.settle(request, now, refused=not counted)
 
 
+def _give_up_decode(book: Book, request: Request, leg: PlacedDecode, error: BatonError, now: float) -> None:
+    """Ends the request, whose decode leg has ended by a fatal error, unless another engine may serve it."""
+    if not _goes_to_another_engine(book, request, leg, error):
+        book.fail(request, error, now)
+        return
+    if request.prefill is not None:  # its engine's other workers would not serve it either
+        book.end_prefill(request, now, "failed")
+    book.settle(request, now, refused=True)
+
+
+def _goes_to_another_engine(book: Book, request: Request, leg: PlacedLeg, error: BatonError) -> bool:
+    """Returns whether the error says that the leg's engine does not serve such a request, and a ready worker of another
+    engine may; notes it if so."""
+    if not isinstance(error, UnsupportedModel) or leg.worker.roles is Role.STORE:
+        return False
+    unserved_by = request.setbacks.unserved_by | {leg.worker.fingerprint.engine}
+    job = replace(request.next_job(), unserved_by=unserved_by)
+    if not book.workers.cluster.everyone.fit(job).can_begin:
+        return False
+    request.setbacks.unserved_by = unserved_by
+    return True
+
+
+def _may_be_of_one_given_up(request: Request) -> bool:
+    """Returns whether what failed the leg may be an answer that was given up, before its worker knew.
+
+    Then the others go on, each by itself: one that is at fault fails again, by a leg of its own.
+    """
+    comes_apart = request.prefill is None and len(request.answers) > 1
+    return comes_apart and any(answer.given_up for answer in request.answers)
+
+
 def source_gone(book: Book, request: Request, now: float, outcome: str, *, cancel: bool) -> None:
-    """Ends the prefill leg. A decode leg may have fetched everything: it has `orphan_timeout_s` to say so."""
+    """Ends the prefill leg. A decode leg, or a store, may have fetched everything: it has `orphan_timeout_s` to say
+    so."""
     book.end_prefill(request, now, outcome, cancel=cancel)
+    if request.park is not None:
+        request.park.orphaned_s = book.awake.at(now)
+        book.silent_legs.set(request.park.orphaned_s + book.config.orphan_timeout_s, request.park.leg)
     if request.decode is not None:
         request.decode.orphaned_s = book.awake.at(now)
         book.silent_legs.set(request.decode.orphaned_s + book.config.orphan_timeout_s, request.decode.leg)
 
 
 def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: BatonError, now: float) -> bool:
-    """Counts a failure against the request and the worker. Returns whether it counts.
+    """Counts a failure against the worker and, unless that is a store, the request. Returns whether it counts.
 
     It does not if the worker takes no such commands any more: it was told so while this one was on its way, and has
     only refused.
@@ -371,7 +499,8 @@ def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: Baton
     worker = leg.worker
     if takes_no_more(book, worker, role, error, now):
         return False
-    _count(book, request, leg.leg, Crash(worker.worker_id, worker.incarnation, role, session_lost=False), now)
+    if worker.roles is not Role.STORE:  # its help is no condition: whatever befalls it must not use a request up
+        _count(book, request, leg.leg, Crash(worker.worker_id, worker.incarnation, role, session_lost=False), now)
     book.workers.failed(worker.worker_id, f"{error.reason}: {error}", now)
     return True
 
@@ -407,8 +536,10 @@ def is_leaving(book: Book, worker: WorkerInfo) -> bool:
 def note_failed_import(book: Book, request: Request, leg: int, source: WorkerInfo, now: float) -> None:
     """Counts a failed import against the request's decode role, whoever is to blame, so that the source is avoided.
 
-    `leg` is a leg that took part in it.
+    `leg` is a leg that took part in it. One from a store does not count: the prompt can be computed without it.
     """
+    if source.roles is Role.STORE:
+        return
     crash = Crash(source.worker_id, source.incarnation, Role.DECODE, session_lost=False, failed_import=True)
     _count(book, request, leg, crash, now)
 
@@ -423,7 +554,7 @@ def _count(book: Book, request: Request, leg: int, crash: Crash, now: float) -> 
         return
     request.setbacks.newest_leg_at_crash = book.newest_leg
     request.setbacks.crashes.append(crash)
-    book.crashed.add(request.request_id)
+    book.crashed.add(request.key)
     taken_away = crash.session_lost or crash.failed_import
     if taken_away and len(request.setbacks.crashes) == book.config.max_crashes - 1:
         request.setbacks.not_before_s = now + book.config.last_chance_pause_s
@@ -446,7 +577,7 @@ def is_the_pairs(error: BatonError) -> bool:
     return not isinstance(error, (LeaseInvalid, StaleIncarnation, Draining, Cancelled, *FATAL))
 
 
-def note_refusal(book: Book, request: Request, leg: PlacedDecode, worker: Worker, now: float) -> None:
+def note_refusal(book: Book, request: Request, leg: PlacedLeg, worker: Worker, now: float) -> None:
     before = request.setbacks.refusals.get(worker.info.worker_id)
     count = before.count + 1 if before else 1
     config = book.config
@@ -457,18 +588,29 @@ def note_refusal(book: Book, request: Request, leg: PlacedDecode, worker: Worker
 
 
 def worker_gone(
-    book: Book, worker: Worker, legs: dict[int, str], now: float, *, crashed: bool, stuck: bool = False
+    book: Book,
+    worker: Worker,
+    legs: dict[int, str],
+    now: float,
+    *,
+    crashed: bool,
+    in_order: bool = False,
+    stuck: bool = False,
 ) -> None:
-    """Ends all legs at a worker that is lost or stuck.
+    """Ends all legs at a worker that is lost or stuck, or has ended its session `in_order`.
 
-    `legs` holds the legs that were current at the loss, with their requests' ids. With `stuck` the session is still
+    `legs` holds the legs that were current at the loss, with their requests' keys. With `stuck` the session is still
     open, so the legs are cancelled too, although the worker may never read that.
     """
-    newest_legs = {request_id: leg for leg, request_id in sorted(legs.items())}
-    for request_id, newest in newest_legs.items():
-        with book.isolated("event", request := book.requests.get(request_id), now):
+    newest_legs = {key: leg for leg, key in sorted(legs.items())}
+    requests = {key: book.requests.get(key) for key in newest_legs}
+    for key, newest in newest_legs.items():
+        with book.isolated("event", request := requests[key], now):
             assert request is not None, f"worker {worker.info.worker_id} has legs of no request"
-            _worker_gone_under(book, worker, legs, request, newest, now, crashed=crashed, stuck=stuck)
+            if book.requests.get(key) is not request:
+                continue  # it has ended with another part of the same request
+            refused = in_order and _never_read(request, legs)
+            _worker_gone_under(book, worker, legs, request, newest, now, crashed=crashed, stuck=stuck, refused=refused)
     if not stuck:
         # A leg is left only after a defect, which was reported; it must not keep the worker from joining again.
         for leg in list(worker.legs):
@@ -485,6 +627,7 @@ def _worker_gone_under(
     *,
     crashed: bool,
     stuck: bool,
+    refused: bool,
 ) -> None:
     outcome, role = "stuck" if stuck else "lost", Role.PREFILL
     if request.decode is not None and request.decode.leg in legs:
@@ -494,30 +637,45 @@ def _worker_gone_under(
         if request.prefill.sealed_s is None:
             role = Role.PREFILL
         source_gone(book, request, now, outcome, cancel=stuck)
-    if crashed:
+    if request.park is not None and request.park.leg in legs:
+        book.end_park(request, now, outcome, cancel=stuck)
+    if crashed and worker.info.roles is not Role.STORE:
         crash = Crash(worker.info.worker_id, worker.info.incarnation, role, session_lost=not stuck)
         request.setbacks.crashes = [each for each in request.setbacks.crashes if not each.foretold(crash)]
         _count(book, request, newest, crash, now)
-    book.settle(request, now)
+    book.settle(request, now, refused=refused)
+
+
+def _never_read(request: Request, legs: Container[int]) -> bool:
+    """Returns whether the worker has begun none of the request's legs there: whoever ends its session in order has
+    answered each that it read, so that these crossed the end on their way."""
+    prefill, decode = request.prefill, request.decode
+    if prefill is not None and prefill.leg in legs and prefill.lease is not None:
+        return False
+    return decode is None or decode.leg not in legs or decode.admitted_s is None
 
 
 def worker_alive(book: Book, worker: Worker) -> None:
     """Forgets the crashes that were assumed when this incarnation's session broke: it is back, so it did not crash."""
     back = (worker.info.worker_id, worker.info.incarnation)
-    for request_id in book.crashed:
-        setbacks = book.requests[request_id].setbacks
+    for key in book.crashed:
+        setbacks = book.requests[key].setbacks
         setbacks.crashes = [crash for crash in setbacks.crashes if not crash.session_lost or crash.process != back]
 
 
 def migrate(book: Book, worker: Worker, now: float) -> int:
     """Ends all legs at `worker`, so that their requests go on elsewhere. Returns how many requests these are."""
-    requests = {request_id: book.requests[request_id] for request_id in worker.legs.values()}
+    requests = {key: book.requests[key] for key in worker.legs.values()}
     legs = set(worker.legs)
-    for request in requests.values():
+    for key, request in requests.items():
         with book.isolated("event", request, now):
+            if book.requests.get(key) is not request:
+                continue  # it has ended with another part of the same request
             if request.decode is not None and request.decode.leg in legs:
                 book.end_decode(request, now, "migrated")
             if request.prefill is not None and request.prefill.leg in legs:
                 source_gone(book, request, now, "migrated", cancel=True)
+            if request.park is not None and request.park.leg in legs:
+                book.end_park(request, now, "migrated")
             book.settle(request, now)
     return len(requests)

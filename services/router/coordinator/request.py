@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.router.coordinator.actions import Stage, StageEnded, Summary
 from services.router.coordinator.events import RequestSpec, WorkerInfo
-from services.router.policy import Fingerprint, Job, Load, PlacementChoice, Role, VainAttempt
+from services.router.policy import Fingerprint, Job, Load, PlacementChoice, Role, Share, VainAttempt, WorkerView
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2
@@ -26,7 +26,7 @@ class Phase(enum.Enum):
     PREFILLING = "prefilling"
     """A prefill command was sent; the worker has not opened a lease yet."""
     PARKED = "parked"
-    """A lease is held, and no decode command for it is pending."""
+    """A lease is held, or a store takes it over, and no decode command for it is pending."""
     BINDING = "binding"
     """A decode command was sent and not answered yet."""
     DECODING = "decoding"
@@ -75,7 +75,11 @@ class PlacedPrefill:
     """When its worker last reported on it, or else when it was sent; in awake time."""
     lease: HeldLease | None = None
     sealed_s: float | None = None
-    """When token 0 arrived."""
+    """When token 0 arrived, of the last answer."""
+    sampled: set[int] = field(default_factory=set)
+    """The answers whose token 0 has arrived, as the leg counts them."""
+    num_ended: int = 0
+    """How many of these it has ended. With all of them the source closes the lease."""
 
 
 @dataclass(slots=True)
@@ -96,11 +100,45 @@ class PlacedDecode:
     orphaned_s: float | None = None
     """When its prefill leg ended before the import was ready, in awake time. The leg may still report that it has
     everything, but only for `orphan_timeout_s`."""
+    released_by: WorkerInfo | None = None
+    """The source, if it was the first to say that this leg has released its lease."""
     lapsed_source: WorkerInfo | None = None
     """The source, if its lease expired or was aborted while this leg had it."""
 
 
-PlacedLeg = PlacedPrefill | PlacedDecode
+@dataclass(slots=True)
+class PlacedPark:
+    """Keeps the router's record of a store's leg until the store has the handoff. From then on it is a `PlacedPrefill`
+    of the same number, whose lease is sealed."""
+
+    leg: int
+    worker: WorkerInfo
+    handoff: PlacedPrefill
+    """The leg whose lease it takes over."""
+    attempt: int
+    sent_s: float
+    heard_s: float
+    """When the store last reported on it, or else when it was sent; in awake time."""
+    admitted_s: float | None = None
+    orphaned_s: float | None = None
+    """When the leg that it takes over ended before the store said that it has everything, in awake time. It may still
+    say so, but only for `orphan_timeout_s`."""
+
+
+PlacedLeg = PlacedPrefill | PlacedPark | PlacedDecode
+
+
+@dataclass(slots=True)
+class PartialAnswer:
+    """Keeps what was received of one answer."""
+
+    index: int = 0
+    """Which of the client's answers it is. A leg counts its own answers from 0."""
+    output: list[int] = field(default_factory=list)
+    over: bool = False
+    """Whether it is complete. What a worker still says of it is of no interest."""
+    given_up: bool = False
+    """Whether it was ended here, by its text: a worker that makes it may not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +185,21 @@ class Setbacks:
     """How many times its prompt was given to a worker since its newest token."""
     refusals: dict[str, BackOff] = field(default_factory=dict)
     """Refusals by worker id."""
+    unserved_by: frozenset[str] = frozenset()
+    """Engines a worker of which has said that it does not serve such a request."""
     not_before_s: float = 0.0
     """The request is not placed earlier, since workers have just been lost under it."""
+
+    def may_ask(self, view: WorkerView, now: float) -> bool:
+        """Returns whether the worker may be asked to take the request: it has not refused it, or that was long ago."""
+        refusal = self.refusals.get(view.worker_id)
+        if refusal is None:
+            return True
+        # The numbers are compared for difference, since a worker that has restarted counts from 1 again.
+        if view.load.sequence_number == refusal.load.sequence_number:
+            return False
+        # One that has more room is asked at once: if it is claimed, nobody else is, and it would stand idle until then.
+        return now >= refusal.retry_at_s or view.load.shows_more_room_than(refusal.load)
 
 
 @dataclass(slots=True)
@@ -163,6 +214,7 @@ class Story:
     """How many times the request went back to be placed again; refusals do not count."""
     num_prefills: int = 0
     num_decodes: int = 0
+    num_parks: int = 0
     queued_s: float = 0.0
     first_token_s: float | None = None
     prefill_wait_s: float | None = None
@@ -182,19 +234,34 @@ class Request:
     max_tokens: int
     number: int
     """The request's place in the order of arrival, from 1."""
+    share: Share
+    """Its tenant's."""
     arrived_s: float
     phase_since_s: float
     expected_output_tokens: int = 0
     """How long its output is expected to be, as of its arrival."""
     phase: Phase = Phase.QUEUED
-    output: list[int] = field(default_factory=list)
-    """All tokens received, from output position 0."""
+    num_scored: int = 1
+    """Tokens of the prompt whose log-probabilities were received, if they are wanted; the first counts, which has
+    none."""
+    answers: list[PartialAnswer] = field(default_factory=lambda: [PartialAnswer()])
+    """Those that the legs make: all that the client wants, until some of it must be computed again. Then whatever has
+    not ended becomes a request of its own, a *part* (`Book.settle`)."""
+    is_part: bool = False
+    is_charged: bool = False
+    """Whether its tenant was charged its prompt."""
+    num_held: int = 0
+    """Tokens with which it counts in what its tenant holds; 0 while it is queued."""
+    goes_ahead: bool = False
+    """Whether its tenant had less than its share of what was placed when its prompt last began."""
     prefill: PlacedPrefill | None = None
+    """The leg whose lease has the KV: a prefill worker's, or that of the store where the handoff is parked."""
+    park: PlacedPark | None = None
     decode: PlacedDecode | None = None
     released: PlacedPrefill | None = None
     """The prefill leg whose blocks were taken over; its last reports are still expected."""
     fingerprint: Fingerprint | None = None
-    """The fingerprint of the worker that computes the prompt. It is fixed once there is output: a replay needs the
+    """The fingerprint of the worker that computes the prompt. It is fixed once the answer has begun: a replay needs the
     same one."""
     waiting_since_s: float = 0.0
     """When the request last began to wait for a worker; a refusal does not change it."""
@@ -204,36 +271,74 @@ class Request:
     """Since when the current handoff has been looking for a decode worker."""
     tokens_in_flight: int = 0
     """The number of tokens with which it counts among the handoffs in flight; 0 if it does not."""
+    tokens_unoffered: int = 0
+    """As many while no decode worker has been offered its handoff."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     story: Story = field(default_factory=Story)
     _first_job: Job | None = None
-    """The job of a request that has neither output nor crashes: every tick asks for those of the whole queue."""
+    """The job of a request that has neither begun, nor had crashes, nor been refused by an engine: every tick asks for
+    those of the whole queue."""
 
     @property
     def request_id(self) -> str:
+        """Returns the id that its client knows; parts of one request have it in common."""
         return self.spec.request_id
 
     @property
+    def key(self) -> str:
+        """Returns the name by which the book has it: the id, for a part with a sign that no client's id may have."""
+        return f"{self.request_id}\x1f{self.answers[0].index}" if self.is_part else self.request_id
+
+    @property
+    def output(self) -> list[int]:
+        """Returns all tokens received of the answer, from output position 0; of several, those of the longest."""
+        if len(self.answers) == 1:
+            return self.answers[0].output
+        return max((answer.output for answer in self.answers), key=len)
+
+    @property
+    def num_received(self) -> int:
+        return sum(len(answer.output) for answer in self.answers)
+
+    @property
+    def open_answers(self) -> list[PartialAnswer]:
+        return [answer for answer in self.answers if not answer.over]
+
+    @property
     def order(self) -> Order:
-        """Returns the sort key of handoffs and of claims. It never changes, and says nothing of lengths: a worker that
-        has refused a handoff keeps room for the oldest."""
-        return order_of(self.spec.priority, 0, self.number)
+        """Returns the sort key of handoffs and of claims. It does not change while a handoff waits, and says nothing of
+        lengths: a worker that has refused a handoff keeps room for the oldest."""
+        return order_of(self.spec.worker_priority(goes_ahead=self.goes_ahead), 0, self.number)
 
     @property
     def queue_order(self) -> Order:
-        """Returns the sort key of the queue: a request that has output, whose client waits for the next token, comes
-        before its equals. It does not change while the request is there."""
-        return order_of(self.spec.priority, 0 if self.output else self.expected_output_tokens, self.number)
+        """Returns the sort key among its tenant's requests in the queue: one that has output, whose client waits for
+        the next token, comes before its equals. It does not change while the request is there."""
+        expected_tokens = 0 if self.output or self.is_part else self.expected_output_tokens
+        return order_of(self.spec.priority, expected_tokens, self.number)
 
     @property
     def total_tokens(self) -> int:
         """Returns the most tokens that the sequence may have, prompt and output together."""
         return len(self.spec.token_ids) + self.max_tokens
 
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether some of the answers was received, of this one or, as a part, of others: output, or
+        log-probabilities of the prompt."""
+        return bool(self.output) or self.is_part or self.num_scored > 1
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Returns whether log-probabilities of the prompt are wanted that were not received yet."""
+        return self.spec.scores_prompt and self.num_scored < len(self.spec.token_ids)
+
     def leg(self, number: int) -> PlacedLeg | None:
         """Returns the leg of that number, if it is current or was the last one released."""
-        legs = (self.prefill, self.decode, self.released)
-        return next((leg for leg in legs if leg is not None and leg.leg == number), None)
+        for leg in (self.decode, self.prefill, self.park, self.released):
+            if leg is not None and leg.leg == number:
+                return leg
+        return None
 
     def leg_tokens(self) -> tuple[int, ...]:
         """Returns the token ids that a new leg computes: the prompt and all output received."""
@@ -244,17 +349,19 @@ class Request:
             num_tokens=num_tokens,
             total_tokens=self.total_tokens,
             avoid=frozenset(crash.worker_id for crash in self.setbacks.crashes) if self.setbacks.crashes else _NOBODY,
-            fingerprint=self.fingerprint if self.output else None,
+            fingerprint=self.fingerprint if self.has_begun else None,
+            unserved_by=self.setbacks.unserved_by,
             conversation=self.spec.conversation,
             tenant=self.spec.tenant,
             model=self.spec.model,
             priority=self.spec.priority,
             block_hashes=self.spec.block_hashes,
+            num_answers=len(self.answers),
         )
 
     def next_job(self) -> Job:
         """Returns the job of a request without legs: its prompt and all output received are to be computed."""
-        if self.output or self.setbacks.crashes:
+        if self.has_begun or self.setbacks.crashes or self.setbacks.unserved_by:
             return self.job(len(self.spec.token_ids) + len(self.output))
         if self._first_job is None:
             self._first_job = self.job(len(self.spec.token_ids))
@@ -267,7 +374,17 @@ def order_of(priority: int, expected_output_tokens: int, number: int) -> Order:
     return (-priority, expected_output_tokens.bit_length(), number)
 
 
-# What is reported of a request: spans, and the summary.
+# What is reported of a request: where it is, spans, and the summary.
+
+
+class LiveStage(NamedTuple):
+    """Says where a live request is, for people."""
+
+    phase: Phase
+    since_s: float
+    """Since when it waits for a worker, if it does; else since when it is in this phase."""
+    cached_tokens: int
+    num_retries: int
 
 
 def leg_stage(request: Request, stage: Stage, leg: PlacedLeg, now: float, outcome: str) -> StageEnded:
@@ -306,9 +423,9 @@ def place_stage(request: Request, started_s: float, now: float, outcome: str) ->
     )
 
 
-def summary(request: Request, now: float) -> Summary:
+def summary(request: Request, answer: PartialAnswer, now: float) -> Summary:
     return Summary(
-        num_output_tokens=len(request.output),
+        num_output_tokens=len(answer.output),
         cached_tokens=request.story.cached_tokens,
         prefill_worker=request.story.prefill_worker,
         decode_worker=request.story.decode_worker,

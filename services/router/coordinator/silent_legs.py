@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection
 from services.core.errors import Overloaded, ProtocolViolation
 from services.router.coordinator.book import Book
 from services.router.coordinator.handoff import decode_failed, lapsed, prefill_failed
-from services.router.coordinator.request import PlacedDecode, PlacedLeg, Request
+from services.router.coordinator.parking import park_failed, park_orphaned
+from services.router.coordinator.request import PlacedDecode, PlacedLeg, PlacedPark, Request
 from services.router.coordinator.workers import Worker
 
 _SLACK_S = 1e-6
@@ -59,6 +60,8 @@ def _lost(book: Book, request: Request, leg: int, now: float) -> None:
         prefill_failed(book, request, request.prefill, error, now, cancel=True)
     elif request.decode is not None and request.decode.leg == leg:
         decode_failed(book, request, request.decode, error, now, cancel=True)
+    elif request.park is not None and request.park.leg == leg:
+        park_failed(book, request, request.park, error, now, cancel=True)
 
 
 def expire_legs(book: Book, now: float) -> None:
@@ -71,6 +74,7 @@ def expire_legs(book: Book, now: float) -> None:
         if (request := book.legs.get(leg)) is not None and request.leg(leg) is not request.released:
             with book.isolated("tick", request, now):
                 _expire_unanswered(book, request, now)
+                _expire_park(book, request, now)
                 _expire_silent(book, request, now)
                 if leg in book.legs:
                     book.silent_legs.set(_next_look_s(book, request, leg, awake_s), leg)
@@ -86,9 +90,11 @@ def expire_legs(book: Book, now: float) -> None:
 def _next_look_s(book: Book, request: Request, leg: int, awake_s: float) -> float:
     """Returns the earliest time, in awake time, at which the leg can have been silent for too long."""
     config = book.config
-    for current in (request.prefill, request.decode):
+    for current in (request.prefill, request.decode, request.park):
         if current is None or current.leg != leg:
             continue
+        if isinstance(current, PlacedPark):
+            return max(awake_s, _end_of_park_s(book, current))
         bounds_s = [current.heard_s + config.queue_timeout_s]
         if isinstance(current, PlacedDecode):
             if current.has_handoff and current.admitted_s is None:
@@ -111,6 +117,26 @@ def _expire_unanswered(book: Book, request: Request, now: float) -> None:
         book.settle(request, now)
     elif leg.admitted_s is None and awake_s - leg.asked_s >= book.config.answer_timeout_s:
         decode_failed(book, request, leg, ProtocolViolation("no answer to a handoff"), now, cancel=True)
+
+
+def _end_of_park_s(book: Book, leg: PlacedPark) -> float:
+    """Returns when a store must have said more of its leg, in awake time."""
+    config = book.config
+    within_s = config.answer_timeout_s if leg.admitted_s is None else config.queue_timeout_s
+    end_s = leg.heard_s + within_s
+    return end_s if leg.orphaned_s is None else min(end_s, leg.orphaned_s + config.orphan_timeout_s)
+
+
+def _expire_park(book: Book, request: Request, now: float) -> None:
+    """Ends a store's leg that owes an answer: to its command, or on whether it had everything when its source ended."""
+    leg, awake_s = request.park, book.awake.at(now)
+    if leg is None or awake_s < _end_of_park_s(book, leg):
+        return
+    if leg.orphaned_s is not None and awake_s - leg.orphaned_s >= book.config.orphan_timeout_s:
+        park_orphaned(book, request, leg, now)
+    else:
+        error = ProtocolViolation("a store does not say what became of a handoff")
+        park_failed(book, request, leg, error, now, cancel=True)
 
 
 def _expire_silent(book: Book, request: Request, now: float) -> None:

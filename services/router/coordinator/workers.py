@@ -9,14 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.core.awake import AwakeTime
 from services.core.errors import Overloaded, UnknownWorker
+from services.router.coordinator.actions import KVGroup
 from services.router.coordinator.events import WorkerInfo
-from services.router.policy import Cluster, HandoffTime, KnownCache, Load, Role, WorkerView
+from services.router.policy import (
+    BringTimes,
+    Cluster,
+    HandoffTime,
+    KnownCache,
+    Load,
+    PrefixIndex,
+    Role,
+    Source,
+    WorkerView,
+)
 from services.router.policy.health import Health, HealthConfig, HealthRecord
 from services.router.policy.outliers import Ejection, OutlierConfig, OutlierDetection
 
@@ -40,7 +52,7 @@ class Pairs:
     def __init__(self) -> None:
         self._pairs: dict[str, Pair] = {}
         self.handoff_times: dict[str, HandoffTime] = {}
-        """What the handoffs of clients' requests from each source take."""
+        """What the handoffs of clients' requests from each source take, and how fast their blocks come."""
         self._known: _Known | None = None
         """Sets made from the health records; None if a record has changed since."""
 
@@ -49,13 +61,15 @@ class Pairs:
         known = self._pairs.get(source.worker_id)
         if source.worker_id == target.worker_id or source.fingerprint.kv != target.fingerprint.kv:
             return
+        num_stores = (source.roles is Role.STORE) + (target.roles is Role.STORE)
         if (
-            source.roles.can_prefill
-            and target.roles.can_decode
+            num_stores < 2
+            and source.roles.gives_kv
+            and target.roles.takes_kv
             and (known is None or known.source.incarnation != source.incarnation)
         ):
-            self._pairs[source.worker_id] = Pair(source, HealthRecord(config, now))
-            self.handoff_times[source.worker_id] = HandoffTime()
+            self._pairs[source.worker_id] = Pair(source, HealthRecord(_unprobed(config) if num_stores else config, now))
+            self.handoff_times[source.worker_id] = HandoffTime(target.token_bytes)
             self.changed()
 
     def forget(self, source_id: str) -> bool:
@@ -72,6 +86,11 @@ class Pairs:
         """Returns the pair with this source, or None if it is not known in this incarnation."""
         pair = self._pairs.get(source.worker_id)
         return pair if pair is not None and pair.source.incarnation == source.incarnation else None
+
+    def bytes_per_s(self, source_id: str) -> float | None:
+        """Returns how fast blocks come from the source; None while it is not known."""
+        time = self.handoff_times.get(source_id)
+        return None if time is None else time.rate.bytes_per_s
 
     @property
     def unsettled(self) -> list[Pair]:
@@ -110,6 +129,12 @@ def _barred(health: HealthRecord) -> bool:
     return health.state in (Health.DOWN, Health.PROBING) and not health.takes_one
 
 
+def _unprobed(config: HealthConfig) -> HealthConfig:
+    """Returns the config for what no canary can probe, since a store computes nothing: requests show whether it works,
+    and after failures a single one."""
+    return replace(config, canaries=False, recheck_s=0.0, starts_slowly=False)
+
+
 REPORT_LAG_S = 0.1
 """A snapshot that comes this much later than a command was sent is taken to count the command's tokens."""
 
@@ -136,6 +161,8 @@ class Prediction:
     sent_s: float
     priority: int | None = None
     """The priority with which its prompt waits at the worker; None if it brings no prompt."""
+    num_sequences: int = 1
+    """How many sequences of the batch it will be."""
     num_overtaking: int = 0
     """How many prompts of higher priority were sent to the worker since this one has waited long."""
 
@@ -162,6 +189,8 @@ class Worker:
     """The newest leg that was placed there from elsewhere; 0 for none."""
     cache: KnownCache | None = None
     """What is known of its prefix cache; None if prompts are not hashed."""
+    bring_times: BringTimes = field(init=False)
+    """What it takes it to bring prefixes."""
     draining: bool = False
     proven: bool = False
     """Whether it has had a session, so that its description is more than an unchecked statement."""
@@ -169,6 +198,9 @@ class Worker:
     """Why it has no session or drains, in words for people."""
     ejection: Ejection | None = None
     """Why it is given nothing new, though it is healthy; None if it is as fast as its peers."""
+
+    def __post_init__(self) -> None:
+        self.bring_times = BringTimes(self.info.token_bytes, lambda source_id: self.sources.bytes_per_s(source_id))
 
     @property
     def has_session(self) -> bool:
@@ -199,13 +231,14 @@ class Worker:
             load=self.load or Load(blocks_free=info.num_blocks),
             predicted_blocks=sum(prediction.blocks for prediction in self.predictions.values()),
             predicted_tokens=sum(prediction.tokens for prediction in self.predictions.values()),
-            predicted_sequences=len(self.predictions),
+            predicted_sequences=sum(prediction.num_sequences for prediction in self.predictions.values()),
             on_trial=self.state is WorkerState.READY and self.health.takes_one,
             ramp=self.health.ramp,
             barred=self.sources.barred(),
             untried=self.sources.untried(),
             handoff_times=self.sources.handoff_times,
             cache=self.cache,
+            bring_times=self.bring_times if self.cache is not None and info.description is not None else None,
             capacity=info.capacity,
             num_legs=len(self.legs),
             newest_leg=self.newest_leg,
@@ -223,8 +256,9 @@ class WorkerTable:
         *,
         outliers: OutlierConfig | None = None,
         follow_caches: bool = False,
+        replay_across_engines: bool = False,
     ) -> None:
-        """`follow_caches` says that policy looks at workers' prefix caches.
+        """`follow_caches` says that policy looks at workers' prefix caches; `replay_across_engines` is `Cluster`'s.
 
         `on_health(worker id, source id or "", record)` is called at every change of a health record's state,
         `on_ejection(worker id, ejection)` when a worker is ejected, and with None when it is back."""
@@ -232,6 +266,8 @@ class WorkerTable:
         self._outliers = OutlierDetection(outliers or OutlierConfig())
         self._on_ejection = on_ejection
         self._follow_caches = follow_caches
+        self._prefix_indexes: dict[int, PrefixIndex] = defaultdict(PrefixIndex)
+        """By the size of blocks."""
         self._pair_health = replace(health, recheck_s=0.0, starts_slowly=False)
         """A pair has no share of the load that could grow, and its requests show whether it works."""
         self._on_health = on_health
@@ -240,7 +276,7 @@ class WorkerTable:
         """Whether anything has changed, since the coordinator last unset it, by which a waiting request may find a
         place."""
         self._workers: dict[str, Worker] = {}
-        self._cluster = Cluster()
+        self._cluster = Cluster(replay_across_engines=replay_across_engines)
         self._stale: dict[str, None] = {}
         """Workers whose views in `_cluster` are out of date."""
         self._longest_proven: int | None = None
@@ -267,14 +303,19 @@ class WorkerTable:
     def join(self, info: WorkerInfo, now: float) -> None:
         """Adds a new incarnation, or one that was gone with a new description. The caller has lost the old one."""
         known = self._workers.get(info.worker_id)
-        worker = Worker(info, WorkerState.JOINING, now, HealthRecord(self._health, now), reason="no session yet")
+        health = HealthRecord(_unprobed(self._health) if info.roles is Role.STORE else self._health, now)
+        worker = Worker(info, WorkerState.JOINING, now, health, reason="no session yet")
         if self._follow_caches:
-            worker.cache = KnownCache(info.num_blocks, now)
+            worker.cache = KnownCache(
+                info.num_blocks + info.num_tier_blocks, now, self._prefix_indexes[info.block_size]
+            )
         if known is not None:
             assert not known.legs, "lose a worker before it joins again"
+            self._forget_cache(known)
             same = info.is_as(known.info)
             worker.draining = known.draining and same
-            worker.health = known.health
+            if (info.roles is Role.STORE) == (known.info.roles is Role.STORE):
+                worker.health = known.health
             if same:
                 worker.sources, worker.ejection = known.sources, known.ejection
             else:
@@ -307,10 +348,10 @@ class WorkerTable:
 
     def _pair_up(self, worker: Worker, now: float) -> None:
         """Makes the pairs that follow from the worker's roles, and drops those of roles that it had before."""
-        if not worker.info.roles.can_decode:
+        if not worker.info.roles.takes_kv:
             worker.sources = Pairs()
         for other in self._workers.values():
-            if not worker.info.roles.can_prefill and other.sources.forget(worker.info.worker_id):
+            if not worker.info.roles.gives_kv and other.sources.forget(worker.info.worker_id):
                 self._changed(other.info.worker_id)
             if other.has_session:
                 worker.sources.meet(other.info, worker.info, self._pair_health, now)
@@ -370,15 +411,21 @@ class WorkerTable:
         if (time := self._handoff_time(source, target_id)) is not None:
             time.observe(took_s * 1000, now)
 
+    def copied(self, source: WorkerInfo, target_id: str, num_bytes: int, copy_ms: float, now: float) -> None:
+        """Notes how long a handoff's bytes were copied."""
+        if (time := self._handoff_time(source, target_id)) is not None:
+            time.copied(num_bytes, copy_ms, now)
+            self._workers[target_id].bring_times.forget_assumed(source.worker_id)
+
     def handoff_tried(self, source_id: str, target_id: str, now: float) -> None:
         """Notes that a prompt is split whose handoff may go from one to the other."""
         if (time := self._handoff_time(self._workers[source_id].info, target_id)) is not None:
             time.tried(now)
 
-    def handoff_ms(self, source_id: str, target_id: str, now: float) -> float | None:
-        """Returns what the pair's handoffs take on average; None while it is not known."""
-        time = self._handoff_time(self._workers[source_id].info, target_id)
-        return time.average_ms(now) if time is not None else None
+    def handoff_ms(self, source: Source, target_id: str, num_tokens: float, now: float) -> float | None:
+        """Returns what the handoff of so many tokens is expected to take; None while it is not known."""
+        time = self._handoff_time(self._workers[source.worker_id].info, target_id)
+        return None if time is None else time.expected_ms(num_tokens, source.step_tokens, source.token_ms, now)
 
     def _handoff_time(self, source: WorkerInfo, target_id: str) -> HandoffTime | None:
         sources = self._workers[target_id].sources
@@ -397,9 +444,12 @@ class WorkerTable:
                 with self._watch(worker_id, pair.source.worker_id, pair.health):
                     pair.health.tick(now)
 
-        for worker_id in self._outliers.tick(self.views, now):
-            worker = self._workers[worker_id]
-            worker.ejection = self._outliers.ejection(worker_id)
+        self._outliers.tick(self.views, now)
+        for worker_id, worker in self._workers.items():
+            # Compared, and not told what has changed: what an earlier tick could not end would else stay for good.
+            if worker.ejection == (ejection := self._outliers.ejection(worker_id)):
+                continue
+            worker.ejection = ejection
             if worker.ejection is None:
                 worker.health.returned(now)
             self._changed(worker_id)
@@ -473,9 +523,16 @@ class WorkerTable:
             raise Overloaded(f"{most} workers are registered, and no more may be")
         self.drop(min(idle, key=lambda worker: (worker.proven, worker.since_s)))
 
+    def _forget_cache(self, worker: Worker) -> None:
+        if worker.cache is not None:
+            worker.cache.close()
+            if worker.cache.index.is_unused:
+                del self._prefix_indexes[worker.info.block_size]
+
     def drop(self, worker: Worker) -> None:
         """Forgets a worker, which must have no session, and its pairs."""
         del self._workers[worker.info.worker_id]
+        self._forget_cache(worker)
         self._outliers.forget(worker.info.worker_id)
         self._changed(worker.info.worker_id)
         for other in self._workers.values():
@@ -494,19 +551,24 @@ class WorkerTable:
         self._stale.clear()
         return self._cluster
 
-    def kv_groups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Returns the ready workers as ((kv, worker ids), …), grouped by the `kv` part of their fingerprints.
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Returns the ready workers, grouped by the `kv` part of their fingerprints.
+
+        Stores are not among them: they follow what the others compute.
 
         Only workers of one group pair.
         """
-        groups: dict[str, list[str]] = {}
+        groups: dict[tuple[str, str], list[str]] = {}
         for worker_id, worker in sorted(self._workers.items()):
-            if worker.state is WorkerState.READY:
-                groups.setdefault(worker.info.fingerprint.kv, []).append(worker_id)
-        return tuple((kv, tuple(worker_ids)) for kv, worker_ids in sorted(groups.items()))
+            if worker.state is WorkerState.READY and worker.info.roles is not Role.STORE:
+                fingerprint = worker.info.fingerprint
+                groups.setdefault((fingerprint.kv, fingerprint.engine), []).append(worker_id)
+        return tuple(KVGroup(kv, engine, tuple(worker_ids)) for (kv, engine), worker_ids in sorted(groups.items()))
 
-    def block_sizes(self) -> frozenset[int]:
-        return frozenset(worker.info.block_size for worker in self._workers.values())
+    def block_sizes(self, *, shared: bool = False) -> frozenset[int]:
+        """Returns the sizes of workers' blocks; with `shared`, of those workers whose KV another could use."""
+        kinds = Counter((worker.info.fingerprint.kv, worker.info.block_size) for worker in self._workers.values())
+        return frozenset(size for (_, size), number in kinds.items() if number > 1 or not shared)
 
     def views(self) -> list[WorkerView]:
         return list(self.cluster.views.values())

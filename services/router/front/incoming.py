@@ -9,27 +9,39 @@ from __future__ import annotations
 from baton.v1 import inference_pb2
 from services.router.front.byte_budget import Charge
 
-_SMALL = ("request_id", "model", "sampling", "stopping", "response", "priority", "session", "cache_salt")
+_KEPT = (
+    *("request_id", "model", "sampling", "stopping", "response", "priority", "session", "cache_salt"),
+    *("constraint", "n", "tool_choice", "parallel_tool_calls"),
+)
 TOKEN_BYTES = 40
 """Bytes that a token of a live request takes: an integer, and its place in a tuple."""
+PROMPT_ENTRY_BYTES = 400
+"""Bytes that one log-probability of the prompt takes until the answer is sent, as a message and then in an object for
+JSON."""
 
 
 class Incoming:
-    def __init__(self, request: inference_pb2.GenerateRequest, charge: Charge | None = None) -> None:
-        """`charge` is the memory that the request is charged for; the caller ends it."""
+    def __init__(
+        self, request: inference_pb2.GenerateRequest, charge: Charge | None = None, *, has_default_output: bool = False
+    ) -> None:
+        """`charge` is the memory that the request is charged for; the caller ends it. `has_default_output` says that
+        its max_tokens is the front's, since the client named none: then a tenant's smaller cap takes its place."""
         self.request = request
         self.charge = charge
+        self.has_default_output = has_default_output
 
-    def tokenised(self, num_tokens: int) -> None:
+    def tokenised(self, num_tokens: int, num_prompt_entries: int = 0) -> None:
         """Replaces the message by its parameters alone: no prompt, and no fields that this version does not know.
 
-        Raises Overloaded if the tokens exceed the byte budget.
+        `num_prompt_entries` log-probabilities of the prompt are still to come. Raises Overloaded if all of it exceeds
+        the byte budget.
         """
         if self.charge is not None:
-            self.charge.become(num_tokens * TOKEN_BYTES)
+            num_bytes = num_tokens * TOKEN_BYTES + num_prompt_entries * PROMPT_ENTRY_BYTES
+            self.charge.become(num_bytes + self.request.constraint.ByteSize())
         self.request.DiscardUnknownFields()
         kept = inference_pb2.GenerateRequest()
-        for name in _SMALL:
+        for name in _KEPT:
             if self.request.HasField(name):
                 value = getattr(self.request, name)
                 if isinstance(value, str | int):

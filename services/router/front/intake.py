@@ -11,7 +11,9 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
@@ -19,20 +21,31 @@ from services.core.config import DAY_S
 from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 from services.core.hashing import ShortHash, block_hashes, short_hashes
 from services.core.ids import new_request_id, new_seed
-from services.router.answer import Answer
+from services.router.answer import Answer, num_answers
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.front.byte_budget import RETRY_AFTER_S
-from services.router.front.call import Call
+from services.router.front.call import Call, Caller
+from services.router.front.incoming import Incoming
+from services.router.front.tools import constrain_calls, messages_of, output_form, tools_of
 from services.router.front.validation import (
     check_fits_one_message,
+    check_prompt_logprobs,
     check_token_ids,
+    num_prompt_entries,
     utf8_bytes,
     validate,
 )
+from services.router.telemetry.request_log import RequestDetails, RequestLog
 from services.router.telemetry.request_metrics import RequestMetrics, RequestRecord
-from services.router.telemetry.tracing import RequestTrace
-from services.router.text.tokenisation import too_long
+from services.router.telemetry.timelines import MOST_TEXT_CHARS, Timelines
+from services.router.telemetry.tracing import RequestTrace, error_outcome
+from services.router.telemetry.usage import RequestUsage
+from services.router.tenants.gate import Gate, Visit
+from services.router.tenants.quota import allowed_output, demand_tokens_together
+from services.router.tenants.tenant import Tenant, TokenUsage
+from services.router.text.chat import text_bytes
+from services.router.text.tokenisation import ModelText, too_long
 from services.rpc.logging import ids
 from services.rpc.telemetry import Tracer
 
@@ -42,10 +55,23 @@ log = logging.getLogger(__name__)
 _INLINE_CHARS = 512
 _INLINE_TOKENS = 1024
 
-# Bounds for a prompt that is written to the log.
 MAX_LOGGED_CHARS = 2048
-MAX_LOGGED_IDS = 512
+"""Of a prompt that is written to the log."""
+_ID_CHARS = 4  # for which a token id counts
 _MESSAGE_CHARS = 32  # for a message's role and the brackets
+
+_MOST_ID_CHARS = 256
+"""Of a refused request's id, which may be refused for its length."""
+_MOST_FAILURE_CHARS = 500
+
+
+@dataclass(slots=True)
+class _Bill:
+    """Holds what is known so far of what one request is charged."""
+
+    request_id: str
+    details: RequestDetails
+    tokens: TokenUsage = field(default_factory=TokenUsage)
 
 
 class Intake:
@@ -55,12 +81,22 @@ class Intake:
         clock: Clock,
         tracer: Tracer,
         metrics: RequestMetrics,
+        timelines: Timelines,
+        gate: Gate,
         log_prompts: bool = False,
+        usage_sinks: Sequence[Callable[[RequestUsage], None]] = (),
+        request_log: RequestLog | None = None,
     ) -> None:
+        """Each of `usage_sinks`, and the request log, is told what a request is charged, once for each request that has
+        ended."""
         self._clock = clock
         self._tracer = tracer
         self._metrics = metrics
+        self._timelines = timelines
+        self._gate = gate
         self._log_prompts = log_prompts
+        self._usage_sinks = usage_sinks
+        self._request_log = request_log
 
     @contextlib.asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
@@ -69,68 +105,145 @@ class Intake:
         Fills in what the request leaves to the router.
         """
         incoming, model, timeout_s = call.incoming, call.model, call.timeout_s
+        tenant = call.caller.tenant
         arrived_s = self._clock.now()
         record = model.metrics.begin(incoming.request, arrived_s)
-        with self.refusals(record=record):
-            validate(incoming.request, model.facts)
-            if call.in_one_message:
-                check_fits_one_message(incoming.request, model.context_tokens)
-        _complete(incoming.request)
-        trace = RequestTrace(
-            self._tracer,
-            incoming.request,
-            model_id=model.model_id,
-            parent=call.caller.traceparent,
-            stream=call.stream,
-            arrived_s=arrived_s,
-        )
-        if self._log_prompts:
-            about = ids(incoming.request.request_id, trace.traceparent)
-            log.info("prompt: %s", _prompt(incoming.request), extra=about)
-        with self.refusals(trace, record):
-            deadline_s = None if timeout_s is None else arrived_s + min(timeout_s, DAY_S)
-            answer = await self._submit(call, trace, record, deadline_s)
+        with contextlib.ExitStack() as stack:
+            bill = stack.enter_context(self._billed(call, record, arrived_s))
+            with self.refusals(record=record):
+                party = call.together.party if call.together is not None else None
+                visit = stack.enter_context(self._gate.visit(tenant, party))
+                validate(incoming.request, model.facts)
+                if call.in_one_message:
+                    check_fits_one_message(incoming.request, model.context_tokens)
+                _prioritise(incoming.request, tenant)
+            bill.request_id = own_id = _complete(incoming.request, tenant)
+            trace = RequestTrace(
+                self._tracer,
+                incoming.request,
+                model_id=model.model_id,
+                parent=call.caller.traceparent,
+                stream=call.stream,
+                arrived_s=arrived_s,
+                timelines=self._timelines,
+                times=record.times,
+                tenant=tenant,
+            )
+            trace.timeline.max_tokens = _max_tokens(incoming.request)
+            bill.details.timeline = trace.timeline
+            if text_chars := self._logged_chars(tenant):
+                bill.details.prompt = _shown_prompt(incoming.request, text_chars)[0]
+            if self._shows_prompts(tenant):
+                trace.timeline.text_chars = MOST_TEXT_CHARS
+                prompt = _prompt(incoming.request)
+                trace.timeline.prompt = prompt[:MOST_TEXT_CHARS]
+                log.info("prompt: %s", prompt, extra=ids(incoming.request.request_id, trace.traceparent))
+            with self.refusals(trace, record):
+                deadline_s = None if timeout_s is None else arrived_s + min(timeout_s, DAY_S)
+                answer = await self._submit(call, visit, own_id, trace, record, deadline_s)
+            try:
+                yield answer
+            finally:
+                model.conductor.cancel(incoming.request.request_id, answer)
+                bill.tokens = answer.usage
+                if text_chars:
+                    bill.details.answer = answer.kept_text[:text_chars]
+                visit.num_used = bill.tokens.total
+
+    @contextlib.contextmanager
+    def _billed(self, call: Call, record: RequestRecord, arrived_s: float) -> Iterator[_Bill]:
+        """Tells what a request is charged when the block ends, however it does: by then its record knows how."""
+        tenant = call.caller.tenant
+        # Nothing here keeps the request itself: once it is tokenised, a smaller one takes its place.
+        details = RequestDetails(call.caller.front, call.stream)
+        bill = _Bill(call.incoming.request.request_id[:_MOST_ID_CHARS], details)
         try:
-            yield answer
+            yield bill
+        except BatonError as error:
+            details.failure = str(error)[:_MOST_FAILURE_CHARS]
+            raise
         finally:
-            model.conductor.cancel(incoming.request.request_id, answer)
+            cost = tenant.prices.cost(bill.tokens)
+            details.duration_s = self._clock.now() - arrived_s
+            self._tell(
+                RequestUsage(tenant.name, call.model.model_id, bill.request_id, bill.tokens, cost, record.outcome),
+                details,
+            )
+
+    def _tell(self, usage: RequestUsage, details: RequestDetails) -> None:
+        for sink in self._usage_sinks:
+            sink(usage)
+        if self._request_log is not None:
+            self._request_log.ended(usage, details)
+
+    def _shows_prompts(self, tenant: Tenant) -> bool:
+        return self._log_prompts and tenant.logs_prompts
+
+    def _logged_chars(self, tenant: Tenant) -> int:
+        """Returns how much of a prompt, and of an answer, the request log may have."""
+        return self._request_log.text_chars if self._request_log is not None and tenant.logs_prompts else 0
 
     async def _submit(
         self,
         call: Call,
+        visit: Visit,
+        own_id: str,
         trace: RequestTrace,
         record: RequestRecord,
         deadline_s: float | None,
     ) -> Answer:
-        incoming, model = call.incoming, call.model
+        """Submits a request, whose client calls it `own_id`."""
+        incoming, model, tenant = call.incoming, call.model, call.caller.tenant
         started_s = self._clock.now()
-        token_ids = await self._tokenise(model, incoming.request, deadline_s)
+        token_ids = await self._tokenise(model, incoming.request, deadline_s, tenant)
         if not token_ids:
             raise InvalidRequest("prompt", "has no tokens")
-        hashes = await _hashed(model, incoming.request, token_ids)
-        incoming.tokenised(len(token_ids))
+        check_prompt_logprobs(incoming.request, len(token_ids))
+        num_tokens = _bound_output(incoming, tenant, len(token_ids), model.context_tokens)
+        if call.together is None:
+            visit.reserve(num_tokens)
+        else:
+            call.together.num_tokens += num_tokens
+            await call.together.wait()
+            demand_tokens_together(tenant, call.together.num_tokens)
+            visit.reserve(num_tokens, call.together.num_tokens)
+            await call.together.wait()  # so that none begins if one is refused
+        if call.in_one_message:
+            check_fits_one_message(incoming.request, model.context_tokens, len(token_ids))
+        cache_salt = tenant.salt(incoming.request.cache_salt)
+        hashes = await _hashed(model, incoming.request, token_ids, cache_salt)
+        form = output_form(incoming.request, model.facts.forms, is_thinking=model.text.is_thinking(token_ids))
+        constrain_calls(incoming.request, form, model.facts.forms, model.text.special_ids)
+        incoming.tokenised(len(token_ids), num_prompt_entries(incoming.request, len(token_ids)))
         request = incoming.request
         ended_s = self._clock.now()
         trace.tokenized(started_s, ended_s, len(token_ids))
         answer = Answer(
             request,
             token_ids,
+            request_id=own_id,
             model_id=model.model_id,
             tokenizer=model.text.tokenizer,
             tokenize_ms=(ended_s - started_s) * 1000,
+            kept_chars=max(trace.timeline.text_chars, self._logged_chars(tenant)),
+            form=form,
+            special_ids=model.text.special_ids,
         )
         spec = RequestSpec(
             request_id=request.request_id,
             token_ids=tuple(token_ids),
-            max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
+            max_tokens=_max_tokens(request),
             priority=request.priority,
             deadline_s=deadline_s,
-            cache_salt=request.cache_salt,
+            cache_salt=cache_salt,
             block_hashes=hashes,
             conversation=request.session,
-            tenant=call.caller.tenant,
+            tenant=tenant.name,
+            weight=tenant.weight,
             model=model.model_id,
             min_tokens=_fewest_tokens(request.stopping),
+            scores_prompt=request.response.HasField("prompt_logprobs"),
+            num_answers=num_answers(request),
             payload=request,
         )
         record.asked(len(token_ids), spec.max_tokens, spec.priority)
@@ -138,7 +251,7 @@ class Intake:
         return answer
 
     async def _tokenise(
-        self, model: ServedModel, request: inference_pb2.GenerateRequest, deadline_s: float | None
+        self, model: ServedModel, request: inference_pb2.GenerateRequest, deadline_s: float | None, tenant: Tenant
     ) -> list[int]:
         """Returns the prompt's token ids.
 
@@ -155,17 +268,14 @@ class Intake:
                 if len(request.text) <= _INLINE_CHARS and text.is_trusted:
                     token_ids = text.encode_text(request.text, most_tokens)
                 else:
-                    work = functools.partial(text.encode_text, request.text, most_tokens)
+                    num_bytes, work = encoding(text, request, most_tokens)
                     fewest_tokens = text.bound.fewest_tokens(request.text) if text.bound is not None else 1
-                    num_bytes = utf8_bytes([request.text])
                     token_ids = await self._in_line(
-                        model, request, num_bytes, work, deadline_s, fewest_tokens=fewest_tokens
+                        model, request, num_bytes, work, deadline_s, tenant, fewest_tokens=fewest_tokens
                     )
             case _:
-                messages = [{"role": entry.role, "content": entry.content} for entry in request.messages.messages]
-                num_bytes = utf8_bytes(entry["content"] for entry in messages)
-                work = functools.partial(text.encode_messages, messages, most_tokens)
-                token_ids = await self._in_line(model, request, num_bytes, work, deadline_s)
+                num_bytes, work = encoding(text, request, most_tokens)
+                token_ids = await self._in_line(model, request, num_bytes, work, deadline_s, tenant)
         return token_ids[-_room(request, context_tokens) :] if request.truncate_prompt else token_ids
 
     async def _in_line(
@@ -175,6 +285,7 @@ class Intake:
         num_bytes: int,
         work: Callable[[], list[int]],
         deadline_s: float | None,
+        tenant: Tenant,
         *,
         fewest_tokens: int = 1,
     ) -> list[int]:
@@ -184,14 +295,17 @@ class Intake:
         """
         coordinator, now = model.conductor.coordinator, self._clock.now()
         stopping = request.stopping
-        coordinator.expect(
+        place = coordinator.expect(
             ExpectedRequest(
                 fewest_tokens=min(fewest_tokens, model.context_tokens - 1),
                 tokenise_s=model.line.wait_s(num_bytes),
-                max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+                max_tokens=_max_tokens(request),
                 priority=request.priority,
                 deadline_s=deadline_s,
                 min_tokens=_fewest_tokens(stopping),
+                tenant=tenant.name,
+                weight=tenant.weight,
+                model=model.model_id,
             ),
             now,
         )
@@ -205,11 +319,21 @@ class Intake:
         except TimeoutError as error:
             raise late from error
         finally:
-            coordinator.arrived()
+            coordinator.arrived(place)
 
     @contextlib.contextmanager
-    def refusals(self, trace: RequestTrace | None = None, record: RequestRecord | None = None) -> Iterator[None]:
-        """Counts requests that fail before the coordinator has them, and ends their traces."""
+    def refusals(
+        self,
+        trace: RequestTrace | None = None,
+        record: RequestRecord | None = None,
+        *,
+        caller: Caller | None = None,
+        request_id: str = "",
+    ) -> Iterator[None]:
+        """Counts requests that fail before the coordinator has them, and ends their traces.
+
+        A front that has no record yet, but knows whose request it is, names the caller and the client's id.
+        """
         try:
             yield
         except BaseException as error:
@@ -217,24 +341,56 @@ class Intake:
                 record.failed(error, self._clock.now())
             else:  # the request could not even be read, or names no model
                 self._metrics.failed(error)
+            if caller is not None:
+                told = str(error)[:_MOST_FAILURE_CHARS] if isinstance(error, BatonError) else ""
+                self._tell(
+                    RequestUsage(
+                        caller.tenant.name,
+                        "",
+                        request_id[:_MOST_ID_CHARS],
+                        TokenUsage(),
+                        0.0,
+                        error_outcome(error),
+                    ),
+                    RequestDetails(caller.front, failure=told),
+                )
             if trace is not None:
                 trace.failed(error, self._clock.now())
             raise
 
 
+def encoding(
+    text: ModelText, request: inference_pb2.GenerateRequest, most_tokens: int | None = None, special: bool | None = None
+) -> tuple[int, Callable[[], list[int]]]:
+    """Returns how many bytes a prompt of text or messages has, and what makes tokens of it, on a thread.
+
+    `special` says whether the model's special tokens are added: by default to a text, and not to messages, whose
+    template has them.
+    """
+    if request.WhichOneof("prompt") == "text":
+        special = True if special is None else special
+        return utf8_bytes([request.text]), functools.partial(
+            text.encode_text, request.text, most_tokens, special=special
+        )
+    messages, tools = messages_of(request), tools_of(request)
+    num_bytes = text_bytes(messages) + text_bytes(tools)
+    return num_bytes, functools.partial(text.encode_messages, messages, most_tokens, tools=tools, special=bool(special))
+
+
 async def _hashed(
-    model: ServedModel, request: inference_pb2.GenerateRequest, token_ids: list[int]
+    model: ServedModel, request: inference_pb2.GenerateRequest, token_ids: list[int], cache_salt: str
 ) -> Mapping[int, tuple[ShortHash, ...]]:
-    """Returns the short hashes of the prompt's full blocks for each size of blocks that policy looks at.
+    """Returns the short hashes of the prompt's full blocks for each size of blocks that policy looks at; none of a
+    prompt that is to be scored, which uses no cache.
 
     Those of a long prompt are made on a thread: 32,000 tokens take some milliseconds.
     """
     sizes = model.conductor.coordinator.block_sizes_to_hash()
-    if not sizes:
+    if not sizes or request.response.HasField("prompt_logprobs"):
         return {}
 
     def work() -> dict[int, tuple[ShortHash, ...]]:
-        return {size: short_hashes(block_hashes(token_ids, size, request.cache_salt)) for size in sizes}
+        return {size: short_hashes(block_hashes(token_ids, size, cache_salt)) for size in sizes}
 
     return work() if len(token_ids) <= _INLINE_TOKENS else await asyncio.to_thread(work)
 
@@ -258,34 +414,74 @@ def _room(request: inference_pb2.GenerateRequest, context_tokens: int) -> int:
     return max(1, context_tokens - wanted)
 
 
-def _complete(request: inference_pb2.GenerateRequest) -> None:
-    """Fills in what the request leaves to the router: its id and its seed."""
-    if not request.HasField("request_id"):
-        request.request_id = new_request_id()
+def _prioritise(request: inference_pb2.GenerateRequest, tenant: Tenant) -> None:
+    """Gives the request a priority that its tenant may have. Raises InvalidRequest if it asks for another."""
+    asked = request.priority if request.HasField("priority") else None
+    if (priority := tenant.priority(asked)) != request.priority:
+        request.priority = priority
+
+
+def _bound_output(incoming: Incoming, tenant: Tenant, num_prompt_tokens: int, context_tokens: int) -> int:
+    """Bounds the output if the tenant's tokens are counted. Returns how many tokens the prompt and the most that its
+    answers can have are.
+
+    Raises InvalidRequest for what the tenant may never have.
+    """
+    request = incoming.request
+    max_tokens = allowed_output(
+        tenant,
+        num_prompt_tokens,
+        _max_tokens(request),
+        num_answers=num_answers(request),
+        room=context_tokens - num_prompt_tokens,
+        is_default=incoming.has_default_output,
+    )
+    if max_tokens is None:
+        return num_prompt_tokens  # nothing counts it
+    if request.stopping.min_tokens > max_tokens:
+        raise InvalidRequest(
+            "stopping.min_tokens", f"is {request.stopping.min_tokens}; tenant {tenant.name} may have {max_tokens}"
+        )
+    request.stopping.max_tokens = max_tokens
+    return num_prompt_tokens + num_answers(request) * max_tokens
+
+
+def _complete(request: inference_pb2.GenerateRequest, tenant: Tenant) -> str:
+    """Fills in what the request leaves to the router: its id and its seed. Returns its id as the client knows it; from
+    now on the request has the router's own name for it."""
+    own_id = request.request_id if request.HasField("request_id") else new_request_id()
+    request.request_id = tenant.scoped(own_id)
     if not request.sampling.HasField("seed"):
         request.sampling.seed = new_seed()
+    return own_id
 
 
 def _prompt(request: inference_pb2.GenerateRequest) -> str:
     """Returns the prompt as one line for the log. Beyond the bounds it shows only how much is left out."""
+    shown, num_left = _shown_prompt(request, MAX_LOGGED_CHARS)
+    of = "ids" if request.WhichOneof("prompt") == "token_ids" else "characters"
+    return json.dumps(shown, ensure_ascii=False) + (f" and {num_left} {of} more" if num_left > 0 else "")
+
+
+def _shown_prompt(request: inference_pb2.GenerateRequest, most_chars: int) -> tuple[str | list[Any], int]:
+    """Returns the beginning of the prompt, a text, token ids or messages, and how many characters or ids are left
+    out."""
     match request.WhichOneof("prompt"):
         case "text":
-            shown, num_left = json.dumps(request.text[:MAX_LOGGED_CHARS], ensure_ascii=False), len(request.text)
+            return request.text[:most_chars], len(request.text) - most_chars
         case "token_ids":
-            ids_ = request.token_ids.ids
-            return f"{list(ids_[:MAX_LOGGED_IDS])}{_rest(len(ids_) - MAX_LOGGED_IDS, 'ids')}"
-        case _:
-            room, messages = MAX_LOGGED_CHARS, []
-            for entry in request.messages.messages:
-                if room > 0:
-                    messages.append({"role": entry.role, "content": entry.content[:room]})
-                room -= len(entry.content) + _MESSAGE_CHARS
-            shown, num_left = json.dumps(messages, ensure_ascii=False), MAX_LOGGED_CHARS - room
-    return shown + _rest(num_left - MAX_LOGGED_CHARS, "characters")
+            ids_, most_ids = request.token_ids.ids, most_chars // _ID_CHARS
+            return list(ids_[:most_ids]), len(ids_) - most_ids
+    room, messages = most_chars, list[Any]()
+    for entry in request.messages.messages:
+        if room > 0:
+            messages.append({"role": entry.role, "content": entry.content[:room]})
+        room -= len(entry.content) + _MESSAGE_CHARS
+    return messages, -room
 
 
-def _rest(count: int, of: str) -> str:
-    return f" and {count} {of} more" if count > 0 else ""
+def _max_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    return request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
 
 
 def _fewest_tokens(stopping: types_pb2.StoppingParams) -> int:

@@ -11,12 +11,14 @@ from services.router.policy.explanation import (
     PlacedPhase,
     PlacementChoice,
     Ranking,
+    SplitAfterAll,
     Unsplit,
     VainAttempt,
     WhyNot,
     explain_choice,
 )
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
+from services.router.policy.handoff_room import beside_handoffs
 from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.known_cache import KnownCache
 from services.router.policy.placement import (
@@ -25,29 +27,58 @@ from services.router.policy.placement import (
     nearest_start,
     nearest_to_room,
     place_decode,
+    place_park,
     place_prefill,
     resolve_max_tokens,
     shortest_queue,
 )
+from services.router.policy.prefix_index import PrefixIndex
+from services.router.policy.prefix_sources import (
+    BringTime,
+    BringTimes,
+    PrefixBreakEven,
+    PrefixOffer,
+    PrefixOutcome,
+    PrefixSource,
+    WhyComputed,
+    choose_source,
+    prefix_break_even,
+)
 from services.router.policy.presets import PRESETS, preset
 from services.router.policy.selection import Chosen, Selection
+from services.router.policy.shares import Share, Shares
 from services.router.policy.splitting import (
     DEFAULT_SPLIT,
     BreakEven,
     Split,
     SplitCosts,
-    WhyWhole,
+    WhySplit,
+    WhyUnsplit,
     break_even,
     split_costs,
 )
-from services.router.policy.terms import PolicyConfig, Term, weighted
-from services.router.policy.views import Fingerprint, HandoffsInFlight, Job, Load, Role, Source, WorkerView
+from services.router.policy.stores import has_room_to_keep, why_no_park
+from services.router.policy.terms import PARK_TERMS, SHARING, PolicyConfig, Term, sharing, weighted
+from services.router.policy.views import (
+    Fingerprint,
+    HandoffsInFlight,
+    Job,
+    Load,
+    Role,
+    Source,
+    WorkerView,
+    uncached_tokens,
+)
 
 __all__ = [
     "DEFAULT_SPLIT",
+    "PARK_TERMS",
     "PRESETS",
+    "SHARING",
     "Ahead",
     "BreakEven",
+    "BringTime",
+    "BringTimes",
     "Chosen",
     "Cluster",
     "Costs",
@@ -63,34 +94,52 @@ __all__ = [
     "PlacedPhase",
     "PlacementChoice",
     "PolicyConfig",
+    "PrefixBreakEven",
+    "PrefixIndex",
+    "PrefixOffer",
+    "PrefixOutcome",
+    "PrefixSource",
     "Ranking",
     "Role",
     "Selection",
+    "Share",
+    "Shares",
     "Source",
     "Split",
+    "SplitAfterAll",
     "SplitCosts",
     "Term",
     "Unsplit",
     "VainAttempt",
+    "WhyComputed",
     "WhyNot",
-    "WhyWhole",
+    "WhySplit",
+    "WhyUnsplit",
     "Work",
     "WorkerSubset",
     "WorkerView",
+    "beside_handoffs",
     "break_even",
     "can_decode",
     "can_prefill",
     "can_take_over",
+    "choose_source",
     "explain_choice",
+    "has_room_to_keep",
     "left_out_of_decode",
     "left_out_of_start",
     "nearest_start",
     "nearest_to_room",
     "place_decode",
+    "place_park",
     "place_prefill",
+    "prefix_break_even",
     "preset",
     "resolve_max_tokens",
+    "sharing",
     "shortest_queue",
     "split_costs",
+    "uncached_tokens",
     "weighted",
+    "why_no_park",
 ]

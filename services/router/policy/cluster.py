@@ -11,10 +11,12 @@ no worker of the topology tells apart by their lengths have one `Fit`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from services.router.policy.explanation import MOST_NAMED, LeftOut, LeftOutWorkers, WhyNot
+from services.router.policy.stores import can_park
+from services.router.policy.terms import PolicyConfig
 from services.router.policy.views import Fingerprint, Job, Role, Source, WorkerView
 
 _MOST_FITS = 1024
@@ -45,8 +47,10 @@ def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
 
 
 def import_blocks(job: Job, worker: WorkerView) -> int:
-    """Returns the blocks that a decode worker sets aside for a handoff: its prompt's and one to grow into."""
-    return worker.blocks_for(job.num_tokens) + 1
+    """Returns the blocks that a decode worker sets aside for a handoff: its prompt's and one to grow into, and one for
+    each further answer, as far as its pool is large enough."""
+    fewest = worker.blocks_for(job.num_tokens) + 1
+    return fewest if job.num_answers == 1 else max(fewest, min(fewest + job.num_answers - 1, worker.num_blocks))
 
 
 def unblamed(able: list[WorkerView], job: Job) -> list[WorkerView]:
@@ -61,12 +65,15 @@ def unblamed(able: list[WorkerView], job: Job) -> list[WorkerView]:
 
 
 def _may_compute(job: Job, worker: WorkerView) -> bool:
-    """Returns whether the worker may compute the job: one of its model, and after tokens were streamed, only one of an
-    equal fingerprint.
+    """Returns whether the worker may compute the job: one of its model and of an engine that serves such a job, and
+    after tokens were streamed, only one of an equal fingerprint, or of another engine where the job may go there.
 
     To take over KV, an equal `kv` is enough, and the model.
     """
-    return worker.model == job.model and (job.fingerprint is None or worker.fingerprint == job.fingerprint)
+    bound, found = job.fingerprint, worker.fingerprint
+    if worker.model != job.model or found.engine in job.unserved_by:
+        return False
+    return bound is None or found == bound or (job.across_engines and found.engine != bound.engine)
 
 
 def _fits(job: Job, worker: WorkerView) -> bool:
@@ -79,21 +86,25 @@ class Room:
 
     num_blocks: int
     """Blocks that are available by the newest snapshots."""
+    size: int
+    """All their blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Names a worker that could run a prompt, and the room of those that could take it over."""
+    """Names a worker that could run a prompt, and the room of those that could take it over or keep its handoff."""
 
     worker_id: str
     room: Room
-    """The room of the workers that could take it over."""
+    """The room of the workers that could take it over, and of the stores that could keep it until then."""
 
 
 class Cluster:
     """Keeps the newest view of every worker."""
 
-    def __init__(self, views: Iterable[WorkerView] = ()) -> None:
+    def __init__(self, views: Iterable[WorkerView] = (), *, replay_across_engines: bool = False) -> None:
+        """Lets jobs that nobody of their fingerprint could take go to another engine, with `replay_across_engines`."""
+        self.replay_across_engines = replay_across_engines
         self.views: dict[str, WorkerView] = {}
         self._parts: dict[frozenset[str], WorkerSubset] = {}
         self._rooms: dict[tuple[str, ...], Room] = {}
@@ -118,7 +129,7 @@ class Cluster:
             self._forget()
 
     @property
-    def whole(self) -> WorkerSubset:
+    def everyone(self) -> WorkerSubset:
         return self.without(frozenset())
 
     def without(self, claimed: frozenset[str]) -> WorkerSubset:
@@ -132,7 +143,8 @@ class Cluster:
     def room_of(self, worker_ids: tuple[str, ...]) -> Room:
         room = self._rooms.get(worker_ids)
         if room is None:
-            room = Room(sum(self.views[worker_id].load.available_blocks for worker_id in worker_ids))
+            views = [self.views[worker_id] for worker_id in worker_ids]
+            room = Room(sum(view.load.available_blocks for view in views), sum(view.num_blocks for view in views))
             self._rooms[worker_ids] = room
             for worker_id in worker_ids:
                 self._rooms_of.setdefault(worker_id, []).append(room)
@@ -166,23 +178,32 @@ class WorkerSubset:
         """Tokens of the longest sequence that these workers could serve if they were idle: prompt and output."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
-        self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None], Fit] = {}
+        self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None, bool, frozenset[str]], Fit] = {}
         # The lengths beyond which a job no longer fits one or another worker, of all: whether an ejected one is spared
         # depends on the claimed ones too.
         everyone = cluster.views.values()
         self._prompt_bounds = sorted(
             {view.context_tokens - 1 for view in everyone if view.roles.can_prefill}
             | {(view.num_blocks - 1) * view.block_size for view in everyone if view.roles.can_decode}
+            | {view.num_blocks * view.block_size for view in everyone if view.roles is Role.STORE}
         )
         self._sequence_bounds = sorted({view.context_tokens for view in everyone if view.roles.can_decode})
 
     def fit(self, job: Job) -> Fit:
+        if job.fingerprint is not None and self._cluster.replay_across_engines:
+            can_stay = self._cluster.everyone._fit(replace(job, across_engines=False)).can_begin
+            job = replace(job, across_engines=not can_stay)
+        return self._fit(job)
+
+    def _fit(self, job: Job) -> Fit:
         key = (
             job.model,
             bisect_left(self._prompt_bounds, job.num_tokens),
             bisect_left(self._sequence_bounds, job.total_tokens),
             job.avoid,
             job.fingerprint,
+            job.across_engines,
+            job.unserved_by,
         )
         fit = self._fits.get(key)
         if fit is None:
@@ -197,6 +218,10 @@ class WorkerSubset:
         worker_ids = fit.decoders if source is None else fit.takers(source)
         return [views[worker_id] for worker_id in worker_ids]
 
+    def keepers(self, job: Job, source: Source) -> list[WorkerView]:
+        """Returns the stores that could ever keep the handoff of what runs at the source."""
+        return [self._cluster.views[worker_id] for worker_id in self.fit(job).keepers(source)]
+
     def check(self) -> None:
         """Raises AssertionError if a fit that is kept is not what is found anew."""
         for fit in self._fits.values():
@@ -207,6 +232,11 @@ class WorkerSubset:
 
     def views(self) -> list[WorkerView]:
         return [self._cluster.views[worker_id] for worker_id in self._worker_ids]
+
+    def lenders(self, config: PolicyConfig) -> Collection[WorkerView]:
+        """Returns everybody from whom these workers could bring prefixes, claimed or not: nobody where that is not
+        done, or no term looks at prompts."""
+        return self._cluster.views.values() if config.share_prefixes and config.looks_at_prompts else ()
 
 
 class Fit:
@@ -219,10 +249,11 @@ class Fit:
         self.decoders = self._spared(views, lambda view: can_decode(job, view))
         """The workers that could run the whole of it."""
         self._takers: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._keepers: dict[tuple[str, str], tuple[str, ...]] = {}
         self._starts: tuple[Start, ...] | None = None
         self._left_out_of_starts: LeftOutWorkers | None = None
         self._left_out_of_takers: dict[tuple[str, str] | None, LeftOutWorkers] = {}
-        sources = (Source(view.worker_id, view.host_id, view.fingerprint) for view in views if can_prefill(job, view))
+        sources = (view.as_source for view in views if can_prefill(job, view))
         self._sources = [source for source in sources if self.takers(source)]
 
     @property
@@ -246,7 +277,8 @@ class Fit:
             sources = [source for source in self._sources if source.worker_id in left]
             tried = [source for source in sources if self._has_tried_taker(source)] or sources
             self._starts = tuple(
-                Start(source.worker_id, self._cluster.room_of(self.takers(source))) for source in tried
+                Start(source.worker_id, self._cluster.room_of(self.takers(source) + self.keepers(source)))
+                for source in tried
             )
         return self._starts
 
@@ -257,6 +289,14 @@ class Fit:
             views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
             self._takers[key] = self._spared(views, lambda view: can_take_over(self._job, source, view), source)
         return self._takers[key]
+
+    def keepers(self, source: Source) -> tuple[str, ...]:
+        """Returns the stores that could ever keep the handoff of what runs at the source."""
+        key = (source.worker_id, source.fingerprint.kv)
+        if key not in self._keepers:
+            views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
+            self._keepers[key] = tuple(view.worker_id for view in views if can_park(self._job, source, view))
+        return self._keepers[key]
 
     def _spared(
         self, views: Iterable[WorkerView], able: Callable[[WorkerView], bool], source: Source | None = None
@@ -272,7 +312,7 @@ class Fit:
         return tuple(view.worker_id for view in found)
 
     def _may_start(self, view: WorkerView) -> bool:
-        source, others = Source(view.worker_id, view.host_id, view.fingerprint), self._cluster.views.values()
+        source, others = view.as_source, self._cluster.views.values()
         return can_prefill(self._job, view) and any(can_take_over(self._job, source, other) for other in others)
 
     @property
@@ -302,6 +342,7 @@ class Fit:
         assert (self.decoders, self._sources) == (fresh.decoders, fresh._sources)
         for source in self._sources:
             assert self.takers(source) == fresh.takers(source)
+            assert self.keepers(source) == fresh.keepers(source)
         assert {start.worker_id for start in self.starts} == {start.worker_id for start in fresh.starts}
         assert self.left_out_of_starts == fresh.left_out_of_starts
 
@@ -315,7 +356,7 @@ class Fit:
             return WhyNot.TOO_LONG
         if not _may_compute(self._job, view):
             return WhyNot.OTHER_FINGERPRINT
-        if not self.takers(Source(view.worker_id, view.host_id, view.fingerprint)):
+        if not self.takers(view.as_source):
             return WhyNot.NO_TAKER
         if view.worker_id in self._job.avoid:
             return WhyNot.BLAMED

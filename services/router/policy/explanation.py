@@ -14,7 +14,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from services.core.records import record
-from services.router.policy.splitting import SplitCosts, WhyWhole
+from services.router.policy.prefix_sources import PrefixOutcome, PrefixSource
+from services.router.policy.splitting import SplitCosts, WhySplit, WhyUnsplit
 from services.router.policy.terms import Term
 from services.router.policy.views import Job, Source, WorkerView
 
@@ -44,8 +45,10 @@ class PlacedPhase(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     """A handoff was to be taken over."""
-    WHOLE = "whole"
-    """A decode worker was to run the whole sequence."""
+    UNSPLIT = "unsplit"
+    """A decode worker was to run all of the sequence: prompt and output."""
+    PARK = "park"
+    """A store was to keep a handoff that no decode worker had room for."""
 
 
 class WhyNot(enum.Enum):
@@ -64,7 +67,9 @@ class WhyNot(enum.Enum):
     FULL_BATCH = "no room: its batch is full"
     QUEUE_LIMIT = "no room: its queue is at the limit"
     NO_DECODE_ROOM = "no room at decode workers for one more handoff"
+    RESERVED = "no room: what it has is for handoffs on their way"
     KEPT = "kept for shorter prompts"
+    OVER_SHARE = "its last room is kept for other tenants"
     EJECTED = "ejected for a while: slower than its peers"
 
 
@@ -90,9 +95,6 @@ class LeftOutWorkers:
         return LeftOutWorkers((named + self.named)[:MOST_NAMED], num_first + self.number)
 
 
-NOBODY_LEFT_OUT = LeftOutWorkers()
-
-
 class ScoredWorker(NamedTuple):
     """Holds a candidate's score and what it was made of, and what the choice would have cost there."""
 
@@ -115,11 +117,21 @@ class ScoredWorker(NamedTuple):
 
 @record
 class Unsplit:
-    """Says why a sequence runs as a whole although its prompt could have run apart."""
+    """Says why a sequence runs unsplit although its prompt could have run apart."""
 
-    why: WhyWhole
+    why: WhyUnsplit
     prefill_id: str = ""
     """The prefill worker that it was compared with; empty if nothing was compared."""
+    costs: SplitCosts | None = None
+
+
+@record
+class SplitAfterAll:
+    """Says why a prompt runs apart under `Split.AUTO`, which weighs whether all of it is to run on a decode worker."""
+
+    why: WhySplit
+    decode_id: str = ""
+    """The decode worker that would have run all of it; empty if there was none."""
     costs: SplitCosts | None = None
 
 
@@ -180,11 +192,18 @@ class PlacementChoice:
     before: VainAttempt | None
     """The last attempt of this wait that found nobody, as far as noted."""
     unsplit: Unsplit | None
-    """Why the whole sequence runs there; None unless its prompt could have run apart."""
+    """Why all of it runs there; None unless its prompt could have run apart."""
+    split: SplitAfterAll | None
+    """Why only the prompt runs there; None unless it was weighed."""
     _best: Sequence[tuple[tuple[float, str], WorkerView]]
     _looked_at: tuple[Job, Source | None] | None
     """What the terms looked at beside the workers, until they have been computed again."""
     _scored: tuple[ScoredWorker, ...] = ()
+    prefix: PrefixSource | None = None
+    """From whom a part of the prompt's KV is brought there, or why it is not; None if nobody had more of it. It is
+    known once the leg is opened."""
+    brought: PrefixOutcome | None = None
+    """What came of that; None as long as it is not known."""
 
     @property
     def scored(self) -> tuple[ScoredWorker, ...]:
@@ -208,7 +227,7 @@ class PlacementChoice:
         """Returns about how much memory it takes, with the workers as they were."""
         num_named = len(self.left_out.named) + (len(self.before.left_out.named) if self.before else 0)
         num_workers = max(len(self._best), len(self._scored))
-        num_own = 600 if self.unsplit is None else 800
+        num_own = 600 if self.unsplit is None and self.split is None else 800
         return num_own + num_workers * (800 + 32 * len(self.terms)) + 64 * num_named
 
     def _score(self, rank: tuple[float, str], view: WorkerView, job: Job, source: Source | None) -> ScoredWorker:
@@ -259,6 +278,7 @@ def explain_choice(
     left_out: LeftOutWorkers,
     before: VainAttempt | None = None,
     unsplit: Unsplit | None = None,
+    split: SplitAfterAll | None = None,
 ) -> PlacementChoice:
     """Returns the record of a choice. To be called before anything has changed since.
 
@@ -280,6 +300,7 @@ def explain_choice(
         left_out,
         before,
         unsplit,
+        split,
         best,
         (job, source),
     )

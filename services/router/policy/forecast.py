@@ -3,10 +3,12 @@
 A forecast has two kinds of figures. The earliest times are lower bounds throughout, since a request that is refused by
 them must be one that could not have been met. They assume that the work ahead is divided among the workers so that each
 part begins as early as possible, that prompts are found in prefix caches as often as they were so far, and that decode
-steps take as long as those of the fastest worker.
+steps take as long as those of the fastest worker. Where a prompt could run apart from its decode or not, they are those
+of prefill and decode workers together: the work ahead may go either way too.
 
 The expected times assume that the output is as long as others' were, and that its decode steps are shared with all
-sequences under way. Without them a busy cluster would accept more than it can finish, and finish everything late.
+sequences under way, and with prompts where decode workers compute these. Without them a busy cluster would accept more
+than it can finish, and finish everything late.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.router.policy.splitting import Split
 from services.router.policy.views import WorkerView
 
 
@@ -66,10 +69,11 @@ class Ahead:
 class Costs:
     """Holds what the cluster's workers cost at one moment. Make it once for many requests."""
 
-    prefill: _Lane | None
-    """The prefill and mixed workers; None if there is none, or not every one has measured its cost."""
-    whole: _Lane | None
-    """The workers that decode, for prompts that no prefill worker can hold; None as for `prefill`."""
+    usual: tuple[_Way, ...]
+    """The ways of a prompt that a prefill worker can hold, as `--split` has it; none while it is not known what one
+    costs there."""
+    unsplit: tuple[_Way, ...]
+    """As `usual`, for prompts that no prefill worker can hold."""
     prefill_context: int
     """Prompts must have fewer tokens than this to run on prefill workers."""
     decoders: tuple[WorkerView, ...]
@@ -79,14 +83,20 @@ class Costs:
     """Milliseconds of the fastest worker's step with a single sequence."""
 
     @staticmethod
-    def of(workers: Sequence[WorkerView]) -> Costs:
+    def of(workers: Sequence[WorkerView], split: Split = Split.ALWAYS) -> Costs:
         ready = [worker for worker in workers if worker.ready]
         prefillers = [worker for worker in ready if worker.roles.can_prefill]
         decoders = [worker for worker in ready if worker.roles.can_decode]
         quick = [worker for worker in decoders if not worker.ejected] or decoders
+        apart, on_decoders = _ways(prefillers), _ways(decoders, decoders_prefill=True)
+        usual = on_decoders if split is Split.NEVER and decoders else apart
+        if split is Split.AUTO and apart:  # one that has measured no prompt is given none that could be split
+            others = [worker for worker in decoders if not worker.roles.can_prefill]
+            measured = [worker for worker in others if worker.load.ms_per_prefill_token]
+            usual = apart + (_ways([*prefillers, *measured], decoders_prefill=True) if measured else ())
         return Costs(
-            _Lane.of(prefillers),
-            _Lane.of(decoders),
+            usual,
+            on_decoders,
             max((worker.context_tokens for worker in prefillers), default=0),
             tuple(sorted(quick, key=lambda worker: worker.num_sequences / worker.max_num_seqs)),
             min((worker.step_ms(1) for worker in decoders), default=0.0),
@@ -95,23 +105,30 @@ class Costs:
     def forecast(self, work: Work, ahead: Ahead, *, overtakes: bool, enough_s: float = 0.0) -> Forecast | None:
         """Returns the forecast of one request, or None while it is not known what a prompt costs.
 
-        `overtakes` means that it goes before what the workers have queued. The expected time is that of the best
-        worker, or of one that ends within `enough_s`: many forecasts are made in a turn of the event loop.
+        `overtakes` means that it goes before what the workers have queued. The expected time is that of the best way
+        and worker, or of one that ends within `enough_s`: many forecasts are made in a turn of the event loop.
         """
-        lane = self.prefill if work.num_tokens < self.prefill_context else self.whole
-        if lane is None:
+        ways = self.usual if work.num_tokens < self.prefill_context else self.unsplit
+        if not ways:
             return None
-        prompt_ms = work.num_tokens * lane.fastest_ms
-        wait_ms = lane.wait_ms(ahead.num_tokens, overtakes=overtakes)
-        decode_ms = self._decode_ms(work, ahead, enough_s * 1000 - wait_ms - prompt_ms)
+        wait_ms, expected_ms = math.inf, math.inf
+        for way in ways:
+            begins_ms = way.lane.wait_ms(ahead.num_tokens, overtakes=overtakes)
+            wait_ms = min(wait_ms, begins_ms)
+            if expected_ms > enough_s * 1000:
+                begins_ms += work.num_tokens * way.lane.fastest_ms
+                expected_ms = min(
+                    expected_ms, begins_ms + self._decode_ms(work, ahead, way, enough_s * 1000 - begins_ms)
+                )
+        prompt_ms = work.num_tokens * min(way.lane.fastest_ms for way in ways)
         return Forecast(
             wait_s=wait_ms / 1000,
             run_s=(prompt_ms + max(0, work.fewest_output_tokens - 1) * self.lone_step_ms) / 1000,
-            expected_s=(wait_ms + prompt_ms + decode_ms) / 1000,
+            expected_s=expected_ms / 1000,
             alone_s=(prompt_ms + max(0.0, work.output_tokens - 1) * self.lone_step_ms) / 1000,
         )
 
-    def _decode_ms(self, work: Work, ahead: Ahead, enough_ms: float) -> float:
+    def _decode_ms(self, work: Work, ahead: Ahead, way: _Way, enough_ms: float) -> float:
         """Returns the milliseconds of its decode on the worker where it ends first, or on one where they are at most
         `enough_ms`, with its wait for a place in a worker's steps; those ahead are spread evenly."""
         if not self.decoders:
@@ -119,7 +136,8 @@ class Costs:
         further = ahead.num_sequences / len(self.decoders) + 1
         each, fewest_ms = _average(work, ahead), math.inf
         for worker in self.decoders:
-            fewest_ms = min(fewest_ms, _decode_ms(worker, work, each, further, ahead.tokens_left))
+            prefills = way.decoders_prefill or worker.roles.can_prefill
+            fewest_ms = min(fewest_ms, _decode_ms(worker, work, each, further, ahead.tokens_left, prefills=prefills))
             if fewest_ms <= enough_ms:
                 break
         return fewest_ms
@@ -133,12 +151,14 @@ def _average(work: Work, ahead: Ahead) -> Work:
     return Work(math.ceil(prompt_tokens), 0, (ahead.output_tokens + work.output_tokens) / number)
 
 
-def _decode_ms(worker: WorkerView, work: Work, each: Work, further: float, tokens_left: Sequence[float]) -> float:
+def _decode_ms(
+    worker: WorkerView, work: Work, each: Work, further: float, tokens_left: Sequence[float], *, prefills: bool
+) -> float:
     """Returns the milliseconds of the decode of the last of `further` sequences, the others of which are as `each`.
 
     Sequences that the worker cannot run at once begin when others have ended. How many it can run follows from its
     pool: now from what those that run leave of it, and later, when these have ended, from the whole of it. On a worker
-    that prefills too, a prompt takes the place of each that ends, and is computed between the steps.
+    that computes prompts too (`prefills`), one takes the place of each that ends, and is computed between the steps.
     """
     blocks_each = worker.blocks_for(math.ceil(each.num_tokens + each.output_tokens))
     to_grow = worker.num_sequences * each.output_tokens / 2 / worker.block_size  # they are half way, on average
@@ -148,7 +168,7 @@ def _decode_ms(worker: WorkerView, work: Work, each: Work, further: float, token
     num_without_place = worker.num_sequences + further - most_now
     num_running = most_later if num_without_place > 0 else worker.num_sequences + further
     step_ms = worker.step_ms(num_running)
-    if worker.roles.can_prefill:
+    if prefills:
         prompt_ms = each.num_tokens * worker.load.ms_per_prefill_token * _uncached_share(worker)
         step_ms += num_running / max(1.0, each.output_tokens) * prompt_ms
     waited_tokens = 0.0
@@ -165,6 +185,21 @@ def _tokens_until_a_place(number: float, most: int, output_tokens: float, tokens
     rounds, place = divmod(max(0.0, number - 1), most)
     first = tokens_left[int(place / most * len(tokens_left))] if tokens_left else (place + 1) / most * output_tokens
     return rounds * output_tokens + first
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Says where prompts may be computed."""
+
+    lane: _Lane
+    decoders_prefill: bool
+    """Whether decode workers compute prompts between their steps, so that streams wait for them."""
+
+
+def _ways(workers: Sequence[WorkerView], *, decoders_prefill: bool = False) -> tuple[_Way, ...]:
+    """Returns the way of prompts over these workers; none if there is none, or one has not measured its cost."""
+    lane = _Lane.of(workers)
+    return () if lane is None else (_Way(lane, decoders_prefill),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,34 @@
-"""Keeps what a pair's handoffs take that nothing hides: a running average. Pure."""
+"""Keeps what a pair's handoffs take that nothing hides: a running average, and what their bytes take. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from services.router.policy.transfer_rate import TransferRate
 
 MIN_HANDOFFS = 20
 """So many must have been seen before the average is trusted."""
 MEMORY_S = 60.0
-"""An average to which nothing was added for so long is not trusted before the next handoff: a pair that was slow is
-tried again now and then."""
+"""An average or rate to which nothing was added for so long is not trusted before the next handoff: a pair that was
+slow is tried again now and then."""
 
 
 @dataclass(slots=True)
 class HandoffTime:
-    """Averages the newest handoffs of one pair of workers."""
+    """Knows the newest handoffs of one pair of workers.
 
+    Their average says what they take apart from their length: messages, and what the pair's prompts have in common. The
+    rate says it of a prompt of any length, and after the first handoff."""
+
+    token_bytes: int = 0
+    """The KV of one token; 0 if it is not known, and then the rate says nothing."""
+    rate: TransferRate = field(default_factory=TransferRate)
     _num_seen: int = 0
     _average_ms: float = 0.0
     _newest_s: float = 0.0
+    _newest_copy_s: float = 0.0
     _tried_s: float = 0.0
-    """When a prompt was last split because the average was not trusted any more."""
+    """When a prompt was last split because the average or the rate was not trusted any more."""
 
     def observe(self, ms: float, now: float) -> None:
         """Adds a handoff that took so long after both its prompt was computed and its decode worker had admitted it."""
@@ -30,13 +39,44 @@ class HandoffTime:
         self._average_ms += weight * (ms - self._average_ms)
         self._newest_s = now
 
+    def copied(self, num_bytes: int, copy_ms: float, now: float) -> None:
+        """Adds how long a handoff's bytes were copied."""
+        is_old = now - self._newest_copy_s > MEMORY_S
+        rate = TransferRate() if is_old else self.rate  # what was long before would outweigh it
+        if rate.observe(num_bytes, copy_ms):
+            self.rate, self._newest_copy_s = rate, now
+
     def average_ms(self, now: float) -> float | None:
         """Returns the average in milliseconds; None while it is not known."""
-        known = self._num_seen >= MIN_HANDOFFS and now - max(self._newest_s, self._tried_s) <= MEMORY_S
+        known = self._num_seen >= MIN_HANDOFFS and self._is_fresh(self._newest_s, now)
         return self._average_ms if known else None
 
+    def expected_ms(self, num_tokens: float, step_tokens: float, token_ms: float, now: float) -> float | None:
+        """Returns what the handoff of so many tokens is expected to take that nothing hides; None while nothing is
+        known.
+
+        The source computes `step_tokens` at once, each in `token_ms`, and what it has computed is copied meanwhile. So
+        the first of these steps is never hidden, and of a token after it what it takes to copy beyond computing it.
+        """
+        average_ms, copy_ms = self.average_ms(now), self._copy_ms(now)
+        if copy_ms is None:
+            return average_ms
+        first = min(num_tokens, step_tokens)
+        exposed_ms = first * copy_ms + (num_tokens - first) * max(0.0, copy_ms - token_ms)
+        return max(average_ms or 0.0, exposed_ms)
+
     def tried(self, now: float) -> None:
-        """Notes that a prompt is split to see what the pair takes now: until that is known, the old average counts for
-        others."""
-        if self.average_ms(now) is None:
+        """Notes that a prompt is split to see what the pair takes now: until that is known, what was seen before counts
+        for others."""
+        has_rate = self.rate.bytes_per_s is not None
+        if not self._is_fresh(self._newest_s, now) or (has_rate and not self._is_fresh(self._newest_copy_s, now)):
             self._tried_s = now
+
+    def _copy_ms(self, now: float) -> float | None:
+        """Returns how long a token's KV is copied; None while it is not known."""
+        rate = self.rate.bytes_per_s
+        known = rate and self.token_bytes and self._is_fresh(self._newest_copy_s, now)
+        return self.token_bytes / rate * 1000 if rate and known else None
+
+    def _is_fresh(self, newest_s: float, now: float) -> bool:
+        return now - max(newest_s, self._tried_s) <= MEMORY_S

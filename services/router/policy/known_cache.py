@@ -10,10 +10,12 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from services.core.hashing import ShortHash
+from services.core.hashing import PromptHashes, ShortHash
+from services.router.policy.prefix_index import PrefixIndex
 
 _MOST_BLOCKS = 1 << 17
-"""Of one worker: as many as a worker tells at once. 100 bytes each."""
+"""Of one worker: as many as a worker tells at once. 100 bytes each. Of a worker that has more, those are kept that were
+told or used last."""
 _MOST_CONVERSATIONS = 4096
 _EXPECTED_S = 10.0
 """A prompt is expected to be in the cache of the worker that was given it for at least so long, and at most twice, so
@@ -21,6 +23,8 @@ that prompts that begin alike and come together meet; for less, if the worker is
 cache. After that, what the worker has told counts."""
 
 
+_FINENESS = 64
+"""Into so many parts a prompt is divided where many workers are compared."""
 _MOST_TIMES = 4
 """So many times the blocks that a worker can cache are kept of prompts that share blocks."""
 _MOST_ALIKE = 32
@@ -31,11 +35,16 @@ or waits behind them."""
 class KnownCache:
     """Keeps the short hashes of blocks that one worker has, or is about to have."""
 
-    def __init__(self, most_blocks: int, now: float) -> None:
-        """`most_blocks` are those of the worker's pool: it caches no more."""
+    def __init__(self, most_blocks: int, now: float, index: PrefixIndex | None = None) -> None:
+        """`most_blocks` are those of the worker's pool and of what is below: it caches no more. `index` is what
+        it shares with the caches of workers whose blocks are as large; without one it is compared with none."""
+        self.index = PrefixIndex() if index is None else index
+        self.bit = self.index.take_bit()
         self._most_blocks = min(most_blocks, _MOST_BLOCKS)
+        self._has_room = most_blocks <= _MOST_BLOCKS
+        """Whether all that the worker can have is kept."""
         self._told: dict[ShortHash, None] = {}
-        """A set would take up to half as much again."""
+        """A set would take up to half as much again. What was told or used last is last."""
         self._expected, self._expected_before = _Prompts(), _Prompts()
         self._turn_s = now + _EXPECTED_S
         """When what is expected becomes what was expected before, and what was is forgotten."""
@@ -45,17 +54,37 @@ class KnownCache:
         """Returns how many blocks the worker has told of."""
         return len(self._told)
 
-    def tell(self, *, whole: bool, stored: Collection[ShortHash], removed: Iterable[ShortHash]) -> None:
-        """Takes over what the worker tells; `whole` says that it has nothing else.
+    def __contains__(self, hash: ShortHash) -> bool:
+        """Returns whether the worker has told of the block."""
+        return hash in self._told
 
-        What exceeds the worker's pool is left out: it cannot be true.
+    def tell(self, *, whole: bool, stored: Collection[ShortHash], removed: Iterable[ShortHash]) -> None:
+        """Takes over what the worker tells, the newest last; `whole` says that it has nothing else.
+
+        Where it is more than is kept of one worker, what was told or used longest ago is forgotten.
         """
-        told = self._told = {} if whole else self._told
+        if whole:
+            self.index.remove(self.bit, self._told)
+            self._told = {}
+        told = self._told
+        removed = [hash for hash in removed if hash in told]
         for hash in removed:
-            told.pop(hash, None)
-        if len(told) + len(stored) > self._most_blocks:
-            stored = list(itertools.islice(stored, self._most_blocks - len(told)))
+            told.pop(hash, None)  # a worker may say it twice
+        self.index.remove(self.bit, removed)
+        stored = list(itertools.islice(stored, max(0, len(stored) - self._most_blocks), None))
         told.update(dict.fromkeys(stored))
+        self.index.add(self.bit, stored)
+        if (num_excess := len(told) - self._most_blocks) > 0:
+            # Some at once: what has left the front of a dictionary is passed over each time that it is read.
+            forgotten = list(itertools.islice(told, num_excess + self._most_blocks // 64))
+            for hash in forgotten:
+                del told[hash]
+            self.index.remove(self.bit, forgotten)
+
+    def close(self) -> None:
+        """Forgets what the worker has told. To be called when the worker has gone; nothing may be told after it."""
+        self.index.give_back(self.bit, self._told)
+        self.bit, self._told = 0, {}
 
     def expect(self, hashes: Sequence[ShortHash], conversation: str) -> None:
         """Notes that the worker was given a prompt. `hashes` are those of its full blocks, in order; `conversation` is
@@ -64,11 +93,22 @@ class KnownCache:
         if max(expected.num_blocks, expected.num_hashes // _MOST_TIMES) + len(hashes) > self._most_blocks:
             self._turn()
         self._expected.add(hashes[: self._most_blocks])
+        if not self._has_room:
+            self._use(hashes)
         if conversation:
             self._conversations.pop(conversation, None)
             self._conversations[conversation] = None
             if len(self._conversations) > _MOST_CONVERSATIONS:
                 del self._conversations[next(iter(self._conversations))]
+
+    def _use(self, hashes: Sequence[ShortHash]) -> None:
+        """Has the blocks be forgotten later, those at the beginning of the prompt last: without them the others count
+        for nothing. A worker does not tell again of what it has told of."""
+        told = self._told
+        for hash in reversed(hashes):
+            if hash in told:
+                del told[hash]
+                told[hash] = None
 
     def tick(self, now: float) -> None:
         """Forgets what was expected long ago. To be called now and then."""
@@ -76,38 +116,91 @@ class KnownCache:
             self._turn()
             self._turn_s = now + _EXPECTED_S
 
-    def num_blocks(self, hashes: Sequence[ShortHash], guess: int = 0) -> int:
-        """Returns how many of a prompt's first blocks are known or expected to be there. `guess` is how many others
-        have: that is looked at first."""
-        if not hashes:
+    def num_blocks(self, hashes: Sequence[ShortHash]) -> int:
+        """Returns how many of a prompt's first blocks are known or expected to be there."""
+        return self._with_expected(hashes, self._num_told(hashes, 0, len(hashes), 0)) if hashes else 0
+
+    def num_told(self, hashes: Sequence[ShortHash]) -> int:
+        """Returns how many of a prompt's first blocks the worker has said that it has."""
+        return self._num_told(hashes, 0, len(hashes), 0) if hashes else 0
+
+    def has_conversation(self, conversation: str) -> bool:
+        return conversation in self._conversations
+
+    def _num_told(self, hashes: Sequence[ShortHash], low: int, high: int, tolerance: int) -> int:
+        """Returns how many of a prompt's first blocks the worker has told of, or up to `tolerance` fewer. It has the
+        first `low`, and has not the one after the first `high`."""
+        # Whoever has a block has, but for rare cases, those before it: they are evicted later. So there is one place
+        # from which on all are missing. Most workers have nothing, or all of it.
+        told = self._told
+        if not low and hashes[0] not in told:
             return 0
+        if high == len(hashes) and hashes[-1] in told:
+            return high
+        while high - low > tolerance:
+            middle = (low + high) // 2
+            if hashes[middle] in told:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _with_expected(self, hashes: Sequence[ShortHash], known: int) -> int:
+        """Returns how many of a prompt's first blocks are known or expected, if the worker has told of `known`."""
         first = hashes[0]
-        known = self._num_told(hashes, guess) if first in self._told else 0
         for prompts in (self._expected, self._expected_before):
             if alike := prompts.by_first.get(first):
                 known = _extended(hashes, known, alike)
         return known
 
-    def has_conversation(self, conversation: str) -> bool:
-        return conversation in self._conversations
-
-    def _num_told(self, hashes: Sequence[ShortHash], guess: int) -> int:
-        """Returns how many of the blocks the worker has told of, which has the first of them."""
-        # Whoever has a block has, but for rare cases, those before it: they are evicted later. So there is one place
-        # from which on all are missing. Most workers have nothing, all of it, or what many prompts begin with, and so
-        # as much as another: three looks tell. Else a prompt of two thousand blocks is looked up a dozen times.
-        told, low, high = self._told, 1, len(hashes)
-        middle, is_first = max(1, min(guess, high - 1)), True
-        while low < high:
-            if hashes[middle] in told:
-                low = middle + 1
-            else:
-                high = middle
-            middle, is_first = high - 1 if is_first else (low + high) // 2, False
-        return low
-
     def _turn(self) -> None:
         self._expected_before, self._expected = self._expected, _Prompts()
+
+
+def num_blocks_of(caches: Sequence[KnownCache], hashes: Sequence[ShortHash]) -> list[int]:
+    """Returns `num_blocks` of each of the caches, which share an index, or up to a 64th of the prompt less.
+
+    Where a hundred workers know a long prompt to different depths, the exact numbers take a dozen looks at the memory
+    of each, and a 64th of a prompt decides nothing. It is exact for a worker that has nothing or all of it, and below
+    64 blocks.
+    """
+    if not hashes:
+        return [0] * len(caches)
+    prompt = hashes if isinstance(hashes, PromptHashes) else PromptHashes(hashes)
+    tolerance = len(prompt) // _FINENESS
+    places = {cache.bit: place for place, cache in enumerate(caches)}
+    found = [0] * len(caches)
+    for low, high, some in caches[0].index.ranges(prompt, sum(places)):
+        if not low and high <= tolerance:
+            continue  # most workers have nothing of a prompt, and are not looked at one by one
+        while some:
+            bit = some & -some
+            some ^= bit
+            place = places[bit]
+            found[place] = caches[place]._num_told(prompt, low, high, tolerance)
+    first = prompt[0]
+    for place, cache in enumerate(caches):
+        if first in cache._expected.by_first or first in cache._expected_before.by_first:
+            found[place] = cache._with_expected(prompt, found[place])
+    return found
+
+
+def most_told(caches: Sequence[KnownCache], hashes: Sequence[ShortHash], number: int) -> list[tuple[int, int]]:
+    """Returns (place, number of the prompt's first blocks) of up to `number` of the caches, which share an index, that
+    have told of most of the prompt; none if nobody has anything, or no more than a 64th of it."""
+    if not hashes:
+        return []
+    prompt = hashes if isinstance(hashes, PromptHashes) else PromptHashes(hashes)
+    tolerance = len(prompt) // _FINENESS
+    places = {cache.bit: place for place, cache in enumerate(caches)}
+    *_, (low, high, some) = caches[0].index.ranges(prompt, sum(places))
+    found: list[tuple[int, int]] = []
+    while some and len(found) < number and (low or high > tolerance):
+        bit = some & -some
+        some ^= bit
+        if num_blocks := caches[places[bit]]._num_told(prompt, low, high, tolerance):
+            found.append((places[bit], num_blocks))
+    return found
 
 
 class _Prompts:

@@ -3,9 +3,11 @@
 Owns: who is whose peer, when a worker counts as slow, and for how long it is ejected. Never: what is placed where. An
 ejected worker is given nothing new as long as another worker can take it (`cluster.py`).
 
-A worker's peers are the ready workers of its model with the same roles, fingerprint and hardware. What they have
-measured of themselves is compared as if all had declared the same capacity: half of the capacity may take twice the
-time. Since at least two peers are needed, and no ejected worker is one, the last workers of a role are never ejected.
+A worker's peers are the ready workers of its model with the same roles, fingerprint and hardware. Compared are the
+averages of their newest steps, by their tokens and what these attend to (`StepAverage.most_ms`): a worker whose step
+has twice as much of either as a peer's may take twice the peer's time. So may half of the capacity, as all declare it.
+Workers that do not report such averages are not judged, and judge nobody. Since at least two peers are needed, and no
+ejected worker is one, the last workers of a role are never ejected.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import statistics
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.router.policy.views import Role, WorkerView
+from services.core.step_average import StepAverage
+from services.router.policy.views import Load, Role, WorkerView
 
 
 def is_slow_factor(value: float) -> bool:
@@ -24,24 +27,21 @@ def is_slow_factor(value: float) -> bool:
 
 @dataclass(frozen=True)
 class OutlierConfig:
-    slow_factor: float = 0.0
-    """A worker is slow whose step takes this many times the median of its peers'; 0 if none is to be ejected. It is the
-    default, since steps are compared by their sequences and not by the lengths of these: long contexts look slow."""
+    slow_factor: float = 2.0
+    """A worker is slow whose step takes this many times the median of its peers'; 0 if none is to be ejected."""
     interval_s: float = 1.0
     """How often workers are compared."""
     sustained_s: float = 5.0
     """A worker is ejected after it has been slow for so long, in each comparison..."""
     fewest_steps: int = 20
-    """...and in so many steps. One step that took fifty times as long weighs less than a doubling after these."""
+    """...and in so many steps, in which at least `fewest_peers` have made as many. One step that
+    took long is less than a doubling by then (`StepAverage`)."""
     fewest_peers: int = 2
     """With one peer, nobody could say which of the two is at fault."""
     most_peers: int = 16
     """How many peers a worker is compared with at most."""
     most_ejected: float = 0.5
     """The largest share of workers that are peers of each other, the ejected ones included, that is ejected at once."""
-    similar_steps: float = 2.0
-    """Costs of prompts are compared only between workers whose steps differ in prompt tokens by at most this factor:
-    what a step costs whatever it computes is shared by its tokens."""
     base_ejection_s: float = 30.0
     """How long the first ejection lasts; each further one lasts twice as long."""
     max_ejection_s: float = 300.0
@@ -56,7 +56,7 @@ class Slowness:
     """What takes so long, in words for people."""
     ms: float
     peers_ms: float
-    """The median of its peers', as for a worker of its capacity."""
+    """The median of its peers', as for a worker of its capacity and a step like its own."""
 
     @property
     def factor(self) -> float:
@@ -82,11 +82,25 @@ class Ejection:
 
 
 @dataclass(slots=True)
+class _SlowSince:
+    """Keeps since when a worker has been found slow, in each comparison."""
+
+    at_s: float
+    num_steps: dict[str, int] = field(default_factory=dict)
+    """How many steps it, and each of its peers, had made by then, or when it became its peer."""
+
+    def note(self, phase: Role, views: Iterable[WorkerView]) -> None:
+        made = {view.worker_id: _newest(phase, view.load).num_steps for view in views}
+        # A new process of a worker counts from 0.
+        self.num_steps = {name: min(steps, self.num_steps.get(name, steps)) for name, steps in made.items()}
+
+
+@dataclass(slots=True)
 class _Record:
     """Keeps what is remembered of one worker."""
 
-    slow_since: dict[Role, tuple[float, int]] = field(default_factory=dict)
-    """The time and the number of steps at which each phase was first found slow, if it has been since."""
+    slow_since: dict[Role, _SlowSince] = field(default_factory=dict)
+    """Of each phase in which it was slow in the last comparison."""
     ejection: Ejection | None = None
     num_ejections: int = 0
     """Ejections without a long time between them."""
@@ -162,19 +176,31 @@ class OutlierDetection:
 
     def _lasting(self, view: WorkerView, peers: Sequence[WorkerView], now: float) -> Slowness | None:
         """Returns by what the worker is slow, and has been for long enough; else None."""
-        config, record = self._config, self._records.setdefault(view.worker_id, _Record())
-        for phase, steps, measure in (
-            (Role.PREFILL, view.load.num_prefill_steps, _prefill_slowness),
-            (Role.DECODE, view.load.num_decode_steps, _decode_slowness),
-        ):
-            slowness = measure(view, peers, config) if phase in view.roles else None
-            if slowness is None or slowness.factor < config.slow_factor:
+        record = self._records.setdefault(view.worker_id, _Record())
+        for phase in (Role.PREFILL, Role.DECODE):
+            if phase not in view.roles:
+                continue
+            if self._slowness(phase, view, peers) is None:
                 record.slow_since.pop(phase, None)
                 continue
-            since_s, since_steps = record.slow_since.setdefault(phase, (now, steps))
-            if now - since_s >= config.sustained_s and steps - since_steps >= config.fewest_steps:
+            since = record.slow_since.setdefault(phase, _SlowSince(now))
+            since.note(phase, (view, *peers))
+            if now - since.at_s < self._config.sustained_s or not self._is_proven(since, phase, view):
+                continue
+            # Who has done nothing since then speaks of another time, when everything may have been quicker.
+            fresh = [peer for peer in peers if self._is_proven(since, phase, peer)]
+            if (slowness := self._slowness(phase, view, fresh)) is not None:
                 return slowness
         return None
+
+    def _slowness(self, phase: Role, view: WorkerView, peers: Iterable[WorkerView]) -> Slowness | None:
+        """Returns how slow the worker is; None if it is not, or nobody can say."""
+        found = _slowness(phase, view, peers, self._config.fewest_peers)
+        return found if found is not None and found.factor >= self._config.slow_factor else None
+
+    def _is_proven(self, since: _SlowSince, phase: Role, view: WorkerView) -> bool:
+        """Returns whether the worker has made enough steps since the comparison that began it."""
+        return _newest(phase, view.load).num_steps - since.num_steps[view.worker_id] >= self._config.fewest_steps
 
     def _eject(self, worker_id: str, slowness: Slowness, now: float) -> None:
         config, record = self._config, self._records[worker_id]
@@ -191,37 +217,22 @@ def _peers(active: Sequence[WorkerView], at: int, most: int) -> list[WorkerView]
     return [active[(at + step) % len(active)] for step in range(1, min(len(active), most + 1))]
 
 
-def _prefill_slowness(view: WorkerView, peers: Sequence[WorkerView], config: OutlierConfig) -> Slowness | None:
-    like = [peer for peer in peers if view.load.has_steps_like(peer.load, config.similar_steps)]
-    return _slowness("a prompt token", view, like, lambda each: each.load.ms_per_prefill_token, config)
+def _newest(phase: Role, load: Load) -> StepAverage:
+    """Returns what the worker's newest steps of the phase were like."""
+    return load.prefill_step if phase is Role.PREFILL else load.decode_step
 
 
-def _decode_slowness(view: WorkerView, peers: Sequence[WorkerView], config: OutlierConfig) -> Slowness | None:
-    """Compares steps of as many sequences as the worker has, and as its peers have: what a worker says of a batch far
-    from those that it has run is a guess. The comparison by which it is less slow counts."""
-    if len(peers) < config.fewest_peers:
+def _slowness(phase: Role, view: WorkerView, peers: Iterable[WorkerView], fewest: int) -> Slowness | None:
+    """Returns None if the worker has not said what its steps are like, or fewer than `fewest` of its peers have."""
+    mine = _newest(phase, view.load)
+    peers_ms = [ms * peer.capacity for peer in peers if (ms := _newest(phase, peer.load).most_ms(mine))]
+    if not (mine.ms and mine.tokens and mine.attended_tokens) or len(peers_ms) < fewest:
         return None
-    batches = {max(1.0, float(view.load.num_running)), max(1.0, statistics.median(p.load.num_running for p in peers))}
-    found = (_step_slowness(batch, view, peers, config) for batch in sorted(batches))
-    return min((each for each in found if each is not None), key=lambda each: each.factor, default=None)
-
-
-def _step_slowness(
-    batch: float, view: WorkerView, peers: Sequence[WorkerView], config: OutlierConfig
-) -> Slowness | None:
-    return _slowness(f"a decode step of {batch:.0f}", view, peers, lambda each: each.step_ms(batch), config)
-
-
-def _slowness(
-    what: str,
-    view: WorkerView,
-    peers: Iterable[WorkerView],
-    cost_ms: Callable[[WorkerView], float],
-    config: OutlierConfig,
-) -> Slowness | None:
-    """Returns None if the worker has measured nothing, or too few of its peers have."""
-    measured = [ms * peer.capacity for peer in peers if (ms := cost_ms(peer))]
-    if not cost_ms(view) or len(measured) < config.fewest_peers:
-        return None
+    what = "a step with prompts" if phase is Role.PREFILL else "a decode step"
+    each = mine.attended_tokens / mine.tokens
     # Of two, the slower one: else one that says it is very fast would make an outlier of everybody else.
-    return Slowness(what, cost_ms(view), statistics.median_high(measured) / view.capacity)
+    return Slowness(
+        f"{what}, of {mine.tokens:.0f} tokens that attend to {each:.0f} each,",
+        mine.ms,
+        statistics.median_high(peers_ms) / view.capacity,
+    )

@@ -9,13 +9,15 @@ by worker id. All presets (`presets.py`) are weights for this one scorer.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.core.errors import ContextLengthExceeded
 from services.router.policy.cluster import Room, WorkerSubset, import_blocks, unblamed
 from services.router.policy.explanation import MOST_SCORED, LeftOut, LeftOutWorkers, Ranking, WhyNot
-from services.router.policy.terms import Comparison, PolicyConfig, Term
+from services.router.policy.shares import OVER_SHARE_LINE
+from services.router.policy.terms import PARK_TERMS, Comparison, PolicyConfig, Term
 from services.router.policy.views import HandoffsInFlight, Job, Role, Source, WorkerView
 
 
@@ -53,7 +55,7 @@ def place_prefill(
     """
     able = _with_decode_room(job, workers, handoffs_in_flight)
     candidates = [worker for worker in able if _has_prefill_room(job, worker, config)]
-    return _best(candidates, job, None, now, config.prefill_terms, ranking)
+    return _best(candidates, job, None, now, config.prefill_terms, ranking, workers.lenders(config))
 
 
 def shortest_queue(job: Job, workers: WorkerSubset, handoffs_in_flight: HandoffsInFlight) -> WorkerView | None:
@@ -73,7 +75,7 @@ def _with_decode_room(job: Job, workers: WorkerSubset, handoffs_in_flight: Hando
         if start.worker_id in job.kept_off:
             continue
         worker = workers.view(start.worker_id)
-        if worker.roles is not Role.MIXED and handoffs_in_flight:
+        if worker.roles is not Role.MIXED and (handoffs_in_flight or job.headroom):
             key = (start.room, worker.block_size)
             if key not in decode_room:
                 decode_room[key] = _has_decode_room(job, worker, start.room, handoffs_in_flight)
@@ -89,13 +91,22 @@ def place_decode(
     now: float,
     config: PolicyConfig,
     ranking: Ranking | None = None,
+    lenders: Collection[WorkerView] = (),
 ) -> str | None:
-    """Returns the worker that takes over the handoff of `source` (None: runs the whole sequence), or None to wait.
+    """Returns the worker that takes over the handoff of `source` (None: runs prompt and output), or None to wait.
 
-    `able` has the workers of `WorkerSubset.able` that may be asked. `ranking` is given the candidates.
+    `able` has the workers of `WorkerSubset.able` that may be asked. `ranking` is given the candidates. `lenders` are
+    those of `WorkerSubset.lenders`, for a prompt that is to be computed there.
     """
     candidates = [worker for worker in _tried(unblamed(able, job), source) if _has_room_to_decode(job, source, worker)]
-    return _best(candidates, job, source, now, config.decode_terms, ranking)
+    return _best(candidates, job, source, now, config.decode_terms, ranking, lenders)
+
+
+def place_park(
+    job: Job, source: Source, stores: list[WorkerView], now: float, ranking: Ranking | None = None
+) -> str | None:
+    """Returns the store that takes the handoff over, of those that could and have room; None if there is none."""
+    return _best(_tried(stores, source), job, source, now, PARK_TERMS, ranking)
 
 
 def nearest_to_room(job: Job, source: Source | None, able: list[WorkerView]) -> str | None:
@@ -131,7 +142,7 @@ def nearest_start(job: Job, workers: WorkerSubset, config: PolicyConfig) -> Near
         return None
     source = target = min(able, key=_by_room)
     if source.roles is not Role.MIXED:
-        where = Source(source.worker_id, source.host_id, source.fingerprint)
+        where = source.as_source
         target = min(_tried(unblamed(workers.able(job, where), job), where), key=_by_room)
     return NearestStart(
         source.worker_id,
@@ -162,21 +173,35 @@ def _has_room_to_decode(job: Job, source: Source | None, worker: WorkerView) -> 
         return True  # adoption in place takes no new blocks
     if worker.idle:
         return True
-    return worker.available_blocks >= import_blocks(job, worker) and worker.num_sequences < worker.max_num_seqs
+    num_blocks, num_places = import_blocks(job, worker), min(job.num_answers, worker.max_num_seqs)
+    places = worker.max_num_seqs - worker.num_sequences
+    return worker.available_blocks >= num_blocks + kept_for_others(
+        job, worker.num_blocks, num_blocks
+    ) and places >= num_places + kept_for_others(job, worker.max_num_seqs, num_places)
+
+
+def kept_for_others(job: Job, room: int, needed: int) -> int:
+    """Returns how much of some room the job must leave to other tenants. It is at most half of what the job does not
+    need itself: else one that needs most of a worker had to wait until nobody else has anything there."""
+    return min(math.ceil(job.headroom * room), max(0, room - needed + 1) // 2) if job.headroom else 0
 
 
 def _has_prefill_room(job: Job, worker: WorkerView, config: PolicyConfig) -> bool:
     if worker.idle:
         return True
+    num_blocks = worker.blocks_for(job.num_tokens)
+    most_tokens = config.max_queued_tokens * (OVER_SHARE_LINE if job.headroom else 1.0)
     return (
-        worker.available_blocks >= worker.blocks_for(job.num_tokens) and worker.queued_tokens < config.max_queued_tokens
+        worker.available_blocks >= num_blocks + kept_for_others(job, worker.num_blocks, num_blocks)
+        and worker.queued_tokens < most_tokens
     )
 
 
 def _has_decode_room(job: Job, source: WorkerView, takers: Room, handoffs_in_flight: HandoffsInFlight) -> bool:
     """Returns whether the handoff of a prefill on `source` could be taken over, after those in flight."""
     taken = handoffs_in_flight.num_blocks(source.block_size)
-    return takers.num_blocks - taken >= import_blocks(job, source)
+    num_blocks = import_blocks(job, source)
+    return takers.num_blocks - taken >= num_blocks + kept_for_others(job, takers.size, num_blocks)
 
 
 def _best(
@@ -186,11 +211,15 @@ def _best(
     now: float,
     terms: Sequence[tuple[float, Term]],
     ranking: Ranking | None = None,
+    lenders: Collection[WorkerView] = (),
 ) -> str | None:
     if not candidates:
         return None
 
-    scored = [(weight, term.among(candidates, job) if isinstance(term, Comparison) else term) for weight, term in terms]
+    scored = [
+        (weight, term.among(candidates, job, lenders) if isinstance(term, Comparison) else term)
+        for weight, term in terms
+    ]
 
     scores = [0.0] * len(candidates)
     for weight, term in scored:
@@ -249,6 +278,8 @@ def left_out_of_decode(
             why = WhyNot.BLAMED
         elif worker.worker_id not in tried:
             why = WhyNot.UNTRIED
+        elif job.headroom and _has_room_to_decode(replace(job, headroom=0.0), source, worker):
+            why = WhyNot.OVER_SHARE
         else:
             lacks_blocks = worker.available_blocks < import_blocks(job, worker)
             why = WhyNot.NO_BLOCKS if lacks_blocks else WhyNot.FULL_BATCH
@@ -258,6 +289,9 @@ def left_out_of_decode(
 def _why_no_start(job: Job, worker: WorkerView, config: PolicyConfig) -> WhyNot:
     if worker.worker_id in job.kept_off:
         return WhyNot.KEPT
+    alone = replace(job, headroom=0.0)
+    if job.headroom and _has_prefill_room(alone, worker, config) and not _has_prefill_room(job, worker, config):
+        return WhyNot.OVER_SHARE
     if _has_prefill_room(job, worker, config):
         return WhyNot.NO_DECODE_ROOM
     lacks_blocks = worker.available_blocks < worker.blocks_for(job.num_tokens)

@@ -11,10 +11,10 @@ worker decodes, if it does: the sequence stays there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.core.errors import ConfigError
 from services.router.policy.terms import (
-    LOOKING_AT_PROMPTS,
     PolicyConfig,
     Term,
     conversation_or_prefix,
@@ -42,8 +42,8 @@ DEFAULT = "pressure"
 
 def _preset(prefill: Terms, decode: Terms) -> PolicyConfig:
     decode = ((8.0, in_place), *decode)
-    looks = any(term in LOOKING_AT_PROMPTS for _, term in (*prefill, *decode))
-    return PolicyConfig(hash_prompts=looks, prefill_terms=prefill, decode_terms=decode)
+    policy = PolicyConfig(prefill_terms=prefill, decode_terms=decode)
+    return replace(policy, hash_prompts=policy.looks_at_prompts)
 
 
 def _alike(*terms: tuple[float, Term]) -> PolicyConfig:

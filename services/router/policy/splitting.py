@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.router.policy.views import Job, WorkerView
@@ -37,14 +38,22 @@ DEFAULT_SPLIT = Split.ALWAYS
 it is shown to hold for real workers."""
 
 
-class WhyWhole(enum.Enum):
-    """Says what weighed most for running a sequence as a whole; the values are words for people."""
+class WhyUnsplit(enum.Enum):
+    """Says what weighed most for not splitting a sequence; the values are words for people."""
 
     QUEUE = "prompts wait at the prefill workers"
     PREFIX = "more of the prompt is cached at the decode worker"
     HANDOFF = "the handoff would take longer than the prompt delays others"
     SPEED = "the decode worker computes prompts faster"
     NEVER = "--split never"
+
+
+class WhySplit(enum.Enum):
+    """Says why a prompt runs apart under `Split.AUTO`; the values are words for people."""
+
+    CHEAPER = "it costs less"
+    NO_ROOM = "no decode worker has room for all of it beside the handoffs on their way"
+    UNKNOWN = "what a prompt costs is not yet measured at both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +66,15 @@ class SplitCosts:
     """To compute there what its prefix cache lacks."""
     handoff_ms: float
     """From there to the decode worker, as far as nothing hides it; 0 while it is not known."""
-    whole_queue_ms: float
+    unsplit_queue_ms: float
     """Until the prompt's turn at the decode worker, and what its sequences add to the prompt's step."""
-    whole_prefill_ms: float
+    unsplit_prefill_ms: float
     """To compute there what its prefix cache lacks."""
     disturbance_ms: float
     """What the sequences there wait for that, all together, and weighted: see `split_costs`."""
     cached_tokens: int
     """Tokens of the prompt that the prefill worker need not compute."""
-    whole_cached_tokens: int
+    unsplit_cached_tokens: int
     """Those that the decode worker need not compute."""
 
     @property
@@ -73,21 +82,21 @@ class SplitCosts:
         return self.queue_ms + self.prefill_ms + self.handoff_ms
 
     @property
-    def whole_ms(self) -> float:
-        return self.whole_queue_ms + self.whole_prefill_ms + self.disturbance_ms
+    def unsplit_ms(self) -> float:
+        return self.unsplit_queue_ms + self.unsplit_prefill_ms + self.disturbance_ms
 
     @property
     def splits(self) -> bool:
-        return self.split_ms <= self.whole_ms
+        return self.split_ms <= self.unsplit_ms
 
     @property
-    def why_whole(self) -> WhyWhole:
-        """Returns what speaks most for the whole sequence on the decode worker."""
-        has_more = self.whole_cached_tokens > self.cached_tokens
+    def why_unsplit(self) -> WhyUnsplit:
+        """Returns what speaks most for running all of it on the decode worker."""
+        has_more = self.unsplit_cached_tokens > self.cached_tokens
         savings = {
-            WhyWhole.HANDOFF: self.handoff_ms,
-            WhyWhole.PREFIX if has_more else WhyWhole.SPEED: self.prefill_ms - self.whole_prefill_ms,
-            WhyWhole.QUEUE: self.queue_ms - self.whole_queue_ms,
+            WhyUnsplit.HANDOFF: self.handoff_ms,
+            WhyUnsplit.PREFIX if has_more else WhyUnsplit.SPEED: self.prefill_ms - self.unsplit_prefill_ms,
+            WhyUnsplit.QUEUE: self.queue_ms - self.unsplit_queue_ms,
         }
         return max(savings, key=savings.__getitem__)
 
@@ -98,23 +107,23 @@ def split_costs(
     """Returns what it costs to run the prompt on `source` and hand it over, and to run all of it on `target`; None
     while either has not measured what a prompt costs.
 
-    `handoff_ms` is the pair's measured average; None while it is not known. A sequence that waits shares the delay
-    among its tokens, which are `output_tokens` as a rule; 1 while that is not known, which counts for splitting.
+    `handoff_ms` is what the handoff is expected to take; None while that is not known. A sequence that waits shares the
+    delay among its tokens, which are `output_tokens` as a rule; 1 while that is not known, which counts for splitting.
     """
     if (ms := _token_ms(source, target)) is None:
         return None
     source_ms, target_ms = ms
-    cached, whole_cached = _cached_tokens(job, source), _cached_tokens(job, target)
-    whole_prefill_ms = (job.num_tokens - whole_cached) * target_ms
+    uncached, unsplit_uncached = source.uncached_tokens(job), target.uncached_tokens(job)
+    unsplit_prefill_ms = unsplit_uncached * target_ms
     return SplitCosts(
         queue_ms=source.queued_tokens * source_ms,
-        prefill_ms=(job.num_tokens - cached) * source_ms,
+        prefill_ms=uncached * source_ms,
         handoff_ms=handoff_ms or 0.0,
-        whole_queue_ms=_whole_queue_ms(target, target_ms),
-        whole_prefill_ms=whole_prefill_ms,
-        disturbance_ms=_disturbance(target, output_tokens) * whole_prefill_ms,
-        cached_tokens=cached,
-        whole_cached_tokens=whole_cached,
+        unsplit_queue_ms=_unsplit_queue_ms(target, target_ms),
+        unsplit_prefill_ms=unsplit_prefill_ms,
+        disturbance_ms=_disturbance(target, output_tokens) * unsplit_prefill_ms,
+        cached_tokens=job.num_tokens - uncached,
+        unsplit_cached_tokens=job.num_tokens - unsplit_uncached,
     )
 
 
@@ -124,24 +133,40 @@ class BreakEven:
 
     prefill_id: str
     decode_id: str
+    """The worker that a handoff would go to. An unsplit sequence may be given another."""
     tokens: float
-    """Prompts with fewer uncached tokens had better run as a whole: 0 if none had, infinite if all had."""
+    """Prompts with fewer uncached tokens had better not be split: 0 if none had, infinite if all had."""
     handoff_ms: float | None
+    """What the handoff of such a prompt takes, or of a step's tokens where no prompt is long enough; None while that is
+    not known."""
+
+
+_MOST_TOKENS = 2.0**40
+"""Where splitting does not pay for a prompt of so many, it pays for none."""
 
 
 def break_even(
-    source: WorkerView, target: WorkerView, handoff_ms: float | None, output_tokens: float
+    source: WorkerView, target: WorkerView, handoff_ms: Callable[[float], float | None], output_tokens: float
 ) -> BreakEven | None:
     """Returns the break-even between the two workers, by the same costs; None while it is not known what a prompt costs
-    there."""
+    there. `handoff_ms` returns what the handoff of so many tokens is expected to take."""
     if (ms := _token_ms(source, target)) is None:
         return None
     source_ms, target_ms = ms
-    saved_ms = source.queued_tokens * source_ms + (handoff_ms or 0.0) - _whole_queue_ms(target, target_ms)
+    saved_ms = source.queued_tokens * source_ms - _unsplit_queue_ms(target, target_ms)
     token_ms = (1 + _disturbance(target, output_tokens)) * target_ms - source_ms
-    most = saved_ms / token_ms if token_ms > 0 else math.inf
-    tokens = most if saved_ms > 0 else 0.0
-    return BreakEven(source.worker_id, target.worker_id, tokens, handoff_ms)
+
+    def pays(tokens: float) -> bool:
+        return saved_ms + (handoff_ms(tokens) or 0.0) <= tokens * token_ms
+
+    # Of a slow pair a few tokens may pay, more not, and many again, since those are copied while others are computed.
+    fewer, tokens = 0.0, _MOST_TOKENS if pays(_MOST_TOKENS) else math.inf
+    while math.isfinite(tokens) and tokens - fewer > 0.01:
+        middle = (fewer + tokens) / 2
+        fewer, tokens = (fewer, middle) if pays(middle) else (middle, tokens)
+    tokens = tokens if fewer or math.isinf(tokens) else 0.0
+    shown = handoff_ms(source.load.tokens_per_prefill_step if math.isinf(tokens) else tokens)
+    return BreakEven(source.worker_id, target.worker_id, tokens, shown)
 
 
 def _token_ms(source: WorkerView, target: WorkerView) -> tuple[float, float] | None:
@@ -160,7 +185,7 @@ def _token_ms(source: WorkerView, target: WorkerView) -> tuple[float, float] | N
     return (many.ms_per_prefill_token,) * 2 if source.hardware == target.hardware else None
 
 
-def _whole_queue_ms(target: WorkerView, token_ms: float) -> float:
+def _unsplit_queue_ms(target: WorkerView, token_ms: float) -> float:
     return target.queued_tokens * token_ms + target.num_sequences * target.load.ms_per_decode_sequence
 
 
@@ -168,8 +193,3 @@ def _disturbance(target: WorkerView, output_tokens: float) -> float:
     """Returns what a millisecond of a prompt costs the sequences there. The one that comes next counts too: else an
     idle worker would be given the longest prompts."""
     return TPOT_WEIGHT * (target.num_sequences + 1) / max(1.0, output_tokens)
-
-
-def _cached_tokens(job: Job, worker: WorkerView) -> int:
-    """Returns the tokens that the worker need not compute, as far as it is known what its prefix cache has."""
-    return min(worker.cached_blocks(job), (job.num_tokens - 1) // worker.block_size) * worker.block_size

@@ -10,11 +10,12 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.core.errors import ConfigError
-from services.router.policy.views import Job, Role, Source, WorkerView
+from services.router.policy.bringing import brought_tokens, lent_by
+from services.router.policy.views import Job, Role, Source, WorkerView, cached_blocks
 
 Term = Callable[[WorkerView, Job, Source | None, float], float]
 """Maps (worker, job, source of the handoff if there is one, now) to a score in [0, 1]; higher is better."""
@@ -63,16 +64,28 @@ def near(worker: WorkerView, job: Job, source: Source | None, now: float) -> flo
 
 
 def quick_handoff(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-    """Falls with what handoffs between the two have taken that nothing hid, on average: it is 1 up to 50 ms, and a half
-    at 100 ms. It is 1 as well in place, and while that is not known, so that every pair is tried."""
+    """Falls with what the handoff between the two is expected to take that nothing hides, by those before it and by
+    what its blocks take at the pair's rate: it is 1 up to 50 ms, and a half at 100 ms. It is 1 as well in place, and
+    while that is not known, so that every pair is tried."""
     time = worker.handoff_times.get(source.worker_id) if source is not None else None
-    ms = time.average_ms(now) if time is not None else None
+    if source is None or time is None:
+        return 1.0
+    ms = time.expected_ms(job.num_tokens, source.step_tokens, source.token_ms, now)
+    if ms is None or ms <= _HANDOFF_SCALE_MS:
+        return 1.0
+    # Only now it is looked up what the worker need not copy: few pairs are so slow.
+    ms = time.expected_ms(worker.uncached_tokens(job), source.step_tokens, source.token_ms, now)
     return 1.0 if ms is None or ms <= _HANDOFF_SCALE_MS else _HANDOFF_SCALE_MS / ms
 
 
 def trusted(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
     """Returns less than 1 after a failure, and in the slow start of a worker that was down; it grows with time."""
     return 1.0 if worker.ramp is None else worker.ramp.at(now)
+
+
+PARK_TERMS: tuple[tuple[float, Term], ...] = ((2.0, near), (1.0, free_memory), (1.0, trusted))
+"""What a store is chosen by: one on the source's host is best, since most of the time the bytes need not leave it; then
+the one with the most memory left."""
 
 
 def same_conversation(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
@@ -127,21 +140,26 @@ class Comparison:
 
     __name__: str
 
-    def __init__(self, compare: Callable[[Sequence[WorkerView], Job], Mapping[str, float]]) -> None:
-        """`compare` maps (candidates, job) to scores in [0, 1] by worker id."""
+    def __init__(
+        self, compare: Callable[[Sequence[WorkerView], Job, Collection[WorkerView]], Mapping[str, float]]
+    ) -> None:
+        """`compare` maps (candidates, job, lenders) to scores in [0, 1] by worker id; the lenders are those from whom
+        the candidates could bring a part of the prompt."""
         self._compare = compare
         functools.update_wrapper(self, compare)
 
     def __call__(self, worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
         return self.scores([worker], job)[worker.worker_id]
 
-    def scores(self, workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+    def scores(
+        self, workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView] = ()
+    ) -> Mapping[str, float]:
         """Returns the score of each of these workers, by worker id."""
-        return self._compare(workers, job)
+        return self._compare(workers, job, lenders)
 
-    def among(self, workers: Sequence[WorkerView], job: Job) -> Term:
+    def among(self, workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView] = ()) -> Term:
         """Returns the term that scores these workers, which are all candidates for the job."""
-        scores = self.scores(workers, job)
+        scores = self.scores(workers, job, lenders)
 
         def score(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
             return scores[worker.worker_id]
@@ -151,7 +169,7 @@ class Comparison:
 
 
 @Comparison
-def least_recent(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+def least_recent(workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]) -> Mapping[str, float]:
     """Returns 1 for the worker whose newest leg is the oldest, and less for each that was placed to later.
 
     Nothing is kept for it: the numbers of legs grow, and say in which order workers were chosen.
@@ -161,18 +179,19 @@ def least_recent(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]
 
 
 @Comparison
-def prefix_cached(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+def prefix_cached(workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]) -> Mapping[str, float]:
     """Returns the share of the job's tokens that stand in full blocks which the worker's prefix cache has, by what it
-    told, or will have, by the prompts it was given."""
-    scores, num_blocks = {}, 0
-    for worker in workers:
-        num_blocks = worker.cached_blocks(job, num_blocks)
-        scores[worker.worker_id] = num_blocks * worker.block_size / job.num_tokens
-    return scores
+    told, or will have, by the prompts it was given: of a long prompt up to a 64th less. What it can bring from a lender
+    counts too, less the tokens that it could compute meanwhile."""
+    lent = lent_by(lenders, job)
+    return {
+        worker.worker_id: (num_blocks * worker.block_size + brought_tokens(worker, num_blocks, lent)) / job.num_tokens
+        for worker, num_blocks in cached_blocks(workers, job)
+    }
 
 
 @Comparison
-def conversation_place(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+def conversation_place(workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]) -> Mapping[str, float]:
     """Returns 1 for the conversation's own worker, 1/2 for the next in its order, 1/3 for the one after it; 0 for all
     if the job belongs to no conversation.
 
@@ -187,17 +206,19 @@ def conversation_place(workers: Sequence[WorkerView], job: Job) -> Mapping[str, 
 
 
 @Comparison
-def conversation_or_prefix(workers: Sequence[WorkerView], job: Job) -> Mapping[str, float]:
+def conversation_or_prefix(
+    workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]
+) -> Mapping[str, float]:
     """Scores as `conversation_place` while the conversation's own worker hits well, else by the share of the prompt
     that each worker's prefix cache has, if that is worth going there, else 0 for all. Workers over the bound of
     `conversation_place` do not count, so that what many prompts share, such as a system prompt, does not draw all of
     them to one worker.
 
-    The worker hits well if, of what is cached of the prompt anywhere, it has nearly as much as any: of a new
-    conversation with a new prompt, nobody has anything, and it begins where it will be found again.
+    The worker hits well if, of what is cached of the prompt anywhere, it has nearly as much as any, or can bring it: of
+    a new conversation with a new prompt, nobody has anything, and it begins where it will be found again.
     """
     most_requests = _most_requests(workers)
-    cached = prefix_cached.scores([worker for worker in workers if worker.num_requests < most_requests], job)
+    cached = prefix_cached.scores([worker for worker in workers if worker.num_requests < most_requests], job, lenders)
     shares = {worker.worker_id: cached.get(worker.worker_id, 0.0) for worker in workers}
     most = max(shares.values())
     if job.conversation and shares[_conversation_order(workers, job)[0].worker_id] >= _HITS_WELL * most:
@@ -236,8 +257,10 @@ MOST_WEIGHT = 1e6
 @dataclass(frozen=True)
 class PolicyConfig:
     hash_prompts: bool = False
-    """Whether prompts are hashed, and workers' prefix caches followed, for terms that look at them. No term does by
-    default."""
+    """Whether workers' prefix caches are followed, and prompts hashed: for terms that look at them, which none does by
+    default, or so that workers can bring prefixes."""
+    share_prefixes: bool = True
+    """Whether workers bring prefixes from one another, where prompts are hashed."""
     max_queued_tokens: int = 8192
     """The most tokens that may wait at a prefill worker before it is given no further prompt: what waits in the router
     instead keeps its priority and its choice of worker.
@@ -257,6 +280,23 @@ class PolicyConfig:
         (1.0, quick_handoff),
         (4.0, trusted),
     )
+
+    @property
+    def looks_at_prompts(self) -> bool:
+        """Returns whether a term looks at prompts' hashes."""
+        return any(term in LOOKING_AT_PROMPTS for _, term in (*self.prefill_terms, *self.decode_terms))
+
+
+SHARING = ("auto", "never")
+"""Values of `--share-prefixes`."""
+
+
+def sharing(policy: PolicyConfig, share_prefixes: str) -> PolicyConfig:
+    """Returns the policy with one of `SHARING`: whether caches are followed, whatever its terms look at, so that
+    workers can bring prefixes."""
+    assert share_prefixes in SHARING, share_prefixes
+    shares = share_prefixes == "auto"
+    return replace(policy, share_prefixes=shares, hash_prompts=policy.hash_prompts or shares)
 
 
 def weighted(policy: PolicyConfig, weights: Sequence[str], flag: str) -> PolicyConfig:
@@ -281,10 +321,5 @@ def reweighted(policy: PolicyConfig, phase: str, term: Term, weight: float, orig
     terms = {"prefill": policy.prefill_terms, "decode": policy.decode_terms}
     others = tuple(each for each in terms[phase] if each[1] is not term)
     terms[phase] = (*others, (weight, term)) if weight else others
-    looks = any(term in LOOKING_AT_PROMPTS for of_phase in terms.values() for _, term in of_phase)
-    return replace(
-        policy,
-        hash_prompts=policy.hash_prompts or looks,
-        prefill_terms=terms["prefill"],
-        decode_terms=terms["decode"],
-    )
+    policy = replace(policy, prefill_terms=terms["prefill"], decode_terms=terms["decode"])
+    return replace(policy, hash_prompts=policy.hash_prompts or policy.looks_at_prompts)

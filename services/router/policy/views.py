@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
+from itertools import repeat
 
 from services.core.hashing import ShortHash, num_blocks_for
 from services.core.records import record
+from services.core.step_average import StepAverage
+from services.kv.layout import TORCH
 from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.health import Ramp
-from services.router.policy.known_cache import KnownCache
+from services.router.policy.known_cache import KnownCache, num_blocks_of
+from services.router.policy.prefix_index import PrefixIndex
+from services.router.policy.prefix_sources import BringTime
 
 _MOST_BLOCK_SIZES = 8
 """The most block sizes for which sums are kept: a cluster has one, or a few."""
 
 
 class Role(enum.Flag):
-    """Names a set of roles: the phases that a worker takes commands for. A single phase is the set of that one."""
+    """Names a set of roles: the commands that a worker takes. A single role is the set of that one."""
 
     PREFILL = enum.auto()
     DECODE = enum.auto()
     MIXED = PREFILL | DECODE
+    STORE = enum.auto()
+    """Computes nothing: it keeps handoffs, and what others computed. It is no worker's role beside another."""
 
     @property
     def can_prefill(self) -> bool:
@@ -33,8 +41,18 @@ class Role(enum.Flag):
         return Role.DECODE in self
 
     @property
+    def gives_kv(self) -> bool:
+        """Returns whether leases are fetched from it."""
+        return bool(self & (Role.PREFILL | Role.STORE))
+
+    @property
+    def takes_kv(self) -> bool:
+        """Returns whether it fetches leases."""
+        return bool(self & (Role.DECODE | Role.STORE))
+
+    @property
     def label(self) -> str:
-        """Returns "prefill", "decode" or "mixed", for people and metrics."""
+        """Returns "prefill", "decode", "mixed" or "store", for people and metrics."""
         assert self.name is not None, "a worker has a role"
         return self.name.lower()
 
@@ -47,11 +65,17 @@ class Fingerprint:
     """Workers exchange KV only if this is equal."""
     numerics: str = ""
     """Streams are continued, and answers compared, only if this is equal too."""
+    engine: str = TORCH
+    """What computes it, as the layout of which `kv` is the hash says."""
 
     @property
     def short(self) -> str:
         """Returns the beginning of `kv`, for people."""
         return self.kv[:8]
+
+    def __str__(self) -> str:
+        """Returns all of it, for people."""
+        return f"{self.short} ({self.engine}; {self.numerics})"
 
 
 @record
@@ -70,11 +94,14 @@ class Load:
     num_importing: int = 0
     num_leases: int = 0
     ms_per_prefill_token: float = 0.0
+    ms_per_further_prefill_token: float = 0.0
     ms_per_decode_step: float = 0.0
     ms_per_decode_sequence: float = 0.0
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
     tokens_per_prefill_step: float = 0.0
+    prefill_step: StepAverage = StepAverage()
+    decode_step: StepAverage = StepAverage()
     current_step_ms: float = 0.0
     prefix_tokens_queried: int = 0
     prefix_tokens_hit: int = 0
@@ -84,6 +111,12 @@ class Load:
     def available_blocks(self) -> int:
         """Counts free and cached blocks: cached ones are evicted when needed."""
         return self.blocks_free + self.blocks_cached
+
+    @property
+    def saved_ms_per_token(self) -> float:
+        """Returns what is saved for each token of a prompt that need not be computed: the rest of it takes a step of
+        its own in any case. 0 if it is not known."""
+        return self.ms_per_further_prefill_token or self.ms_per_prefill_token
 
     @property
     def at_rest(self) -> bool:
@@ -143,6 +176,8 @@ class WorkerView:
     cache: KnownCache | None = None
     """What is known of its prefix cache, and which conversations it was given lately; None if prompts are not
     hashed."""
+    bring_times: Mapping[str, BringTime] | None = None
+    """What it takes it to bring a prefix from each worker or store; None if it neither brings nor lends any."""
     capacity: float = 1.0
     """Its share of the requests beside that of others, as its operator has declared it."""
     num_legs: int = 0
@@ -184,10 +219,30 @@ class WorkerView:
         further = max(0.0, min(num_sequences, self.max_num_seqs) - 1)
         return self.load.ms_per_decode_step + further * self.load.ms_per_decode_sequence
 
-    def cached_blocks(self, job: Job, guess: int = 0) -> int:
-        """Returns how many of the prompt's first blocks its prefix cache has, as far as known; `guess` is as for
-        `KnownCache.num_blocks`."""
-        return self.cache.num_blocks(job.block_hashes.get(self.block_size, ()), guess) if self.cache is not None else 0
+    @property
+    def as_source(self) -> Source:
+        """Returns what names it where it is to hold a handoff's lease."""
+        return Source(self.worker_id, self.host_id, self.fingerprint)
+
+    @property
+    def as_prefill(self) -> Source:
+        """Returns the same where it is still to compute the prompt, some of which is copied meanwhile."""
+        load = self.load
+        step_tokens = load.tokens_per_prefill_step or math.inf
+        return Source(self.worker_id, self.host_id, self.fingerprint, step_tokens, load.ms_per_prefill_token)
+
+    def cached_blocks(self, job: Job) -> int:
+        """Returns how many of the prompt's first blocks its prefix cache has, as far as known."""
+        return self.cache.num_blocks(job.block_hashes.get(self.block_size, ())) if self.cache is not None else 0
+
+    def uncached_tokens(self, job: Job) -> int:
+        """Returns how many tokens of the prompt the worker would compute, as far as its prefix cache is known. The last
+        one is always computed."""
+        return self.uncached_of(job, self.cached_blocks(job))
+
+    def uncached_of(self, job: Job, num_blocks: int) -> int:
+        """Returns the same for a worker whose cache has that many of the prompt's blocks."""
+        return job.num_tokens - min(num_blocks, (job.num_tokens - 1) // self.block_size) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self.block_size)
@@ -208,6 +263,10 @@ class Job:
 
     None if nothing was streamed yet.
     """
+    across_engines: bool = False
+    """Whether workers of other engines may too, since no equal one could (`Cluster.replay_across_engines`)."""
+    unserved_by: frozenset[str] = frozenset()
+    """Engines that do not serve what it asks for: none of their workers may compute it."""
     conversation: str = ""
     """The conversation it belongs to; empty for none."""
     tenant: str = ""
@@ -216,11 +275,15 @@ class Job:
     """The model that is to compute it. No worker of another model may."""
     priority: int = 0
     """Its caller's priority; a higher one comes first, and 0 is usual."""
+    headroom: float = 0.0
+    """The part of each worker's room that it is to leave to other tenants, since its own has more than its share."""
     kept_off: frozenset[str] = frozenset()
     """Workers that its prompt is to leave to shorter ones."""
     block_hashes: Mapping[int, tuple[ShortHash, ...]] = field(default_factory=dict, hash=False)
     """The short hashes of the prompt's full blocks, by block size, as workers' prefix caches know them. Replayed output
     is not in them. Empty if prompts are not hashed (`PolicyConfig.hash_prompts`)."""
+    num_answers: int = 1
+    """Sequences that go on from the prompt. They share its full blocks."""
 
 
 @record
@@ -230,6 +293,11 @@ class Source:
     worker_id: str
     host_id: str
     fingerprint: Fingerprint
+    step_tokens: float = math.inf
+    """How many of the prompt's tokens it computes at once; infinite where the prompt is computed, or that is not known:
+    then nothing is computed while others are copied."""
+    token_ms: float = 0.0
+    """What it takes to compute one of them."""
 
 
 class HandoffsInFlight:
@@ -243,6 +311,10 @@ class HandoffsInFlight:
     def __bool__(self) -> bool:
         return bool(self._lengths)
 
+    @property
+    def number(self) -> int:
+        return self._lengths.total()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HandoffsInFlight) and self._lengths == other._lengths
 
@@ -251,6 +323,13 @@ class HandoffsInFlight:
         fresh = HandoffsInFlight(self._lengths.elements())
         for block_size, num_blocks in self._num_blocks.items():
             assert num_blocks == fresh.num_blocks(block_size)
+
+    def change(self, before: int, after: int) -> None:
+        """Removes a handoff of `before` tokens and adds one of `after`; 0 is none."""
+        if before:
+            self.remove(before)
+        if after:
+            self.add(after)
 
     def add(self, num_tokens: int) -> None:
         self._lengths[num_tokens] += 1
@@ -264,6 +343,11 @@ class HandoffsInFlight:
         for block_size in self._num_blocks:
             self._num_blocks[block_size] -= num_blocks_for(num_tokens, block_size) + 1
 
+    def longest_first(self) -> Iterator[int]:
+        """Yields the tokens of each."""
+        for num_tokens in sorted(self._lengths, reverse=True):
+            yield from repeat(num_tokens, self._lengths[num_tokens])
+
     def num_blocks(self, block_size: int) -> int:
         """Returns all blocks they will take, with one each to grow into."""
         if block_size not in self._num_blocks:
@@ -273,3 +357,23 @@ class HandoffsInFlight:
                 number * (num_blocks_for(num_tokens, block_size) + 1) for num_tokens, number in self._lengths.items()
             )
         return self._num_blocks[block_size]
+
+
+def cached_blocks(workers: Iterable[WorkerView], job: Job) -> Iterator[tuple[WorkerView, int]]:
+    """Yields each worker with the number of the prompt's first blocks that its prefix cache is known to have, or of a
+    long prompt up to a 64th less: all are looked up together, which takes less than one by one."""
+    groups: dict[PrefixIndex, list[tuple[WorkerView, KnownCache]]] = {}
+    for worker in workers:
+        if worker.cache is None:
+            yield worker, 0
+        else:
+            groups.setdefault(worker.cache.index, []).append((worker, worker.cache))
+    for group in groups.values():
+        hashes = job.block_hashes.get(group[0][0].block_size, ())
+        counts = num_blocks_of([cache for _, cache in group], hashes)
+        yield from zip((worker for worker, _ in group), counts, strict=True)
+
+
+def uncached_tokens(workers: Iterable[WorkerView], job: Job) -> dict[str, int]:
+    """Returns how many tokens of the prompt each worker would compute, by its id, as far as caches are known."""
+    return {worker.worker_id: worker.uncached_of(job, blocks) for worker, blocks in cached_blocks(workers, job)}

@@ -6,7 +6,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,8 +17,10 @@ from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Role
 from services.router.policy.health import Health
 from services.router.telemetry.request_metrics import RequestMetrics
+from services.router.telemetry.usage import UsageMetrics
 from services.rpc import names
-from services.rpc.metrics import Aliases, MetricsServer, new_registry
+from services.rpc.certificates import Certificates
+from services.rpc.metrics import Aliases, MetricsServer, new_registry, tell_expiry
 
 _WHERE = ("action", "event", "placement", "session", "tick")
 
@@ -26,10 +28,35 @@ _WHERE = ("action", "event", "placement", "session", "tick")
 class RouterMetrics:
     """Keeps the registry of one router, and its endpoint unless the port is -1."""
 
-    def __init__(self, config: RouterConfig, *, instance: str) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        instance: str,
+        certificates: Certificates | None = None,
+        public_certificates: Certificates | None = None,
+    ) -> None:
         self.registry = registry = new_registry("baton-router", instance)
+        tell_expiry(registry, {"cluster": certificates, "public": public_certificates})
         self.requests = RequestMetrics(
             registry, slo_ttft_s=config.slo_ttft_ms / 1000, slo_e2e_s=config.slo_e2e_ms / 1000
+        )
+        self.usage = UsageMetrics(registry) if config.tenants else None
+        """What tenants use; without tenants there is nobody to count for."""
+        self.usage_dropped = (
+            Counter(names.Metric.USAGE_DROPPED, "Requests that the usage log could not take", registry=registry)
+            if config.usage_log
+            else None
+        )
+        self.limit_store_up = (
+            Gauge(names.Metric.LIMIT_STORE_UP, "1 if the store of tenants' limits answers, else 0", registry=registry)
+            if config.tenants and config.tenants_store
+            else None
+        )
+        self.logged_dropped = (
+            Counter(names.Metric.REQUEST_LOG_DROPPED, "Requests that the request log could not take", registry=registry)
+            if config.request_log
+            else None
         )
         self._clusters = _ClusterCollector(config.max_queue)
         registry.register(self._clusters)
@@ -56,6 +83,8 @@ class RouterMetrics:
     def forget(self, model_id: str) -> None:
         """Removes a model's series."""
         self.requests.forget(model_id)
+        if self.usage is not None:
+            self.usage.forget(model_id)
         self._clusters.forget(model_id)
 
     def internal_error(self, where: str) -> None:
@@ -149,7 +178,7 @@ class _ClusterCollector(Collector):
             for phase in Phase:
                 if phase is not Phase.FINISHED:
                     live.add_metric([model_id, phase.value], now.phases[phase])
-            for role in (Role.PREFILL, Role.DECODE, Role.MIXED):
+            for role in (Role.PREFILL, Role.DECODE, Role.MIXED, Role.STORE):
                 for state in WorkerState:
                     states.add_metric([model_id, role.label, state.value], now.states[role, state])
                 ejected.add_metric([model_id, role.label], now.ejected[role])

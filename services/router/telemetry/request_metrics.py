@@ -16,9 +16,11 @@ from services.router.coordinator.actions import StageEnded
 from services.router.coordinator.events import FinishReason
 from services.router.telemetry.recent_requests import RecentRequest, RecentRequests
 from services.router.telemetry.slo import Grade, grade, grade_failed
+from services.router.telemetry.timelines import TokenTimes
+from services.router.telemetry.token_counts import TokenCounts
 from services.router.telemetry.tracing import error_outcome
 from services.rpc import names
-from services.rpc.metrics import DURATION_BUCKETS, INTER_TOKEN_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
+from services.rpc.metrics import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 from services.rpc.status import CODES
 
 _MODEL = "model"
@@ -31,6 +33,8 @@ _OUTCOMES = [
     *sorted({errors.BatonError.reason.lower(), *(kind.reason.lower() for kind in CODES)}),
 ]
 
+_PARK_OUTCOMES = ("done", "refused", "failed")
+
 
 def operation(request: inference_pb2.GenerateRequest) -> str:
     """Returns the request's operation by its name in the GenAI conventions."""
@@ -42,8 +46,8 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry, *, slo_ttft_s: float, slo_e2e_s: float) -> None:
         self.targets_s = {"ttft": slo_ttft_s, "e2e": slo_e2e_s}
-        self.num_accepted = self.num_ended = self.num_output_tokens = 0
-        """Totals for the activity line; the counters of the library cannot be read back."""
+        self.num_accepted = self.num_ended = self.num_prompt_tokens = self.num_output_tokens = 0
+        """Totals for the activity line and the console; the counters of the library cannot be read back."""
         self._models: dict[str, ModelMetrics] = {}
         name = names.Metric
 
@@ -68,9 +72,7 @@ class RequestMetrics:
             _LABELS,
             PER_TOKEN_BUCKETS,
         )
-        self.inter_token = histogram(
-            name.INTER_TOKEN_SECONDS, "Between one token and the next, seconds", (_MODEL,), INTER_TOKEN_BUCKETS
-        )
+        self.tokens = TokenCounts(registry, _MODEL)
         self.queue = histogram(name.QUEUE_SECONDS, "Each wait for a placement, seconds", (_MODEL,), TTFT_BUCKETS)
         self.phases = histogram(
             name.PHASE_SECONDS, "Phases of requests that succeed, seconds", (_MODEL, "phase"), DURATION_BUCKETS
@@ -85,8 +87,10 @@ class RequestMetrics:
             "outcome",
         )
         self.prompt_tokens = counter(name.PROMPT_TOKENS, "Prompt tokens of accepted requests", _MODEL)
-        self.output_tokens = counter(name.OUTPUT_TOKENS, "Output tokens passed on to clients", _MODEL)
         self.retries = counter(name.RETRIES, "Times a request was placed again", _MODEL)
+        self.parked = counter(
+            name.HANDOFFS_PARKED, "Handoffs sent to a store, by what came of it: done is kept there", _MODEL, "outcome"
+        )
         self.slo = counter(
             name.SLO_REQUESTS, "Requests, by whether they met a latency objective", _MODEL, "slo", "result"
         )
@@ -112,9 +116,9 @@ class RequestMetrics:
         model.totals = RequestMetrics(
             CollectorRegistry(), slo_ttft_s=self.targets_s["ttft"], slo_e2e_s=self.targets_s["e2e"]
         )
+        self.tokens.forget(model_id)
         for label, instruments in (
-            (_MODEL, (self.inter_token, self.queue, self.phases, self.requests, self.prompt_tokens)),
-            (_MODEL, (self.output_tokens, self.retries, self.slo)),
+            (_MODEL, (self.queue, self.phases, self.requests, self.prompt_tokens, self.retries, self.parked, self.slo)),
             ("gen_ai_request_model", (self.duration, self.ttft, self.per_token)),
             ("model_name", (self.success,)),
         ):
@@ -133,9 +137,8 @@ class ModelMetrics:
     def __init__(self, instruments: RequestMetrics, model_id: str) -> None:
         self.totals = instruments
         self.targets_s = instruments.targets_s
-        self.inter_token = instruments.inter_token.labels(model_id)
+        self._tokens = instruments.tokens.of(model_id)
         self.prompt_tokens = instruments.prompt_tokens.labels(model_id)
-        self.output_tokens = instruments.output_tokens.labels(model_id)
         self.recent = RecentRequests()
         self._model_id = model_id
         self._retries = instruments.retries.labels(model_id)
@@ -150,6 +153,8 @@ class ModelMetrics:
         all_, model_id = self.totals, self._model_id
         for outcome in _OUTCOMES:
             all_.requests.labels(model_id, outcome)
+        for outcome in _PARK_OUTCOMES:
+            all_.parked.labels(model_id, outcome)
         for slo in self.targets_s:
             for result in Grade:
                 all_.slo.labels(model_id, slo, result.value)
@@ -166,11 +171,16 @@ class ModelMetrics:
 
     def accepted(self, num_prompt_tokens: int) -> None:
         self.totals.num_accepted += 1
+        self.totals.num_prompt_tokens += num_prompt_tokens
         self.prompt_tokens.inc(num_prompt_tokens)
 
     def tokens(self, num_tokens: int) -> None:
         self.totals.num_output_tokens += num_tokens
-        self.output_tokens.inc(num_tokens)
+        self._tokens.add(num_tokens)
+
+    def between_tokens(self, seconds: float, times: int = 1) -> None:
+        """Notes a time between one token and the next, which occurred so many times."""
+        self._tokens.observe(seconds, times)
 
     def finished(self, reason: FinishReason) -> None:
         self.totals.num_ended += 1
@@ -186,6 +196,11 @@ class ModelMetrics:
         self._queue.observe(stage.ended_s - stage.started_s)
         if stage.attempt > 1:
             self._retries.inc()
+
+    def parked(self, stage: StageEnded) -> None:
+        """Notes that a store has a handoff, or will not have it."""
+        outcome = stage.outcome if stage.outcome in _PARK_OUTCOMES else "failed"
+        self.totals.parked.labels(self._model_id, outcome).inc()
 
     def graded(self, slo: str, result: Grade | None) -> None:
         if result is not None:
@@ -212,9 +227,9 @@ class RequestRecord:
         self._metrics = metrics
         self._operation = operation
         self._arrived_s = arrived_s
-        self._first_token_s: float | None = None
-        self._last_token_s = arrived_s
-        self._num_tokens = 0
+        self.times = TokenTimes()
+        self.outcome = errors.BatonError.reason.lower()
+        """How the request has ended: its reason to finish, or of its error. Internal until one is known."""
         self._asked: tuple[int, int | None, int] | None = None
 
     def asked(self, num_prompt_tokens: int, max_tokens: int | None, priority: int) -> None:
@@ -224,55 +239,52 @@ class RequestRecord:
     def accepted(self, num_prompt_tokens: int) -> None:
         self._metrics.accepted(num_prompt_tokens)
 
-    def tokens(self, num_tokens: int, now: float) -> None:
-        """Notes output tokens that arrived together; the time between them counts as 0."""
+    def tokens(self, num_tokens: int, now: float, index: int = 0) -> None:
+        """Notes output tokens of an answer that arrived together; the time between them counts as 0."""
         if num_tokens < 1:
             return
         self._metrics.tokens(num_tokens)
-        self._num_tokens += num_tokens
-        if self._first_token_s is None:
-            self._first_token_s = now
+        if self.times.first_s is None:
             ttft_s = now - self._arrived_s
             self._metrics.graded("ttft", grade(ttft_s, self._metrics.targets_s["ttft"]))
-        else:
-            self._metrics.inter_token.observe(now - self._last_token_s)
-        for _ in range(num_tokens - 1):
-            self._metrics.inter_token.observe(0.0)
-        self._last_token_s = now
+        if (gap_s := self.times.add(num_tokens, now, index)) is not None:
+            self._metrics.between_tokens(gap_s)
+        if num_tokens > 1:
+            self._metrics.between_tokens(0.0, num_tokens - 1)
 
     def finished(self, reason: FinishReason, timings: types_pb2.PhaseTimings, now: float) -> None:
         elapsed_s, metrics = now - self._arrived_s, self._metrics
+        self.outcome = reason.value
         self._remember(now, failed=False)
         metrics.finished(reason)
         metrics.duration(self._operation, elapsed_s)
         metrics.graded("e2e", grade(elapsed_s, metrics.targets_s["e2e"]))
         metrics.phases(timings)
-        if self._first_token_s is not None:
-            after = self._num_tokens - 1
-            per_token_s = (self._last_token_s - self._first_token_s) / after if after > 0 else None
-            metrics.latencies(self._operation, self._first_token_s - self._arrived_s, per_token_s)
+        if self.times.first_s is not None:
+            metrics.latencies(self._operation, self.times.first_s - self._arrived_s, self.times.per_token_s)
 
     def failed(self, error: BaseException, now: float) -> None:
         elapsed_s, metrics = now - self._arrived_s, self._metrics
         if isinstance(error, asyncio.CancelledError):  # the task was: its client has left
             error = errors.Cancelled("the client has left")
+        self.outcome = error_outcome(error)
         self._remember(now, failed=True)
         metrics.failed(error)
         metrics.duration(self._operation, elapsed_s, error_outcome(error))
         metrics.graded("e2e", grade_failed(error, elapsed_s, metrics.targets_s["e2e"]))
-        if self._first_token_s is None:
+        if self.times.first_s is None:
             metrics.graded("ttft", grade_failed(error, elapsed_s, metrics.targets_s["ttft"]))
 
     def _remember(self, now: float, *, failed: bool) -> None:
         if self._asked is None:
             return
         num_prompt_tokens, max_tokens, priority = self._asked
-        first_s = self._first_token_s
+        first_s = self.times.first_s
         self._metrics.recent.add(
             RecentRequest(
                 self._arrived_s,
                 num_prompt_tokens,
-                self._num_tokens,
+                self.times.num_tokens,
                 max_tokens,
                 priority,
                 None if first_s is None else first_s - self._arrived_s,

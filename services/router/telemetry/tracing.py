@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import BatonError, Cancelled
 from services.router.coordinator.actions import SendLeg, Stage, StageEnded, Summary
 from services.router.coordinator.events import FinishReason
 from services.router.policy import PlacementChoice, Role
 from services.router.policy.explanation import ScoredWorker
+from services.router.telemetry.timelines import Timelines, TimelineStage, TokenTimes
+from services.router.tenants.tenant import OPEN, Tenant, TokenUsage
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Attributes, OpenSpan, Tracer
 
-_NAMES = {Stage.QUEUE: Span.QUEUE, Stage.PLACE: Span.PLACE, Stage.PREFILL: Span.PREFILL, Stage.DECODE: Span.DECODE}
+_NAMES = {
+    Stage.QUEUE: Span.QUEUE,
+    Stage.PLACE: Span.PLACE,
+    Stage.PREFILL: Span.PREFILL,
+    Stage.PARK: Span.PARK,
+    Stage.DECODE: Span.DECODE,
+}
+_LEGS = {Role.PREFILL: Span.PREFILL, Role.DECODE: Span.DECODE, Role.STORE: Span.PARK}
 # Such a leg has no span of its own: it counts in PLACE's number of refusals.
 _NEVER_RAN = "refused"
 
@@ -31,32 +40,40 @@ class RequestTrace:
         parent: str,
         stream: bool,
         arrived_s: float,
+        timelines: Timelines,
+        times: TokenTimes,
+        tenant: Tenant = OPEN,
     ) -> None:
-        """Begins the root. `parent` is the caller's traceparent, or empty."""
+        """Begins the root. `parent` is the caller's traceparent, or empty. The tenant's prices say what it costs."""
         self._tracer = tracer
+        self._timelines = timelines
         self._request_id = request.request_id
         self._arrived_s = arrived_s
+        self._tenant = tenant
         self._legs: dict[int, OpenSpan] = {}
         self._root = tracer.start(
             Span.REQUEST,
             request_id=request.request_id,
             start_s=arrived_s,
             parent=parent,
-            attributes=_asked_for(request, model_id, stream=stream),
+            attributes={**_asked_for(request, model_id, stream=stream), Attr.TENANT: tenant.name or None},
             server=True,
         )
+        self.timeline = timelines.begin(request.request_id, model_id, arrived_s, times, request.priority)
+        self.timeline.trace_id = self._root.trace_id if self._root.is_recorded else ""
 
     @property
     def traceparent(self) -> str:
         return self._root.traceparent
 
     def tokenized(self, start_s: float, end_s: float, num_tokens: int) -> None:
+        self.timeline.tokenized(start_s, end_s, num_tokens)
         self._root.set({Attr.INPUT_TOKENS: num_tokens})
         self._child(Span.TOKENIZE, start_s, end_s, {Attr.NUM_TOKENS: num_tokens})
 
     def leg_sent(self, command: SendLeg, now: float) -> str:
         """Opens the leg's span. Returns its traceparent, the parent of the worker's spans."""
-        stage = Span.PREFILL if command.phase is Role.PREFILL else Span.DECODE
+        stage = _LEGS[command.phase]
         attributes: Attributes = {
             Attr.LEG: command.leg,
             Attr.WORKER: command.worker_id,
@@ -68,9 +85,21 @@ class RequestTrace:
         if command.choice is not None and span.is_recorded:
             span.set(_why(command.choice))
         self._legs[command.leg] = span
+        self.timeline.leg_sent(stage, command.worker_id, command.leg, command.attempt, now)
         return span.traceparent
 
     def stage_ended(self, ended: StageEnded) -> None:
+        self.timeline.stage_ended(
+            TimelineStage(
+                _NAMES[ended.stage],
+                ended.started_s,
+                ended.ended_s,
+                ended.worker_id,
+                ended.leg,
+                ended.attempt,
+                ended.outcome,
+            )
+        )
         attributes: Attributes = {
             Attr.ATTEMPT: ended.attempt,
             Attr.OUTCOME: ended.outcome,
@@ -90,16 +119,32 @@ class RequestTrace:
             self._root.event(Event.RETRY, ended.started_s, {Attr.ATTEMPT: ended.attempt})
         self._child(_NAMES[ended.stage], ended.started_s, ended.ended_s, attributes)
 
+    def show_output(self, text: str) -> None:
+        """Keeps the beginning of the output, as much as may be shown. Called before the end."""
+        self.timeline.output = text[: self.timeline.text_chars]
+
     def first_token(self, now: float) -> None:
         self._root.event(Event.FIRST_TOKEN, now)
         self._root.set({Attr.TTFT_MS: (now - self._arrived_s) * 1000, Attr.TIME_TO_FIRST_CHUNK: now - self._arrived_s})
 
-    def finished(self, summary: Summary, reason: FinishReason, *, num_output_tokens: int, now: float) -> None:
+    def finished(
+        self,
+        summary: Summary,
+        reason: FinishReason,
+        timings: types_pb2.PhaseTimings,
+        *,
+        usage: TokenUsage,
+        now: float,
+    ) -> None:
+        timeline = self.timeline
+        timeline.timings, timeline.cached_tokens = timings, summary.cached_tokens
+        timeline.prefill_worker, timeline.decode_worker = summary.prefill_worker, summary.decode_worker
+        timeline.num_retries = summary.num_retries
+        self._timelines.end(timeline, reason.value, now)
         self._root.set(
             {
                 Attr.FINISH_REASONS: [reason.value],
-                Attr.OUTPUT_TOKENS: num_output_tokens,
-                Attr.CACHE_READ_INPUT_TOKENS: summary.cached_tokens,
+                **self._charged(usage),
                 Attr.PREFILL_WORKER: summary.prefill_worker,
                 Attr.DECODE_WORKER: summary.decode_worker or None,
                 Attr.RETRIES: summary.num_retries,
@@ -107,13 +152,24 @@ class RequestTrace:
         )
         self._root.end(now)
 
-    def failed(self, error: BaseException, now: float) -> None:
+    def failed(self, error: BaseException, now: float, usage: TokenUsage | None = None) -> None:
+        """Ends the trace. `usage` is what is charged nevertheless; None of a request that was never submitted."""
+        self._timelines.end(self.timeline, error_outcome(error), now, _told(error))
         for span in self._legs.values():  # nothing else will report how they ended
             span.set({Attr.OUTCOME: error_outcome(error)})
             span.end(now)
         self._legs.clear()
+        if usage is not None:
+            self._root.set(self._charged(usage))
         self._root.fail(error)
         self._root.end(now)
+
+    def _charged(self, usage: TokenUsage) -> Attributes:
+        return {
+            Attr.OUTPUT_TOKENS: usage.output,
+            Attr.CACHE_READ_INPUT_TOKENS: usage.cached,
+            Attr.REQUEST_COST: self._tenant.prices.cost(usage) if self._tenant.name else None,
+        }
 
     def _child(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
         self._tracer.span(
@@ -161,6 +217,11 @@ def _why(choice: PlacementChoice) -> Attributes:
 
 def _terms(choice: PlacementChoice, scored: ScoredWorker) -> list[str]:
     return [f"{name}={value:.4g}" for name, value in choice.weighted(scored)]
+
+
+def _told(error: BaseException) -> str:
+    """Returns what the client is told; nothing of an error that nobody has foreseen, which may quote a prompt."""
+    return str(error) if isinstance(error, BatonError) else error_outcome(error)
 
 
 def error_outcome(error: BaseException) -> str:

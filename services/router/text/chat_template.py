@@ -5,6 +5,7 @@ Templates come with models, so they are not trusted: the sandbox is immutable an
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -18,6 +19,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.core.errors import InvalidRequest
+from services.router.text.chat import Message, Tool
 
 _MOST_CHARS = 1 << 20
 """The most characters that one operation of a template may make."""
@@ -96,6 +98,29 @@ _FORMAT = jinja2.filters.FILTERS["format"]
 _GROWING = ("batch", "center", "format", "indent", "round", "slice", "truncate", "wordwrap")
 
 
+def _with_objects(message: Message) -> dict[str, Any]:
+    """Returns the message with the arguments of its calls as objects, which templates write as JSON again. Those that
+    are no object of JSON stay the text that a model has written."""
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
+    for call in calls:
+        text = call["function"]["arguments"]
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON, or absurd JSON
+            arguments = json.loads(text or "{}")
+            if isinstance(arguments, dict):
+                call["function"]["arguments"] = arguments
+    return {**message, "tool_calls": calls}
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    """Returns the tool in OpenAI's form, which templates expect."""
+    schema = tool.get("parameters")
+    parameters = json.loads(schema) if schema else {"type": "object", "properties": {}}
+    description = {"description": tool["description"]} if tool.get("description") else {}
+    return {"type": "function", "function": {"name": tool["name"], **description, "parameters": parameters}}
+
+
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are bos_token, eos_token, ... by the names that the template uses."""
@@ -110,13 +135,19 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Returns the prompt up to the assistant's answer.
 
         Raises InvalidRequest if the template refuses the messages.
         """
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(
+                messages=[_with_objects(message) for message in messages],
+                tools=[_described(tool) for tool in tools] or None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
         except Exception as error:  # an untrusted template may raise anything
             reason = str(error) or type(error).__name__
             raise InvalidRequest("messages", f"the model's chat template refuses them: {reason}") from error
@@ -131,8 +162,14 @@ def _as_it_is(context: Any, value: Any) -> Any:
     return value
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

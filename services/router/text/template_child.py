@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from services.core.confinement import serve
 from services.core.errors import InvalidRequest
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.confinement import serve
 
 _MEMORY_BYTES = 512 << 20
 _MOST_REFUSAL_CHARS = 400
@@ -25,7 +25,7 @@ class _Renderer:
             if self._template is None:
                 self._template = ChatTemplate(question["source"], question["special_tokens"])
                 return {}
-            text = self._template.render(question["messages"])
+            text = self._template.render(question["messages"], question["tools"])
             num_bytes = len(text.encode())
         except InvalidRequest as error:
             return {"refusal": error.description[:_MOST_REFUSAL_CHARS]}

@@ -12,18 +12,22 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.core.errors import InvalidRequest
+from services.core.confined_process import ConfinedFailure, ConfinedLoss, ConfinedProcess
+from services.core.errors import InvalidRequest, Overloaded
 from services.core.printable import printable
-from services.router.text.confined_process import ConfinedFailure, ConfinedProcess
+from services.core.standing_child import Closed, StandingChild
+from services.router.text.chat import Message, Tool, text_bytes
 
 RENDER_S = 5.0
 """The most seconds that rendering the messages of one chat may take. Templates in use take milliseconds."""
 _START_S = 20.0
 """The most seconds until the child has the template. On a busy machine an interpreter takes seconds to start."""
 _CHILD = "services.router.text.template_child"
+_RETRY_AFTER_S = 1.0
+_SERVED_NO_LONGER = "the model is served no longer"
 _MOST_GROWTH = 4
 _MOST_ADDED_BYTES = 1 << 20
-"""A text has at most so many bytes more than `_MOST_GROWTH` times those of the messages."""
+"""A text has at most so many bytes more than `_MOST_GROWTH` times those of the messages and tools."""
 _MOST_ESCAPED_BYTES = 6
 """The most bytes that JSON takes for one byte of a text."""
 _MOST_OTHER_BYTES = 4096
@@ -38,67 +42,52 @@ class TemplateProcess:
         self._within_s = within_s
         self._turn = threading.Lock()
         """Is held by whoever uses the process."""
-        self._changes = threading.Lock()
-        """Guards the two fields below, and is held for moments only."""
-        self._process: ConfinedProcess | None = None
-        self._closed = False
+        self._child = StandingChild(_CHILD, str(math.ceil(within_s) + 1))
 
     @property
     def pid(self) -> int | None:
         """Returns the id of the child process; None if there is none now."""
-        process = self._process
-        return None if process is None else process.pid
+        return self._child.pid
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Returns the prompt up to the assistant's answer.
 
-        Raises InvalidRequest if the template refuses the messages, takes too long for them, or makes too much of them.
+        Raises InvalidRequest if the template refuses the messages, takes too long for them, or makes too much of them,
+        and Overloaded if the process is ended from outside.
         """
-        chat = [dict(message) for message in messages]
-        num_bytes = sum(len(text.encode()) for message in chat for text in message.values())
-        most_bytes = _MOST_GROWTH * num_bytes + _MOST_ADDED_BYTES
+        most_bytes = _MOST_GROWTH * (text_bytes(messages) + text_bytes(tools)) + _MOST_ADDED_BYTES
+        chat = {"messages": list(messages), "tools": list(tools), "most_bytes": most_bytes}
         with self._turn:
-            answer = self._ask({"messages": chat, "most_bytes": most_bytes}, self._within_s, most_bytes)
+            answer = self._ask(chat, self._within_s, most_bytes)
         return str(answer["text"])
 
     def close(self) -> None:
         """Ends the child process, and a `render` that waits for it. No other is started."""
-        with self._changes:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
+        self._child.kill()
         with self._turn:
-            self._drop()
+            self._child.drop()
 
     def _ask(self, question: Any, within_s: float, most_bytes: int) -> Any:
-        process = self._process
-        if process is None or process.has_ended:
-            self._drop()
-            process = self._start()
+        if (process := self._child.running()) is None:
+            try:
+                process = self._child.start()
+            except Closed:
+                raise InvalidRequest("messages", _SERVED_NO_LONGER) from None
             self._exchange(process, self._template, _START_S, 0)
         return self._exchange(process, question, within_s, most_bytes)
-
-    def _start(self) -> ConfinedProcess:
-        with self._changes:
-            if self._closed:
-                raise InvalidRequest("messages", "the model is served no longer")
-            self._process = ConfinedProcess(_CHILD, str(math.ceil(self._within_s) + 1))
-            return self._process
 
     def _exchange(self, process: ConfinedProcess, question: Any, within_s: float, most_bytes: int) -> Any:
         try:
             most_answer_bytes = _MOST_ESCAPED_BYTES * most_bytes + _MOST_OTHER_BYTES
             answer = process.ask(question, within_s=within_s, most_bytes=most_answer_bytes)
+        except ConfinedLoss as loss:
+            self._child.drop()
+            if self._child.is_closed:
+                raise InvalidRequest("messages", _SERVED_NO_LONGER) from None
+            raise Overloaded(f"the process that renders chats {loss}", retry_after_s=_RETRY_AFTER_S) from None
         except ConfinedFailure as failure:
-            self._drop()
+            self._child.drop()
             raise InvalidRequest("messages", f"the model's chat template {failure}") from None
         if "refusal" in answer:
             raise InvalidRequest("messages", printable(str(answer["refusal"])))
         return answer
-
-    def _drop(self) -> None:
-        """Ends the child process, if there is one. Called by whoever has the turn."""
-        with self._changes:
-            process, self._process = self._process, None
-        if process is not None:
-            process.end()

@@ -42,12 +42,13 @@ class TokenTexts:
         return self._of(token_id)
 
     @panics_are_errors
-    def join(self, token_ids: Iterable[int]) -> str:
-        """Returns the text of a tokenised prompt. Raises InvalidRequest if it might be huge."""
+    def join(self, token_ids: Iterable[int], *, with_special: bool = False) -> str:
+        """Returns the text of a tokenised prompt, special tokens left out or not. Raises InvalidRequest if it might be
+        huge."""
         ids = list(token_ids)
         if self._longest_chars is not None and len(ids) * self._longest_chars > _MOST_JOINED_CHARS:
             raise InvalidRequest("prompt", f"its {len(ids)} tokens may be too long a text to be given back")
-        return str(self._tokenizer.decode(ids))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not with_special))
 
     @panics_are_errors
     def _look_up(self, token_id: int) -> TokenText:

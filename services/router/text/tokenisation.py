@@ -7,6 +7,7 @@ it is made; tokenise long texts off the event loop.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,11 @@ from tokenizers import Tokenizer
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from services.router.panics import panics_are_errors
+from services.router.text.chat import Message, Tool
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.growth import UnknownPart, decoder_growth, normaliser_growth
+from services.router.text.output.reasoning import BEGIN as THINKING
+from services.router.text.output.tags import TAGS
 from services.router.text.token_bounds import TextBound, text_bound
 from services.router.text.token_texts import TokenTexts
 
@@ -32,6 +36,8 @@ _MOST_GROWN_CHARS = 64 << 20
 """The most characters that a text may become before it is cut into tokens; each takes some 17 bytes then."""
 _MOST_TOKENS = 1 << 30
 _MOST_QUOTED_CHARS = 80
+_MOST_OPENING_TOKENS = 16
+"""The most tokens of a tag that ends a prompt, and of the blanks after it."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -39,7 +45,7 @@ class MessageTemplate(Protocol):
     """Renders chats for one model: a ChatTemplate, or a TemplateProcess. Any thread may use it, and must expect to
     wait."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str: ...
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str: ...
 
     def close(self) -> None: ...
 
@@ -58,6 +64,8 @@ class ModelText:
     growth: float | None = None
     """How many times as long a text may become before it is cut into tokens. None: the tokenizer is the router's own,
     and is trusted."""
+    template_text: str = ""
+    """The chat template itself; empty if there is none."""
 
     @property
     def is_trusted(self) -> bool:
@@ -69,24 +77,42 @@ class ModelText:
         if self.template is not None:
             self.template.close()
 
-    def encode_text(self, text: str, most_tokens: int | None = None) -> list[int]:
-        """Returns the text's tokens with the model's special tokens, as for completion prompts.
+    def encode_text(self, text: str, most_tokens: int | None = None, *, special: bool = True) -> list[int]:
+        """Returns the text's tokens, with the model's special tokens as for completion prompts, or without.
 
         Raises ContextLengthExceeded if there are more than `most_tokens`.
         """
-        return self._encode(text, most_tokens, special=True)
+        return self._encode(text, most_tokens, special=special)
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
+    @functools.cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """Returns the ids of tags of outputs that are special tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token.content: id_ for id_, token in added.items() if token.special and token.content in TAGS}
+
+    def is_thinking(self, token_ids: Sequence[int]) -> bool:
+        """Returns whether a prompt ends within the part that the model thinks."""
+        end = self.tokenizer.decode(list(token_ids[-_MOST_OPENING_TOKENS:]), skip_special_tokens=False)
+        return str(end).rstrip().endswith(THINKING)
+
+    def encode_messages(
+        self,
+        messages: Sequence[Message],
+        most_tokens: int | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        special: bool = False,
+    ) -> list[int]:
         """Returns the tokens of the messages rendered by the chat template, which adds the special tokens itself.
 
         Raises InvalidRequest if the model has no template, and ContextLengthExceeded.
         """
         if self.template is None:
             raise InvalidRequest("messages", "this model has no chat template")
-        rendered = self.template.render(messages)
+        rendered = self.template.render(messages, tools)
         # Checked after rendering, since a template may leave out parts of the messages.
         self.check_length("messages", rendered, most_tokens)
-        return self._encode(rendered, most_tokens, special=False)
+        return self._encode(rendered, most_tokens, special=special)
 
     def check_length(self, field: str, text: str, most_tokens: int | None) -> None:
         """Raises ContextLengthExceeded if the text's length shows that it has more than `most_tokens` tokens."""
@@ -144,6 +170,7 @@ def load_model_text(directory: str | pathlib.Path) -> ModelText:
         context_tokens=facts.context_tokens,
         bound=text_bound(content),
         token_texts=TokenTexts(tokenizer),
+        template_text=facts.template or "",
     )
 
 

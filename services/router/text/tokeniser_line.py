@@ -16,11 +16,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
-from threading import Thread
 from time import perf_counter
 from typing import Any, TypeVar
 
+from services.core.daemon_threads import DaemonThreads
 from services.router.malloc import trim
 
 T = TypeVar("T")
@@ -70,45 +69,11 @@ class TokeniserLine:
         return self._short if num_bytes <= SHORT_BYTES else self._long
 
 
-class _Threads:
-    """Runs threads that do not keep the process from ending, as those of a ThreadPoolExecutor would."""
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
-        self._num_threads = num_threads
-        for number in range(num_threads):
-            Thread(target=self._run, name=f"{name}_{number}", daemon=True).start()
-
-    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        future: Future[T] = Future()
-        self._work.put((future, work, arguments))
-        return future
-
-    def close(self) -> None:
-        """Ends each thread after what it does now. What has not begun is cancelled."""
-        with contextlib.suppress(Empty):
-            while (item := self._work.get_nowait()) is not None:
-                item[0].cancel()
-        for _ in range(self._num_threads):
-            self._work.put(None)
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            future, work, arguments = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work(*arguments))
-            except BaseException as error:  # whatever it is, it is the caller's
-                future.set_exception(error)
-            del item, future, work, arguments  # nothing of a text stays while this waits for the next
-
-
 class _Lane:
     def __init__(self, num_threads: int, name: str, most_bytes: int) -> None:
         self._num_threads = num_threads
         self._most_bytes = most_bytes
-        self._threads = _Threads(num_threads, name)
+        self._threads = DaemonThreads(num_threads, name)
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._num_running = 0
         self._running_bytes = 0
@@ -132,7 +97,8 @@ class _Lane:
         return result
 
     def close(self) -> None:
-        self._threads.close()
+        self._waiting.clear()  # nobody's turn comes any more
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, num_bytes: int) -> None:
         """Returns when a thread is free, which is then taken."""

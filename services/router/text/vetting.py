@@ -10,9 +10,9 @@ import asyncio
 import pathlib
 from typing import Any
 
+from services.core.confined_process import ConfinedFailure, ConfinedProcess
 from services.core.errors import ConfigError
 from services.router.panics import panics_are_errors
-from services.router.text.confined_process import ConfinedFailure, ConfinedProcess
 from services.router.text.template_process import TemplateProcess
 from services.router.text.token_bounds import TextBound
 from services.router.text.token_texts import TokenTexts
@@ -63,4 +63,5 @@ def _load(folder: pathlib.Path, verdict: Any) -> ModelText:
         bound=TextBound(*bound) if bound else None,
         token_texts=TokenTexts(tokenizer, verdict["longest_chars"]),
         growth=verdict["growth"],
+        template_text=template or "",
     )

@@ -16,12 +16,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from services.core.confinement import serve
 from services.core.errors import ConfigError
 from services.core.memory import peak_memory_bytes
 from services.core.model_files import TOKENIZER
 from services.router.panics import LibraryPanic, panics_are_errors
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.confinement import serve
 from services.router.text.growth import (
     decoder_growth,
     has_expression,

@@ -25,6 +25,7 @@ _CHARS = {
     "host_id": 128,
     "device": 64,
     "fingerprint.numerics": 200,
+    "layout.engine": 32,
     "kernels": 512,
 }
 """The most characters of fields that have a bound of their own.
@@ -35,12 +36,13 @@ _MAX_ENTRIES = 64
 _MAX_OFFERS = 16
 _NUMBERS = {
     "num_blocks": (1, 1 << 30),
+    "num_tier_blocks": (0, 1 << 30),
     "max_model_len": (1, 1 << 30),
     "max_num_seqs": (1, 1 << 20),
     "layout.block_size": (1, 1024),
 }
 _MOST = (1 << 64) - 1
-_ROLES = (types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE)
+_ROLES = (types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE, types_pb2.WORKER_ROLE_STORE)
 
 
 def check_description(worker: control_pb2.WorkerDescription) -> None:
@@ -54,6 +56,8 @@ def check_description(worker: control_pb2.WorkerDescription) -> None:
         raise InvalidRequest("worker.roles", "is empty, or names a role twice")
     if any(role not in _ROLES for role in worker.roles):
         raise InvalidRequest("worker.roles", "names an unknown role")
+    if types_pb2.WORKER_ROLE_STORE in worker.roles and len(worker.roles) > 1:
+        raise InvalidRequest("worker.roles", "has another beside that of a store")
     if not is_dialable(worker.address):
         raise InvalidRequest("worker.address", "is not HOST:PORT that others can dial")
     if not worker.incarnation:

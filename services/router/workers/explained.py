@@ -7,7 +7,21 @@ from __future__ import annotations
 
 from baton.v1 import control_pb2
 from services.router.catalogue import ServedModel
-from services.router.policy import LeftOutWorkers, PlacedPhase, PlacementChoice, Unsplit, VainAttempt, WhyNot, WhyWhole
+from services.router.policy import (
+    LeftOutWorkers,
+    PlacedPhase,
+    PlacementChoice,
+    PrefixOutcome,
+    PrefixSource,
+    SplitAfterAll,
+    SplitCosts,
+    Unsplit,
+    VainAttempt,
+    WhyComputed,
+    WhyNot,
+    WhySplit,
+    WhyUnsplit,
+)
 from services.router.policy.explanation import Decider, Verdict, term_name
 from services.router.telemetry.explanations import ExplainedChoice, ExplainedRequest
 
@@ -16,7 +30,9 @@ MOST_ANSWERED = 8
 
 _PHASES = {phase: f"PLACED_PHASE_{phase.name}" for phase in PlacedPhase}
 _REASONS = {why: f"LEFT_OUT_REASON_{why.name}" for why in WhyNot}
-_UNSPLIT = {why: f"UNSPLIT_REASON_{why.name}" for why in WhyWhole}
+_UNSPLIT = {why: f"UNSPLIT_REASON_{why.name}" for why in WhyUnsplit}
+_SPLIT = {why: f"SPLIT_REASON_{why.name}" for why in WhySplit}
+_COMPUTED = {why: f"PREFIX_COMPUTED_REASON_{why.name}" for why in WhyComputed}
 _DECIDERS = {decider: f"DECIDER_{decider.name}" for decider in Decider}
 
 
@@ -64,23 +80,44 @@ def _choice(placed: ExplainedChoice, now: float) -> control_pb2.PlacementChoice:
         verdict=_verdict(choice),
         before=_vain(choice.before, now) if choice.before is not None else None,
         unsplit=_unsplit(choice.unsplit) if choice.unsplit is not None else None,
+        split=_split(choice.split) if choice.split is not None else None,
+        prefix=_prefix(choice.prefix, choice.brought) if choice.prefix is not None else None,
+    )
+
+
+def _prefix(prefix: PrefixSource, brought: PrefixOutcome | None) -> control_pb2.PrefixFromElsewhere:
+    return control_pb2.PrefixFromElsewhere(
+        source=prefix.worker_id,
+        num_tokens=prefix.num_tokens,
+        bring_ms=prefix.bring_ms,
+        compute_ms=prefix.compute_ms,
+        why_computed=_COMPUTED[prefix.why_computed] if prefix.why_computed is not None else None,
+        brought_tokens=brought.num_tokens if brought is not None else None,
+        brought_ms=brought.ms if brought is not None else None,
     )
 
 
 def _unsplit(unsplit: Unsplit) -> control_pb2.Unsplit:
-    told = control_pb2.Unsplit(reason=_UNSPLIT[unsplit.why], prefill=unsplit.prefill_id)
-    if (costs := unsplit.costs) is not None:
-        told.costs.CopyFrom(
-            control_pb2.SplitCosts(
-                queue_ms=costs.queue_ms,
-                prefill_ms=costs.prefill_ms,
-                handoff_ms=costs.handoff_ms,
-                whole_queue_ms=costs.whole_queue_ms,
-                whole_prefill_ms=costs.whole_prefill_ms,
-                disturbance_ms=costs.disturbance_ms,
-            )
-        )
-    return told
+    return control_pb2.Unsplit(
+        reason=_UNSPLIT[unsplit.why], prefill=unsplit.prefill_id, costs=_split_costs(unsplit.costs)
+    )
+
+
+def _split(split: SplitAfterAll) -> control_pb2.SplitAfterAll:
+    return control_pb2.SplitAfterAll(reason=_SPLIT[split.why], decode=split.decode_id, costs=_split_costs(split.costs))
+
+
+def _split_costs(costs: SplitCosts | None) -> control_pb2.SplitCosts | None:
+    if costs is None:
+        return None
+    return control_pb2.SplitCosts(
+        queue_ms=costs.queue_ms,
+        prefill_ms=costs.prefill_ms,
+        handoff_ms=costs.handoff_ms,
+        unsplit_queue_ms=costs.unsplit_queue_ms,
+        unsplit_prefill_ms=costs.unsplit_prefill_ms,
+        disturbance_ms=costs.disturbance_ms,
+    )
 
 
 def _verdict(choice: PlacementChoice) -> control_pb2.PlacementVerdict:

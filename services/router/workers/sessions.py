@@ -118,6 +118,8 @@ class WorkerLink:
         self.description = info.description
         self.load: types_pb2.LoadSnapshot | None = None
         """The newest snapshot, for operators; None before the first."""
+        self.num_routers = 1
+        """How many routers the worker says have sessions with it."""
         self.was_open = False
         """Whether its session has been open."""
         self.is_open = False
@@ -126,6 +128,8 @@ class WorkerLink:
         self._is_described = False
         self._new: control_pb2.WorkerDescription | None = None
         """What the worker has said of itself since that was taken over last."""
+        self._known: control_pb2.WorkerDescription | None = None
+        """What was taken over last."""
         self._take_new_at_s = -math.inf
         self._times = times
         self._dial = dial
@@ -248,7 +252,7 @@ class WorkerLink:
                 if message.HasField("load"):
                     self._note(message.load)
                 if message.HasField("worker"):
-                    self._new = message.worker
+                    self._heard_of_itself(message.worker)
                 if not self._hello.follows_cache:
                     message.ClearField("cache")  # nobody has asked for it
                 elif message.HasField("cache"):
@@ -271,6 +275,13 @@ class WorkerLink:
         log.info("worker %s (%s) joined", self.info.worker_id, self.info.roles.label)
         self._owner.link_opened(self)
 
+    def _heard_of_itself(self, worker: control_pb2.WorkerDescription) -> None:
+        # Each heartbeat repeats it, mostly as it was. After a change the next one counts whatever it says: meanwhile
+        # the coordinator may have learnt otherwise that a role is gone.
+        if worker == self._known:
+            return
+        self._new, self._known = worker, None
+
     def _describe(self) -> None:
         """Gives the owner what the worker has said of itself, but not too often."""
         if not self._is_described and self._new is None:
@@ -281,7 +292,7 @@ class WorkerLink:
             self._owner.link_described(self, self._new)
         except InvalidRequest as error:
             raise _Untrue(str(error)) from None
-        self._is_described, self._new = True, None
+        self._is_described, self._known, self._new = True, self._new, None
         self._take_new_at_s = self._clock.now() + _ROLES_EVERY_S
 
     def _check_cache(self, events: worker_pb2.CacheEvents) -> None:

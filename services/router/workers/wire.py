@@ -8,14 +8,15 @@ forecast, score and histogram. What it reports of a request's output is not advi
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 from baton.v1 import control_pb2, inference_pb2, types_pb2, worker_pb2
 from services.core.config import DAY_S
 from services.core.errors import InvalidRequest, ProtocolViolation
+from services.core.seeds import answer_seed
+from services.core.step_average import StepAverage
+from services.kv.layout import TORCH
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -27,7 +28,10 @@ from services.router.coordinator.events import (
     LeaseEnded,
     LegEvent,
     LegFailed,
+    Parked,
     PrefillStarted,
+    PrefixBrought,
+    PromptTokens,
     SequenceEnd,
     Tokens,
     WorkerInfo,
@@ -35,11 +39,13 @@ from services.router.coordinator.events import (
 from services.router.coordinator.known_answers import NUM_LIKELIEST
 from services.router.policy import Fingerprint, Load, Role
 from services.router.workers.description import check_source
+from services.rpc.parameters import are_logprobs
 from services.rpc.status import from_status
 
 ROLES = {
     types_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
     types_pb2.WORKER_ROLE_DECODE: Role.DECODE,
+    types_pb2.WORKER_ROLE_STORE: Role.STORE,
 }
 # Any other reason, of a newer worker, still ends the sequence.
 _FINISHES = {types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
@@ -57,9 +63,13 @@ _CANARY = inference_pb2.GenerateRequest(
     stopping=types_pb2.StoppingParams(ignore_eos=True),
     response=inference_pb2.ResponseOptions(logprobs=NUM_LIKELIEST),
 )
-_LOAD_FIELDS = tuple(Load.__dataclass_fields__)
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_STEPS = ("prefill_step", "decode_step")
+_LOAD_FIELDS = tuple(name for name in Load.__dataclass_fields__ if name not in _STEPS)
 _MOST_MS = DAY_S * 1000
 _MOST_BYTES = 1 << 50
+_MOST_OF_STEP = 1e15
+"""Milliseconds, tokens or attended tokens of a step."""
 _LEASE_ID_BYTES = 16
 
 
@@ -69,17 +79,26 @@ def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
         worker_id=worker.worker_id,
         roles=functools.reduce(operator.or_, (ROLES[role] for role in worker.roles)),
         incarnation=worker.incarnation,
-        fingerprint=Fingerprint(worker.fingerprint.kv, worker.fingerprint.numerics),
+        fingerprint=Fingerprint(worker.fingerprint.kv, worker.fingerprint.numerics, worker.layout.engine or TORCH),
         block_size=worker.layout.block_size,
         num_blocks=worker.num_blocks,
+        num_tier_blocks=worker.num_tier_blocks,
         max_model_len=worker.max_model_len,
         max_num_seqs=worker.max_num_seqs,
         model_id=worker.layout.model_id,
         host_id=worker.host_id,
         capacity=worker.capacity if worker.HasField("capacity") else 1.0,
+        token_bytes=_token_bytes(worker.layout),
         hardware=f"{worker.device.partition(':')[0]} {worker.kernels}".strip(),
         description=worker,
     )
+
+
+def _token_bytes(layout: types_pb2.KVLayout) -> int:
+    row_bytes = layout.head_dim * _ELEMENT_BYTES.get(layout.dtype, 0)
+    if layout.dtype == "int8":
+        row_bytes += 4  # the scale
+    return 2 * layout.num_layers * layout.num_kv_heads * row_bytes
 
 
 def milliseconds(seconds: float) -> int:
@@ -93,7 +112,18 @@ def milliseconds(seconds: float) -> int:
 def load(snapshot: types_pb2.LoadSnapshot) -> Load:
     figures = {name: _figure(getattr(snapshot, name)) for name in _LOAD_FIELDS}
     figures["prefix_tokens_hit"] = min(figures["prefix_tokens_hit"], figures["prefix_tokens_queried"])
+    for name in _STEPS:
+        if snapshot.HasField(name):
+            figures[name] = _step_average(getattr(snapshot, name))
     return Load(**figures)
+
+
+def _step_average(message: types_pb2.StepAverage) -> StepAverage:
+    """Returns the averages, or those of a worker that has none if one of them is impossible: each step takes time,
+    computes a token, and attends to one."""
+    values = (message.ms, message.tokens, message.attended_tokens)
+    are_possible = all(0 < value <= _MOST_OF_STEP for value in values)
+    return StepAverage(*values, message.num_steps) if are_possible else StepAverage()
 
 
 def timings(message: types_pb2.PhaseTimings) -> types_pb2.PhaseTimings:
@@ -116,6 +146,8 @@ def _figure(value: Any) -> Any:
 def request_of(command: SendLeg, traceparent: str) -> worker_pb2.SessionRequest:
     if command.phase is Role.DECODE:
         return worker_pb2.SessionRequest(decode=_decode_command(command, traceparent))
+    if command.phase is Role.STORE:
+        return worker_pb2.SessionRequest(park=_park_command(command, traceparent))
     message = worker_pb2.PrefillCommand()
     _fill(message, command, traceparent)
     return worker_pb2.SessionRequest(prefill=message)
@@ -130,6 +162,21 @@ def _decode_command(command: SendLeg, traceparent: str) -> worker_pb2.DecodeComm
     return message
 
 
+def _park_command(command: SendLeg, traceparent: str) -> worker_pb2.ParkCommand:
+    assert command.handoff is not None, "a store computes nothing"
+    return worker_pb2.ParkCommand(
+        leg=command.leg,
+        request_id=command.spec.request_id,
+        handoff=worker_pb2.Handoff(lease_id=command.handoff.lease_id, source=command.handoff.source),
+        num_tokens=len(command.token_ids),
+        n=command.num_answers if command.num_answers > 1 else None,
+        output_base=command.output_base,
+        age_ms=milliseconds(command.age_s),
+        remaining_ms=None if command.remaining_s is None else milliseconds(command.remaining_s),
+        traceparent=traceparent,
+    )
+
+
 def _fill(message: Any, command: SendLeg, traceparent: str) -> None:
     """Fills in the fields that both commands have."""
     request = _CANARY if command.spec.payload is None else command.spec.payload
@@ -141,13 +188,26 @@ def _fill(message: Any, command: SendLeg, traceparent: str) -> None:
     message.stopping.CopyFrom(request.stopping)
     message.stopping.ClearField("stop")  # text exists only in the router
     message.stopping.max_tokens = command.max_tokens
+    if command.num_answers > 1:
+        message.n = command.num_answers
+    if command.index:  # an answer of several that is computed again, by itself
+        message.sampling.seed = answer_seed(message.sampling.seed, command.index)
+    if request.HasField("constraint"):
+        message.constraint.CopyFrom(request.constraint)
     if request.response.HasField("logprobs"):
         message.logprobs = request.response.logprobs
-    message.priority = command.spec.priority
+    if command.scores_prompt:
+        message.prompt_logprobs = request.response.prompt_logprobs
+    message.priority = command.priority
     message.cache_salt = command.spec.cache_salt
     message.traceparent = traceparent
     if command.remaining_s is not None:
         message.remaining_ms = milliseconds(command.remaining_s)
+    for named, info in ((message.prefix_source, command.prefix_source), (message.keep_at, command.keep_at)):
+        if info is not None and (described := info.description) is not None:
+            # What it offers comes with its answers: the router knows of none.
+            named.address, named.incarnation = described.address, described.incarnation
+            named.layout.CopyFrom(described.layout)
 
 
 def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
@@ -155,8 +215,15 @@ def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
     match event.WhichOneof("event"):
         case "tokens":
             return _tokens(event.tokens)
+        case "prompt_tokens":
+            return _prompt_tokens(event.prompt_tokens)
+        case "prefix_brought":
+            brought = event.prefix_brought
+            return PrefixBrought(brought.leg, max(0, brought.num_tokens), _figure(brought.ms))
         case "started":
             return _started(event.started)
+        case "parked":
+            return _parked(event.parked)
         case "lease_ended":
             ended = event.lease_ended
             return LeaseEnded(ended.leg, ended.lease_id, _LEASE_ENDS.get(ended.reason, LeaseEnd.ABORTED))
@@ -165,7 +232,7 @@ def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
         case "refused":
             return DecodeRefused(event.refused.leg, event.refused.needed_blocks, event.refused.missing_blocks)
         case "ready":
-            return ImportReady(event.ready.leg)
+            return ImportReady(event.ready.leg, event.ready.num_bytes, event.ready.copy_ms)
         case "import_failed":
             failed = event.import_failed
             return ImportFailed(failed.leg, failed.lease_alive, from_status(failed.status))
@@ -173,18 +240,37 @@ def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
             return LegFailed(event.failed.leg, from_status(event.failed.status))
 
 
-def _started(message: worker_pb2.PrefillStarted) -> PrefillStarted | LegFailed:
+def _parked(message: worker_pb2.Parked) -> Parked | LegFailed:
+    if (violation := _violation(message)) is not None:
+        return violation
+    return Parked(message.leg, message.lease_id, message.source)
+
+
+def _violation(message: worker_pb2.PrefillStarted | worker_pb2.Parked) -> LegFailed | None:
+    """Returns what becomes of a leg whose lease or source is out of bounds; None if they are not."""
     if len(message.lease_id) > _LEASE_ID_BYTES:
         return LegFailed(message.leg, ProtocolViolation(f"a lease's name of {len(message.lease_id)} bytes"))
     try:
         check_source(message.source)
     except InvalidRequest as error:
         return LegFailed(message.leg, ProtocolViolation(str(error)))
+    return None
+
+
+def _started(message: worker_pb2.PrefillStarted) -> PrefillStarted | LegFailed:
+    if (violation := _violation(message)) is not None:
+        return violation
     return PrefillStarted(message.leg, message.lease_id, message.source, max(0, message.cached_tokens))
 
 
+def _prompt_tokens(message: worker_pb2.PromptTokens) -> PromptTokens | LegFailed:
+    if not are_logprobs(message.logprobs):
+        return LegFailed(message.leg, ProtocolViolation("log-probabilities that are none"))
+    return PromptTokens(message.leg, message.position, tuple(message.logprobs))
+
+
 def _tokens(message: types_pb2.SequenceTokens) -> Tokens | LegFailed:
-    if not _are_logprobs(message.logprobs):
+    if not are_logprobs(message.logprobs):
         return LegFailed(message.leg, ProtocolViolation("log-probabilities that are none"))
     finish = None
     if message.HasField("finish"):
@@ -201,12 +287,5 @@ def _tokens(message: types_pb2.SequenceTokens) -> Tokens | LegFailed:
         tuple(message.logprobs),
         finish,
         timings(message.timings) if message.HasField("timings") else None,
-    )
-
-
-def _are_logprobs(entries: Iterable[types_pb2.TokenLogprobs]) -> bool:
-    """Returns whether no log-probability is NaN or infinity, which JSON lacks. Minus infinity is a masked token's."""
-    return all(
-        entry.logprob < math.inf and all(top.token_id >= 0 and top.logprob < math.inf for top in entry.top)
-        for entry in entries
+        message.index,
     )

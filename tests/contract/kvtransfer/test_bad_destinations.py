@@ -17,15 +17,7 @@ from services.core.errors import (
 from services.kvtransfer.client import lease_may_live
 from services.rpc.authentication import credentials
 from services.rpc.status import from_call
-from tests.support.kv_harness import (
-    LAYOUT,
-    Destination,
-    Source,
-    opening,
-    raw_stub,
-    running,
-    until,
-)
+from tests.support.kv_harness import LAYOUT, Destination, Source, opening, raw_stub, running, until
 from tests.support.trusted import CLUSTER_TOKEN, dial
 
 Code = grpc.StatusCode

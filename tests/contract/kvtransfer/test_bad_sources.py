@@ -25,6 +25,7 @@ from services.kvtransfer.client import FetchOrder, lease_may_live
 from services.kvtransfer.servicer import KVTransferServicer
 from tests.support.kv_harness import (
     LAYOUT,
+    NIXL,
     TOKEN,
     Destination,
     Source,
@@ -202,7 +203,7 @@ async def test_an_address_where_nobody_listens() -> None:
             await destination.fetcher.fetch(elsewhere(destination, address))
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", NIXL, "grpc"])
 async def test_a_source_that_dies_under_the_fetch(transport: str) -> None:
     source, destination = Source(), Destination()
     async with running(source, destination):
@@ -246,3 +247,22 @@ async def test_messages_are_about_a_mebibyte() -> None:
             assert len((await call.read()).blocks.data) == per_message
             call.cancel()
             source.table.abort(lease.lease_id, 0.0)
+
+
+async def test_parts_of_blocks_are_refused_by_name() -> None:
+    whole = types_pb2.KVShard(num_layers=LAYOUT.num_layers, num_kv_heads=LAYOUT.num_kv_heads)
+    part = types_pb2.KVShard(num_layers=LAYOUT.num_layers - 1, num_kv_heads=LAYOUT.num_kv_heads)
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        lease = source.lease(40, sealed=True)
+        for shards in ([part], [whole, part], [whole, whole]):
+            order = destination.order(source, lease)
+            for offer in order.source.offers:
+                offer.shards.extend(shards)
+            with pytest.raises(LayoutMismatch, match=r"shards: the source offers layers 0 \+"):
+                await destination.fetcher.fetch(order)
+            assert order.import_ in destination.freed
+        order = destination.order(source, lease)
+        for offer in order.source.offers:
+            offer.shards.append(whole)
+        assert (await destination.fetcher.fetch(order)).ready

@@ -17,7 +17,8 @@ from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
 from services.kv.lease import FetchEnd, Lease, LeaseState
 from services.kv.regions import check_regions
 from services.kvtransfer.transports.staging import StagingArea, num_slots_for
-from tests.support.kv_harness import LAYOUT, TOKEN, Destination, DeviceMemory, Gate, Source, running, until
+from tests.support.kv_harness import LAYOUT, TOKEN, Destination, Source, running, until
+from tests.support.kv_memory import DeviceMemory, Gate
 
 
 def free_slots(source: Source) -> int:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import uvloop
 
 from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
 from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
 from services.kvtransfer.client import lease_may_live
 from services.kvtransfer.servicer import KVTransferServicer
-from tests.support.kv_harness import Destination, Gate, Source, running, until
+from tests.support.kv_harness import NIXL, Destination, Source, running, until
+from tests.support.kv_memory import Gate
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "grpc"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", NIXL, "grpc"])
 
 
 class TestStall:
@@ -35,7 +35,7 @@ class TestStall:
             with pytest.raises(TransferFailed, match=r"not copied in time|Internal error from Core") as raised:
                 await fetch
             assert lease_may_live(raised.value)
-            assert stuck.freed == [order.import_]
+            await until(lambda: stuck.freed == [order.import_])
             source.seal(lease)
             assert (await other.fetch(source, lease, leg=2, transport=transport)).ready
 
@@ -234,20 +234,3 @@ async def test_a_release_whose_answer_was_lost_is_repeated() -> None:
         lease = source.lease(40, sealed=True)
         assert (await destination.fetch(source, lease)).ready
         assert source.ended == [lease]
-
-
-def test_on_the_loop_that_production_runs_on() -> None:
-    async def main() -> None:
-        source, destination = Source(), Destination()
-        async with running(source, destination):
-            for transport in ("shm", "grpc"):
-                lease = source.lease(40)
-                order = destination.order(source, lease, transport=transport)
-                fetch = destination.start(order)
-                await until(lambda lease=lease: lease.fetch is not None)
-                source.publish(lease, 20)
-                source.seal(lease)
-                assert (await fetch).ready
-                assert destination.holds(order.targets) == source.expected(lease)
-
-    uvloop.run(main())

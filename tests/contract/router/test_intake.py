@@ -42,11 +42,11 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate, encode = Gate(), ModelText.encode_text
 
-    def gated(self: ModelText, text: str, most_tokens: int | None = None) -> list[int]:
+    def gated(self: ModelText, text: str, most_tokens: int | None = None, **options: bool) -> list[int]:
         if len(text) >= len(LONG):
             gate.passing.release()
             assert gate.open.wait(20)
-        return encode(self, text, most_tokens)
+        return encode(self, text, most_tokens, **options)
 
     monkeypatch.setattr(ModelText, "encode_text", gated)
     yield gate

@@ -34,7 +34,7 @@ async def test_a_leg_that_is_lost_is_placed_again(cluster: Cluster, pair: Pair, 
     await cluster.assert_idle()
 
 
-async def test_a_whole_sequence_that_is_lost_is_placed_again(cluster: Cluster) -> None:
+async def test_an_unsplit_sequence_that_is_lost_is_placed_again(cluster: Cluster) -> None:
     decode = await cluster.add("decode")
     decode.num_to_lose = 1
     _, text = await read(cluster.inference.GenerateStream(request()))

@@ -77,7 +77,8 @@ async def test_a_worker_brings_its_model(several: Cluster, text: Path) -> None:
 
 async def test_each_model_has_a_policy_of_its_own(model: str, text: Path) -> None:
     """One is placed by where prompts' beginnings are cached, for which they are hashed, and the other in turn."""
-    cluster = Cluster(replace(CONFIG, model=model, policy=("round_robin", f"{OTHER}=prefix_aware")))
+    policy = ("round_robin", f"{OTHER}=prefix_aware")
+    cluster = Cluster(replace(CONFIG, model=model, policy=policy, share_prefixes="never"))
     await cluster.start()
     await cluster.add("mixed", worker_id="first")
     await cluster.add("mixed", worker_id="second", model_id=OTHER, text=text)

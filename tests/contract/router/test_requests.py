@@ -259,6 +259,16 @@ async def test_a_fingerprint_is_a_digest_and_a_few_words(
     assert await field_of(stub.Register(control_pb2.RegisterRequest(worker=description))) == field
 
 
+async def test_an_engines_name_is_short(cluster: Cluster) -> None:
+    worker = ScriptedWorker("prefill", OUTPUT)
+    await worker.start()
+    description = worker.description()
+    await worker.stop()
+    stub = control_pb2_grpc.RegistryServiceStub(cluster.control_channel)
+    description.layout.engine = "v" * 33
+    assert await field_of(stub.Register(control_pb2.RegisterRequest(worker=description))) == "worker.layout.engine"
+
+
 # Cancellation and deadlines
 
 

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from baton.v1 import control_pb2
-from services.cli.client import plain
 from services.cli.status import text
+from services.rpc.plain import plain
 from tests.support.router_harness import CONFIG, Cluster, read, request
 
 
@@ -42,7 +42,8 @@ async def test_it_is_shown_logged_counted_and_explained(cluster: Cluster, caplog
     await cluster.until(ejected)
     (shown,) = [each for each in status.workers if each.state == control_pb2.WORKER_STATE_EJECTED]
     assert shown.worker.worker_id == "slow"
-    reason = r"ejected for (30|29) s: a decode step of 1 takes 80 ms, the median of its peers 20 ms"
+    what = "a decode step, of 1 tokens that attend to 100 each,"
+    reason = rf"ejected for (30|29) s: {what} takes 80 ms, the median of its peers 20 ms"
     assert re.fullmatch(reason, shown.reason)
     assert re.search(f"slow .* ejected .*\n(.*\n)*slow: {reason}", text("target", plain(status)))
     (line,) = [each.message for each in caplog.records if "ejected" in each.message]

@@ -21,6 +21,7 @@ import baton.v1
 from services.core.errors import Unauthenticated
 from services.rpc.authentication import credentials
 from services.rpc.status import from_call
+from tests.support.calls import ask_on
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.models import tiny_model
 from tests.support.trusted import CLUSTER_TOKEN
@@ -32,8 +33,6 @@ Code = grpc.StatusCode
 Metadata = Sequence[tuple[str, str]]
 MALFORMED = b"\xff\xff\xff"
 FOR_ANYONE = {"baton.v1.InferenceService"}
-_WRITE_FAILED = "Internal error from Core"
-_MOST_TRIES = 100
 
 
 def services() -> Iterator[Any]:
@@ -70,22 +69,9 @@ def doors(cluster: Cluster) -> dict[str, str]:
 
 
 async def ask(address: str, method: str, metadata: Metadata = (), data: bytes = b"") -> grpc.aio.AioRpcError | None:
-    """Returns how a call with one request ends; None if all is well. On the wire all four kinds of RPC are the same.
-
-    A request that meets the end of its call makes grpc.aio lose the call's status: then it is asked again.
-    """
+    """Returns how a call of a stranger ends; None if all is well."""
     async with grpc.aio.insecure_channel(address) as channel:
-        for _ in range(_MOST_TRIES):
-            call = channel.stream_stream(method)(iter([data]), metadata=metadata, timeout=10.0)
-            try:
-                async for _ in call:
-                    pass
-            except grpc.aio.AioRpcError as error:
-                if error.details() != _WRITE_FAILED:
-                    return error
-            else:
-                return None
-    raise AssertionError(f"{method} at {address}: no status in {_MOST_TRIES} tries")
+        return await ask_on(channel, method, metadata, data)
 
 
 async def test_what_is_closed() -> None:

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc
+from benchmarks.ports import free_ports
 from services.core.errors import Unauthenticated, WorkerIdInUse
 from services.rpc.serving import GrpcServer
 from services.worker import registration
@@ -101,8 +102,8 @@ async def test_a_port_that_is_no_control_port_is_named(model: Path, caplog: pyte
 
 async def test_health_says_whether_a_router_has_it(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with contextlib.AsyncExitStack() as first:
-        door = await first.enter_async_context(registry())
-        port = door.server.port
+        [port] = free_ports(1)
+        door = await first.enter_async_context(registry(port))
         door.error = WorkerIdInUse("another process is worker 'w'\x1b[2J")
         async with running_worker(worker_config(model, router=(door.server.address,)), DECODE) as host:
             await until(lambda: door.num_calls >= 3, "it asks again and again")

@@ -200,3 +200,12 @@ async def test_a_lease_that_expires_is_reported(model: Path) -> None:
         ended = await session.next("lease_ended", leg)
         assert (ended.lease_id, ended.reason) == (started.lease_id, worker_pb2.LEASE_END_REASON_EXPIRED)
         await idle(host)
+
+
+async def test_it_refuses_a_constraint_by_name(model: Path) -> None:
+    async with running_cluster(model, [PREFILL, DECODE], load=ScriptedEngine) as cluster:
+        request = greedy_request(PROMPT, NUM_TOKENS, constraint=types_pb2.Constraint(regex="a*"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.stream(request)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "no masks" in str(caught.value.details())

@@ -46,6 +46,11 @@ def unmappable_pools() -> Iterator[None]:
         yield
 
 
+def _tcp_address(host: WorkerHost) -> str:
+    """Returns where the worker offers KV over sockets; an empty string if it does not."""
+    return "".join(offer.tcp_address for offer in host.transfer.offers)
+
+
 @pytest.mark.parametrize("config", [WorkerConfig, UpConfig])
 def test_the_flag_names_every_transport(config: type) -> None:
     (choices,) = [field.metadata["choices"] for field in dataclasses.fields(config) if field.name == "transport"]
@@ -55,7 +60,7 @@ def test_the_flag_names_every_transport(config: type) -> None:
 @pytest.mark.parametrize(
     ("transport", "says"),
     [
-        ("auto", "pulls by shm, else grpc, offers shm ({socket}) and grpc"),
+        ("auto", "pulls by shm, else tcp, else grpc, offers shm ({socket}) and tcp ({tcp}) and grpc"),
         ("shm", "pulls by shm only, offers shm ({socket}) and grpc"),
         ("grpc", "pulls by grpc only, offers grpc"),
     ],
@@ -67,16 +72,21 @@ async def test_the_start_up_line_names_the_transport(
     with caplog.at_level(logging.INFO, "services.worker"):
         async with running_worker(config, DECODE) as host:
             assert (tmp_path / "decode-7.sock").is_socket() == (transport != "grpc")
-            address = host.address
+            address, tcp = host.address, _tcp_address(host)
     line = next(record.message for record in caplog.records if "KV transport" in record.message)
-    assert line.endswith(f"reached at {address}; KV transport: {says.format(socket=tmp_path / 'decode-7.sock')}")
+    assert line.endswith(
+        f"reached at {address}; KV transport: {says.format(socket=tmp_path / 'decode-7.sock', tcp=tcp)}"
+    )
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("transport", "says"),
     [
-        ("auto", "pulls by shm, else grpc, offers shm ({socket}, staged: 1 MiB) and grpc"),
+        (
+            "auto",
+            "pulls by shm, else tcp, else grpc, offers shm ({socket}, staged: 1 MiB) and tcp ({tcp}) and grpc",
+        ),
         ("shm", "pulls by shm only, offers shm ({socket}, staged: 1 MiB) and grpc"),
         ("grpc", "pulls by grpc only, offers grpc"),
     ],
@@ -86,7 +96,7 @@ async def test_a_pool_that_cannot_be_mapped_is_staged(
 ) -> None:
     config = worker_config(model, transport=transport, shm_dir=str(tmp_path), worker_id="decode-7", staging_mb=1)
     async with running_worker(config, DECODE) as host:
-        assert host.transfer.summary == says.format(socket=tmp_path / "decode-7.sock")
+        assert host.transfer.summary == says.format(socket=tmp_path / "decode-7.sock", tcp=_tcp_address(host))
     maps = await asyncio.to_thread(Path("/proc/self/maps").read_text)
     assert "memfd:baton-staging" not in maps
 
@@ -107,7 +117,8 @@ async def test_what_cannot_be_sealed_is_offered_to_nobody(
     config = worker_config(model, shm_dir=str(tmp_path), staging_mb=1)
     with contextlib.nullcontext() if mappable else pools_that_cannot_be_mapped():
         async with running_worker(config, PREFILL) as source, running_worker(config, DECODE) as target:
-            assert source.transfer.summary == "pulls by shm, else grpc, offers grpc"
+            tcp = _tcp_address(source)
+            assert source.transfer.summary == f"pulls by shm, else tcp, else grpc, offers tcp ({tcp}) and grpc"
             assert os.listdir(tmp_path) == []
             router = ScriptedRouter()
             async with router.session(source) as prefill, router.session(target) as decode:

@@ -18,9 +18,9 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from services.cli.client import plain
 from services.cli.status import text
 from services.engine.schedule.sequence import StepPlan
+from services.rpc.plain import plain
 from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, greedy_request, receive, running_cluster
@@ -76,14 +76,14 @@ async def test_workers_of_other_rope_parameters_do_not_pair_and_are_named(
         shown = text("there", plain(status))
         for worker in (each.worker for each in status.workers):  # a timing decides, so the two may differ
             assert re.search(r"\w+ attention; .*linear layers: \d+ by ", worker.kernels)
-            how = f": {worker.fingerprint.numerics}; float32 KV; {worker.kernels}"
+            how = f": torch; {worker.fingerprint.numerics}; float32 KV; {worker.kernels}"
             assert [line for line in shown.splitlines() if line.endswith(how) and worker.worker_id in line]
         await asyncio.sleep(0.5)  # several ticks: it is said once
     said = [record.getMessage() for record in caplog.records if "do not pair" in record.getMessage()]
     told = [message for message in said if "w0" in message and "w1" in message]
     assert len(told) == 1, said
     for worker_id in ("w0", "w1"):
-        short = f"{worker_id} ({prints[worker_id].kv[:8]})"
+        short = f"{worker_id} (torch {prints[worker_id].kv[:8]})"
         assert short in told[0]
         assert short in shown
     for flag in ("--dtype", "--kv-dtype", "--quantization"):

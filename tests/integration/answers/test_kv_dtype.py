@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.client import plain
 from services.cli.status import text
+from services.rpc.plain import plain
 from tests.support.cluster import running_cluster
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
@@ -65,7 +65,7 @@ async def test_workers_of_different_types_do_not_pair(tmp_path: Path) -> None:
         status = await cluster.status()
         assert not status.pairs
         assert len({worker.worker.fingerprint.kv for worker in status.workers}) == 4
-        assert "w3: float32 weights, float32 activations; int8 KV; " in text("", plain(status))
+        assert "w3: torch; float32 weights, float32 activations; int8 KV; " in text("", plain(status))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from services.kvtransfer.transports.nixl_agent import is_installed
 from services.router.main import Router, RouterConfig
 from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
@@ -73,10 +74,20 @@ def prompt_of(number: int, length: int) -> list[int]:
     return [3 + (number * 31 + position * 7) % (VOCAB_SIZE - 3) for position in range(length)]
 
 
+CARRIED_BY = {
+    "split": types_pb2.TRANSPORT_SHM,
+    "tcp": types_pb2.TRANSPORT_TCP,
+    "nixl": types_pb2.TRANSPORT_NIXL,
+    "grpc": types_pb2.TRANSPORT_GRPC,
+}
+
+
 async def test_all_ways_to_run_a_request_give_the_same_tokens(model: Path) -> None:
     prompts = [prompt_of(number, length) for number, length in enumerate((1, 15, 16, 17, 100, 300))]
     clusters = {
         "split": [(PREFILL, {}), (DECODE, {})],
+        "tcp": [(PREFILL, {"transport": "tcp"}), (DECODE, {"transport": "tcp"})],
+        **({"nixl": [(PREFILL, {"transport": "nixl"}), (DECODE, {"transport": "nixl"})]} if is_installed() else {}),
         "grpc": [(PREFILL, {"transport": "grpc"}), (DECODE, {"transport": "grpc"})],
         "mixed": [(MIXED, {})],
         "whole": [(DECODE, {})],
@@ -87,9 +98,8 @@ async def test_all_ways_to_run_a_request_give_the_same_tokens(model: Path) -> No
             answers = [await cluster.generate(prompt, 12) for prompt in prompts]
             outputs[name] = [list(answer.output.token_ids) for answer in answers]
             timings = answers[-1].completion.timings
-            if name in ("split", "grpc"):
-                expected = types_pb2.TRANSPORT_SHM if name == "split" else types_pb2.TRANSPORT_GRPC
-                assert timings.transport == expected
+            if name in CARRIED_BY:
+                assert timings.transport == CARRIED_BY[name]
                 assert timings.transfer_blocks == 19
     assert all(len(output) == 12 for output in outputs["split"])
     assert all(output == outputs["split"] for output in outputs.values())

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from baton.v1 import inference_pb2
-from services.cli.client import plain
 from services.cli.status import text
+from services.rpc.plain import plain
 from tests.support.cluster import Answer, Cluster, greedy_request, receive, running_cluster
 from tests.support.http_client import HTTP, address
 from tests.support.models import tiny_model

@@ -28,17 +28,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(host: WorkerHost) -> None:
-    """Damages a worker as a bit flip in memory or a bad copy would: after load, so that no fingerprint shows it. A
-    layer's output is turned around; everything goes on working."""
+    """Damages a worker as a bit flip in memory or a bad copy would: after load, so that no fingerprint shows it. The
+    embeddings of tokens are turned around; everything goes on working. (Layers may be computed as a whole by native
+    code, which no hook of a module within them sees.)"""
     engine = engine_of(host)
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
-    named = runner._model.module.named_modules()
-    layers = [module for name, module in named if name.endswith(("o_proj", "down_proj"))]
-    assert layers
+    embeddings = runner._model.module.get_input_embeddings()
     with engine._lock:
-        for layer in layers:
-            layer.register_forward_hook(lambda module, inputs, output: -output)
+        embeddings.register_forward_hook(lambda module, inputs, output: output.flip(-1))
 
 
 def health(cluster: Cluster, worker_id: str) -> Health:

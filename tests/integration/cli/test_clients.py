@@ -341,3 +341,23 @@ def test_ctrl_c_cancels_the_answer_not_the_chat(router: Router) -> None:
         read_until(chat.stdout, b"still here \n> ")
         chat.stdin.close()
         assert chat.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_terminal", "is_told"),
+    [([], True, True), ([], False, False), (["--quiet"], True, False), (["--stats"], False, True)],
+)
+def test_chat_says_how_fast_an_answer_was_and_by_whom(
+    router: Router,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    is_terminal: bool,
+    is_told: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one two three\n"))
+    assert main(["chat", "--target", router.target, *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out == "> one two three \n> \n"
+    assert err == ("3 tokens | first token 12 ms | prefill-0 -> decode-0: 1024.0 GiB by shm\n" if is_told else "")

@@ -121,6 +121,16 @@ async def test_errors_are_told(client: list[str | Path], model: Path) -> None:
     assert "temperature" in ran.err
 
 
+async def test_an_answer_is_json_under_a_schema(client: list[str | Path], model: Path) -> None:
+    *interpreter, program = client
+    program = Path(program)
+    text = ["--text", "Paris."] if program.suffix == ".mjs" else ["Paris."]
+    async with served(model) as (_, target):
+        ran = await run(*interpreter, program.with_stem("structured"), *target, *text)
+    assert ran.status == 0, ran.err
+    assert re.search(r"city.*kind.*(village|town|city).*millions", ran.out, re.DOTALL)
+
+
 class Busy(inference_pb2_grpc.InferenceServiceServicer):
     """Has no worker for the first two calls, and then one: the real router's."""
 

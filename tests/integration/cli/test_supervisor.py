@@ -18,6 +18,7 @@ import pytest
 from services.cli.child import Child, Lifeline, describe_exit
 from services.cli.supervisor import Backoff, Supervised
 from services.core.errors import WorkerFailed
+from services.core.start_progress import StartProgress, to_line
 from tests.support import ROOT
 from tests.support.processes import PYTHON_PATH
 
@@ -234,8 +235,47 @@ async def test_child_that_closes_the_pipe_in_silence_is_killed(lifeline: Lifelin
         await place.keep()
 
 
-async def test_nonsense_on_the_pipe_is_not_ready(lifeline: Lifeline) -> None:
-    child = Child("fake", script("os.write(int(sys.argv[2]), b'[]\\n')"), lifeline)
+async def test_progress_comes_before_ready_and_the_output_goes_where_it_should(
+    lifeline: Lifeline, tmp_path: pathlib.Path
+) -> None:
+    told: list[StartProgress] = []
+    first, second = StartProgress("load", "weights", 0, 2), StartProgress("warm-up")
+    body = f"for line in {[to_line(first), to_line(second)]!r}: os.write(int(sys.argv[2]), line)\n"
+    body += "print('to stdout', flush=True); print('to stderr', file=sys.stderr)\n"
+    log_fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    child = Child("fake", script(body + READY), lifeline, log_fd)
+    os.close(log_fd)
+    assert (await child.ready(told.append)).metrics_port == 2
+    assert await child.wait() == 0
+    assert told == [first, second]
+    assert (tmp_path / "log").read_text() == "to stdout\nto stderr\n"
+
+
+async def test_what_a_place_goes_through_is_told_in_order(lifeline: Lifeline) -> None:
+    told: asyncio.Queue[str] = asyncio.Queue()
+    place = Supervised(
+        "fake",
+        lambda: script(f"os.write(int(sys.argv[2]), {to_line(StartProgress('load'))!r})\n" + READY + "sys.exit(7)"),
+        lifeline,
+        told.put_nowait,
+        on_ready=lambda ready: told.put_nowait("ready"),
+        backoff=Backoff(first_s=0.01, most_s=0.02),
+        on_start=lambda: told.put_nowait("start"),
+        on_progress=lambda progress: told.put_nowait(progress.stage),
+        on_end=lambda: told.put_nowait("end"),
+    )
+    keeping = asyncio.create_task(place.keep())
+    for _ in range(2):
+        heard = [await told.get() for _ in range(5)]
+        assert heard[:4] == ["start", "load", "ready", "end"]
+        assert heard[4].startswith("fake died (exit status 7)")
+    await place.stop(1.0)
+    await keeping
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", "7", "not JSON", '{"progress": {}}', '{"progress": 1}'])
+async def test_nonsense_on_the_pipe_is_not_ready(lifeline: Lifeline, line: str) -> None:
+    child = Child("fake", script(f"os.write(int(sys.argv[2]), {line.encode()!r} + b'\\n')"), lifeline)
     assert await child.ready() is None
     assert await child.wait() == 0
 

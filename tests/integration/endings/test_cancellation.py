@@ -80,20 +80,10 @@ async def test_client_cancel(model: Path, phase: str, transport: str) -> None:
         for call in calls:
             call.cancel()
         await cluster.idle()
-        steps = await _steps_at_rest(cluster)
+        steps = await cluster.steps_at_rest()
         assert len((await cluster.greedy(LONG[:40], 3, cache_salt="after")).token_ids) == 3
         # 3 chunks and 2 decodes, and no step of anyone who had left.
         assert [worker.engine.stats().num_steps for worker in cluster.workers] == [steps[0] + 3, steps[1] + 2]
-
-
-async def _steps_at_rest(cluster: Any) -> list[int]:
-    """Returns how many steps each worker has done, once none does any more: the router may hear last of one that was
-    under way when the request was cancelled."""
-    steps: list[int] = []
-    while steps != (now := [worker.engine.stats().num_steps for worker in cluster.workers]):
-        steps = now
-        await asyncio.sleep(0.2)
-    return steps
 
 
 async def test_a_mixed_worker(model: Path) -> None:

@@ -83,6 +83,12 @@ async def parked(stage: Stage) -> None:
     stage.scenes.append(asyncio.create_task(take_the_room()))
 
 
+async def parking(stage: Stage) -> None:
+    """A store has admitted what no decode worker has room for, and its fetch does not begin."""
+    stage.hold_fetches(until_complete=False, worker=2)
+    await parked(stage)
+
+
 async def binding(stage: Stage) -> None:
     """Keeps what the router writes to the decode worker on its way."""
     stage.stall(1)
@@ -144,6 +150,8 @@ class Case:
     """Blocks of the prefill and of the decode worker; 300 tokens take 19."""
     has_text: bool = False
     """The victim's prompt is a text."""
+    has_store: bool = False
+    """The cluster has a store."""
 
     def request(self) -> inference_pb2.GenerateRequest:
         request = greedy_request(PROMPT, 80, request_id=VICTIM)
@@ -177,9 +185,17 @@ CASES = {
         ),
         (128, 24),
     ),
+    "parked, on its way to a store": Case(
+        parking,
+        lambda stage: (
+            stage.leases(LeaseState.SEALED) == len(stage.cluster.workers[2].imports) == 1 and stage.is_in(Phase.PARKED)
+        ),
+        (128, 24),
+        has_store=True,
+    ),
     "binding, with a handoff": Case(binding, lambda stage: stage.is_binding(handoff=True)),
     # Its worker has the leg, and has not begun it.
-    "binding, the whole sequence": Case(
+    "binding, an unsplit sequence": Case(
         binding_the_whole,
         lambda stage: stage.is_binding(handoff=False) and stage.cluster.workers[1].num_legs == 2,
         (12, 128),
@@ -208,9 +224,11 @@ def test_every_phase_is_among_the_cases() -> None:
 async def test_a_deadline_in_each_phase(
     model: Path, phase: str, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    case = CASES[phase]
     for deadline_s in DEADLINES_S:
         caplog.clear()
-        if await _deadline_in(CASES[phase], phase, deadline_s, staged(model, CASES[phase].pools, transport), caplog):
+        staging = staged(model, case.pools, transport, has_store=case.has_store)
+        if await _deadline_in(case, phase, deadline_s, staging, caplog):
             return
     raise AssertionError(f"a deadline of {DEADLINES_S[-1]} s passed before the victim was {phase}")
 

@@ -13,9 +13,9 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.v1 import control_pb2, types_pb2
-from services.cli import client
 from services.cli import status as cli_status
 from services.router.policy.health import Health
+from services.rpc.plain import plain
 from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
@@ -121,7 +121,7 @@ async def test_a_pair_that_cannot_transfer_is_not_paired(model: Path, reference:
             reference.check(PROMPT, answer.token_ids)
             assert answer.completion is not None
             assert (answer.completion.workers.decode, answer.completion.workers.retries) == ("w2", 0)
-        text = cli_status.text("target", client.plain(status))
+        text = cli_status.text("target", plain(status))
         assert "w0 -> w1: broken; down: TRANSFER_FAILED" in text
         assert all(worker.state == control_pb2.WORKER_STATE_READY for worker in status.workers)
 

@@ -139,7 +139,7 @@ async def test_storm_of_aborts(roomy: RealCluster, reference: GreedyReference) -
         await asyncio.gather(*(each.send_away() for each in patients))
     await roomy.idle()
     for each in patients[:: PATIENT // 25]:
-        reference.check_at_once(each.job.prompt, each.tokens, seed=each.job.seed)
+        reference.check_at_once(each.job.prompt, each.tokens, seed=each.job.seed, pattern=each.job.pattern)
 
 
 def _tokens_a_step(done: dict[str, Done]) -> float:

@@ -150,7 +150,7 @@ NUMBERS_IN_JSON = [
 _OF_BOTH = [
     *["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"],
     *["frequency_penalty", "seed", "priority", "n", "best_of", "stop_token_ids", "logit_bias", "key of logit_bias"],
-    *["stream_options", "stop"],
+    *["stream_options", "stop", "prompt_logprobs"],
 ]
 NUMERIC_FIELDS = [
     *(("/v1/completions", name) for name in [*_OF_BOTH, "logprobs", "prompt"]),

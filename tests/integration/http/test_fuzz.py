@@ -16,6 +16,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, event, given, settings
 
 from services.router.front.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS
+from services.router.front.http.responses.call import NOT_IN_RESPONSES
 from tests.support.cluster import Cluster
 from tests.support.examples import num_examples
 from tests.support.http_client import TIMEOUTS, bare_client, events
@@ -81,19 +82,38 @@ CONVERSATION = {
     "messages": st.lists(MESSAGE, min_size=1, max_size=2),
     "asks": st.one_of(st.just({}), st.integers(0, 20).map(lambda n: {"logprobs": True, "top_logprobs": n})),
 }
-ODD_NAMES = sorted({*FIELDS, *NOT_IN_COMPLETIONS, *NOT_IN_CHAT, "prompt", "messages", "stream", "logprobs"})
+ITEM = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "developer", "user", "assistant"]), "content": WORDS}),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]), "role": JSON},
+        optional=dict.fromkeys(("content", "call_id", "name", "arguments", "output", "summary"), JSON),
+    ),
+)
+RESPONSE = {
+    "input": st.one_of(WORDS, st.lists(ITEM, min_size=1, max_size=3)),
+    "asks": st.integers(4, 20).map(lambda n: {"max_output_tokens": n}),
+}
+OF_RESPONSES = {name: field for name, field in FIELDS.items() if name != "max_tokens"}
+ODD_NAMES = sorted(
+    {*FIELDS, *NOT_IN_COMPLETIONS, *NOT_IN_CHAT, "prompt", "messages", "stream", "logprobs", "echo", "prompt_logprobs"}
+    | {*NOT_IN_RESPONSES, "input", "instructions", "reasoning", "text", "tools", "tool_choice", "metadata"}
+)
 
 
-def bodies(prompt: dict[str, Any]) -> st.SearchStrategy[bytes]:
+def bodies(prompt: dict[str, Any], optional: dict[str, Any] = FIELDS) -> st.SearchStrategy[bytes]:
     """Draws bodies as they should be; or with fields that are anything at all; or no JSON."""
-    asked = st.fixed_dictionaries({**prompt, "streamed": STREAMED}, optional=FIELDS)
+    asked = st.fixed_dictionaries({**prompt, "streamed": STREAMED}, optional=optional)
     good = asked.map(lambda body: {**body, **body.pop("asks"), **body.pop("streamed")})
     odd = st.dictionaries(st.one_of(st.sampled_from(ODD_NAMES), TEXT), JSON, min_size=1, max_size=2)
     strange = st.tuples(good, odd).map(lambda pair: {**pair[0], **pair[1]})
     return st.one_of(st.one_of(good, strange).map(lambda body: json.dumps(body).encode()), st.binary(max_size=60))
 
 
-ENDPOINTS = {"/v1/completions": bodies(COMPLETION), "/v1/chat/completions": bodies(CONVERSATION)}
+ENDPOINTS = {
+    "/v1/completions": bodies(COMPLETION),
+    "/v1/chat/completions": bodies(CONVERSATION),
+    "/v1/responses": bodies(RESPONSE, OF_RESPONSES),
+}
 HEADERS = st.fixed_dictionaries(
     {},
     optional={
@@ -101,6 +121,18 @@ HEADERS = st.fixed_dictionaries(
         for name in ("x-request-id", "traceparent", *TIMEOUTS, "content-type")
     },
 )
+
+
+def named_events(body: str) -> list[str]:
+    """Returns the names of a response's events, and asserts that each event says its own."""
+    names = []
+    for number, frame in enumerate(body.removesuffix("\n\n").split("\n\n")):
+        name, data = frame.split("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {told['type']}"
+        assert told["sequence_number"] == number
+        names.append(told["type"])
+    return names
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
@@ -126,7 +158,12 @@ async def test_bodies(cluster: Cluster, path: str, draw: Any) -> None:
         assert answer.headers["x-request-id"] == (headers.get("x-request-id") or answer.headers["x-request-id"])
         if answer.headers["content-type"].startswith("text/event-stream"):
             assert answer.status_code == 200
-            assert events(answer.text)[-1] == "[DONE]"
+            if path == "/v1/responses":
+                assert named_events(answer.text)[-1] in ("response.completed", "response.incomplete")
+            else:
+                assert events(answer.text)[-1] == "[DONE]"
+        elif answer.status_code == 200 and path == "/v1/responses":
+            assert answer.json()["status"] in ("completed", "incomplete")
         elif answer.status_code == 200:
             choices = answer.json()["choices"]
             assert [choice["index"] for choice in choices] == list(range(len(choices)))

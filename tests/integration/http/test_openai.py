@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from baton.v1 import inference_pb2, types_pb2
 from services.router.text.tokenisation import load_model_text
+from services.worker.config import WorkerConfig
 from tests.support.cluster import Answer, Cluster, running_cluster
 from tests.support.http_client import HTTP, address, openai_client
 from tests.support.models import tiny_model
@@ -169,7 +170,9 @@ async def test_completion_logprobs_and_echo(cluster: Cluster) -> None:
         assert echoed == PROMPT + plain
         stream = await client.completions.create(**asked, echo=True, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == PROMPT + plain
-        ids = load_model_text(cluster.workers[0].config.model).encode_text(PROMPT)
+        config = cluster.workers[0].config
+        assert isinstance(config, WorkerConfig)
+        ids = load_model_text(config.model).encode_text(PROMPT)
         assert (await client.completions.create(**{**asked, "prompt": ids}, echo=True)).choices[0].text == echoed
 
 
@@ -200,10 +203,10 @@ async def test_errors_are_the_packages_own(cluster: Cluster) -> None:
                 await chat(model=MODEL, messages=MESSAGES, temperature=101, stream=stream)
             assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
             assert bad.value.request_id
-        with pytest.raises(openai.BadRequestError, match="tools: is not supported"):
+        with pytest.raises(openai.BadRequestError, match="tools: are not supported"):
             await chat(model=MODEL, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
-        with pytest.raises(openai.BadRequestError, match="n: is not supported"):
-            await client.completions.create(model=MODEL, prompt=PROMPT, n=2)
+        with pytest.raises(openai.BadRequestError, match="suffix: is not supported"):
+            await client.completions.create(model=MODEL, prompt=PROMPT, suffix="end")
 
 
 async def test_what_no_context_holds_is_told_as_openai_tells_it(cluster: Cluster) -> None:

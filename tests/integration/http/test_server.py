@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.core.errors import ConfigError
 from services.router.front.http import server as http_server
-from services.router.front.http.server import ConnectionLimits, HttpServer, peer_of
+from services.router.front.http.server import ConnectionLimits, HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 
@@ -203,12 +203,6 @@ async def open_from(host: str, port: int, data: bytes) -> tuple[asyncio.StreamRe
     _opened.append(writer)
     writer.write(data)
     return reader, writer
-
-
-def test_peers_with_the_same_network_are_one() -> None:
-    assert peer_of(("2001:db8:1:2:3::4", 1)) == peer_of(("2001:db8:1:2::", 2)) != peer_of(("2001:db8:1:3::4", 1))
-    assert peer_of(("::ffff:10.0.0.1", 1)) == peer_of(("10.0.0.1", 5)) != peer_of(("10.0.0.2", 5))
-    assert peer_of(None) == ""
 
 
 POST = b"POST /busy HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"

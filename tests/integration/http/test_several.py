@@ -235,7 +235,7 @@ async def test_a_client_that_disconnects_ends_all(cluster: Cluster, phase: str, 
     await until(lambda: PHASES[phase](cluster), f"it is {phase}", 30.0, pause_s=0)
     writer.close()
     await cluster.idle()
-    steps = [worker.engine.stats().num_steps for worker in cluster.workers]
+    steps = await cluster.steps_at_rest()
     assert (await post(cluster, {**ASKED, "prompt": TEXTS[0], "max_tokens": 3})).status_code == 200
     # A chunk and two tokens, and no step of those who had left.
     assert [worker.engine.stats().num_steps for worker in cluster.workers] == [steps[0] + 1, steps[1] + 2]

@@ -136,7 +136,13 @@ async def test_what_is_refused_says_so(cluster: Cluster) -> None:
     await refused({**ASKED, "stream": 1}, 400, "stream")
     await refused({**ASKED, "stop": [""]}, 400, "stop[0]")
     await refused({**ASKED, "logprobs": 21}, 400, "logprobs")
-    await refused({**ASKED, "logprobs": 1, "echo": True}, 400, "echo")
+    await refused({**ASKED, "logprobs": 1, "echo": True, "stream": True}, 400, "echo")
+    await refused({**ASKED, "logprobs": 21, "echo": True}, 400, "logprobs")
+    await refused({**ASKED, "max_tokens": 0, "echo": True, "stream": True}, 400, "max_tokens")
+    await refused({**ASKED, "prompt_logprobs": 21}, 400, "prompt_logprobs")
+    await refused({**ASKED, "prompt_logprobs": -1}, 400, "prompt_logprobs")
+    await refused({**ASKED, "prompt_logprobs": True}, 400, "prompt_logprobs")
+    await refused({**ASKED, "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs")
     for key in ("x", "1.0", "-1", "", "\u0661", "\u00b9"):
         await refused({**ASKED, "logit_bias": {key: 1}}, 400, "logit_bias")
     await refused({**ASKED, "stream_options": {}}, 400, "stream_options")
@@ -199,7 +205,7 @@ async def test_a_client_that_disconnects(cluster: Cluster, phase: str, stream: b
     await until(lambda: PHASES[phase](cluster), f"a request is {phase}", 30.0, pause_s=0)
     writer.close()
     await cluster.idle()
-    steps = [worker.engine.stats().num_steps for worker in cluster.workers]
+    steps = await cluster.steps_at_rest()
     assert (await post(cluster, COMPLETIONS, {**ASKED, "max_tokens": 3})).status_code == 200
     # A chunk and two tokens, and no step of the one who had left.
     assert [worker.engine.stats().num_steps for worker in cluster.workers] == [steps[0] + 1, steps[1] + 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import random
 import resource
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +22,6 @@ from services.core.errors import CorruptBlock, LayoutMismatch, ProtocolViolation
 from services.kvtransfer.wire import layout_to_proto
 from services.router.answer import Answer
 from services.rpc.authentication import credentials
-from services.rpc.options import MAX_REQUEST_BYTES
 from services.rpc.status import from_status
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, BadSource, FlippingMemory, connections
 from tests.support.cluster import Cluster, greedy_request, receive, running_cluster
@@ -110,6 +110,8 @@ SEALS = {
     "a token beyond the vocabulary": types_pb2.SequenceTokens(token_ids=[VOCAB_SIZE]),
     "a negative token": types_pb2.SequenceTokens(token_ids=[-1]),
     "too many tokens": types_pb2.SequenceTokens(token_ids=[5]),
+    "another position": types_pb2.SequenceTokens(token_ids=[5], position=3),
+    "no log-probability": types_pb2.SequenceTokens(token_ids=[5], logprobs=[types_pb2.TokenLogprobs(logprob=math.nan)]),
 }
 
 
@@ -207,7 +209,9 @@ async def test_an_oversize_message_ends_only_its_session(cluster: Cluster) -> No
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(cluster.workers[0].address, options=options) as channel:
         session = channel.stream_stream("/baton.v1.WorkerService/Session")
-        call = session(iter([bytes(MAX_REQUEST_BYTES + 1)]), metadata=credentials(CLUSTER_TOKEN))
+        call = session(
+            iter([bytes(cluster.workers[0].config.max_message_bytes + 1)]), metadata=credentials(CLUSTER_TOKEN)
+        )
         assert await call.code() is Code.RESOURCE_EXHAUSTED
 
 
@@ -259,7 +263,7 @@ async def test_clients_that_never_read(cluster: Cluster, expected: list[int]) ->
         await until(lambda: cluster.router.coordinator.num_live == 4, "they are live")
         await good(cluster, expected)
         await until(lambda: cluster.router.coordinator.num_live == 0, "they are over", 240.0)
-        waiting = [answer._pending.num_tokens for answer in answers()]
+        waiting = [answer.num_waiting_tokens for answer in answers()]
         assert len(waiting) == 4
         assert 0 < max(waiting) <= 900
         first = await receive(idlers[0])

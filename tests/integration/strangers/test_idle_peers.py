@@ -21,6 +21,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from benchmarks.ports import free_ports
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS
 from tests.support.cluster import greedy_request, receive
 from tests.support.models import tiny_model
@@ -62,12 +63,6 @@ class Attacked:
         async with httpx2.AsyncClient(base_url=base, timeout=HEALTH_WITHIN_S, trust_env=False) as client:
             answer = await client.get(path)
         return answer.status_code == 200
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

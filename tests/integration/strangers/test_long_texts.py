@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import multiprocessing
-import socket
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ import httpx2
 import pytest
 
 from baton.v1 import control_pb2, inference_pb2, inference_pb2_grpc
+from benchmarks.ports import free_ports
 from tests.support.cluster import greedy_request
 from tests.support.models import tiny_model
 from tests.support.real_cluster import RealCluster, real_cluster
@@ -107,11 +107,6 @@ async def _over_http(port: int, texts: list[str]) -> int:
         return sum(await asyncio.gather(*map(refused, texts)))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Round:
     """Keeps the longest pauses of the watched router, while another one was sent the texts and while it was."""
@@ -188,7 +183,7 @@ async def watched_cluster(folder: Path, mutant: str = "none") -> AsyncIterator[t
     temp.mkdir()
     notes = Notes(folder / "notes")
     flags = ("--kv-blocks", str(CONTEXT_TOKENS // 16), "--dtype", "float32", "--threads", "1")
-    http_ports = [free_port(), free_port()]
+    http_ports = free_ports(2)
     # A worker without a processor is silent too. What the router does to its sessions the workers tell, after 5 s.
     routers = [("--http-port", str(port), "--silence-s", "20") for port in http_ports]
     program = (sys.executable, "-m", "tests.support.watched_router", str(notes.path), mutant)

@@ -49,7 +49,8 @@ Stub = inference_pb2_grpc.InferenceServiceStub
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("model"))
+    # Of more layers than others: on a fast CPU what is computed must take long beside messages between processes.
+    return tiny_model("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=8)
 
 
 @pytest.fixture

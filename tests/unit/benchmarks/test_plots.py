@@ -38,7 +38,7 @@ def test_every_axis_names_its_unit() -> None:
     for chart in CHARTS.values():
         assert chart.title
         for axis in (chart.x, chart.y):
-            assert re.search(r", (ms|%|tokens/s)$|sequences|tokens", axis.label), axis.label
+            assert re.search(r", (ms|%|tokens/s)$|GB/s$|^KiB of |sequences|tokens", axis.label), axis.label
 
 
 def test_points_stand_where_their_values_are() -> None:
@@ -87,3 +87,32 @@ def test_lines_of_several_files_are_told_apart() -> None:
 def test_nothing_cannot_be_drawn() -> None:
     with pytest.raises(ValueError, match="no points"):
         CHARTS["itl"].svg([Series("itl", "empty", ())])
+
+
+def test_a_page_has_its_charts_in_rows_whose_axes_are_the_same() -> None:
+    fast, slow = ((1.0, 0.0), (2.0, 100.0)), ((500.0, 0.0), (900.0, 100.0))
+    series = [
+        Series("presets-real-azure-ttft-simulated", "sticky", fast),
+        Series("presets-real-azure-ttft-measured", "sticky", slow),
+        Series("presets-real-azure-itl-measured", "sticky", fast),
+    ]
+    pictures = draw({"a": series})
+    assert set(pictures) == {"presets-real-azure"}
+    root = ElementTree.fromstring(pictures["presets-real-azure"])
+    charts = [element for element in root if element.tag.endswith("svg")]
+    assert [(chart.attrib["x"] != "0", chart.attrib["y"] != "0") for chart in charts] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+    assert int(root.attrib["width"]) == 2 * int(charts[0].attrib["width"])
+    for chart, sees_slow in zip(charts, (True, True, False), strict=True):
+        said = texts(ElementTree.tostring(chart, encoding="unicode"))
+        assert "2" in said
+        assert ("1000" in said) == sees_slow
+
+
+def test_nine_lines_are_told_apart() -> None:
+    svg = CHARTS["itl"].svg([Series("itl", f"line {number}", ((1.0, 0.0), (2.0, 100.0))) for number in range(9)])
+    strokes = re.findall(r"<polyline [^>]*stroke='([^']*)'[^>]*stroke-dasharray='([^']*)'", svg)
+    assert len(set(strokes)) == 9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 
 from scripts import demo
 from tests.support import ROOT
+from tests.support.processes import BATON, PYTHON_PATH
 
 _LONG_S = 60.0
 
@@ -36,6 +39,27 @@ def test_a_cluster_that_ends_is_told_from_one_that_is_slow(
         _wait("import sys; print('no such port', file=sys.stderr); sys.exit(3)", 60.0, tmp_path, monkeypatch)
     with pytest.raises(demo.DemoFailed, match=r"was not ready within 0\.2 s\. .* DEMO_ARGS='--start-s 0\.6'"):
         _wait("import time; time.sleep(60)", 0.2, tmp_path, monkeypatch)
+
+
+def test_what_was_seen_is_said_in_five_lines_of_the_requests_own_figures() -> None:
+    trace = [*BATON, "trace", str(ROOT / "docs" / "images" / "trace.jsonl"), "--request", "long-document", "--json"]
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    facts = json.loads(subprocess.run(trace, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+    lines = demo.told(facts)
+    assert len(lines) <= 5
+    assert max(map(len, lines)) <= 110
+    text = "\n".join(lines)
+    for words in (
+        "prefill-0 computed its 1782 tokens; first word after 4.28 s",
+        "(the KV cache, 39.0 MiB) went to decode-0 through shared memory",
+        "3059 ms of that beside the computing, 13.2 ms were waited for",
+        "decode-0 wrote the other 63 tokens in 3.1 s",
+        "baton trace demo-trace.jsonl --open",
+        "baton up",
+    ):
+        assert words in text
+    facts["transfer"]["transport"] = "nixl"
+    assert "went to decode-0 by nixl" in "\n".join(demo.told(facts))
 
 
 def test_a_demo_that_is_told_to_stop_takes_its_cluster_along(tmp_path: pathlib.Path) -> None:

@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2, control_pb2_grpc
-from services.cli.client import plain
 from services.cli.explain import main, text
 from services.core.errors import BatonError, ConfigError
-from services.router.policy import WhyNot, WhyWhole
+from services.router.policy import WhyComputed, WhyNot, WhySplit, WhyUnsplit
+from services.rpc.plain import plain
 from tests.support.trusted import CLUSTER_TOKEN
 
 PREFILL, DECODE = control_pb2.PLACED_PHASE_PREFILL, control_pb2.PLACED_PHASE_DECODE
@@ -123,23 +123,68 @@ def test_a_request_that_was_refused_says_what_its_client_was_told() -> None:
 
 def test_why_a_prompt_was_not_split_is_a_line_with_what_both_ways_cost() -> None:
     costs = control_pb2.SplitCosts(
-        queue_ms=1, prefill_ms=2, handoff_ms=12.3, whole_queue_ms=3, whole_prefill_ms=4, disturbance_ms=5
+        queue_ms=1, prefill_ms=2, handoff_ms=12.3, unsplit_queue_ms=3, unsplit_prefill_ms=4, disturbance_ms=5
     )
     unsplit = control_pb2.Unsplit(reason=control_pb2.UNSPLIT_REASON_HANDOFF, prefill="prefill-0", costs=costs)
-    printed = shown(choice(("decode-0", 1.0, [1.0, 1.0]), phase=control_pb2.PLACED_PHASE_WHOLE, unsplit=unsplit))
+    printed = shown(choice(("decode-0", 1.0, [1.0, 1.0]), phase=control_pb2.PLACED_PHASE_UNSPLIT, unsplit=unsplit))
     assert (
-        "not split   the handoff would take longer than the prompt delays others: on prefill-0 queue 1.0 ms + prompt "
-        "2.0 ms + handoff 12.3 ms, here queue 3.0 ms + prompt 4.0 ms + delay of others 5.0 ms"
+        "not split   the handoff would take longer than the prompt delays others: the prompt on prefill-0: "
+        "queue 1.0 ms + prompt 2.0 ms + handoff 12.3 ms; all of it here: queue 3.0 ms + prompt 4.0 ms + "
+        "delay of others 5.0 ms"
     ) in printed.splitlines()
     never = control_pb2.Unsplit(reason=control_pb2.UNSPLIT_REASON_NEVER)
     assert "not split   --split never" in shown(choice(("d", 1.0, [1.0, 1.0]), unsplit=never)).splitlines()
 
 
+def test_why_a_prompt_was_split_is_a_line_with_what_both_ways_cost() -> None:
+    costs = control_pb2.SplitCosts(
+        queue_ms=1, prefill_ms=2, handoff_ms=3, unsplit_queue_ms=4, unsplit_prefill_ms=5, disturbance_ms=60
+    )
+    split = control_pb2.SplitAfterAll(reason=control_pb2.SPLIT_REASON_CHEAPER, decode="decode-0", costs=costs)
+    assert (
+        "split       it costs less: the prompt here: queue 1.0 ms + prompt 2.0 ms + handoff 3.0 ms; "
+        "all of it on decode-0: queue 4.0 ms + prompt 5.0 ms + delay of others 60.0 ms"
+    ) in shown(choice(("prefill-0", 1.0, [1.0, 1.0]), split=split)).splitlines()
+    for why in WhySplit:
+        split = control_pb2.SplitAfterAll(reason=f"SPLIT_REASON_{why.name}")
+        assert f"split       {why.value}" in shown(choice(("p", 1.0, [1.0, 1.0]), split=split)).splitlines()
+
+
 def test_there_are_words_for_each_reason_not_to_split() -> None:
     """A reason has the same name here and in the protocol."""
-    for why in WhyWhole:
+    for why in WhyUnsplit:
         unsplit = control_pb2.Unsplit(reason=f"UNSPLIT_REASON_{why.name}")
         assert f"not split   {why.value}" in shown(choice(("d", 1.0, [1.0, 1.0]), unsplit=unsplit))
+
+
+@pytest.mark.parametrize(
+    ("came", "words"),
+    [
+        ({}, "not known yet what came of it"),
+        ({"brought_tokens": 992, "brought_ms": 31.0}, "992 brought in 31.0 ms"),
+        ({"brought_tokens": 0, "brought_ms": 5.0}, "nothing came of it, and they were computed"),
+    ],
+)
+def test_what_is_brought_is_a_line_with_what_came_of_it(came: dict[str, Any], words: str) -> None:
+    prefix = control_pb2.PrefixFromElsewhere(source="b", num_tokens=1008, bring_ms=20.0, compute_ms=500.0, **came)
+    assert (f"prefix      1008 tokens from b: expected 20.0 ms, to compute them 500.0 ms: {words}") in shown(
+        choice(("a", 1.0, [1.0, 0.0]), prefix=prefix)
+    ).splitlines()
+
+
+def test_why_what_another_worker_has_is_computed_is_a_line() -> None:
+    for why in WhyComputed:
+        prefix = control_pb2.PrefixFromElsewhere(
+            source="b",
+            num_tokens=64,
+            bring_ms=20.0,
+            compute_ms=21.0,
+            why_computed=f"PREFIX_COMPUTED_REASON_{why.name}",
+        )
+        assert (
+            f"prefix      64 tokens computed that b has: to bring them expected 20.0 ms, to compute them 21.0 ms: "
+            f"{why.value}"
+        ) in shown(choice(("a", 1.0, [1.0, 0.0]), prefix=prefix)).splitlines()
 
 
 def test_choices_that_are_not_kept_are_counted() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import socket
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from services.cli import machine, up
 from services.cli.arguments import Parser
-from services.cli.child import Lifeline, Ready
-from services.cli.cluster import LocalCluster, line_of, worker_flags
+from services.cli.child import Ready
+from services.cli.cluster import ClusterPlan, line_of, worker_flags
 from services.cli.model_cache import ResolvedModel
 from services.cli.plan import (
     MAX_POOL_BYTES,
@@ -171,6 +172,34 @@ def test_memory_is_divided_and_bounded() -> None:
     assert large == pytest.approx((GIB + MAX_POOL_BYTES) / (256 * GIB))
 
 
+def test_pools_get_what_tiers_and_stores_leave() -> None:
+    share = memory_utilization(10 * GIB, 16 * GIB, GIB // 4, 2, 3 * GIB)
+    assert share == pytest.approx((MEMORY_SHARE * 10 - 3) / 2 / 16)
+    with pytest.raises(ConfigError, match=r"--kv-host-bytes, --kvtransfer-bytes: .*7\.0 GiB.*10\.0 GiB.*2 workers"):
+        memory_utilization(10 * GIB, 16 * GIB, GIB // 4, 2, 7 * GIB)
+    with pytest.raises(ConfigError, match="weights"):
+        memory_utilization(10 * GIB, 16 * GIB, 2 * GIB, 2, 4 * GIB)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kv_blocks", [None, 64])
+def test_more_memory_for_tiers_and_stores_than_there_is_is_refused(
+    device: str, kv_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "num_gpus", lambda _: 1)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: (32 * GIB, 64 * GIB))
+    model, roles = ResolvedModel("m", pathlib.Path("/m")), ["prefill", "decode"]
+
+    def plan(**config: Any) -> ClusterPlan:
+        return make_plan(UpConfig(device=device, kv_blocks=kv_blocks, **config), roles, model)
+
+    assert plan(kvtransfer_bytes="1TiB"), "there are no stores"
+    assert plan(kv_host_bytes="4GiB", kvtransfer=2, kvtransfer_bytes="2GiB")
+    for too_much in ({"kv_host_bytes": "16GiB"}, {"kvtransfer": 4, "kvtransfer_bytes": "8GiB"}):
+        with pytest.raises(ConfigError, match=r"--kv-host-bytes, --kvtransfer-bytes: .*32\.0 GiB.*available"):
+            plan(**too_much)
+
+
 def test_a_plan_stays_within_the_limits_of_its_container(tmp_path: pathlib.Path) -> None:
     assert machine.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
@@ -193,49 +222,24 @@ def test_plan_of_a_cluster() -> None:
         ("decode-0", 7003),
     ]
     assert plan.router_metrics_port == 7000
-    flags = dict(zip(plan.worker_flags[::2], plan.worker_flags[1::2], strict=True))
+    assert "--no-allow-plain-kv" in plan.worker_flags, "else the worker would look at the environment"
+    valued = [flag for flag in plan.worker_flags if flag != "--no-allow-plain-kv"]
+    flags = dict(zip(valued[::2], valued[1::2], strict=True))
     assert flags == {
         "--dtype": "bfloat16",
         "--kv-dtype": "auto",
         "--quantization": "auto",
         "--transport": "grpc",
+        "--engine": "torch",
         "--kv-blocks": "64",
+        "--kv-host-bytes": "",
+        "--kv-disk": "",
+        "--kv-disk-bytes": "64GiB",
     }
     assert {worker.device for worker in plan.workers} == {"cpu"}
 
 
-def test_the_router_of_a_cluster_is_told_how_to_place() -> None:
-    plain = make_plan(UpConfig(), ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
-    assert plain.router_flags == ("--split=always", "--isolate-long-prompts=off", "--slow-factor=0")
-    config = UpConfig(
-        policy=("sticky", "m=hybrid"),
-        policy_weight=("prefill.near=1",),
-        policy_file="policies.toml",
-        split="never",
-        isolate_long_prompts="auto",
-        slow_factor=2.5,
-    )
-    plan = make_plan(config, ["mixed"], ResolvedModel("m", pathlib.Path("/m")))
-    assert plan.router_flags == (
-        "--split=never",
-        "--isolate-long-prompts=auto",
-        "--slow-factor=2.5",
-        "--policy=sticky",
-        "--policy=m=hybrid",
-        "--policy-weight=prefill.near=1",
-        f"--policy-file={pathlib.Path.cwd() / 'policies.toml'}",
-    )
-    lifeline = Lifeline()
-    command = LocalCluster(plan, lifeline, print)._router_command()
-    lifeline.close()
-    parser = Parser(prog="baton router")
-    configuration.add_arguments(parser, RouterConfig)
-    router = configuration.load(RouterConfig, parser.parse_known_args(command[command.index("router") + 1 :])[0], {})
-    assert (router.policy, router.policy_weight) == (config.policy, config.policy_weight)
-    assert router.split == "never"
-
-
-@pytest.mark.parametrize("flag", ["--policy=robin", "--policy-weight=near=1", "--policy-file=/none"])
+@pytest.mark.parametrize("flag", ["--policy=robin", "--policy-weight=near=1", "--policy-file=/none", "--tool-parser=x"])
 def test_a_wrong_policy_is_reported_before_anything_is_downloaded(flag: str) -> None:
     with pytest.raises(ConfigError, match=flag.partition("=")[0] + ": "):
         up.main([flag, "--port", "0"], "baton up")
@@ -287,7 +291,7 @@ def test_pools_are_sized_by_memory_unless_told() -> None:
 def test_workers_are_spread_over_all_gpus_and_share_what_they_share(
     device: str, num_gpus: int, num_workers: int, expected: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(machine, "num_gpus", lambda _: num_gpus)
     plan = make_plan(UpConfig(device=device), ["mixed"] * num_workers, ResolvedModel("m", pathlib.Path("/m")))
     assert [(worker.device, pytest.approx(worker.memory_utilization)) for worker in plan.workers] == expected
     commands = [worker_flags(worker) for worker in plan.workers]
@@ -316,7 +320,7 @@ def test_gpus_that_are_not_there_are_told(device: str, num_gpus: int) -> None:
 
 
 def test_pools_of_a_given_size_are_divided_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "num_gpus", lambda: 1)
+    monkeypatch.setattr(machine, "num_gpus", lambda _: 1)
     config = UpConfig(device="cuda", kv_blocks=64)
     plan = make_plan(config, ["prefill", "decode"], ResolvedModel("m", pathlib.Path("/m")))
     assert [(worker.device, worker.memory_utilization) for worker in plan.workers] == [("cuda:0", None)] * 2
@@ -330,7 +334,7 @@ def test_gpus_are_counted_by_torch_in_another_process() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there_is_told_before_anything_long(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told before a model is fetched."""
-    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda _: 0)
     with pytest.raises(ConfigError, match=r"^--device: "):
         up.main(["--port", "0", "--metrics-port", "-1", "--device", device, "--model", "/no/such/model"], "baton up")
 

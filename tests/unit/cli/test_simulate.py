@@ -49,6 +49,14 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
         (["--length-scale", "nan"], "--length-scale: must be above 0"),
         (["--seconds", "1e99"], "--seconds: 1e\\+99"),
         (["--requests", "0"], "--requests: must be from 1"),
+        (
+            ["--requests", "10000", "--tenant", "a=1", "--tenant", "b=10000"],
+            "--requests: must be from 1 to .* together",
+        ),
+        (["--tenant", "shop"], "--tenant: 'shop' is not like shop=2"),
+        (["--tenant", "shop=nan"], "--tenant: 'shop=nan' is not like shop=2"),
+        (["--tenant-weight", "=2"], "--tenant-weight: '=2' is not like shop=2"),
+        (["--tenant", "a=1", "--trace", "x.csv"], "--tenant: a trace says itself who its callers are"),
         (["--trace", "nowhere.csv"], "--trace: nowhere.csv cannot be read: No such file"),
         (["--slo-ttft-ms", "-5"], "--slo-ttft-ms: -5 must be above 0"),
         (["--json", "/proc/none/a.json"], "--json: /proc/none/a.json cannot be written"),
@@ -89,6 +97,18 @@ def test_a_figure_that_points_take_the_place_of_cannot_be_set(tmp_path: Path, se
     write_profile(path, WorkerProfile("cpu", 0.1, 10.0, 0.1, **{points: ((1, 10.0), (8, 20.0))}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"--set: '{setting}': the profile has measured .*, and {points} of it say"):
         simulate.main(["--profile", str(path), "--set", setting], "baton simulate")
+
+
+def test_tenants_are_made_up_by_their_rates_and_reported_each(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--profile", profile, "--mixed", "1", "--requests", "20", "--tenant", "a=0.5", "--json", "-"]
+    assert simulate.main(arguments, "baton simulate") == 0
+    assert json.loads(capsys.readouterr().out)["by_tenant"] == {}
+    assert simulate.main([*arguments, "--tenant", "b=2", "--tenant-weight", "b=4"], "baton simulate") == 0
+    by_tenant = json.loads(capsys.readouterr().out)["by_tenant"]
+    assert {tenant: of["num_requests"] for tenant, of in by_tenant.items()} == {"a": 10, "b": 40}
+    assert all(of["tokens"] and of["ttft_ms"]["p99"] and not of["num_failed"] for of in by_tenant.values())
+    assert simulate.main([*arguments[:-2], "--tenant", "b=2"], "baton simulate") == 0
+    assert "tenant b: TTFT p50" in capsys.readouterr().out
 
 
 def test_where_nothing_can_be_written_nothing_is_simulated(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:

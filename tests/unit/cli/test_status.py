@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.v1 import control_pb2, types_pb2
-from services.cli.client import plain
 from services.cli.status import text
+from services.rpc.plain import plain
 
 
 def worker(worker_id: str, model_id: str, reason: str = "") -> control_pb2.WorkerStatus:
@@ -47,6 +47,16 @@ def test_a_declared_capacity_is_shown_unless_it_is_the_usual_one() -> None:
     assert [line for line in lines if "capacity" in line] == ["decode-0, decode-2: capacity 2.5"]
 
 
+def test_what_is_not_taken_to_move_kv_is_shown_with_the_reason() -> None:
+    workers = [worker(f"decode-{number}", "tiny") for number in range(3)]
+    for each in workers[1:]:
+        each.worker.withheld = "nixl: it does not encrypt"
+    lines = text("target", plain(control_pb2.GetStatusResponse(workers=workers))).splitlines()
+    assert [line for line in lines if "nixl" in line] == [
+        "decode-1, decode-2: KV is not moved by nixl: it does not encrypt"
+    ]
+
+
 def test_from_which_prompt_on_splitting_pays_is_shown() -> None:
     found = {"prefill": "prefill-0", "decode": "decode-1"}
     models = [
@@ -76,3 +86,20 @@ def test_what_requests_are_placed_by_is_shown_once_for_all_models_alike() -> Non
         "chat, big: placed by sticky (…)",
         "code: placed by pressure (…)",
     ]
+
+
+def test_workers_of_two_engines_are_shown_apart_and_told_to_be_alike_only_within_each() -> None:
+    workers = [worker(name, "tiny") for name in ("t", "v", "w")]
+    for each in workers[1:]:
+        each.worker.layout.engine = "vllm"
+    groups = [control_pb2.KVGroup(kv=name * 16, engine=engine) for name, engine in (("aa", "torch"), ("bb", "vllm"))]
+    groups[0].worker_ids[:], groups[1].worker_ids[:] = ["t"], ["v", "w"]
+    model = control_pb2.ModelStatus(model_id="tiny", kv_groups=groups)
+    lines = text("target", plain(control_pb2.GetStatusResponse(workers=workers, models=[model]))).splitlines()
+    assert "t: torch; none; plain" in lines, "who names no engine is of torch"
+    assert "v, w: vllm; none; plain" in lines
+    assert lines[-1] == "pair within their engine: t (torch aaaaaaaa) | v, w (vllm bbbbbbbb)"
+    model.kv_groups.add(kv="cc" * 16, engine="vllm", worker_ids=["x"])
+    lines = text("target", plain(control_pb2.GetStatusResponse(workers=workers, models=[model]))).splitlines()
+    assert lines[-2].startswith("cannot pair, by fingerprint: t (torch aaaaaaaa) | v, w (vllm bbbbbbbb) | x (vllm cc")
+    assert lines[-1].startswith("to pair, workers need the same engine, weights")

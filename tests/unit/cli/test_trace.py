@@ -209,7 +209,7 @@ def test_failed_and_unfinished_requests_are_shown_as_such(tracers, tmp_path, cap
 def test_bars_are_ascii_where_the_terminal_is(tracers, tmp_path, capsys, monkeypatch):
     record(tracers, "req-1", 100.0)
     close(tracers)
-    monkeypatch.setattr(trace, "_prints_unicode", lambda: False)
+    monkeypatch.setattr(trace, "prints", lambda characters: False)
     assert show(capsys, tmp_path / "trace.jsonl").isascii()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.core.addresses import is_address, is_dialable, parse
+from services.core.addresses import is_address, is_dialable, network_of, parse
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,10 @@ def test_what_is_none(address: str) -> None:
 def test_a_wildcard_is_bound_and_not_dialled(address: str) -> None:
     assert is_address(address)
     assert not is_dialable(address)
+
+
+def test_addresses_of_the_same_network_are_one_peer() -> None:
+    assert network_of("2001:db8:1:2:3::4") == network_of("2001:db8:1:2::") != network_of("2001:db8:1:3::4")
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") != network_of("10.0.0.2")
+    assert network_of("fe80::1%eth0") == network_of("fe80::2")
+    assert network_of("") == ""

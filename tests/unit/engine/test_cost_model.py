@@ -18,6 +18,18 @@ def test_costs_follow_the_steps() -> None:
     assert costs.ms_per_decode_step == pytest.approx(60.0, rel=1e-3)
 
 
+def test_further_prompt_tokens_are_told_from_the_step_itself() -> None:
+    costs = CostModel()
+    assert costs.ms_per_further_prefill_token == 0.0
+    costs.observe(100, 0, 5.0 + 100 * 0.05)
+    assert costs.ms_per_further_prefill_token == pytest.approx(0.1), "its share, as long as nothing else is known"
+    for number in range(60):
+        tokens = 32 + 16 * (number % 20)
+        costs.observe(tokens, 0, 5.0 + tokens * 0.05)
+    assert costs.ms_per_further_prefill_token == pytest.approx(0.05, rel=0.02)
+    assert costs.ms_per_prefill_token > 0.06
+
+
 def test_decodes_in_a_prefill_step_are_not_charged_to_it() -> None:
     costs = CostModel()
     costs.observe(0, 4, 30.0)

@@ -28,7 +28,7 @@ class _Model:
     def forward(self, inputs: Any, cache: KVCache) -> torch.Tensor:
         if self.error is not None:
             raise self.error
-        return torch.zeros(len(inputs.sample_rows), 100)
+        return torch.zeros(len(inputs.logit_rows), 100)
 
 
 @pytest.fixture

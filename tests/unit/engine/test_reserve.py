@@ -1,5 +1,5 @@
 """Tests what the engine does at once, on the caller's thread: blocks set aside for an import, all that is needed or
-nothing, and sequences queued. No prompt is hashed while others wait for the lock."""
+nothing, sequences queued, and prefixes brought from elsewhere. No prompt is hashed while others wait for the lock."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ class NoMemory:
 
     def write_blocks(self, block_ids: Iterable[int], data: object) -> None:
         """There is nothing to write."""
+
+    def fill_blocks(self, block_ids: Iterable[int], fill: object) -> None:
+        """There is nothing to fill."""
 
     def close(self) -> None:
         """Nothing was taken."""
@@ -174,3 +177,65 @@ def test_what_is_not_yet_hashed_counts_as_waiting_and_can_be_aborted(
     do_at_each_hash(monkeypatch, lambda: engine.abort(2))  # another thread, in the middle of it
     engine._step(lambda report: None)
     assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+def test_what_was_brought_is_found_lent_and_reported(engine: Engine) -> None:
+    hashes = block_hashes(PROMPT, BLOCK_SIZE)
+    reserved = engine.reserve_prefix(hashes[:2], allow)
+    assert not reserved.found
+    assert engine.stats().ledger.importing == 2
+    assert engine.num_cached(hashes) == 0
+    engine.keep_prefix(reserved, hashes[:2])
+    assert engine.num_cached(hashes) == engine.stats().ledger.cached == 2
+    changes = engine.index_changes(None)
+    assert changes is not None
+    assert set(changes.stored) == set(hashes[:2])
+    lent = engine.lend(hashes)
+    assert lent == reserved.fresh
+    assert engine.stats().ledger.leased == 2
+    engine.release(lent, Holder.LEASE)
+
+
+def test_only_what_is_lacking_is_set_aside_and_what_was_not_brought_is_free_again(engine: Engine) -> None:
+    hashes = block_hashes(PROMPT, BLOCK_SIZE)
+    engine.keep_prefix(engine.reserve_prefix(hashes[:1], allow), hashes[:1])
+    reserved = engine.reserve_prefix(hashes, allow)
+    assert (len(reserved.found), len(reserved.fresh)) == (1, 2)
+    engine.keep_prefix(reserved, hashes[:2])
+    assert engine.num_cached(hashes) == engine.stats().ledger.cached == 2
+    assert engine.stats().ledger.free == NUM_BLOCKS - 2
+
+
+def test_what_is_found_is_not_evicted_for_what_is_lacking(engine: Engine) -> None:
+    hashes, others = block_hashes(PROMPT, BLOCK_SIZE), block_hashes(list(range(50, 74)), BLOCK_SIZE)
+    engine.keep_prefix(engine.reserve_prefix(hashes[:2], allow), hashes[:2])  # the least recently used
+    engine.keep_prefix(engine.reserve_prefix(others, allow), others)
+    reserved = engine.reserve_prefix(hashes, allow)
+    assert len(reserved.found) == 2
+    engine.keep_prefix(reserved, hashes)
+    assert engine.num_cached(hashes) == 3
+
+
+def test_two_that_bring_the_same_leave_one(engine: Engine) -> None:
+    hashes = block_hashes(PROMPT, BLOCK_SIZE)
+    first, second = engine.reserve_prefix(hashes, allow), engine.reserve_prefix(hashes, allow)
+    engine.keep_prefix(first, hashes)
+    engine.keep_prefix(second, hashes)
+    assert engine.stats().ledger.cached == 3
+    assert engine.lend(hashes) == first.fresh
+    engine.release(first.fresh, Holder.LEASE)
+
+
+def test_nothing_is_held_of_a_prefix_for_which_there_is_no_room(engine: Engine) -> None:
+    hashes = block_hashes(PROMPT, BLOCK_SIZE)
+    engine.keep_prefix(engine.reserve_prefix(hashes[:1], allow), hashes[:1])
+
+    def refuse(num_fresh: int, room: EngineRoom) -> None:
+        assert (num_fresh, room.num_available) == (2, NUM_BLOCKS - 1)
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError):
+        engine.reserve_prefix(hashes, refuse)
+    with pytest.raises(OutOfBlocks):
+        engine.reserve_prefix(block_hashes(list(range(40)), BLOCK_SIZE), allow)
+    assert engine.stats().ledger.importing == 0

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from services.core.start_progress import StartProgress, TellProgress, tell_nobody
 from services.engine import warm_up as warming
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cost_model import CostModel
@@ -40,13 +41,19 @@ class SlowDevice(FakeRunner):
         return super().run(plan)
 
 
-def warmed_up(device: SlowDevice, monkeypatch: pytest.MonkeyPatch, num_batched_tokens: int = 512) -> CostModel:
+def warmed_up(
+    device: SlowDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    num_batched_tokens: int = 512,
+    tell: TellProgress = tell_nobody,
+) -> CostModel:
     cache = KVCache(KVShape(1, 1, 4, BLOCK_SIZE, torch.float32), NUM_BLOCKS, torch.device("cpu"))
     info = EngineInfo("m", "d", "c", "n", "float32", 1, 1, 4, BLOCK_SIZE, NUM_BLOCKS, 2048, 100, (2,), "cpu")
     costs = CostModel()
     monkeypatch.setattr(warming, "time", SimpleNamespace(perf_counter=device.perf_counter))
     try:
-        warm_up(Loaded(info, cache, device), EngineConfig("", "m", max_num_batched_tokens=num_batched_tokens), costs)
+        config = EngineConfig("", "m", max_num_batched_tokens=num_batched_tokens)
+        warm_up(Loaded(info, cache, device), config, costs, tell)
     finally:
         cache.close()
     return costs
@@ -74,3 +81,21 @@ def test_small_steps(num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch) -
     warmed_up(device, monkeypatch, num_batched_tokens)
     assert max(device.steps) <= max(num_batched_tokens, 8)
     assert num_batched_tokens in device.steps
+
+
+@pytest.mark.parametrize(("s_per_token", "num_batched_tokens"), [(0.0002, 512), (0.4, 512), (0.0002, 1)])
+def test_each_step_is_told_before_it_runs(
+    s_per_token: float, num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SlowDevice(s_per_token)
+    told: list[tuple[int, StartProgress]] = []
+    warmed_up(device, monkeypatch, num_batched_tokens, lambda progress: told.append((len(device.steps), progress)))
+    assert told[0] == (
+        0,
+        StartProgress("warm-up", f"prefill of {min(16, num_batched_tokens)} tokens", 0, told[0][1].total),
+    )
+    done = [progress.done for _, progress in told]
+    assert done == sorted(done)
+    (total,) = {progress.total for _, progress in told}
+    assert done[-1] == total - 1
+    assert told[-1][0] == len(device.steps) - 2, "and nothing runs after the last but what it tells"

@@ -15,6 +15,8 @@ from services.router.front.http.answers import HttpCall, TokenTexts
 from services.router.front.http.body import Body
 from services.router.front.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS, Neutral
 from services.router.front.http.reply import KINDS, dump, http_error
+from services.router.front.http.responses import call as responses
+from services.router.front.http.responses.call import NOT_IN_RESPONSES
 from services.rpc.status import CODES
 from tests.support.text_model import byte_tokenizer
 
@@ -30,6 +32,10 @@ def completion(texts: TokenTexts, **fields: Any) -> HttpCall:
 
 def conversation(texts: TokenTexts, **fields: Any) -> HttpCall:
     return chat.read_call(Body({"messages": [{"role": "user", "content": "hi"}], **fields}), texts)
+
+
+def response(texts: TokenTexts, **fields: Any) -> responses.ResponseCall:
+    return responses.read_call(Body({"input": "hi", **fields}), texts)
 
 
 def only(call: HttpCall) -> inference_pb2.GenerateRequest:
@@ -104,7 +110,10 @@ def test_defaults_are_openais(texts: TokenTexts) -> None:
     assert not only(conversation(texts, logprobs=False, top_logprobs=0)).response.HasField("logprobs")
 
 
-@pytest.mark.parametrize(("read", "fields"), [(completion, NOT_IN_COMPLETIONS), (conversation, NOT_IN_CHAT)])
+@pytest.mark.parametrize(
+    ("read", "fields"),
+    [(completion, NOT_IN_COMPLETIONS), (conversation, NOT_IN_CHAT), (response, NOT_IN_RESPONSES)],
+)
 def test_what_is_not_supported_is_named_and_what_asks_for_nothing_accepted(
     texts: TokenTexts, read: Any, fields: Neutral
 ) -> None:
@@ -114,8 +123,31 @@ def test_what_is_not_supported_is_named_and_what_asks_for_nothing_accepted(
         with pytest.raises(errors.InvalidRequest, match="not supported") as caught:
             read(texts, **{name: "anything" if name != "suffix" else "more"})
         assert caught.value.field == name
-    with pytest.raises(errors.InvalidRequest, match="not supported"):
-        read(texts, n=True)
+
+
+@pytest.mark.parametrize(
+    ("read_call", "prompt"),
+    [
+        (completions.read_call, {"prompt": "hi"}),
+        (chat.read_call, {"messages": [{"role": "user", "content": "hi"}]}),
+        (responses.read_call, {"input": "hi"}),
+    ],
+)
+def test_what_one_endpoint_refuses_none_ignores(texts: TokenTexts, read_call: Any, prompt: dict[str, Any]) -> None:
+    body = Body({**dict.fromkeys([*NOT_IN_COMPLETIONS, *NOT_IN_CHAT]), **prompt})
+    read_call(body, texts)
+    assert body.unknown() == []
+
+
+@pytest.mark.parametrize("read", [completion, conversation])
+def test_a_choice_is_prepared_for_each_answer(texts: TokenTexts, read: Any) -> None:
+    for fields, num_answers in (({}, 1), ({"n": 1}, 1), ({"n": 3, "best_of": 3}, 3), ({"n": 16}, 16)):
+        (prompt,) = read(texts, **fields).prompts
+        assert len(prompt.styles) == (prompt.request.n or 1) == num_answers
+    for fields in ({"n": 0}, {"n": 17}, {"n": 1 << 30}, {"n": True}, {"n": 2, "best_of": 3}, {"best_of": 2}):
+        with pytest.raises(errors.InvalidRequest) as caught:
+            read(texts, **fields)
+        assert caught.value.field in fields
 
 
 def test_several_prompts_have_all_else_in_common(texts: TokenTexts) -> None:

@@ -134,7 +134,8 @@ async def test_what_is_read_is_bounded_after_an_early_answer() -> None:
     late += b"y" * (-(len(rest) + len(late) + 4) % 1024) + b"\r\n\r\n"
     writer.write(rest + late + b"a:\r\n" * 10_000_000)
     await asyncio.sleep(0.5)  # what is tested: that nothing more is taken, however long it lasts
-    (connection,) = server.connections._each()
+    (connection,) = server.connections.each()
+    assert isinstance(connection, BoundedConnection)
     assert len(connection._unparsed) < 1 << 20, "not the 40 MB that were sent"
     writer.transport.abort()
     release.set()

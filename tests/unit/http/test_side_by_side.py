@@ -16,7 +16,7 @@ from services.router.coordinator.actions import EmitFinished, EmitStarted, Summa
 from services.router.coordinator.events import FinishReason
 from services.router.front.call import Call, Caller
 from services.router.front.http import completions
-from services.router.front.http.answers import TokenTexts, writer
+from services.router.front.http.answers import TokenTexts
 from services.router.front.http.body import Body
 from services.router.front.http.generation import answer_all
 from services.router.front.http.reply import Reply, http_error
@@ -44,7 +44,9 @@ class Door:
         request = call.incoming.request
         if request.request_id in self.waits_for:
             await self.waits_for[request.request_id]
-        answer = Answer(request, [1, 2], model_id="m", tokenizer=TOKENIZER, tokenize_ms=None)
+        answer = Answer(
+            request, [1, 2], request_id=request.request_id, model_id="m", tokenizer=TOKENIZER, tokenize_ms=None
+        )
         answer.started(EmitStarted(request.request_id, "p", 0))
         self.inside[request.request_id] = answer
         try:
@@ -86,7 +88,7 @@ class Called:
         self.door, self.client = Door(), Client()
         call = completions.read_call(Body({"prompt": PROMPTS, **fields}), TokenTexts(TOKENIZER))
         self.reply = Reply(self.client.send, "call")
-        take = writer(call, "call", "m", self.reply).take
+        take = call.writer("call", "m", self.reply).take
         door: Any = self.door
         no_model: Any = None
 

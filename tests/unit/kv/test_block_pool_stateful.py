@@ -87,6 +87,18 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.pool.index(block_id, hash)
                 assert known or self.found[hash] == block_id
 
+    @rule(most=st.integers(0, 10), num_blocks=st.integers(0, 10))
+    def copy(self, most: int, num_blocks: int) -> None:
+        """Whoever copies blocks is given each once, and learns which were evicted meanwhile."""
+        blocks = self.pool.take_uncopied(most)
+        assert len(blocks) <= most
+        assert all(self.found[block.hash] == block.block_id and self.pool.unchanged(block) for block in blocks)
+        assert not {block.block_id for block in blocks} & {block.block_id for block in self.pool.take_uncopied(0)}
+        if num_blocks <= self.pool.num_available:
+            self.held.append((Holder.SEQUENCE, self.pool.allocate(num_blocks, Holder.SEQUENCE)))
+            for block in blocks:
+                assert self.pool.unchanged(block) == (block.hash in self.found)
+
     @invariant()
     def ledger_holds(self) -> None:
         if not hasattr(self, "pool"):

@@ -79,4 +79,4 @@ def test_of_a_huge_index_the_newest_are_told(monkeypatch: pytest.MonkeyPatch) ->
         pool.index(block_id, hash_of(number))
     told = log.since(None, pool.indexed)
     assert told is not None
-    assert told.stored == (hash_of(7), hash_of(6), hash_of(5))
+    assert told.stored == (hash_of(5), hash_of(6), hash_of(7))

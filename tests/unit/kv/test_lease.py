@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from services.core.errors import InvalidRequest, LeaseInvalid, LeaseNotSealed, ProtocolViolation
@@ -54,6 +56,30 @@ def test_every_transition_is_allowed_or_asserts(source: Source, start: LeaseStat
     else:
         with pytest.raises(AssertionError):
             source.lease.advance(to, 1.0)
+
+
+@pytest.mark.parametrize("leg_of", [lambda turn: 1, lambda turn: turn + 1], ids=["slowly", "again and again"])
+def test_a_lease_that_may_last_so_long_is_over_then_whatever_its_fetches_do(
+    source: Source, leg_of: Callable[[int], int]
+) -> None:
+    blocks, most_s = tuple(range(16)), 30.0
+    lease = source.table.open(b"lent", owner=None, block_ids=blocks, num_tokens=256, now=0.0, most_s=most_s)
+    source.table.seal(b"lent", None, 0.0)
+    ticket, now = source.table.open_fetch(b"lent", 1, 0, 0.0), 0.0
+    for turn in range(100):
+        if leg_of(turn) > ticket.leg:
+            ticket = source.table.open_fetch(b"lent", leg_of(turn), 0, now)
+        source.table.announce(ticket, lease.num_blocks, now)
+        source.table.ack(ticket, min(turn, lease.num_blocks - 1), now)
+        deadline_s = source.table.next_deadline()
+        assert deadline_s is not None
+        if deadline_s == most_s:
+            break
+        source.table.expire(now := deadline_s - 0.1)
+        assert lease.fetch is ticket, "it does as it should"
+    assert source.table.expire(most_s) == [lease]
+    assert ticket.ended is FetchEnd.EXPIRED
+    assert source.ended == [lease]
 
 
 def test_the_transition_table_is_the_designs() -> None:

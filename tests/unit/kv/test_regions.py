@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -32,6 +32,9 @@ class Blocks:
         raise NotImplementedError
 
     def write_blocks(self, block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        raise NotImplementedError
+
+    def fill_blocks(self, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], None]) -> None:
         raise NotImplementedError
 
 

@@ -10,10 +10,12 @@ DOCUMENT = (ROOT / "docs" / "failure-model.md").read_text()
 
 
 def test_every_test_named_exists() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", DOCUMENT)
-    assert len(named) > 60
-    for path, name in named:
-        assert re.search(rf"^(async )?def {name}\(", (ROOT / "tests" / path).read_text(), re.M), f"{path}::{name}"
+    named = re.findall(r"`([\w/]+\.py)::(?:(\w+)::)?(\w+)`", DOCUMENT)
+    assert len(named) == DOCUMENT.count(".py::") > 60
+    for path, group, name in named:
+        text = (ROOT / "tests" / path).read_text()
+        assert not group or f"\nclass {group}:" in text, f"{path}::{group}"
+        assert re.search(rf"^{' ' * 4 * bool(group)}(async )?def {name}\(", text, re.M), f"{path}::{name}"
 
 
 def test_every_fault_is_shown_by_a_test() -> None:

@@ -1,4 +1,4 @@
-"""Tests what `make install` says of a Python that will not do. Nothing is installed: each Python is a script."""
+"""Tests what `make install` and `make vllm` do with Pythons, which are scripts: nothing is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import ROOT
 
 OLD = "#!/bin/sh\nexit 3\n"
 NEW = '#!/bin/sh\ntest "$1" = -c || echo "runs $*"\n'
-NEEDED = ("pyproject.toml", "client/pyproject.toml", "requirements/constraints.txt")
+NEEDED = ("pyproject.toml", "client/pyproject.toml", "requirements/constraints.txt", "requirements/vllm.txt")
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def install(tree: Path, python: Path) -> subprocess.CompletedProcess[str]:
-    command = ["make", "--no-print-directory", "install", f"PYTHON={python}"]
+def install(tree: Path, python: Path, target: str = "install") -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", target, f"PYTHON={python}"]
     return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
 
 
@@ -77,3 +77,21 @@ def test_an_environment_of_a_new_python_is_used(tree: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "runs -m pip install" in result.stdout
     assert (tree / ".venv/.installed").exists()
+
+
+def test_vllm_is_installed_in_an_environment_of_its_own(tree: Path) -> None:
+    made = script(tree / "out/vllm-venv/bin/python", NEW)
+    script(tree / "out/vllm-venv/bin/pip", NEW)
+    result = install(tree, made, "vllm")
+    assert result.returncode == 0, result.stderr
+    steps = [line.removeprefix("runs -m pip ") for line in result.stdout.splitlines() if line.startswith("runs")]
+    assert [step.split()[0] for step in steps] == ["install", "uninstall"]
+    assert (tree / "out/vllm-venv/.installed").exists()
+
+
+@pytest.mark.parametrize("fails", ["*install*", "*uninstall*", "*import*"])
+def test_an_environment_for_vllm_that_cannot_be_made_ends_make(tree: Path, fails: str) -> None:
+    made = script(tree / "out/vllm-venv/bin/python", f'#!/bin/sh\ncase "$*" in {fails}) exit 9 ;; esac\n')
+    script(tree / "out/vllm-venv/bin/pip", NEW)
+    assert install(tree, made, "vllm").returncode != 0
+    assert not (tree / "out/vllm-venv/.installed").exists(), "it is made anew the next time"

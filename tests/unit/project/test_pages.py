@@ -86,3 +86,10 @@ def test_a_token_passes_at_most_twelve_files() -> None:
     files = re.findall(r"^\d+\. `(services/[\w/]+\.py)`:", way_out, re.M)
     assert len(files) == way_out.count("`services/") <= 12
     assert (files[0], files[-1]) == ("services/worker/hub.py", "services/router/front/grpc/servicer.py")
+
+
+def test_decisions_have_numbers_of_their_own() -> None:
+    files = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    titles = [file.read_text().partition(".")[0] for file in files]
+    assert titles == [f"# {int(file.name[:4])}" for file in files]
+    assert len(set(titles)) == len(titles) > 20

@@ -280,19 +280,23 @@ def test_under_a_steady_stream_of_high_priority_the_low_class_keeps_a_place(benc
 # Long expected outputs
 
 
+KINDS = {"word": 10, "chat": 20, "essay": 40}
+"""Tokens of prompts whose outputs are alike."""
+
+
 def known(bench: Bench, **lengths: int) -> None:
-    """Lets it be known how long the outputs of callers are."""
-    for caller, length in lengths.items():
+    """Lets it be known how long the outputs to prompts of each kind are."""
+    for kind, length in lengths.items():
         for _ in range(20):
-            bench.coordinator._book.output_lengths.observe(caller, 20, length)
+            bench.coordinator._book.output_lengths.observe("", KINDS[kind], length)
 
 
 def test_a_full_queue_sheds_the_longest_expected_output_of_the_lowest_priority(bench: Bench) -> None:
     fill(bench, 9000)
     known(bench, chat=200, essay=800)
-    for request_id, caller in (("a", "chat"), ("b", "essay"), ("c", "chat")):
-        bench.submit(request_id, max_tokens=900, tenant=caller)
-    bench.submit("urgent", max_tokens=900, priority=1, tenant="essay")
+    for request_id, kind in (("a", "chat"), ("b", "essay"), ("c", "chat")):
+        bench.submit(request_id, max_tokens=900, num_tokens=KINDS[kind])
+    bench.submit("urgent", max_tokens=900, priority=1, num_tokens=KINDS["essay"])
     assert isinstance(bench.failed.pop("b"), Overloaded)
     assert not bench.failed
 
@@ -300,35 +304,35 @@ def test_a_full_queue_sheds_the_longest_expected_output_of_the_lowest_priority(b
 def test_a_shorter_output_takes_the_place_of_a_much_longer_one(bench: Bench) -> None:
     fill(bench, 9000)
     known(bench, word=10, chat=200, essay=800)
-    for request_id, caller in (("a", "chat"), ("b", "essay"), ("c", "essay")):
-        bench.submit(request_id, max_tokens=900, tenant=caller)
+    for request_id, kind in (("a", "chat"), ("b", "essay"), ("c", "essay")):
+        bench.submit(request_id, max_tokens=900, num_tokens=KINDS[kind])
     with pytest.raises(Overloaded, match="the queue is full"):
-        bench.submit("long", max_tokens=900, tenant="essay")
-    bench.submit("d", max_tokens=900, tenant="chat")
+        bench.submit("long", max_tokens=900, num_tokens=KINDS["essay"])
+    bench.submit("d", max_tokens=900, num_tokens=KINDS["chat"])
     assert bench.failed.keys() == {"c"}
     assert bench.failed["c"].retry_after_s
     with pytest.raises(Overloaded, match="the queue is full"):
-        bench.submit("e", max_tokens=900, tenant="chat")  # of the longer ones, b has waited longest
-    bench.submit("f", max_tokens=900, tenant="word")
+        bench.submit("e", max_tokens=900, num_tokens=KINDS["chat"])  # of the longer ones, b has waited longest
+    bench.submit("f", max_tokens=900, num_tokens=KINDS["word"])
     assert bench.failed.keys() == {"c", "b"}, "now a has"
-    bench.submit("g", max_tokens=4, tenant="chat")
+    bench.submit("g", max_tokens=4, num_tokens=KINDS["chat"])
     assert bench.failed.keys() == {"c", "b", "d"}
-    bench.submit("h", max_tokens=4, tenant="chat")
+    bench.submit("h", max_tokens=4, num_tokens=KINDS["chat"])
     assert bench.failed.keys() == {"c", "b", "d", "f"}
     with pytest.raises(Overloaded, match="the queue is full"):
-        bench.submit("i", max_tokens=4, tenant="chat")
+        bench.submit("i", max_tokens=4, num_tokens=KINDS["chat"])
 
 
 def test_what_was_pushed_out_has_never_started(bench: Bench) -> None:
     """A worker has the first, so it keeps its place though its output will be the longest."""
     known(bench, chat=20, essay=800)
-    bench.submit("begun", max_tokens=900, tenant="essay")
+    bench.submit("begun", max_tokens=900, num_tokens=KINDS["essay"])
     bench.take_leg(Role.PREFILL)
     fill(bench, 9000)
     for number in range(6):
         with contextlib.suppress(Overloaded):
-            bench.submit(f"r{number}", max_tokens=900, tenant="chat" if number % 2 else "essay")
-    bench.submit("urgent", max_tokens=900, priority=1, tenant="chat")
+            bench.submit(f"r{number}", max_tokens=900, num_tokens=KINDS["chat" if number % 2 else "essay"])
+    bench.submit("urgent", max_tokens=900, priority=1, num_tokens=KINDS["chat"])
     assert bench.failed
     assert "begun" not in bench.failed
     assert not bench.take_legs(Role.PREFILL)
@@ -343,15 +347,15 @@ def arrival(**fields: Any) -> ExpectedRequest:
 
 def test_the_wait_for_the_tokenizer_counts_against_a_deadline(bench: Bench) -> None:
     deadline_s = bench.now + 1.0
-    bench.coordinator.expect(arrival(tokenise_s=0.9, deadline_s=deadline_s), bench.now)
+    first = bench.coordinator.expect(arrival(tokenise_s=0.9, deadline_s=deadline_s), bench.now)
     with pytest.raises(Overloaded, match=r"1\.11 s with what is before it, 1\.00 s left") as refused:
         bench.coordinator.expect(arrival(tokenise_s=1.1, deadline_s=deadline_s), bench.now)
     assert refused.value.retry_after_s == pytest.approx(1.11, abs=0.02)
     with pytest.raises(DeadlineExceeded):  # however idle the cluster
         bench.coordinator.expect(arrival(fewest_tokens=900, deadline_s=bench.now + 0.4), bench.now)
-    bench.coordinator.expect(arrival(tokenise_s=2.1), bench.now)
-    bench.coordinator.arrived()
-    bench.coordinator.arrived()
+    second = bench.coordinator.expect(arrival(tokenise_s=2.1), bench.now)
+    bench.coordinator.arrived(first)
+    bench.coordinator.arrived(second)
     bench.coordinator.check_idle()
 
 
@@ -364,10 +368,10 @@ def test_a_prompt_at_the_tokenizer_has_a_place_in_the_queue(bench: Bench) -> Non
         bench.coordinator.expect(arrival(), bench.now)
     with pytest.raises(Overloaded, match="the queue is full"):
         bench.submit("late")
-    bench.coordinator.expect(arrival(priority=1), bench.now)  # it may take the place of the queued one
+    urgent = bench.coordinator.expect(arrival(priority=1), bench.now)  # it may take the place of the queued one
     with pytest.raises(Overloaded, match="the queue is full"):
         bench.coordinator.expect(arrival(priority=1), bench.now)
-    bench.coordinator.arrived()
+    bench.coordinator.arrived(urgent)
     bench.submit("urgent", priority=1)
     assert bench.failed.keys() == {"queued"}
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.core.step_average import StepAverage
 from services.router.coordinator.actions import EjectionChanged
 from services.router.policy import (
     Cluster,
@@ -52,8 +53,8 @@ STARTS: dict[str, tuple[Job, list[WorkerView], str | None]] = {
 @pytest.mark.parametrize(("job", "workers", "chosen"), STARTS.values(), ids=STARTS)
 def test_prompts(job: Job, workers: list[WorkerView], chosen: str | None) -> None:
     cluster = Cluster(workers)
-    assert place_prefill(job, cluster.whole, HandoffsInFlight(), NOW, CONFIG) == chosen
-    nearest = nearest_start(job, cluster.whole, CONFIG)
+    assert place_prefill(job, cluster.everyone, HandoffsInFlight(), NOW, CONFIG) == chosen
+    nearest = nearest_start(job, cluster.everyone, CONFIG)
     assert nearest is not None
     assert nearest.source_id == (chosen or "b")
     cluster.check()
@@ -70,8 +71,8 @@ def test_room_of_an_ejected_decode_worker_lets_no_prompt_start() -> None:
     """Counts on the room of the decode worker that will be asked."""
     workers = [prefill("p"), decode("c", ejected=True), decode("d", busy=60)]
     in_flight = HandoffsInFlight([64])
-    assert place_prefill(JOB, Cluster(workers).whole, in_flight, NOW, CONFIG) is None
-    assert place_prefill(JOB, Cluster([workers[0], decode("c"), workers[2]]).whole, in_flight, NOW, CONFIG) == "p"
+    assert place_prefill(JOB, Cluster(workers).everyone, in_flight, NOW, CONFIG) is None
+    assert place_prefill(JOB, Cluster([workers[0], decode("c"), workers[2]]).everyone, in_flight, NOW, CONFIG) == "p"
 
 
 P, M = prefill("p"), mixed("m", ejected=True)
@@ -99,21 +100,21 @@ HANDOFFS: dict[str, tuple[Job, WorkerView, list[WorkerView], str | None]] = {
 @pytest.mark.parametrize(("job", "at", "workers", "chosen"), HANDOFFS.values(), ids=HANDOFFS)
 def test_handoffs(job: Job, at: WorkerView, workers: list[WorkerView], chosen: str | None) -> None:
     cluster = Cluster(workers)
-    able = cluster.whole.able(job, source(at))
+    able = cluster.everyone.able(job, source(at))
     assert place_decode(job, source(at), able, NOW, CONFIG) == chosen
     assert nearest_to_room(job, source(at), able) == (chosen or "d")
 
 
 def test_it_is_explained() -> None:
     cluster = Cluster([SLOW, prefill("b"), decode("c", ejected=True), decode("d")])
-    whole = cluster.whole
-    left_out = left_out_of_start(JOB, whole, (), [whole.view("b")], CONFIG)
+    everyone = cluster.everyone
+    left_out = left_out_of_start(JOB, everyone, (), [everyone.view("b")], CONFIG)
     assert left_out.named == (("a", WhyNot.EJECTED),)
-    fit = whole.fit(JOB)
+    fit = everyone.fit(JOB)
     assert fit.left_out_of_takers(source(SLOW)).named == (("c", WhyNot.EJECTED),)
     assert fit.left_out_of_takers(None).named == (("c", WhyNot.EJECTED),)
     other = replace(JOB, avoid=frozenset({"a"}))
-    assert left_out_of_start(other, whole, (), [whole.view("b")], CONFIG).named == (("a", WhyNot.BLAMED),)
+    assert left_out_of_start(other, everyone, (), [everyone.view("b")], CONFIG).named == (("a", WhyNot.BLAMED),)
 
 
 # The coordinator
@@ -134,8 +135,8 @@ def decode_for(bench: Bench, seconds: int, slow: str) -> None:
         bench.load("p")
         for index in range(3):
             ms = 40 if f"d{index}" == slow else 10
-            steps = bench.loads[f"d{index}"].num_decode_steps + 25
-            bench.load(f"d{index}", ms_per_decode_step=ms, num_decode_steps=steps)
+            steps = bench.loads[f"d{index}"].decode_step.num_steps + 25
+            bench.load(f"d{index}", decode_step=StepAverage(ms, 1, 100, steps))
 
 
 def test_the_coordinator_ejects_and_takes_back() -> None:

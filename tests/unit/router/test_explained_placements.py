@@ -61,12 +61,12 @@ def test_a_decode_says_what_the_next_best_would_have_cost(bench: Bench) -> None:
     assert verdict.step_ms == pytest.approx(8.0)
 
 
-def test_a_whole_sequence_is_told_from_a_handoff() -> None:
+def test_an_unsplit_sequence_is_told_from_a_handoff() -> None:
     bench = Bench()
     bench.join("d", Role.DECODE)
     bench.submit()
     choice = choice_of(bench.take_leg(Role.DECODE))
-    assert (choice.phase, choice.verdict().decider) == (PlacedPhase.WHOLE, Decider.ONLY)
+    assert (choice.phase, choice.verdict().decider) == (PlacedPhase.UNSPLIT, Decider.ONLY)
 
 
 def test_what_a_prompt_waited_for_is_remembered(bench: Bench) -> None:

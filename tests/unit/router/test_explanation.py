@@ -138,7 +138,7 @@ def test_a_runner_up_costs_the_difference_of_the_queues(
 
 @pytest.mark.parametrize(
     ("phase", "queue_ms", "step_ms"),
-    [(PlacedPhase.PREFILL, 20.0, None), (PlacedPhase.DECODE, None, 4.0), (PlacedPhase.WHOLE, 20.0, 4.0)],
+    [(PlacedPhase.PREFILL, 20.0, None), (PlacedPhase.DECODE, None, 4.0), (PlacedPhase.UNSPLIT, 20.0, 4.0)],
 )
 def test_a_runner_up_costs_the_difference_of_the_steps(
     phase: PlacedPhase, queue_ms: float | None, step_ms: float | None
@@ -231,7 +231,7 @@ def test_who_had_to_leave_a_handoff_and_why(case: str) -> None:
 @pytest.mark.parametrize("case", NEVER)
 def test_who_could_never_take_it_over_and_why(case: str) -> None:
     worker, source, why = NEVER[case]
-    fit = Cluster([worker, decode("a"), prefill("p")]).whole.fit(JOB)
+    fit = Cluster([worker, decode("a"), prefill("p")]).everyone.fit(JOB)
     left_out = fit.left_out_of_takers(source)
     assert (left_out.named, left_out.number) == ((LeftOut("x", why),), 1)
 

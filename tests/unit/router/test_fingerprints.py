@@ -46,7 +46,7 @@ def test_a_stream_waits_for_its_like_and_fails_by_name_without_it(bench: Bench) 
     bench.wait(0.2)
     error = bench.failed["r"]
     assert isinstance(error, NoWorker)
-    assert "began on workers of fingerprint 11111111 (float32 weights)" in str(error)
+    assert "began on workers of fingerprint 11111111 (torch; float32 weights)" in str(error)
     assert "22222222" in str(error)
     bench.assert_idle()
 
@@ -94,7 +94,7 @@ def test_before_the_first_token_nothing_is_bound(bench: Bench) -> None:
     assert not bench.take_legs(Role.PREFILL)
 
 
-def test_a_whole_sequence_on_a_decode_worker_binds_too() -> None:
+def test_an_unsplit_sequence_on_a_decode_worker_binds_too() -> None:
     bench = Bench(no_worker_timeout_s=5.0)
     bench.join("d1", Role.DECODE, fingerprint=OLD)
     bench.submit()
@@ -141,7 +141,7 @@ def test_groups_are_said_once_per_change(bench: Bench) -> None:
     for _ in range(3):
         bench.wait(0.1)
     assert [change.groups for change in bench.take_all(GroupsChanged)] == [
-        ((OLD.kv, ("d-old", "p-old")), (NEW.kv, ("d-new",))),
-        ((OLD.kv, ("d-int8", "d-old", "p-old")), (NEW.kv, ("d-new",))),
-        ((OLD.kv, ("d-int8", "d-old", "p-old")),),
+        ((OLD.kv, "torch", ("d-old", "p-old")), (NEW.kv, "torch", ("d-new",))),
+        ((OLD.kv, "torch", ("d-int8", "d-old", "p-old")), (NEW.kv, "torch", ("d-new",))),
+        ((OLD.kv, "torch", ("d-int8", "d-old", "p-old")),),
     ]

@@ -86,7 +86,7 @@ def test_the_stages_of_a_request(bench: Bench) -> None:
 
     stages = [(s.stage, s.worker_id, s.ended_s - s.started_s, s.outcome) for s in bench.take_all(StageEnded)]
     assert stages == [
-        (Stage.QUEUE, "", 1.0, "prefilling"),
+        (Stage.QUEUE, "", 1.0, "done"),
         (Stage.DECODE, "d", 0.25, "refused"),
         (Stage.PLACE, "d", 0.5, "done"),
         (Stage.PREFILL, "p", 2.0, "done"),

@@ -12,7 +12,7 @@ from baton.v1 import inference_pb2
 from services.router.front.byte_budget import ByteBudget
 from services.router.front.incoming import TOKEN_BYTES, Incoming
 
-OF_THE_PROMPT = {"text", "token_ids", "messages", "truncate_prompt"}
+OF_THE_PROMPT = {"text", "token_ids", "messages", "tools", "truncate_prompt"}
 """Fields of no use once there are tokens."""
 
 
@@ -85,9 +85,12 @@ def _num_messages() -> int:
     return sum(type(each) is inference_pb2.GenerateRequest for each in gc.get_objects())
 
 
-def test_it_is_charged_for_its_tokens() -> None:
-    budget = ByteBudget(10_000)
+def test_it_is_charged_for_its_tokens_and_its_constraint() -> None:
+    budget = ByteBudget(200_000)
+    request = _request()
+    request.constraint.Clear()
+    request.constraint.json_schema = "x" * 50_000
     with budget.charge() as charge:
-        charge.grow(9_000)
-        Incoming(_request(), charge).tokenised(7)
-        assert budget.used_bytes == 7 * TOKEN_BYTES
+        charge.grow(190_000)
+        Incoming(request, charge).tokenised(7)
+        assert 7 * TOKEN_BYTES + 50_000 < budget.used_bytes < 7 * TOKEN_BYTES + 50_010

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, types_pb2, worker_pb2
 from services.router.catalogue import Catalogue
 from services.router.coordinator import actions, admission, handoff, placement
 from services.router.coordinator.actions import SendLeg
-from services.router.coordinator.events import RequestSpec
+from services.router.coordinator.events import FinishReason, RequestSpec
 from services.router.policy import Role
 from services.router.policy.health import Health
 from services.router.workers import wire
@@ -22,6 +22,7 @@ from tests.support.isolation_bench import (
     ALL,
     INNOCENT,
     POISONED,
+    STAGES,
     Bench,
     FakeAnswer,
     FakeLink,
@@ -77,7 +78,7 @@ def test_a_part_that_raises_when_its_request_fails(bench: Bench, part: str) -> N
         assert as_any(parts)[POISONED].calls.count("failed") == 1
     bench.run(INNOCENT)
     for request_id in INNOCENT:
-        assert bench.answers[request_id].reason == "length"
+        assert bench.answers[request_id].reason is FinishReason.LENGTH
     assert bench.metrics.internal_errors["action"] == 1
     assert not bench.conductor._live
     bench.coordinator.check_idle()
@@ -150,7 +151,7 @@ def test_no_duration_is_too_long_to_leave(bench: Bench, seconds: float) -> None:
         bench.submit(request_id, **({"deadline_s": deadline_s} if request_id == POISONED else {}))
     assert bench.links["p"].sent.count("prefill") == 3
     bench.run()
-    assert {answer.reason for answer in bench.answers.values()} == {"length"}
+    assert {answer.reason for answer in bench.answers.values()} == {FinishReason.LENGTH}
     assert not bench.metrics.internal_errors
 
 
@@ -321,6 +322,18 @@ async def test_the_ticking_task_survives() -> None:
     assert bench.metrics.internal_errors["tick"] >= 2
 
 
+def test_log_probabilities_of_a_prompt_that_cannot_be_passed_on(bench: Bench) -> None:
+    bench.watch()
+    for request_id in ALL:
+        bench.submit(request_id, answer="prompt_scored", scores_prompt=request_id == POISONED)
+    bench.run(stages=["prefill begins"])
+    prompt_tokens = worker_pb2.PromptTokens(leg=bench.leg("prefill", POISONED), position=1)
+    prompt_tokens.logprobs.extend([types_pb2.TokenLogprobs(logprob=-1.0)] * 19)
+    bench.say("p", [worker_pb2.LegEvent(prompt_tokens=prompt_tokens)])
+    bench.run(INNOCENT, [stage for stage in STAGES if stage != "prefill begins"])
+    bench.assert_only_the_poisoned_suffers()
+
+
 def test_every_action_is_poisoned_above() -> None:
     """A new kind of action needs its own case here, or a reason why it concerns no request."""
     from typing import get_args
@@ -328,7 +341,7 @@ def test_every_action_is_poisoned_above() -> None:
     names = {kind.__name__ for kind in get_args(actions.Action)}
     of_requests = {
         *("SendLeg", "CancelLeg"),
-        *("EmitStarted", "EmitTokens", "EmitFinished", "EmitFailed", "StageEnded"),
+        *("EmitStarted", "EmitPromptTokens", "EmitTokens", "EmitFinished", "EmitFailed", "StageEnded"),
     }
     assert names == {*of_requests, "HealthChanged", "EjectionChanged", "GroupsChanged", "Defect"}
     assert SendLeg.__name__ in names
@@ -362,7 +375,7 @@ def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
         assert bench.coordinator._canaries.has_leg(leg)
         return
     bench.run()
-    assert {answer.reason for answer in bench.answers.values()} == {"length"}
+    assert {answer.reason for answer in bench.answers.values()} == {FinishReason.LENGTH}
 
 
 def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(

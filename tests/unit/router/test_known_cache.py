@@ -9,7 +9,9 @@ import pytest
 from services.core.hashing import block_hashes, short_hashes
 from services.engine.schedule.prefix import hash_prompt
 from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams
-from services.router.policy import KnownCache, PolicyConfig, Role
+from services.router.policy import Fingerprint, KnownCache, PolicyConfig, Role, sharing, weighted
+from services.router.policy.known_cache import num_blocks_of
+from services.router.policy.prefix_index import PrefixIndex
 from services.router.policy.terms import prefix_cached, same_conversation, short_queue
 from tests.support.router_bench import Bench
 
@@ -87,6 +89,29 @@ def test_by_default_no_prompt_is_hashed_and_no_cache_followed() -> None:
     bench.coordinator.cache_changed("p", 1, whole=True, stored=(1,), removed=())
 
 
+def test_prompts_are_hashed_for_workers_that_could_bring_prefixes_from_one_another() -> None:
+    bench = Bench(policy=sharing(PolicyConfig(), "auto"))  # no term of the policy looks at them
+    assert bench.coordinator.follows_caches
+    bench.join("a", Role.MIXED)
+    bench.join("other-size", Role.MIXED, block_size=32)
+    assert bench.coordinator.block_sizes_to_hash() == frozenset()
+    bench.join("other-model", Role.MIXED, fingerprint=Fingerprint("other", "float32"))
+    assert bench.coordinator.block_sizes_to_hash() == frozenset()
+    bench.join("b", Role.STORE)
+    assert bench.coordinator.block_sizes_to_hash() == {16}
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_who_shares_nothing_hashes_only_for_terms(looks: bool) -> None:
+    policy = weighted(PolicyConfig(), ["prefill.prefix_cached=1"] if looks else [], "--policy-weight")
+    bench = Bench(policy=sharing(policy, "never"))
+    assert bench.coordinator.follows_caches is looks
+    for worker_id in "ab":
+        bench.join(worker_id, Role.MIXED)
+    assert bool(bench.coordinator.block_sizes_to_hash()) is looks
+    assert bench.coordinator._book.prefixes.break_even(bench.coordinator._book.workers.get("a")) is None
+
+
 def test_what_a_process_was_given_or_told_is_forgotten_with_it() -> None:
     bench = Bench(policy=PolicyConfig(hash_prompts=True))
     bench.join("d", Role.DECODE)
@@ -157,6 +182,37 @@ def test_what_is_known_is_bounded() -> None:
     assert not cache.has_conversation("c999")
 
 
+def test_of_a_worker_with_more_than_is_kept_the_newest_and_what_is_used_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A system prompt was told of first, and is the beginning of all conversations."""
+    monkeypatch.setattr("services.router.policy.known_cache._MOST_BLOCKS", 640)
+    index = PrefixIndex()
+    cache = KnownCache(100_000, 0.0, index)
+    random_ = random.Random(3)
+
+    def some(num_blocks: int) -> tuple[int, ...]:
+        return tuple(random_.getrandbits(64) for _ in range(num_blocks))
+
+    system = some(20)
+    cache.tell(whole=True, stored=system, removed=())
+    conversations = [(*system, *some(30)) for _ in range(100)]
+    for prompt in conversations:
+        cache.expect(prompt, "")
+        cache.tell(whole=False, stored=prompt[20:], removed=())
+        assert len(cache) <= 640
+    cache.tick(10.0)
+    cache.tick(20.0)
+    for prompt in conversations[-15:]:
+        assert num_blocks_of([cache], prompt) == [50] == [cache.num_blocks(prompt)]
+    assert cache.num_blocks(conversations[0]) == 20
+    cache.tell(whole=True, stored=some(1000), removed=())
+    assert len(cache) <= 640
+    cache.close()
+    assert index.is_unused
+    assert not len(index)
+
+
 def test_of_many_expected_prompts_the_longest_common_beginning_counts() -> None:
     """Siblings that part after a common beginning, some of which the worker has told of."""
     cache = KnownCache(1 << 16, 0.0)
@@ -196,14 +252,30 @@ def test_what_is_kept_of_prompts_that_share_blocks_is_bounded() -> None:
     assert cache.num_blocks(tuple(range(1, 60))) == 59
 
 
-@pytest.mark.parametrize("guess", [0, 1, 3, 99, 500])
 @pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 7, 8, 100])
-def test_each_length_of_a_known_beginning_is_found(num_blocks: int, guess: int) -> None:
+def test_each_length_of_a_known_beginning_is_found(num_blocks: int) -> None:
     random_ = random.Random(num_blocks)
     prompt = tuple(random_.getrandbits(64) for _ in range(num_blocks))
     for length in range(num_blocks + 1):
         cache = KnownCache(256, 0.0)
         cache.tell(whole=True, stored=prompt[: length // 2], removed=())
-        assert cache.num_blocks(prompt, guess) == length // 2
+        assert cache.num_blocks(prompt) == length // 2
         cache.expect(prompt[:length], "")
-        assert cache.num_blocks(prompt, guess) == length
+        assert cache.num_blocks(prompt) == length
+
+
+def test_bringing_is_weighed_against_further_tokens_and_known_times_come_first() -> None:
+    """The rest of a prompt takes a step of its own, whose fixed part bringing does not save."""
+    bench = Bench(policy=sharing(PolicyConfig(), "auto"))
+    for worker_id in "ab":
+        bench.join(worker_id, Role.MIXED, description=object(), token_bytes=1000)
+        bench.coordinator.cache_changed(worker_id, 1, whole=True, stored=(1,), removed=())
+        bench.load(worker_id, ms_per_prefill_token=1.0, ms_per_further_prefill_token=0.25)
+    assumed = bench.coordinator.prefix_break_even()
+    assert assumed is not None
+    assert (assumed.target_id, assumed.num_seen) == ("a", 0)
+    assert assumed.tokens == pytest.approx(assumed.fixed_ms * 1.25 / (0.25 - 1.25 * assumed.token_ms))
+    bench.coordinator.worker("b").bring_times["a"].observe(64, 5.0)
+    measured = bench.coordinator.prefix_break_even()
+    assert measured is not None
+    assert (measured.source_id, measured.target_id, measured.num_seen) == ("a", "b", 1)

@@ -63,6 +63,42 @@ def test_a_handoff_that_crosses_the_news_is_only_refused(bench: Bench) -> None:
     assert bench.finished["r"].summary.num_retries == 0
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_handoff_that_crosses_the_end_of_the_session_is_only_refused(bench: Bench, is_known: bool) -> None:
+    """A worker that ends its session in order has finished what it had begun: it never read what it did not answer."""
+    prefill, decode = bench.handed_over()
+    if is_known:
+        bench.load("d1", draining=True)
+    bench.lose("d1", crashed=False)
+    again = bench.take_leg(Role.DECODE)
+    assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
+    bench.say("d2", DecodeAdmitted(again.leg))
+    bench.say("p1", tokens(prefill, 100))
+    bench.say("d2", ImportReady(again.leg))
+    bench.say("d2", tokens(again, 100, finish=FinishReason.STOP))
+    assert bench.finished["r"].summary.num_retries == 0
+
+
+def test_a_prompt_that_crosses_the_end_of_the_session_is_only_refused(bench: Bench) -> None:
+    bench.submit()
+    for worker_id in ("p1", "p2"):
+        assert bench.take_leg(Role.PREFILL).worker_id == worker_id
+        bench.lose(worker_id, crashed=False)
+        bench.join(worker_id, Role.PREFILL, incarnation=2)
+    assert finish(bench, bench.take_leg(Role.PREFILL)) == 0
+
+
+def test_what_had_begun_at_a_worker_that_leaves_is_placed_again(bench: Bench) -> None:
+    # As at the end of the time that it had for what ran.
+    bench.submit()
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say(prefill.worker_id, started(prefill))
+    bench.take_leg(Role.DECODE)
+    bench.lose(prefill.worker_id, crashed=False)
+    bench.wait(3.0)
+    assert finish(bench, bench.take_leg(Role.PREFILL)) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "known"),
     [(Draining("its worker leaves"), False), (LeaseInvalid("aborted"), True), (TransferFailed("broke off"), True)],

@@ -190,7 +190,7 @@ def test_other_prefill_workers_are_not_claimed(bench: Bench) -> None:
     assert bench.take_leg(Role.PREFILL).worker_id == "q"
 
 
-def test_a_whole_sequence_that_waits_for_its_decode_worker_claims_it(bench: Bench) -> None:
+def test_an_unsplit_sequence_that_waits_for_its_decode_worker_claims_it(bench: Bench) -> None:
     """There are no prefill workers. It is not sent before there is room, since it would wait among others there."""
     bench.lose("p")
     busy(bench, "b", free=0)

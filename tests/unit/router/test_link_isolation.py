@@ -16,7 +16,7 @@ import pytest
 from baton.v1 import control_pb2, types_pb2
 from services.router.catalogue import UNUSED_S, Catalogue
 from services.router.coordinator import handoff
-from services.router.coordinator.events import WorkerInfo
+from services.router.coordinator.events import FinishReason, WorkerInfo
 from services.router.coordinator.workers import WorkerState
 from services.router.policy import Role
 from services.router.workers import wire
@@ -83,7 +83,7 @@ async def test_the_end_of_a_session_is_seen_through(monkeypatch: pytest.MonkeyPa
     bench.clock.advance(1.5)
     bench.conductor.tick()
     bench.run()
-    assert {answer.reason for answer in bench.answers.values()} == {"length"}
+    assert {answer.reason for answer in bench.answers.values()} == {FinishReason.LENGTH}
     bench.coordinator.check_idle()
 
 

@@ -10,6 +10,7 @@ from services.router.policy import (
     Cluster,
     HandoffsInFlight,
     Job,
+    KnownCache,
     Load,
     PolicyConfig,
     Role,
@@ -38,6 +39,10 @@ def prompts(lengths: list[int] = TRAFFIC, config: LongPromptConfig = AUTO, times
     return found
 
 
+def job(num_tokens: int, hashes: tuple[int, ...] = ()) -> Job:
+    return Job(num_tokens, num_tokens + 8, block_hashes={16: hashes} if hashes else {})
+
+
 def workers(number: int, load: Load = BUSY) -> list[WorkerView]:
     return [prefill(f"p{index}", load=load) for index in reversed(range(number))]
 
@@ -47,14 +52,14 @@ def workers(number: int, load: Load = BUSY) -> list[WorkerView]:
 )
 def test_workers_are_kept_by_the_work_of_short_prompts(number: int, kept: set[str]) -> None:
     """Keeps as many as leave at most a tenth more work than the mean to each of the others."""
-    assert prompts().kept(190, workers(number), NOW) == kept
+    assert prompts().kept(job(190), workers(number), NOW) == kept
 
 
 def test_a_prompt_is_long_beyond_twice_the_mean() -> None:
     found = prompts()
     assert not found.is_long(56)
     assert found.is_long(57)
-    assert found.kept(56, workers(4), NOW) == set()
+    assert found.kept(job(56), workers(4), NOW) == set()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_a_prompt_is_long_beyond_twice_the_mean() -> None:
     ],
 )
 def test_only_while_long_prompts_are_most_of_the_work(lengths: list[int], *, isolated: bool) -> None:
-    assert bool(prompts(lengths, times=60).kept(1000, workers(4), NOW)) is isolated
+    assert bool(prompts(lengths, times=60).kept(job(1000), workers(4), NOW)) is isolated
 
 
 def test_it_follows_the_newest_prompts() -> None:
@@ -91,20 +96,52 @@ def test_a_few_prompts_say_nothing_and_off_is_off() -> None:
 
 def test_a_kept_worker_is_lent_if_it_is_idle_and_nobody_needed_it_for_as_long_as_the_prompt_takes() -> None:
     found, idle = prompts(), workers(4, MEASURED)
-    assert found.kept(2000, idle, NOW) == set(), "nobody has ever used it"
+    assert found.kept(job(2000), idle, NOW) == set(), "nobody has ever used it"
     found.started("p0", 10, NOW)
-    assert found.kept(2000, idle, NOW + 1.9) == {"p0"}
-    assert found.kept(2000, idle, NOW + 2.0) == set()
-    assert found.kept(4000, idle, NOW + 2.0) == {"p0"}
-    assert found.kept(2000, workers(4, BUSY), NOW + 100) == {"p0"}
-    assert found.kept(2000, workers(4, replace(MEASURED, ms_per_prefill_token=0.0)), NOW + 100) == {"p0"}
+    assert found.kept(job(2000), idle, NOW + 1.9) == {"p0"}
+    assert found.kept(job(2000), idle, NOW + 2.0) == set()
+    assert found.kept(job(4000), idle, NOW + 2.0) == {"p0"}
+    assert found.kept(job(2000), workers(4, BUSY), NOW + 100) == {"p0"}
+    assert found.kept(job(2000), workers(4, replace(MEASURED, ms_per_prefill_token=0.0)), NOW + 100) == {"p0"}
 
 
 def test_a_long_prompt_that_uses_it_shows_no_need() -> None:
     found = prompts()
     found.started("p0", 10, NOW)
     found.started("p0", 190, NOW + 5)
-    assert found.kept(2000, workers(4, MEASURED), NOW + 6) == set()
+    assert found.kept(job(2000), workers(4, MEASURED), NOW + 6) == set()
+
+
+# Prefix caches
+
+HASHES = tuple(range(1, 13))
+"""Of a prompt of 200 tokens."""
+
+
+def knowing(view: WorkerView, hashes: tuple[int, ...]) -> WorkerView:
+    cache = KnownCache(64, 0.0)
+    cache.tell(whole=True, stored=hashes, removed=())
+    return replace(view, cache=cache)
+
+
+@pytest.mark.parametrize(("num_known", "kept"), [(0, {"p0"}), (8, {"p0"}), (9, set()), (12, set())])
+def test_a_prompt_is_short_for_a_worker_that_has_most_of_it(num_known: int, kept: set[str]) -> None:
+    """What a worker computes of a prompt of 200 tokens is short up to 56."""
+    views = [knowing(view, HASHES[:num_known]) if view.worker_id == "p0" else view for view in workers(4)]
+    assert prompts().kept(job(200, HASHES), views, NOW) == kept
+    assert prompts().kept(job(200), views, NOW) == {"p0"}, "it was not hashed"
+
+
+def test_what_other_workers_have_makes_it_no_shorter_for_a_kept_one() -> None:
+    views = [knowing(view, HASHES) if view.worker_id != "p0" else view for view in workers(4)]
+    assert prompts().kept(job(200, HASHES), views, NOW) == {"p0"}
+
+
+def test_a_kept_worker_is_lent_for_as_long_as_it_computes_what_it_has_not() -> None:
+    found, views = prompts(), [knowing(view, HASHES[:4]) for view in workers(4, MEASURED)]
+    found.started("p0", 10, NOW)
+    assert found.kept(job(200, HASHES), views, NOW + 0.135) == {"p0"}
+    assert found.kept(job(200, HASHES), views, NOW + 0.137) == set()
 
 
 # Placement
@@ -116,12 +153,12 @@ LONG = replace(JOB, kept_off=frozenset({"a"}))
 def test_a_long_prompt_goes_elsewhere_or_waits() -> None:
     config, none = PolicyConfig(), HandoffsInFlight()
     views = [prefill("a"), prefill("b", busy=8), decode()]
-    whole = Cluster(views).whole
-    assert place_prefill(JOB, whole, none, NOW, config) == "a"
-    assert place_prefill(LONG, whole, none, NOW, config) == "b"
-    left_out = left_out_of_start(LONG, whole, (), [whole.view("b")], config)
+    everyone = Cluster(views).everyone
+    assert place_prefill(JOB, everyone, none, NOW, config) == "a"
+    assert place_prefill(LONG, everyone, none, NOW, config) == "b"
+    left_out = left_out_of_start(LONG, everyone, (), [everyone.view("b")], config)
     assert left_out.named == (("a", WhyNot.KEPT),)
-    full = Cluster([prefill("a"), prefill("b", busy=64), decode()]).whole
+    full = Cluster([prefill("a"), prefill("b", busy=64), decode()]).everyone
     assert place_prefill(LONG, full, none, NOW, config) is None
     nearest = nearest_start(LONG, full, config)
     assert nearest is not None
@@ -142,6 +179,40 @@ def isolating_bench() -> Bench:
     for length in ([10] * 30 + [400]) * 200:
         bench.coordinator._book.long_prompts.arrived(length)
     return bench
+
+
+def hashing_bench() -> Bench:
+    bench = Bench(long_prompts=AUTO, policy=replace(PolicyConfig(), hash_prompts=True))
+    for index in range(3):
+        bench.join(f"p{index}", Role.PREFILL, max_model_len=4096, num_blocks=256)
+        bench.load(f"p{index}", num_running=1, blocks_active=1, blocks_free=255)
+    bench.join("d", Role.DECODE, max_model_len=4096, num_blocks=4096)
+    return bench
+
+
+def test_the_work_of_a_prompt_is_what_no_cache_has_of_it() -> None:
+    """Counts prompts of 400 tokens, of which all but 16 stand in a cache, as those of 16."""
+    bench, hashes = hashing_bench(), tuple(range(1, 26))
+    bench.coordinator.cache_changed("p1", 1, whole=True, stored=hashes[:24], removed=())
+    bench.coordinator.cache_changed("d", 1, whole=True, stored=hashes, removed=())
+    for index in range(40):
+        bench.submit(f"{index}", num_tokens=400 if index % 4 else 16, block_hashes={16: hashes} if index % 4 else {})
+        bench.cancel(f"{index}")
+    assert set(bench.coordinator._book.long_prompts._newest) == {16}
+
+
+def test_a_prompt_that_a_kept_worker_has_most_of_shows_that_it_is_needed() -> None:
+    bench, hashes = hashing_bench(), tuple(range(1, 26))
+    bench.coordinator.cache_changed("p0", 1, whole=True, stored=hashes[:24], removed=())
+    for length in ([10] * 30 + [400]) * 2:
+        bench.coordinator._book.long_prompts.arrived(length)
+    for name in ("p1", "p2"):
+        bench.load(name, blocks_active=256, blocks_free=0)
+    bench.submit("long", num_tokens=400)
+    assert where(bench) == {}
+    bench.submit("known", num_tokens=400, block_hashes={16: hashes})
+    assert where(bench) == {"known": "p0"}
+    assert set(bench.coordinator._book.long_prompts._used_s) == {"p0"}
 
 
 def where(bench: Bench) -> dict[str, str]:

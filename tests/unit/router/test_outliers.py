@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
+from services.core.step_average import StepAverage
 from services.router.policy import Cluster, Fingerprint, Job, Load, Role, WorkerView
 from services.router.policy.outliers import Ejection, OutlierConfig, OutlierDetection
 from tests.support.worker_views import view
@@ -23,20 +26,20 @@ class Group:
         self.now = 1000.0
         self.changes: list[str] = []
 
-    def work(self, seconds: float, *, idle: str = "", **ms: float) -> None:
+    def work(self, seconds: float, *, idle: Collection[str] = (), **ms: float) -> None:
         """Lets time pass in which the workers report so many milliseconds; those that are not named as before."""
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker_id, worker in self.workers.items():
                 load = worker.load
                 if worker_id in ms:
-                    load = replace(load, ms_per_prefill_token=ms[worker_id], ms_per_decode_step=ms[worker_id])
-                if worker_id != idle:
                     load = replace(
                         load,
-                        num_prefill_steps=load.num_prefill_steps + STEPS_A_SECOND,
-                        num_decode_steps=load.num_decode_steps + STEPS_A_SECOND,
+                        prefill_step=replace(load.prefill_step, ms=ms[worker_id]),
+                        decode_step=replace(load.decode_step, ms=ms[worker_id]),
                     )
+                if worker_id not in idle:
+                    load = replace(load, prefill_step=_later(load.prefill_step), decode_step=_later(load.decode_step))
                 self.workers[worker_id] = replace(worker, load=load)
             self.changes += self.outliers.tick(self.workers.values, self.now)
 
@@ -48,14 +51,25 @@ class Group:
         return {worker_id for worker_id in self.workers if self.ejection(worker_id) is not None}
 
 
+def _later(step: StepAverage) -> StepAverage:
+    """Returns the same averages a second later."""
+    return replace(step, num_steps=step.num_steps + STEPS_A_SECOND)
+
+
 def alike(number: int, role: Role = Role.DECODE, **changes: object) -> list[WorkerView]:
-    load = Load(1, blocks_free=64, ms_per_prefill_token=1.0, ms_per_decode_step=10.0, tokens_per_prefill_step=512.0)
+    step = StepAverage(10.0, 8.0, 8000.0)
+    load = Load(1, blocks_free=64, prefill_step=step, decode_step=step)
     return [view(f"w{index}", role, load=load, **changes) for index in range(number)]
 
 
-def changed(workers: list[WorkerView], index: int, load: dict[str, float] | None = None, **facts: object) -> None:
-    worker = workers[index]
-    workers[index] = replace(worker, load=replace(worker.load, **(load or {})), **facts)  # type: ignore[arg-type]
+def changed(workers: list[WorkerView], index: int, **facts: object) -> None:
+    workers[index] = replace(workers[index], **facts)  # type: ignore[arg-type]
+
+
+def stepping(workers: list[WorkerView], index: int, ms: float, tokens: float, each: float) -> None:
+    """Lets a worker's steps compute so many tokens, each of which attends to `each` tokens."""
+    step = StepAverage(ms, tokens, tokens * each)
+    workers[index] = replace(workers[index], load=replace(workers[index].load, prefill_step=step, decode_step=step))
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.MIXED])
@@ -69,8 +83,10 @@ def test_a_worker_that_is_slow_for_long_is_ejected_and_it_is_said_why(role: Role
     assert group.ejected == {"w2"} == set(group.changes)
     ejection = group.ejection("w2")
     assert ejection is not None
-    what = "a prompt token" if role.can_prefill else "a decode step of 1"
-    assert ejection.reason(group.now + 7) == f"ejected for 23 s: {what} takes 20 ms, the median of its peers 10 ms"
+    what = "a step with prompts" if role.can_prefill else "a decode step"
+    assert ejection.reason(group.now + 7) == (
+        f"ejected for 23 s: {what}, of 8 tokens that attend to 1000 each, takes 20 ms, the median of its peers 10 ms"
+    )
 
 
 def test_what_comes_and_goes_ejects_nobody() -> None:
@@ -85,7 +101,7 @@ def test_what_comes_and_goes_ejects_nobody() -> None:
 def test_a_few_steps_prove_nothing_however_long_they_are_ago() -> None:
     group = Group(*alike(4))
     group.work(1, w0=30.0)
-    group.work(600, idle="w0")
+    group.work(600, idle={"w0"})
     assert group.ejected == set()
     group.work(2)
     assert group.ejected == {"w0"}
@@ -214,44 +230,89 @@ def test_a_peer_of_less_capacity_does_not_excuse_a_slow_one() -> None:
     assert group.ejected == {"w0"}
 
 
-def test_costs_of_prompts_are_compared_between_steps_of_about_one_size() -> None:
-    workers = alike(4, Role.PREFILL)
-    changed(workers, 0, {"tokens_per_prefill_step": 100.0})
-    group = Group(*workers)
-    group.work(60, w0=4.0, w1=1.0, w2=1.0, w3=1.0)
-    assert group.changes == []
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.MIXED])
+def test_long_contexts_are_not_taken_for_slowness(role: Role) -> None:
+    """Gives one worker two streams of 100,000 tokens, among others with sixteen of 2,000."""
+    workers = alike(4, role)
     for index in range(4):
-        group.workers[f"w{index}"] = replace(
-            group.workers[f"w{index}"],
-            load=replace(group.workers[f"w{index}"].load, tokens_per_prefill_step=300.0 if index else 150.0),
-        )
-    group.work(6)
-    assert group.ejected == {"w0"}
-
-
-def test_steps_are_compared_at_the_batches_that_workers_run() -> None:
-    """Lets a full worker and nearly idle ones say very different things of a step of one, as a fit far from its points
-    does, and the same of what they run."""
-    workers = alike(4)
-    changed(workers, 0, {"ms_per_decode_step": 25.0, "ms_per_decode_sequence": 0.5, "num_running": 8})
-    for index in (1, 2, 3):
-        changed(workers, index, {"ms_per_decode_step": 10.0, "ms_per_decode_sequence": 2.0, "num_running": 1})
+        stepping(workers, index, 20.0, 16, 2000)
+    stepping(workers, 0, 100.0, 2, 100_000)
     group = Group(*workers)
     group.work(60)
-    assert group.changes == [], "28.5 and 24 ms for eight"
+    assert group.changes == []
+    group.work(10, w0=260.0)
+    assert group.ejected == {"w0"}, "it attends to 6.25 times as much, and takes 13 times as long"
+
+
+@pytest.mark.parametrize(("tokens", "most_ms"), [(8, 20.0), (32, 80.0), (1, 20.0)])
+def test_more_tokens_may_take_as_much_longer_and_fewer_as_long(tokens: float, most_ms: float) -> None:
+    workers = alike(4)
+    stepping(workers, 0, 10.0, tokens, 1000)
     group = Group(*workers)
-    group.work(6, w0=60.0)
+    group.work(60, w0=most_ms - 1)
+    assert group.changes == []
+    group.work(6, w0=most_ms)
     assert group.ejected == {"w0"}
 
 
-def test_who_has_measured_nothing_is_not_judged_and_judges_nobody() -> None:
+def test_a_healthy_worker_is_never_beyond_what_its_peers_would_take() -> None:
+    """Draws what steps cost and what two workers run: where both cost the same, neither is slow by the other."""
+    chance = random.Random(5)
+    for _ in range(1000):
+        fixed, token, attended = (10 ** chance.uniform(-3, 2) for _ in range(3))
+        steps = []
+        for _ in range(2):
+            step = StepAverage()
+            for _ in range(30):
+                tokens, each = chance.randint(1, 512), 10 ** chance.uniform(1, 5)
+                step = step.after(fixed + tokens * (token + each * attended), tokens, tokens * each)
+            steps.append(step)
+        assert steps[0].ms <= steps[1].most_ms(steps[0]) * (1 + 1e-9)
+
+
+def test_peers_that_have_done_nothing_since_make_nobody_an_outlier() -> None:
+    """Everything becomes slower, on a shared host for example; two workers had their last steps before."""
+    for ms, ejected in ((30.0, set()), (10.0, {"w0", "w3"})):
+        group = Group(*alike(4))
+        group.work(60)
+        group.work(600, idle={"w1", "w2"}, w0=30.0, w3=30.0)
+        assert group.changes == []
+        group.work(1, w1=ms, w2=ms)
+        assert group.changes == [], "ten steps are too few"
+        group.work(10)
+        assert group.ejected == ejected, ms
+
+
+def test_a_peer_that_begins_anew_counts_its_steps_anew() -> None:
+    group = Group(*alike(3))
+    group.work(60)
+    group.work(3, w0=30.0)
+    for name in ("w1", "w2"):
+        load = group.workers[name].load
+        anew = replace(load, decode_step=replace(load.decode_step, num_steps=0))
+        group.workers[name] = replace(group.workers[name], load=anew)
+    group.work(1)
+    group.work(600, idle={"w1", "w2"})
+    assert group.changes == []
+    group.work(2)
+    assert group.ejected == {"w0"}
+
+
+def test_who_reports_no_such_averages_is_not_judged_and_judges_nobody() -> None:
+    """An older worker has only costs per token and step."""
     workers = alike(4)
     for index in (2, 3):
-        changed(workers, index, {"ms_per_decode_step": 0.0})
+        load = Load(1, ms_per_prefill_token=1.0, ms_per_decode_step=10.0, tokens_per_prefill_step=512.0)
+        changed(workers, index, load=load)
     group = Group(*workers)
     group.work(60, w0=100.0)
-    assert group.changes == [], "one peer has measured"
-    group.work(6, w2=10.0)
+    assert group.changes == [], "one peer has reported"
+    stepping(workers, 2, 10.0, 8, 1000)
+    group = Group(*workers)
+    group.workers["w3"] = replace(
+        group.workers["w3"], load=replace(group.workers["w3"].load, ms_per_decode_step=1000.0)
+    )
+    group.work(10, w0=100.0)
     assert group.ejected == {"w0"}
 
 

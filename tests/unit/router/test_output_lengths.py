@@ -59,13 +59,17 @@ def test_callers_are_forgotten_those_first_that_were_served_last_long_ago() -> N
 # What it is used for
 
 
+KINDS = {"talk": 10, "chat": 20, "essay": 40}
+"""Tokens of prompts whose outputs are alike."""
+
+
 @pytest.fixture
 def bench() -> Bench:
     bench = Bench()
     bench.join("d", Role.DECODE, max_num_seqs=1)
-    for caller, length in (("chat", 200), ("talk", 220), ("essay", 800)):
+    for kind, length in (("chat", 200), ("talk", 220), ("essay", 800)):
         for _ in range(20):
-            bench.coordinator._book.output_lengths.observe(caller, 20, length)
+            bench.coordinator._book.output_lengths.observe("", KINDS[kind], length)
     bench.load("d", **BUSY)
     return bench
 
@@ -77,24 +81,24 @@ def started_first(bench: Bench) -> str:
 
 
 def test_the_shorter_expected_output_goes_first_among_equals(bench: Bench) -> None:
-    bench.submit("long", max_tokens=900, tenant="essay")
-    bench.submit("short", max_tokens=900, tenant="chat")
+    bench.submit("long", max_tokens=900, num_tokens=KINDS["essay"])
+    bench.submit("short", max_tokens=900, num_tokens=KINDS["chat"])
     assert started_first(bench) == "short"
 
 
 def test_a_priority_counts_more_than_a_length(bench: Bench) -> None:
-    bench.submit("short", max_tokens=900, tenant="chat")
-    bench.submit("long", max_tokens=900, tenant="essay", priority=1)
+    bench.submit("short", max_tokens=900, num_tokens=KINDS["chat"])
+    bench.submit("long", max_tokens=900, num_tokens=KINDS["essay"], priority=1)
     assert started_first(bench) == "long"
 
 
 def test_about_as_long_outputs_go_in_order_of_arrival(bench: Bench) -> None:
-    bench.submit("first", max_tokens=900, tenant="talk")
-    bench.submit("second", max_tokens=900, tenant="chat")
+    bench.submit("first", max_tokens=900, num_tokens=KINDS["talk"])
+    bench.submit("second", max_tokens=900, num_tokens=KINDS["chat"])
     assert started_first(bench) == "first"
 
 
 def test_an_output_is_not_expected_beyond_its_own_bounds(bench: Bench) -> None:
-    bench.submit("first", max_tokens=900, tenant="chat")
-    bench.submit("bounded", max_tokens=10, tenant="essay")
+    bench.submit("first", max_tokens=900, num_tokens=KINDS["chat"])
+    bench.submit("bounded", max_tokens=10, num_tokens=KINDS["essay"])
     assert started_first(bench) == "bounded"

@@ -1,4 +1,4 @@
-"""Handoffs that wait for a decode worker, sequences that run whole on one, and requests that are cancelled."""
+"""Handoffs that wait for a decode worker, sequences that run unsplit on one, and requests that are cancelled."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_without_a_prefill_worker_the_whole_sequence_runs_on_a_decode_worker() -
     bench.assert_idle()
 
 
-def test_a_refused_whole_sequence_waits_without_hammering(bench: Bench) -> None:
+def test_a_refused_unsplit_sequence_waits_without_hammering(bench: Bench) -> None:
     bench.lose("p", crashed=False)
     bench.submit()
     decode = bench.take_leg(Role.DECODE)

@@ -39,15 +39,15 @@ def queue(num_tokens: int) -> Load:
 
 
 def _place_prefill(job: Job, workers: list[WorkerView], in_flight: Iterable[int] = ()) -> str | None:
-    return place_prefill(job, Cluster(workers).whole, HandoffsInFlight(in_flight), NOW, CONFIG)
+    return place_prefill(job, Cluster(workers).everyone, HandoffsInFlight(in_flight), NOW, CONFIG)
 
 
 def _place_decode(job: Job, source: Source | None, workers: list[WorkerView]) -> str | None:
-    return place_decode(job, source, Cluster(workers).whole.able(job, source), NOW, CONFIG)
+    return place_decode(job, source, Cluster(workers).everyone.able(job, source), NOW, CONFIG)
 
 
 def _nearest(job: Job, source: Source | None, workers: list[WorkerView]) -> str | None:
-    return nearest_to_room(job, source, Cluster(workers).whole.able(job, source))
+    return nearest_to_room(job, source, Cluster(workers).everyone.able(job, source))
 
 
 PREFILL_CASES = {
@@ -122,7 +122,7 @@ DECODE_CASES = {
     "decode before mixed": ([decode(busy=30), mixed("p")], SOURCE, "d"),
     "in place when all others are full": ([decode(busy=64), mixed("p", busy=64)], SOURCE, "p"),
     "in place rather than on another mixed worker": ([mixed("a"), mixed("p")], SOURCE, "p"),
-    "whole sequence": ([decode("d1", fingerprint=Fingerprint("M")), prefill()], None, "d1"),
+    "unsplit sequence": ([decode("d1", fingerprint=Fingerprint("M")), prefill()], None, "d1"),
     "cannot fetch from there": ([decode("d1", barred=frozenset({"p"})), decode("d2", busy=40)], SOURCE, "d2"),
     "cannot fetch from elsewhere": ([decode("d1", barred=frozenset({"q"})), decode("d2", busy=40)], SOURCE, "d1"),
     "perhaps cannot fetch": ([decode("d1", untried=frozenset({"p"})), decode("d2", busy=40)], SOURCE, "d2"),
@@ -152,9 +152,9 @@ REPLAYS = {
 
 @pytest.mark.parametrize("case", REPLAYS)
 def test_a_replay_goes_to_what_began_the_stream(case: str) -> None:
-    workers, runs_prompt, runs_whole = REPLAYS[case]
+    workers, runs_prompt, runs_unsplit = REPLAYS[case]
     assert _place_prefill(REPLAY, workers) == runs_prompt
-    assert _place_decode(REPLAY, None, workers) == runs_whole
+    assert _place_decode(REPLAY, None, workers) == runs_unsplit
 
 
 @pytest.mark.parametrize("wanted", ["", "x", "y"])
@@ -162,23 +162,23 @@ def test_no_worker_of_another_model_is_chosen(wanted: str) -> None:
     """It is not chosen even if it could take the KV over, has all the room, or is the only one."""
     job = replace(JOB, model=wanted)
     workers = [make(f"{kind}-{model}", model=model) for kind, make in MAKERS.items() for model in ("x", "y")]
-    runs_prompt, runs_whole = _place_prefill(job, workers), _place_decode(job, None, workers)
+    runs_prompt, runs_unsplit = _place_prefill(job, workers), _place_decode(job, None, workers)
     takes_over = _place_decode(job, SOURCE, workers)
     if wanted:
-        assert (runs_prompt, runs_whole, takes_over) == (f"p-{wanted}", f"d-{wanted}", f"d-{wanted}")
+        assert (runs_prompt, runs_unsplit, takes_over) == (f"p-{wanted}", f"d-{wanted}", f"d-{wanted}")
         assert _nearest(job, SOURCE, [decode("d-y", model="y"), decode("d-x", model="x", busy=64)]) == f"d-{wanted}"
     else:
-        assert (runs_prompt, runs_whole, takes_over) == (None, None, None)
+        assert (runs_prompt, runs_unsplit, takes_over) == (None, None, None)
     in_place = mixed("p", model="z")
     assert _place_decode(job, SOURCE, [in_place]) is None, "nor its own lease"
 
 
 def test_a_worker_that_comes_back_with_another_model_takes_no_more_of_the_first() -> None:
     cluster, job = Cluster([mixed(model="x")]), replace(JOB, model="x")
-    assert cluster.whole.fit(job).can_begin
+    assert cluster.everyone.fit(job).can_begin
     cluster.put(mixed(model="y"))
-    assert not cluster.whole.fit(job).can_begin
-    assert cluster.whole.fit(replace(job, model="y")).can_begin
+    assert not cluster.everyone.fit(job).can_begin
+    assert cluster.everyone.fit(replace(job, model="y")).can_begin
 
 
 def test_kv_is_taken_over_whatever_computed_it() -> None:

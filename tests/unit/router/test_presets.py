@@ -258,15 +258,15 @@ def test_where_presets_send_prompts(case: str) -> None:
     name, job, workers, expected = PREFILL_CASES[case]
     cluster = Cluster([*workers, decode(num_blocks=9999)])
     config = preset(name, "--policy")
-    assert place_prefill(job, cluster.whole, HandoffsInFlight(), NOW, config) == expected
+    assert place_prefill(job, cluster.everyone, HandoffsInFlight(), NOW, config) == expected
     backwards = Cluster([decode(num_blocks=9999), *workers[::-1]])
-    assert place_prefill(job, backwards.whole, HandoffsInFlight(), NOW, config) == expected
+    assert place_prefill(job, backwards.everyone, HandoffsInFlight(), NOW, config) == expected
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_but_the_default_leaves_a_sequence_where_its_prompt_ran(name: str) -> None:
     workers = [decode(), mixed("p", busy=30, num_legs=5, newest_leg=9, predicted_sequences=5)]
-    able = Cluster(workers).whole.able(JOB, SOURCE)
+    able = Cluster(workers).everyone.able(JOB, SOURCE)
     assert place_decode(JOB, SOURCE, able, NOW, PRESETS[name]) == ("d" if name == DEFAULT else "p")
 
 

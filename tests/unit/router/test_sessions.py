@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2
-from services.core.clock import MonotonicClock
+from services.core.clock import ManualClock, MonotonicClock
 from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Fingerprint, Role
 from services.router.workers.sessions import SessionTimes, WorkerLink
@@ -93,3 +93,29 @@ async def test_events_of_a_cache_that_nobody_asked_for_are_left_out() -> None:
     assert not said.HasField("cache")
     assert not owner.lost.done()
     await link.close()
+
+
+async def test_a_role_that_comes_back_before_its_end_was_taken_over_is_described_again() -> None:
+    """Meanwhile the router may have learnt of the end by a refusal. What only repeats is not described again."""
+    both = [types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE]
+    clock, described = ManualClock(), list[int]()
+
+    def says(*roles: types_pb2.WorkerRole) -> worker_pb2.SessionResponse:
+        return worker_pb2.SessionResponse(worker=control_pb2.WorkerDescription(roles=roles))
+
+    class Describing(Owner):
+        def link_described(self, link: WorkerLink, worker: Any) -> None:
+            described.append(len(worker.roles))
+
+        def worker_message(self, link: WorkerLink, message: Any) -> None:
+            clock.advance(0.3)
+
+    channel: Any = FakeChannel(
+        worker=control_pb2.WorkerDescription(roles=both), then=[says(both[1]), *[says(*both)] * 9]
+    )
+    info = WorkerInfo("m", Role.MIXED, 1, Fingerprint("L"), 16, 8, 128, 4, description=control_pb2.WorkerDescription())
+    link = WorkerLink(info, Describing(), 1, 1, SessionTimes(0.5, 1e6), clock, dial=lambda _: channel)
+    link.start()
+    await asyncio.sleep(0.1)
+    await link.close()
+    assert described == [2, 2]

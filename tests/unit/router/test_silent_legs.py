@@ -221,7 +221,7 @@ def test_a_prompt_that_takes_long_is_given_its_time(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("load", [AT_REST, BUSY], ids=["at rest", "busy"])
-def test_a_whole_sequence_that_is_never_begun(load: dict[str, int]) -> None:
+def test_an_unsplit_sequence_that_is_never_begun(load: dict[str, int]) -> None:
     bench = Bench()
     bench.join("d", Role.DECODE)
     bench.submit()

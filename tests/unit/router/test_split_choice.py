@@ -13,7 +13,7 @@ from services.router.coordinator.events import (
     LeaseEnded,
     LegFailed,
 )
-from services.router.policy import PlacedPhase, Role, Split, WhyWhole
+from services.router.policy import PlacedPhase, Role, Split, WhySplit, WhyUnsplit
 from services.router.policy.handoff_time import MEMORY_S, MIN_HANDOFFS
 from tests.support.router_bench import Bench, started, tokens
 
@@ -52,7 +52,7 @@ def learned(took_s: float = 0.01, *, released_first: bool = False) -> Bench:
 
 
 @pytest.mark.parametrize("released_first", [False, True])
-def test_a_short_prompt_runs_whole_once_handoffs_are_measured(released_first: bool) -> None:
+def test_a_short_prompt_runs_unsplit_once_handoffs_are_measured(released_first: bool) -> None:
     """Either end may be the first to say that a handoff is over."""
     bench = learned(released_first=released_first)
     bench.submit("short", num_tokens=1, max_tokens=2)
@@ -60,9 +60,9 @@ def test_a_short_prompt_runs_whole_once_handoffs_are_measured(released_first: bo
     assert leg.worker_id == "d"
     assert leg.handoff is None
     assert leg.choice is not None
-    assert leg.choice.phase is PlacedPhase.WHOLE
+    assert leg.choice.phase is PlacedPhase.UNSPLIT
     assert leg.choice.unsplit is not None
-    assert (leg.choice.unsplit.why, leg.choice.unsplit.prefill_id) == (WhyWhole.HANDOFF, "p")
+    assert (leg.choice.unsplit.why, leg.choice.unsplit.prefill_id) == (WhyUnsplit.HANDOFF, "p")
     assert leg.choice.unsplit.costs is not None
     assert leg.choice.unsplit.costs.handoff_ms == pytest.approx(10.0)
     bench.say("d", DecodeAdmitted(leg.leg), tokens(leg, 7), tokens(leg, 8, at=1, finish=FinishReason.LENGTH))
@@ -75,10 +75,25 @@ def test_a_long_prompt_is_split_all_the_same() -> None:
     choice = bench.take_leg(Role.PREFILL).choice
     assert choice is not None
     assert choice.unsplit is None
+    assert choice.split is not None
+    assert (choice.split.why, choice.split.decode_id) == (WhySplit.CHEAPER, "d")
+    assert choice.split.costs is not None
+    assert choice.split.costs.handoff_ms == pytest.approx(10.0)
+    assert choice.split.costs.unsplit_ms >= choice.split.costs.split_ms
+
+
+def test_a_prompt_that_no_decode_worker_has_room_for_says_so() -> None:
+    bench = learned()
+    bench.load("d", blocks_free=2, blocks_active=62, num_running=1)
+    bench.submit("short", num_tokens=40)
+    choice = bench.take_leg(Role.PREFILL).choice
+    assert choice is not None
+    assert choice.split is not None
+    assert (choice.split.why, choice.split.costs) == (WhySplit.NO_ROOM, None)
 
 
 @pytest.mark.parametrize("took_s", [0.1, 1.0])
-def test_over_a_slow_pair_long_prompts_run_whole_too(took_s: float) -> None:
+def test_over_a_slow_pair_long_prompts_run_unsplit_too(took_s: float) -> None:
     bench = learned(took_s)
     bench.submit("long", num_tokens=400)
     assert bench.take_leg(Role.DECODE).handoff is None
@@ -104,7 +119,10 @@ def test_without_measured_costs_all_is_split() -> None:
     bench.join("d", Role.DECODE)
     bench.load("p", queued_prefill_tokens=5000, num_waiting=1)
     bench.submit(num_tokens=1)
-    bench.take_leg(Role.PREFILL)
+    choice = bench.take_leg(Role.PREFILL).choice
+    assert choice is not None
+    assert choice.split is not None
+    assert choice.split.why is WhySplit.UNKNOWN
 
 
 def test_a_prompt_passes_a_queue_at_the_prefill_worker() -> None:
@@ -114,7 +132,7 @@ def test_a_prompt_passes_a_queue_at_the_prefill_worker() -> None:
     choice = bench.take_leg(Role.DECODE).choice
     assert choice is not None
     assert choice.unsplit is not None
-    assert choice.unsplit.why is WhyWhole.QUEUE
+    assert choice.unsplit.why is WhyUnsplit.QUEUE
 
 
 def test_a_prompt_that_finds_the_prefill_workers_queue_full_need_not_wait() -> None:
@@ -141,7 +159,9 @@ def test_always_splits_what_can_be_split() -> None:
     bench = measured(Split.ALWAYS)
     bench.load("p", queued_prefill_tokens=5000, num_waiting=1)
     bench.submit(num_tokens=1)
-    bench.take_leg(Role.PREFILL)
+    choice = bench.take_leg(Role.PREFILL).choice
+    assert choice is not None
+    assert choice.split is None, "nothing was weighed"
     assert bench.coordinator.split_break_even(bench.now) is None
 
 
@@ -152,11 +172,11 @@ def test_never_splits_nothing_that_a_decode_worker_can_run() -> None:
     assert leg.handoff is None
     assert leg.choice is not None
     assert leg.choice.unsplit is not None
-    assert (leg.choice.unsplit.why, leg.choice.unsplit.costs) == (WhyWhole.NEVER, None)
+    assert (leg.choice.unsplit.why, leg.choice.unsplit.costs) == (WhyUnsplit.NEVER, None)
     assert bench.coordinator.split_break_even(bench.now) is None
 
 
-def test_a_whole_leg_that_fails_is_replayed() -> None:
+def test_an_unsplit_leg_that_fails_is_replayed() -> None:
     bench = learned()
     bench.submit("short", num_tokens=1, max_tokens=3)
     leg = bench.take_leg(Role.DECODE)
@@ -179,3 +199,15 @@ def test_the_break_even_is_that_of_the_pair_as_it_is_now() -> None:
         leg = bench.take_leg(phase)
         bench.cancel(str(num_tokens))
         assert leg.worker_id in ("p", "d")
+
+
+def test_the_handoff_that_counts_is_the_one_that_placement_would_make() -> None:
+    """An unsplit sequence would run on "d", to which handoffs take a second, and a handoff would go to "e"."""
+    bench = learned(1.0)
+    bench.join("e", Role.DECODE)
+    bench.load("e", ms_per_prefill_token=0.5, ms_per_decode_step=20.0, ms_per_decode_sequence=1.0, blocks_free=60)
+    bench.submit("long", num_tokens=400)
+    bench.take_leg(Role.PREFILL)
+    found = bench.coordinator.split_break_even(bench.now)
+    assert found is not None
+    assert (found.decode_id, found.handoff_ms) == ("e", None)

@@ -13,7 +13,7 @@ from services.router.policy import (
     KnownCache,
     Load,
     SplitCosts,
-    WhyWhole,
+    WhyUnsplit,
     WorkerView,
     break_even,
     split_costs,
@@ -47,7 +47,7 @@ def costs(num_tokens: int, source: WorkerView, target: WorkerView, handoff_ms: f
 def test_a_short_prompt_is_not_worth_a_handoff() -> None:
     short, long = (costs(num_tokens, SOURCE, decoding(2), 10.0) for num_tokens in (1, 200))
     assert not short.splits
-    assert short.why_whole is WhyWhole.HANDOFF
+    assert short.why_unsplit is WhyUnsplit.HANDOFF
     assert long.splits
 
 
@@ -55,7 +55,7 @@ def test_a_slow_pair_hands_nothing_over_that_delays_others_less() -> None:
     assert costs(200, SOURCE, decoding(2), 10.0).splits
     slow = costs(200, SOURCE, decoding(2), 1000.0)
     assert not slow.splits
-    assert slow.why_whole is WhyWhole.HANDOFF
+    assert slow.why_unsplit is WhyUnsplit.HANDOFF
 
 
 def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
@@ -63,9 +63,9 @@ def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
     cache.tell(whole=True, stored=HASHES, removed=())
     holder = replace(decoding(2), cache=cache)
     found = costs(900, SOURCE, holder, 10.0)
-    assert found.whole_prefill_ms == pytest.approx((900 - 56 * 16) * 0.5)
+    assert found.unsplit_prefill_ms == pytest.approx((900 - 56 * 16) * 0.5)
     assert not found.splits
-    assert found.why_whole is WhyWhole.PREFIX
+    assert found.why_unsplit is WhyUnsplit.PREFIX
     assert costs(900, SOURCE, decoding(2), 10.0).splits
     assert costs(900, replace(SOURCE, cache=cache), holder, None).splits, "the prefill worker has it too"
 
@@ -73,14 +73,14 @@ def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
 def test_the_last_token_of_a_cached_prompt_is_computed_all_the_same() -> None:
     cache = KnownCache(64, 0.0)
     cache.tell(whole=True, stored=HASHES, removed=())
-    assert costs(32, SOURCE, replace(TARGET, cache=cache), None).whole_prefill_ms == pytest.approx(16 * 0.5)
+    assert costs(32, SOURCE, replace(TARGET, cache=cache), None).unsplit_prefill_ms == pytest.approx(16 * 0.5)
 
 
 def test_a_prompt_passes_a_queue_if_it_delays_others_less() -> None:
     waiting = prefill(load=replace(MEASURED, queued_prefill_tokens=2000))
     few, many = decoding(2), decoding(int(1000 / (100 * TPOT_WEIGHT / OUTPUT)))
     assert not costs(200, waiting, few, None).splits
-    assert costs(200, waiting, few, None).why_whole is WhyWhole.QUEUE
+    assert costs(200, waiting, few, None).why_unsplit is WhyUnsplit.QUEUE
     assert costs(200, waiting, many, None).splits, "too many would wait"
     assert costs(200, waiting, decoding(2, queued_prefill_tokens=2000), None).splits, "prompts wait there as well"
 
@@ -96,7 +96,7 @@ def test_streams_of_few_tokens_are_delayed_less_readily() -> None:
 
 def test_a_faster_decode_worker_takes_prompts_at_rest() -> None:
     fast = decode(load=replace(MEASURED, ms_per_prefill_token=0.1))
-    assert costs(200, SOURCE, fast, None).why_whole is WhyWhole.SPEED
+    assert costs(200, SOURCE, fast, None).why_unsplit is WhyUnsplit.SPEED
     assert not costs(200, SOURCE, fast, None).splits
 
 
@@ -109,7 +109,7 @@ def test_an_idle_decode_worker_is_not_given_all_prompts() -> None:
 @pytest.mark.parametrize(("source", "target"), [(prefill(), TARGET), (SOURCE, decode()), (prefill(), decode())])
 def test_without_measured_costs_nothing_is_said(source: WorkerView, target: WorkerView) -> None:
     assert split_costs(job(1), source, target, 10.0, OUTPUT) is None
-    assert break_even(source, target, 10.0, OUTPUT) is None
+    assert break_even(source, target, lambda _: 10.0, OUTPUT) is None
 
 
 def test_what_is_not_known_of_a_pair_counts_for_splitting() -> None:
@@ -121,7 +121,7 @@ def test_what_is_not_known_of_a_pair_counts_for_splitting() -> None:
 @pytest.mark.parametrize("number", [0, 3, 7])
 def test_the_break_even_is_where_the_decision_changes(handoff_ms: float | None, queued: int, number: int) -> None:
     source, target = prefill(load=replace(MEASURED, queued_prefill_tokens=queued)), decoding(number)
-    found = break_even(source, target, handoff_ms, OUTPUT)
+    found = break_even(source, target, lambda _: handoff_ms, OUTPUT)
     assert found is not None
     assert (found.prefill_id, found.decode_id, found.handoff_ms) == ("p", "d", handoff_ms)
     at = math.ceil(found.tokens)
@@ -131,7 +131,7 @@ def test_the_break_even_is_where_the_decision_changes(handoff_ms: float | None, 
 
 def test_splitting_may_pay_for_no_prompt() -> None:
     fast = decode(load=replace(MEASURED, ms_per_prefill_token=0.01))
-    found = break_even(SOURCE, fast, 5.0, OUTPUT)
+    found = break_even(SOURCE, fast, lambda _: 5.0, OUTPUT)
     assert found is not None
     assert math.isinf(found.tokens)
 
@@ -160,12 +160,12 @@ def test_costs_of_steps_of_other_sizes_are_not_compared() -> None:
     short, long = small_steps(SOURCE, 30, 0.76), small_steps(decoding(30), 2000, 0.11)
     assert costs(4000, short, long, 5.0).splits, "both compute as quickly"
     found = costs(4000, small_steps(SOURCE, 2000, 0.11), small_steps(decoding(2), 30, 0.76), 5.0)
-    assert (found.prefill_ms, found.whole_prefill_ms) == pytest.approx((440.0, 440.0))
+    assert (found.prefill_ms, found.unsplit_prefill_ms) == pytest.approx((440.0, 440.0))
     alike = costs(4000, small_steps(SOURCE, 1000, 0.5), small_steps(decoding(2), 2000, 0.11), 5.0)
-    assert (alike.prefill_ms, alike.whole_prefill_ms) == pytest.approx((2000.0, 440.0)), "a factor of 2 is compared"
+    assert (alike.prefill_ms, alike.unsplit_prefill_ms) == pytest.approx((2000.0, 440.0)), "a factor of 2 is compared"
     other = replace(long, hardware="another")
     assert split_costs(job(4000), short, other, 5.0, OUTPUT) is None
-    assert break_even(short, other, 5.0, OUTPUT) is None
+    assert break_even(short, other, lambda _: 5.0, OUTPUT) is None
 
 
 def test_one_prompt_in_a_minute_finds_out_what_a_slow_pair_takes_now() -> None:

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.core.clock import ManualClock
-from services.core.errors import BatonError, Cancelled, InvalidRequest, Overloaded, WorkerFailed, WorkerIdInUse
+from services.core.errors import (
+    BatonError,
+    Cancelled,
+    InvalidRequest,
+    Overloaded,
+    StepFailed,
+    UnsupportedModel,
+    WorkerFailed,
+    WorkerIdInUse,
+)
 from services.router.coordinator import Coordinator
 from services.router.coordinator.actions import (
     CancelLeg,
@@ -44,6 +53,8 @@ ROLES = {
     "one of each": {"p": Role.PREFILL, "d": Role.DECODE},
     "mixed": {"m1": Role.MIXED, "m2": Role.MIXED},
     "all roles": {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED},
+    "two engines": {"p": Role.PREFILL, "d": Role.DECODE, "vllm p": Role.PREFILL, "vllm d": Role.DECODE},
+    "two engines, mixed": {"m": Role.MIXED, "vllm m": Role.MIXED},
     "uneven": {"p": Role.PREFILL, "small": Role.DECODE, "d": Role.DECODE},
     "uneven all over": {"p": Role.PREFILL, "small p": Role.PREFILL, "small": Role.DECODE, "m": Role.MIXED},
 }
@@ -53,11 +64,16 @@ SMALL_BLOCKS = 6
 
 class ClusterLife(RuleBasedStateMachine):
     @initialize(
-        cluster=st.sampled_from(sorted(ROLES)), prefill_blocks=st.integers(10, 20), decode_blocks=st.integers(10, 30)
+        cluster=st.sampled_from(sorted(ROLES)),
+        prefill_blocks=st.integers(10, 20),
+        decode_blocks=st.integers(10, 30),
+        across=st.booleans(),
     )
-    def start(self, cluster: str, prefill_blocks: int, decode_blocks: int) -> None:
-        self.clock = ManualClock()
-        self.coordinator = Coordinator(CoordinatorConfig(model_context_tokens=10 * BLOCK_SIZE))
+    def start(self, cluster: str, prefill_blocks: int, decode_blocks: int, across: bool) -> None:
+        self.clock, self.across = ManualClock(), across
+        config = CoordinatorConfig(model_context_tokens=10 * BLOCK_SIZE, replay_across_engines=across)
+        self.coordinator = Coordinator(config)
+        self.engines: dict[str, str] = {}
         self.workers: dict[str, FakeWorker] = {}
         self.expected: dict[str, tuple[list[int], int]] = {}
         self.output: dict[str, list[int]] = {}
@@ -67,9 +83,8 @@ class ClusterLife(RuleBasedStateMachine):
             num_blocks = prefill_blocks if role is Role.PREFILL else decode_blocks
             if worker_id.startswith("small"):
                 num_blocks = SMALL_BLOCKS
-            info = WorkerInfo(
-                worker_id, role, 1, Fingerprint("L"), BLOCK_SIZE, num_blocks, 10 * BLOCK_SIZE, max_num_seqs=4
-            )
+            kind = Fingerprint("V", engine="vllm") if worker_id.startswith("vllm") else Fingerprint("L")
+            info = WorkerInfo(worker_id, role, 1, kind, BLOCK_SIZE, num_blocks, 10 * BLOCK_SIZE, max_num_seqs=4)
             self.workers[worker_id] = FakeWorker(info)
             self.connect(worker_id)
 
@@ -166,12 +181,12 @@ class ClusterLife(RuleBasedStateMachine):
     def join(self, data: st.DataObject) -> None:
         self.connect(self.pick(data).info.worker_id)
 
-    @rule(data=st.data())
-    def fail_a_leg(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), error=st.sampled_from([StepFailed("injected"), UnsupportedModel("injected")]))
+    def fail_a_leg(self, data: st.DataObject, error: BatonError) -> None:
         worker = self.pick(data)
         legs = [*worker.generations, *worker.leases]
         if legs:
-            worker.fail_leg(data.draw(st.sampled_from(legs)))
+            worker.fail_leg(data.draw(st.sampled_from(legs)), error)
 
     @rule(data=st.data())
     def lose_a_leg(self, data: st.DataObject) -> None:
@@ -250,7 +265,14 @@ class ClusterLife(RuleBasedStateMachine):
             assert worker.used_blocks() == 0, f"{worker.info.worker_id} still holds blocks"
             assert not worker.waiting
         for error in self.failed.values():
-            assert isinstance(error, Cancelled | WorkerFailed | InvalidRequest), error
+            assert isinstance(error, Cancelled | WorkerFailed | InvalidRequest | UnsupportedModel), error
+
+    def check_engine(self, leg: SendLeg) -> None:
+        """Asserts that KV stays within an engine, and what has been streamed too, unless that is allowed."""
+        request_id, engine = leg.spec.request_id, leg.worker.fingerprint.engine
+        if leg.handoff is None and (self.across or not self.output.get(request_id)):
+            self.engines[request_id] = engine
+        assert self.engines[request_id] == engine
 
     # The network
 
@@ -311,6 +333,7 @@ class ClusterLife(RuleBasedStateMachine):
                 case SendLeg() | CancelLeg():
                     if isinstance(action, SendLeg):
                         check_choice(action, self.coordinator)
+                        self.check_engine(action)
                     worker = self.workers[action.worker.worker_id]
                     if worker.connected and worker.info.incarnation == action.worker.incarnation:
                         worker.inbox.append(action)

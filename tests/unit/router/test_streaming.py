@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.text.output.families import TOOL_FAMILIES
+from services.router.text.output.form import OutputForm
 from services.router.text.streaming import Detokeniser, Piece, StopFinder, TextStream
 from tests.support.text_model import byte_tokenizer
 
@@ -115,3 +118,28 @@ def test_a_stop_string_may_be_completed_by_the_last_held_character() -> None:
     stream = TextStream(TOKENIZER, stops=["a\ufffd"])
     assert stream.push([*encode("ba"), broken]) == Piece("b", 2 if len(encode("ba")) == 1 else 3)
     assert stream.flush() == Piece("", 0, "a\ufffd")
+
+
+def test_a_special_token_that_is_a_tag_is_parsed_and_not_shown() -> None:
+    """A tag, for which `<|im_end|>` stands here, is left out of the text, and ends what was thought all the same."""
+    ids = [*encode("hm"), 2, *encode("yes"), 2, 1]
+    form, special = OutputForm("think", is_thinking=True), {"</think>": 2}
+    stream = TextStream(TOKENIZER, form=form, special_ids=special)
+    assert stream.push(ids) == Piece("yes", len(ids), reasoning="hm")
+    shown = TextStream(TOKENIZER, skip_special_tokens=False, form=form, special_ids=special)
+    assert shown.push(ids) == Piece("", len(ids), reasoning="hm<|im_end|>yes<|im_end|><|im_start|>")
+
+
+def test_the_one_call_that_is_wanted_ends_the_output() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}'
+    ids = [*encode("Hm. " + call), *encode("</tool_call>")]
+    form = OutputForm(tools=TOOL_FAMILIES["hermes"], names={"f"}, only_one_call=True)
+    whole, one_by_one = TextStream(TOKENIZER, form=form), TextStream(TOKENIZER, form=form)
+    piece = whole.push(ids)
+    (part,) = piece.calls
+    assert (piece.text, part.name, part.arguments, piece.is_last) == ("Hm.", "f", '{"a": 1}', True)
+    assert piece.num_tokens == len(encode("Hm. " + call))
+    pieces = list(itertools.takewhile(lambda each: not each.is_last, (one_by_one.push([id_]) for id_ in ids)))
+    assert len(pieces) + 1 == piece.num_tokens
+    assert "".join(each.text for each in pieces) == "Hm."
+    assert piece.raw == "Hm. " + call

@@ -13,6 +13,7 @@ from services.router.coordinator.request import Phase
 from services.router.coordinator.waiting import Alarms
 from services.router.coordinator.workers import REPORT_LAG_S
 from services.router.policy import (
+    BringTimes,
     Cluster,
     Fingerprint,
     HandoffsInFlight,
@@ -150,6 +151,7 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "predicted_sequences": 1,
         "ramp": 0.5,
         "handoff_times": {"p": HandoffTime()},
+        "bring_times": BringTimes(0, lambda source_id: None),
         "cache": KnownCache(64, 0.0),
         "capacity": 2.0,
         "num_legs": 1,
@@ -158,14 +160,17 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "ejected": True,
     }
     cluster = Cluster([prefill, decode])
-    for part in (cluster.whole, cluster.without(frozenset({"x"}))):
+    for part in (cluster.everyone, cluster.without(frozenset({"x"}))):
         assert part.fit(job).starts
     changed = replace(decode, **{fact: others[fact]})  # type: ignore[arg-type]
     assert changed != decode
     cluster.put(changed)
     cluster.check()
-    fresh = Cluster([prefill, changed]).whole.fit(job)
-    assert (cluster.whole.fit(job).decoders, len(cluster.whole.fit(job).starts)) == (fresh.decoders, len(fresh.starts))
+    fresh = Cluster([prefill, changed]).everyone.fit(job)
+    assert (cluster.everyone.fit(job).decoders, len(cluster.everyone.fit(job).starts)) == (
+        fresh.decoders,
+        len(fresh.starts),
+    )
 
 
 def test_a_prediction_that_ends_with_a_snapshot_is_news(bench: Bench) -> None:

@@ -55,9 +55,9 @@ def test_all_who_start_together_get_the_same(tmp_path: Path) -> None:
     """Each finds no file, and makes one: the first that is linked is everybody's."""
     make, together = module._make, threading.Barrier(16)
 
-    def made_together(file: Path) -> None:
+    def made_together(file: Path, flag: str) -> None:
         together.wait(10.0)
-        make(file)
+        make(file, flag)
 
     with ThreadPoolExecutor(16) as threads, mock.patch.object(module, "_make", made_together):
         tokens = list(threads.map(lambda _: cluster_token(environ={"BATON_HOME": str(tmp_path)}), range(16)))
@@ -76,9 +76,9 @@ def test_a_named_file_comes_before_the_variable_and_that_before_the_default(tmp_
     "bad", ["", "short", "x" * 257, "with space 123456", "with\nnewline123456", "ünïcode-123456789"]
 )
 def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, bad: str) -> None:
-    with pytest.raises(ConfigError, match=r"^BATON_CLUSTER_TOKEN: a cluster token has 16 to 256") as of_variable:
+    with pytest.raises(ConfigError, match=r"^BATON_CLUSTER_TOKEN: a token has 16 to 256") as of_variable:
         cluster_token(environ={"BATON_CLUSTER_TOKEN": bad})
-    with pytest.raises(ConfigError, match=r"^--cluster-token-file: .*file: a cluster token has") as of_file:
+    with pytest.raises(ConfigError, match=r"^--cluster-token-file: .*file: a token has") as of_file:
         cluster_token(str(private(tmp_path / "file", bad)), {})
     for error in (of_variable, of_file):
         assert not bad or bad not in str(error.value)

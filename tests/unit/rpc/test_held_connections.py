@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
 
-from services.core.errors import Overloaded
+from services.core.errors import Cancelled, Overloaded
 from services.rpc import call_limits
 from services.rpc.call_limits import OpenCalls
 
@@ -86,3 +88,42 @@ async def test_what_has_begun_to_wait_since_the_last_look_is_left_alone(clients:
     assert clients.evicted == []
     await sweeps(1)
     assert clients.evicted == ["0"]
+
+
+async def test_a_call_is_ended_once_by_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer takes a call's room in the turn in which the call is given up, and the other way round."""
+    monkeypatch.setattr(call_limits, "WRITE_WITHIN_S", 0.0)
+    for gives_up_first in (True, False):
+        calls, ends = OpenCalls(2, 8, 8), list[str]()
+
+        async def stuck(calls: OpenCalls, ends: list[str]) -> None:
+            try:
+                async with calls.open("peer") as call:
+                    with call.writing():
+                        await asyncio.Event().wait()
+            except (Cancelled, Overloaded) as error:
+                ends.append(type(error).__name__)
+
+        tasks = [asyncio.create_task(stuck(calls, ends)) for _ in range(2)]
+        await asyncio.sleep(0)
+        steps = [calls._give_up, calls._make_room]
+        monkeypatch.setattr(call_limits, "GRACE_S", 0.0)
+        steps[0 if gives_up_first else 1]()
+        with contextlib.suppress(Overloaded):  # nobody is left to be ended
+            steps[1 if gives_up_first else 0]()
+        await asyncio.gather(*tasks)
+        assert ends == (["Cancelled", "Cancelled"] if gives_up_first else ["Overloaded", "Cancelled"])
+        assert not len(calls)
+
+
+async def test_a_call_leaves_nothing_for_the_garbage_collector() -> None:
+    calls = OpenCalls(2, 8, 8)
+    async with calls.open("peer") as call:
+        with call.writing():
+            pass
+    gone, _ = weakref.ref(call), gc.disable()
+    try:
+        del call
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -224,7 +224,7 @@ def test_a_collector_that_is_not_there_costs_nothing_and_says_so_once(monkeypatc
         tracer.span("x", request_id=f"r{index}", start_s=1, end_s=2, parent="")
     made = time.monotonic()
     tracer.shutdown()
-    assert made - begin < 2.0
+    assert made - begin < 5.0, "whoever waited for a collector would wait for 10 s"
     assert time.monotonic() - made < 5.0
     exporter = [record for record in caplog.records if ".exporter." in record.name]
     assert len(exporter) == 1

@@ -26,12 +26,12 @@ PLAN = SimPlan(
 
 
 def mixed_workload(rate: float, num_requests: int = 200) -> list[TracedRequest]:
-    """Returns requests of one caller whose outputs are short, and one whose are long, with equal prompts."""
+    """Returns requests of two kinds, whose outputs are short or long; prompts of the second are a little longer."""
     chance = random.Random(1)
     at_s, requests = 0.0, []
     for _ in range(num_requests):
-        caller, output = ("essay", (300, 500)) if chance.random() < 0.2 else ("chat", (10, 30))
-        requests.append(TracedRequest(at_s, chance.randint(150, 250), chance.randint(*output), caller=caller))
+        prompt, output = ((150, 250), (300, 500)) if chance.random() < 0.2 else ((100, 127), (10, 30))
+        requests.append(TracedRequest(at_s, chance.randint(*prompt), chance.randint(*output)))
         at_s += chance.expovariate(rate)
     return requests
 
@@ -44,7 +44,7 @@ def seconds(requests: list[Served], *, short: bool | None = None) -> list[float]
 
 @pytest.mark.long
 def test_what_is_expected_to_be_short_goes_first_and_the_mean_wait_falls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody says how long the outputs will be: that is learnt of each caller, while the workload runs."""
+    """Nobody says how long the outputs will be: that is learnt of each kind, while the workload runs."""
     trace = mixed_workload(rate=14.0, num_requests=300)
     small = dataclasses.replace(PROFILE, num_blocks=200, max_num_seqs=64, max_model_len=2048)
     plan = dataclasses.replace(PLAN, profile=small, asked_tokens=600)  # so prompts wait in the router

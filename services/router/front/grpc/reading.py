@@ -28,8 +28,15 @@ READ_WITHIN_S = 60.0
 class ReadInterceptor(grpc.aio.ServerInterceptor):
     """Gives handlers an `Incoming` in place of the request, charged to the budget until they end."""
 
-    def __init__(self, budget: ByteBudget, max_text_bytes: int) -> None:
+    def __init__(
+        self,
+        budget: ByteBudget,
+        max_text_bytes: int,
+        counting: Callable[[CallContext], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """`counting` makes what counts a request that is refused while it is read."""
         self._budget = budget
+        self._counting = counting
         self._limits = wire_count.MessageLimits(text_bytes=max_text_bytes)
 
     async def intercept_service(
@@ -50,7 +57,7 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):
     def _unary(self, behavior: Behavior) -> Behavior:
         async def respond(requests: AsyncIterator[list[bytes]], context: CallContext) -> Any:
             with self._budget.charge() as charge:
-                return await behavior(await _read(requests, charge, self._limits), context)
+                return await behavior(await self._read(requests, charge, context), context)
 
         return respond
 
@@ -58,12 +65,16 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):
         async def respond(requests: AsyncIterator[list[bytes]], context: CallContext) -> AsyncIterator[Any]:
             with self._budget.charge() as charge:
                 async with contextlib.aclosing(
-                    behavior(await _read(requests, charge, self._limits), context)
+                    behavior(await self._read(requests, charge, context), context)
                 ) as responses:
                     async for response in responses:
                         yield response
 
         return respond
+
+    async def _read(self, requests: AsyncIterator[list[bytes]], charge: Charge, context: CallContext) -> Incoming:
+        with self._counting(context):
+            return await _read(requests, charge, self._limits)
 
 
 def _boxed(data: bytes) -> list[bytes]:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from services.router.answer import Answer
+from services.router.answer import Answer, append_chunk
 from services.router.catalogue import Catalogue
 from services.router.front.call import Call, Caller
+from services.router.front.grpc.key import tenant_of
 from services.router.front.incoming import Incoming
 from services.router.front.intake import Intake
+from services.router.tenants.gate import Gate
 from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.InferenceService"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, intake: Intake, catalogue: Catalogue) -> None:
+    def __init__(self, intake: Intake, catalogue: Catalogue, gate: Gate) -> None:
         self._intake = intake
         self._catalogue = catalogue
+        self._gate = gate
 
     async def GenerateStream(
         self, incoming: Incoming, context: CallContext
@@ -27,10 +30,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with self._answer(incoming, context, stream=True) as answer:
             async for event in answer:
                 match event:
+                    case inference_pb2.Chunk():
+                        response = inference_pb2.GenerateStreamResponse()
+                        response.chunk.CopyFrom(event)
+                        yield response
                     case inference_pb2.PromptInfo():
                         yield inference_pb2.GenerateStreamResponse(prompt_info=event)
-                    case inference_pb2.Chunk():
-                        yield inference_pb2.GenerateStreamResponse(chunk=event)
+                    case inference_pb2.PromptLogprobs():
+                        yield inference_pb2.GenerateStreamResponse(prompt_logprobs=event)
                     case inference_pb2.Completion():
                         yield inference_pb2.GenerateStreamResponse(completion=event)
 
@@ -41,17 +48,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 match event:
                     case inference_pb2.PromptInfo():
                         response.prompt_info.CopyFrom(event)
+                    case inference_pb2.PromptLogprobs():
+                        if not response.HasField("prompt_logprobs"):
+                            response.prompt_logprobs.position = event.position
+                        response.prompt_logprobs.logprobs.extend(event.logprobs)
                     case inference_pb2.Chunk():
-                        response.output.text += event.text
-                        response.output.token_ids.extend(event.token_ids)
-                        response.output.logprobs.extend(event.logprobs)
+                        output = _of_index(response, event.index).output
+                        output.index = event.index
+                        append_chunk(output, event)
                     case inference_pb2.Completion():
-                        response.completion.CopyFrom(event)
+                        _of_index(response, event.index).completion.CopyFrom(event)
         return response
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: CallContext
     ) -> inference_pb2.ListModelsResponse:
+        tenant = tenant_of(self._gate, context)
         return inference_pb2.ListModelsResponse(
             models=[
                 inference_pb2.Model(
@@ -61,16 +73,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     ready=model.ready,
                 )
                 for model in self._catalogue.all()
+                if tenant.may_use(model.model_id)
             ]
         )
 
-    def _answer(self, incoming: Incoming, context: CallContext, *, stream: bool) -> AbstractAsyncContextManager[Answer]:
+    def counting(self, context: CallContext) -> AbstractContextManager[None]:
+        """Returns what counts a request of the caller that cannot be read, or names no model. Raises InvalidKey."""
+        return self._intake.refusals(caller=self._caller(context))
+
+    def _caller(self, context: CallContext) -> Caller:
         with self._intake.refusals():
+            return Caller(tenant_of(self._gate, context), _traceparent(context))
+
+    def _answer(self, incoming: Incoming, context: CallContext, *, stream: bool) -> AbstractAsyncContextManager[Answer]:
+        caller = self._caller(context)  # again: the request may have come slowly
+        with self._intake.refusals(caller=caller, request_id=incoming.request.request_id):
             name = incoming.request.model if incoming.request.HasField("model") else None
-            model = self._catalogue.get(name)
+            model = self._catalogue.get(name, caller.tenant)
         return self._intake.answer(
             Call(
-                Caller(traceparent=_traceparent(context)),
+                caller,
                 model,
                 incoming,
                 timeout_s=context.time_remaining(),
@@ -78,6 +100,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 in_one_message=not stream,
             )
         )
+
+
+def _of_index(
+    response: inference_pb2.GenerateResponse, index: int
+) -> inference_pb2.GenerateResponse | inference_pb2.FurtherAnswer:
+    """Returns where the answer with that index stands; those before it are there too."""
+    while len(response.further) < index:
+        response.further.add()
+    return response.further[index - 1] if index else response
 
 
 def _traceparent(context: CallContext) -> str:

@@ -5,10 +5,16 @@ router.
     app.py          which path leads where; models, health, metrics; what pages in browsers may ask
     generation.py   one call: body -> GenerateRequests -> front/intake.py, side by side -> JSON or events
     body.py         the bytes of a body, counted and parsed, and typed access to its fields
-    parameters.py   fields both endpoints share -> GenerateRequest; those that are refused by name
+    content.py      the content of messages and items as text
+    parameters.py   fields all endpoints share -> GenerateRequest; those that are refused by name
+    constraints.py  what an output is constrained to, in each of its spellings
+    tools.py        tools and calls of them, read and written as OpenAI does
     completions.py  /v1/completions: its fields, and how its choices are written
     chat.py         /v1/chat/completions: the same
-    answers.py      what these two make of a body, and their answers as one JSON object or as the events of one stream
+    responses/      /v1/responses
+    tokenise.py     /tokenize and /detokenize
+    answers.py      calls of completions and chats, and their answers as one JSON object or as the events of a stream
+    prompt_scores.py  log-probabilities of prompts, in OpenAI's form and in vLLM's
     reply.py        what goes out: JSON, events, errors and their statuses
 
 Ranges are checked where gRPC's are (services/router/front/validation.py); here only types are.

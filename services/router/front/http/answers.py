@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.answer import AnswerEvent
+from services.router.answer import AnswerEvent, append_chunk
 from services.router.front.http.parameters import StreamOptions
-from services.router.front.http.reply import Reply
+from services.router.front.http.prompt_scores import PromptScores, finite
+from services.router.front.http.reply import Reply, dump, dump_in_turns
 from services.router.front.incoming import Incoming
 from services.router.text.token_texts import TokenText, TokenTexts
 
 Json = dict[str, Any]
 
-_FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
+_FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ class Ending:
 
 
 class Style(Protocol):
-    """Writes the choices of one prompt as one endpoint does. Each prompt has a style of its own."""
+    """Writes one choice as one endpoint does. Each answer to a prompt has a style of its own."""
+
+    scores: PromptScores
+    """The prompt's log-probabilities, as they come."""
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
         """Returns the choice of an answer that is not streamed."""
@@ -83,6 +91,17 @@ class Prompt:
     style: Style
     params: Mapping[str, str]
     """The request's field names in this body, where they differ."""
+    rename: Callable[[str], str] = str
+    """Returns the name of a field in this body that is not among `params`."""
+    is_echo_only: bool = False
+    """Whether the client wants no output at all; workers make at least one token."""
+    further_styles: Sequence[Style] = ()
+    """Those of the answers after the first."""
+
+    @property
+    def styles(self) -> list[Style]:
+        """Returns the style of each answer, by index."""
+        return [self.style, *self.further_styles]
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -92,14 +111,21 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HttpCall:
+    """Describes a call of an endpoint that answers with choices. It is an `EndpointCall`."""
+
     prompts: Sequence[Prompt]
-    """The prompts in the order of the choices."""
+    """The prompts in the order of the choices: those of a prompt's answers follow one another."""
     options: StreamOptions
     objects: Objects
+    further: Callable[[], Json] = dict
+    """Returns fields of the whole answer beside its choices, once all choices are written."""
 
+    @property
+    def is_stream(self) -> bool:
+        return self.options.stream
 
-# JSON has no infinity, which is the log-probability of a masked token. vLLM uses the same bound.
-_LEAST = -9999.0
+    def writer(self, request_id: str, model_id: str, reply: Reply) -> Writer:
+        return (_Stream if self.is_stream else _Whole)(self, request_id, model_id, reply)
 
 
 def chat_logprobs(
@@ -113,122 +139,162 @@ def chat_logprobs(
 
 
 def _chat_entry(token: TokenText, logprob: float) -> dict[str, object]:
-    return {"token": token.text, "logprob": max(logprob, _LEAST), "bytes": list(token.data)}
+    return {"token": token.text, "logprob": finite(logprob), "bytes": list(token.data)}
 
 
-def completion_logprobs(
-    texts: TokenTexts, token_ids: Iterable[int], logprobs: Iterable[types_pb2.TokenLogprobs], offset: int
-) -> dict[str, list[object]]:
-    """Returns the lists of /v1/completions.
+Place = tuple[int, int]
+"""A choice by its prompt and its answer to that."""
+_Kept = TypeVar("_Kept")
 
-    `offset` is where the first token begins in the whole text, in characters.
-    """
-    lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token_id, entry in zip(token_ids, logprobs, strict=True):
-        text = texts[token_id].text
-        lists["tokens"].append(text)
-        lists["token_logprobs"].append(max(entry.logprob, _LEAST))
-        # Of tokens with the same text the likeliest counts, and the chosen token is always listed.
-        top = {texts[other.token_id].text: max(other.logprob, _LEAST) for other in reversed(entry.top)}
-        top.setdefault(text, max(entry.logprob, _LEAST))
-        lists["top_logprobs"].append(top)
-        lists["text_offset"].append(offset)
-        offset += len(text)
-    return lists
+
+def _for_each_choice(call: HttpCall, make: Callable[[], _Kept]) -> dict[Place, _Kept]:
+    return {(at, answer): make() for at, prompt in enumerate(call.prompts) for answer in range(len(prompt.styles))}
 
 
 class Writer(Protocol):
+    """Writes what is answered to one call."""
+
     async def take(self, index: int, event: AnswerEvent) -> None:
         """Takes an event of the prompt with that index. Returns once the client's connection has room for more."""
         ...
 
 
-def writer(call: HttpCall, request_id: str, model_id: str, reply: Reply) -> Writer:
-    return (_Stream if call.options.stream else _Whole)(call, request_id, model_id, reply)
+_MOST_ENTRIES_AT_ONCE = 2048
+"""A choice with more log-probabilities is encoded in turns with others; so many take some milliseconds."""
+_GROWTH = 4
+"""A message takes about so many times the bytes that it has encoded."""
 
 
 class _Whole:
+    """Writes one object. Each choice is encoded as soon as it is complete, in a turn of its own: a call may have a
+    thousand, and the objects take ten times the memory of their JSON. The call is charged for what is kept."""
+
     def __init__(self, call: HttpCall, request_id: str, model_id: str, reply: Reply) -> None:
         self._call = call
         self._request_id = request_id
         self._model_id = model_id
         self._reply = reply
-        self._outputs = [inference_pb2.Chunk() for _ in call.prompts]
-        self._usages = [inference_pb2.Usage() for _ in call.prompts]
-        self._choices: dict[int, Json] = {}
+        self._outputs = _for_each_choice(call, inference_pb2.Chunk)
+        self._usages = _for_each_choice(call, inference_pb2.Usage)
+        self._charged = dict.fromkeys(self._outputs, 0)
+        self._choices: dict[Place, bytes] = {}
+        self._turn = asyncio.Lock()
+        """Is held while a choice is encoded: many may be complete at once."""
 
     async def take(self, index: int, event: AnswerEvent) -> None:
-        prompt, output = self._call.prompts[index], self._outputs[index]
+        prompt = self._call.prompts[index]
         match event:
-            case inference_pb2.Chunk():
-                output.text += event.text
-                output.token_ids.extend(event.token_ids)
-                output.logprobs.extend(event.logprobs)
+            case inference_pb2.PromptInfo():
+                prompt.style.scores.begin(event.token_ids)
+            case inference_pb2.PromptLogprobs():
+                prompt.style.scores.add(event)
+            case inference_pb2.Chunk() if not prompt.is_echo_only:
+                place = (index, event.index)
+                self._charge(place, self._charged[place] + _GROWTH * event.ByteSize())
+                append_chunk(self._outputs[place], event)
             case inference_pb2.Completion():
-                self._choices[index] = prompt.style.whole(output, Ending.of(event, prompt.request))
-                self._usages[index] = event.usage
-                if len(self._choices) == len(self._call.prompts):
-                    await self._finish()
+                ending = Ending.of(event, prompt.request)
+                if prompt.is_echo_only:
+                    ending, event.usage.output_tokens = Ending("length", None), 0
+                await self._complete((index, event.index), ending, event.usage)
+
+    async def _complete(self, place: Place, ending: Ending, usage: inference_pb2.Usage) -> None:
+        index, answer = place
+        prompt, output = self._call.prompts[index], self._outputs[place]
+        num_entries = len(output.logprobs) * (1 + prompt.request.response.logprobs)
+        async with self._turn:
+            choice = prompt.styles[answer].whole(output, ending)
+            if self._has_scores or num_entries > _MOST_ENTRIES_AT_ONCE:
+                encoded = await dump_in_turns(choice)
+            else:
+                encoded = dump(choice)
+                await asyncio.sleep(0)  # others have their turns before the next choice
+        output.Clear()
+        self._charge(place, len(encoded))
+        self._choices[place], self._usages[place] = encoded, usage
+        if len(self._choices) == len(self._outputs):
+            await self._finish()
+
+    def _charge(self, place: Place, num_bytes: int) -> None:
+        """Sets what is charged for a choice. Raises Overloaded if there is no room for it."""
+        if (charge := self._call.prompts[place[0]].incoming.charge) is not None:
+            charge.grow(num_bytes - self._charged[place])
+            self._charged[place] = num_bytes
+
+    @property
+    def _has_scores(self) -> bool:
+        return any(prompt.request.response.HasField("prompt_logprobs") for prompt in self._call.prompts)
 
     async def _finish(self) -> None:
-        envelope = _envelope(self._call, self._call.objects.whole, self._request_id, self._model_id)
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        await self._reply.json({**envelope, "choices": choices, "usage": _sum(self._usages)})
+        envelope = dump(_envelope(self._call, self._call.objects.whole, self._request_id, self._model_id))
+        fields = {"usage": _sum(self._usages.values()), **self._call.further()}
+        rest = await dump_in_turns(fields) if self._has_scores else dump(fields)
+        choices = b",".join(self._choices[place] for place in sorted(self._choices))
+        await self._reply.encoded(b'%b,"choices":[%b],%b' % (envelope.removesuffix(b"}"), choices, rest[1:]))
 
 
 class _Stream:
     def __init__(self, call: HttpCall, request_id: str, model_id: str, reply: Reply) -> None:
         self._call = call
         self._reply = reply
-        self._envelope = _envelope(call, call.objects.chunk, request_id, model_id)
-        self._unopened = set(range(len(call.prompts)))
-        self._unfinished = set(range(len(call.prompts)))
-        self._usages = [inference_pb2.Usage() for _ in call.prompts]
+        envelope = _envelope(call, call.objects.chunk, request_id, model_id)
+        self._head = dump(envelope).removesuffix(b"}") + b',"choices":['
+        """Every event begins so: only its choices are encoded anew."""
+        self._usages = _for_each_choice(call, inference_pb2.Usage)
+        self._unopened = set(self._usages)
+        self._unfinished = set(self._usages)
         # While a client does not read, one answer waits for it and the others for their turns, each with a single
         # event; later events are collected in the answers' own buffers.
         self._turn = asyncio.Lock()
 
     async def take(self, index: int, event: AnswerEvent) -> None:
         async with self._turn:
-            if payloads := self._payloads(index, event):
-                await self._reply.events(payloads)
+            if events := self._events(index, event):
+                await self._reply.events(events)
             if not self._unfinished:
                 await self._reply.done()
 
-    def _payloads(self, index: int, event: AnswerEvent) -> list[Json]:
-        prompt, usage = self._call.prompts[index], self._usages[index]
+    def _events(self, index: int, event: AnswerEvent) -> list[bytes]:
+        """Returns the JSON of each event that the client is sent."""
+        prompt = self._call.prompts[index]
         match event:
+            case inference_pb2.Chunk():
+                place = (index, event.index)
+                self._usages[place].output_tokens += len(event.token_ids)
+                delta = prompt.styles[event.index].delta(event)
+                return [] if delta is None else [*self._opening(place), self._chunk(delta)]
             case inference_pb2.PromptInfo():
+                usage = self._usages[index, 0]
                 usage.prompt_tokens, usage.cached_tokens = event.prompt_tokens, event.cached_tokens
                 return []
-            case inference_pb2.Chunk():
-                usage.output_tokens += len(event.token_ids)
-                delta = prompt.style.delta(event)
-                return [] if delta is None else [*self._opening(index), self._chunk([delta])]
+            case inference_pb2.PromptLogprobs():
+                return []  # a stream that asks for them is refused
             case inference_pb2.Completion():
-                usage.CopyFrom(event.usage)
-                self._unfinished.remove(index)
-                closing = prompt.style.closing(Ending.of(event, prompt.request))
-                return [*self._opening(index), self._chunk([closing]), *self._last()]
+                place = (index, event.index)
+                self._usages[place].CopyFrom(event.usage)
+                self._unfinished.remove(place)
+                closing = prompt.styles[event.index].closing(Ending.of(event, prompt.request))
+                return [*self._opening(place), self._chunk(closing), *self._last()]
 
-    def _opening(self, index: int) -> list[Json]:
-        if index not in self._unopened:
+    def _opening(self, place: Place) -> list[bytes]:
+        if place not in self._unopened:
             return []
-        self._unopened.remove(index)
-        opening = self._call.prompts[index].style.opening()
-        return [] if opening is None else [self._chunk([opening])]
+        self._unopened.remove(place)
+        index, answer = place
+        opening = self._call.prompts[index].styles[answer].opening()
+        return [] if opening is None else [self._chunk(opening)]
 
-    def _last(self) -> list[Json]:
+    def _last(self) -> list[bytes]:
         if self._unfinished or not self._call.options.include_usage:
             return []
-        return [{**self._envelope, "choices": [], "usage": _sum(self._usages)}]
+        return [b'%b],"usage":%b}' % (self._head, dump(_sum(self._usages.values())))]
 
-    def _chunk(self, choices: list[Json]) -> Json:
+    def _chunk(self, choice: Json) -> bytes:
         options = self._call.options
         if not options.include_usage:
-            return {**self._envelope, "choices": choices}
-        usage = _sum(self._usages) if options.continuous_usage else None
-        return {**self._envelope, "choices": choices, "usage": usage}
+            return b"%b%b]}" % (self._head, dump(choice))
+        usage = dump(_sum(self._usages.values())) if options.continuous_usage else b"null"
+        return b'%b%b],"usage":%b}' % (self._head, dump(choice), usage)
 
 
 def _envelope(call: HttpCall, kind: str, request_id: str, model_id: str) -> Json:

@@ -3,7 +3,8 @@
 A router on a laptop can be reached by every page that is open in a browser there. So bodies must be declared as JSON
 (body.py), which a page of another origin can send only after a preflight; the preflight is answered for the configured
 origins; and a router that is bound to loopback answers only to names of loopback, since a page's own name may be made
-to point there (DNS rebinding). Never: generation (generation.py), sockets (server.py), or authentication.
+to point there (DNS rebinding). Never: generation (generation.py), sockets (server.py), or whose a key
+is (`tenants/`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.byte_budget import ByteBudget
 from services.router.front.http import chat, completions
 from services.router.front.http.body import BodyLimits
-from services.router.front.http.generation import Generation
+from services.router.front.http.generation import Generation, caller_of
 from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
+from services.router.front.http.responses.call import read_call as read_response_call
+from services.router.front.http.tokenise import Tokenisation, read_detokenize, read_tokenize
 from services.router.front.intake import Intake
+from services.router.tenants.gate import Gate
 from services.rpc.metrics import Rendering
 
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
@@ -76,20 +80,37 @@ class _Guard:
 
 
 def make_app(
-    intake: Intake, catalogue: Catalogue, registry: CollectorRegistry, budget: ByteBudget, limits: BodyLimits
+    intake: Intake,
+    catalogue: Catalogue,
+    gate: Gate,
+    registry: CollectorRegistry,
+    budget: ByteBudget,
+    limits: BodyLimits,
+    console: Sequence[Route] = (),
 ) -> Starlette:
-    small = _Small(catalogue, registry)
-    complete = Generation(intake, catalogue, completions.read_call, budget, limits)
-    chat_complete = Generation(intake, catalogue, chat.read_call, budget, limits)
+    """Returns the application. `console` are the routes of the console, if there is one.
+
+    Where callers need keys there are no metrics: they tell of all tenants, and have a port of their own.
+    """
+    small = _Small(catalogue, gate, registry)
+    complete = Generation(intake, catalogue, gate, completions.read_call, budget, limits)
+    chat_complete = Generation(intake, catalogue, gate, chat.read_call, budget, limits)
+    respond = Generation(intake, catalogue, gate, read_response_call, budget, limits)
+    tokenize = Tokenisation(catalogue, gate, read_tokenize, budget, limits)
+    detokenize = Tokenisation(catalogue, gate, read_detokenize, budget, limits)
     app = Starlette(
         routes=[
             Route("/v1/models", small.models),
             Route("/v1/models/{model:path}", small.model),
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/chat/completions", chat_complete, methods=["POST"]),
+            Route("/v1/responses", respond, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/health", small.health),
             Route("/health/live", small.live),
-            Route("/metrics", small.metrics),
+            *([Route("/metrics", small.metrics)] if gate.is_open else []),
+            *console,
         ],
         exception_handlers={HTTPException: _no_such_endpoint, BatonError: _failed, Exception: _failed},
     )
@@ -100,15 +121,19 @@ def make_app(
 class _Small:
     """Serves endpoints that answer from the router's state."""
 
-    def __init__(self, catalogue: Catalogue, registry: CollectorRegistry) -> None:
+    def __init__(self, catalogue: Catalogue, gate: Gate, registry: CollectorRegistry) -> None:
         self._catalogue = catalogue
+        self._gate = gate
         self._rendering = Rendering(registry)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(model) for model in self._catalogue.all()]})
+        tenant = await caller_of(self._gate, request.scope)
+        models = [_model(model) for model in self._catalogue.all() if tenant.may_use(model.model_id)]
+        return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
-        return JSONResponse(_model(self._catalogue.get(request.path_params["model"])))
+        tenant = await caller_of(self._gate, request.scope)
+        return JSONResponse(_model(self._catalogue.get(request.path_params["model"], tenant)))
 
     async def health(self, request: Request) -> Response:
         """Answers 200 while a request for some model would be placed: for load balancers."""

@@ -185,6 +185,11 @@ class Body:
     def unknown(self) -> list[str]:
         return sorted(self._fields.keys() - self._taken)
 
+    def refuse_unknown(self) -> None:
+        """Raises InvalidRequest for a field that was never taken."""
+        if unknown := self.unknown():
+            raise InvalidRequest(self.path(unknown[0][:64]), "is not supported by this server")
+
     def boolean(self, name: str) -> bool | None:
         value = self.take(name)
         if value is not None and not isinstance(value, bool):

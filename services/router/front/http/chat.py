@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, chat_logprobs
-from services.router.front.http.body import Body, as_list, as_record, as_text, bounded
-from services.router.front.http.parameters import NOT_IN_CHAT, Neutral, read_shared, refuse_unsupported
+from services.router.front.http.body import Body, as_list, as_record
+from services.router.front.http.content import ROLES, as_content
+from services.router.front.http.parameters import (
+    NOT_IN_CHAT,
+    Neutral,
+    read_prompt_logprobs,
+    read_shared,
+    refuse_unsupported,
+)
+from services.router.front.http.prompt_scores import PromptScores
+from services.router.front.http.tools import call_deltas, calls, name_in_chats, read_calls, read_tools
 from services.router.front.incoming import Incoming
 from services.router.front.validation import MAX_MESSAGES
 from services.router.text.token_texts import TokenTexts
 
-MAX_PARTS = 256
-"""The most content parts of one message."""
 _OBJECTS = Objects("chatcmpl-", "chat.completion", "chat.completion.chunk")
-# OpenAI's newer name for the role.
-_ROLES = {"developer": "system"}
-_TOOL_ROLES = ("tool", "function")
 # Fields of messages whose content would be lost. Values that carry nothing are accepted.
-_NOT_SUPPORTED: Neutral = {"tool_calls": ([],), "function_call": (), "audio": ()}
+_NOT_SUPPORTED: Neutral = {"function_call": (), "audio": ()}
 
 
 def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     """Returns the call that the body describes. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     refuse_unsupported(body, NOT_IN_CHAT)
-    _messages(body, request)
-    options = read_shared(body, request)
-    params = {"response.logprobs": "top_logprobs", "prompt": "messages"}
+    read_messages(body, request)
+    read_tools(body, request)
+    options, constrained = read_shared(body, request)
+    params = {"response.logprobs": "top_logprobs", "prompt": "messages", **constrained}
+    if request.tools:  # whose calls may become a constraint
+        params.setdefault("constraint.grammar", "tools")
     older, newer = body.whole("max_tokens"), body.whole("max_completion_tokens")
     max_tokens = older if newer is None else newer
     if newer is not None:
@@ -41,10 +46,15 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
         raise InvalidRequest("top_logprobs", "is only allowed together with logprobs")
     if wanted:
         request.response.logprobs = num_top or 0
-    return HttpCall([Prompt(Incoming(request), ChatStyle(texts), params)], options, _OBJECTS)
+    scores = PromptScores(texts, num_top=read_prompt_logprobs(body, options))
+    scores.ask(request.response)
+    style, *further = [ChatStyle(texts, scores, index) for index in range(request.n or 1)]
+    prompt = Prompt(Incoming(request), style, params, name_in_chats, further_styles=further)
+    return HttpCall([prompt], options, _OBJECTS, further=scores.fields)
 
 
-def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
+def read_messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
+    """Reads the messages as the prompt. Raises InvalidRequest."""
     messages = body.take("messages")
     if messages is None:
         raise InvalidRequest("messages", "is missing")
@@ -53,56 +63,49 @@ def _messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
         path = f"messages[{index}]"
         message = Body(as_record(entry, path), path)
         role = message.text("role") or ""
-        if role in _TOOL_ROLES:
-            raise InvalidRequest(f"{path}.role", f"is {role!r}; tools are not supported by this server")
         refuse_unsupported(message, _NOT_SUPPORTED)
-        content = _content(message.take("content"), f"{path}.content", role)
-        request.messages.messages.add(role=_ROLES.get(role, role), content=content)
-
-
-def _content(content: Any, path: str, role: str) -> str:
-    """Returns the content as text: a string, or the parts of type text, each on a line of its own."""
-    if content is None and role == "assistant":
-        return ""
-    if isinstance(content, str):
-        return as_text(content, path)
-    if not isinstance(content, list):
-        raise InvalidRequest(path, "must be a string or a list of parts")
-    bounded(content, path, MAX_PARTS)
-    texts = []
-    for index, entry in enumerate(content):
-        part = Body(as_record(entry, f"{path}[{index}]"), f"{path}[{index}]")
-        kind = part.text("type")
-        if kind != "text":
-            raise InvalidRequest(f"{path}[{index}].type", f"is {kind!r}; only 'text' is supported by this server")
-        text = part.text("text")
-        if text is None:
-            raise InvalidRequest(f"{path}[{index}].text", "is missing")
-        texts.append(text)
-    return "\n".join(texts)
+        given = message.take("content")
+        content = "" if given is None and role == "assistant" else as_content(given, f"{path}.content")
+        entry = request.messages.messages.add(role=ROLES.get(role, role), content=content)
+        read_calls(message, entry)
+        entry.tool_call_id = message.text("tool_call_id") or ""
+        entry.name = message.text("name") or ""
+        entry.reasoning = message.text("reasoning_content") or message.text("reasoning") or ""
 
 
 class ChatStyle:
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, scores: PromptScores, index: int = 0) -> None:
+        """`index` is that of its choice."""
         self._texts = texts
+        self.scores = scores
+        self._index = index
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": self._logprobs(output), **ending.fields()}
+        message: Json = {"role": "assistant", "content": output.text, "refusal": None}
+        if output.reasoning:
+            message["reasoning_content"] = output.reasoning
+        if output.tool_calls:
+            message |= {"content": output.text or None, "tool_calls": calls(output)}
+        return {"index": self._index, "message": message, "logprobs": self._logprobs(output), **ending.fields()}
 
     def opening(self) -> Json | None:
-        return _choice({"role": "assistant", "content": ""})
+        return self._choice({"role": "assistant", "content": ""})
 
     def delta(self, chunk: inference_pb2.Chunk) -> Json | None:
-        logprobs = self._logprobs(chunk)
-        return _choice({"content": chunk.text}, logprobs) if chunk.text or logprobs else None
+        logprobs, delta = self._logprobs(chunk), Json()
+        if chunk.reasoning:
+            delta["reasoning_content"] = chunk.reasoning
+        if chunk.text or (logprobs and not chunk.reasoning and not chunk.tool_calls):
+            delta["content"] = chunk.text
+        if chunk.tool_calls:
+            delta["tool_calls"] = call_deltas(chunk.tool_calls)
+        return self._choice(delta, logprobs) if delta else None
 
     def closing(self, ending: Ending) -> Json:
-        return {**_choice({}), **ending.fields()}
+        return {**self._choice({}), **ending.fields()}
 
     def _logprobs(self, chunk: inference_pb2.Chunk) -> Json | None:
         return chat_logprobs(self._texts, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
 
-
-def _choice(delta: Json, logprobs: Json | None = None) -> Json:
-    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+    def _choice(self, delta: Json, logprobs: Json | None = None) -> Json:
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -8,9 +8,15 @@ from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, completion_logprobs
+from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt
 from services.router.front.http.body import Body, as_text, as_whole, bounded
-from services.router.front.http.parameters import NOT_IN_COMPLETIONS, read_shared, refuse_unsupported
+from services.router.front.http.parameters import (
+    NOT_IN_COMPLETIONS,
+    read_prompt_logprobs,
+    read_shared,
+    refuse_unsupported,
+)
+from services.router.front.http.prompt_scores import PromptScores, completion_logprobs
 from services.router.front.incoming import Incoming
 from services.router.front.validation import MAX_PROMPT_TOKENS
 from services.router.text.token_texts import TokenTexts
@@ -28,18 +34,31 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     refuse_unsupported(body, NOT_IN_COMPLETIONS)
     requests = {place: _request(prompt, place) for place, prompt in _prompts(body.take("prompt")).items()}
     shared = inference_pb2.GenerateRequest()
-    options = read_shared(body, shared)
+    options, constrained = read_shared(body, shared)
     max_tokens, logprobs, echo = body.whole("max_tokens"), body.whole("logprobs"), body.boolean("echo")
+    # Workers make at least one token, which is not told to a client that wants none.
+    is_echo_only = max_tokens == 0 and echo is True and not options.stream
+    if is_echo_only:
+        max_tokens = 1
     shared.stopping.max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     if logprobs is not None:
         shared.response.logprobs = logprobs
-    if echo and logprobs is not None:
-        raise InvalidRequest("echo", "is not supported together with logprobs: the prompt has none")
+    if echo and logprobs is not None and options.stream:
+        raise InvalidRequest("echo", "is not supported together with logprobs in a stream")
+    num_echoed, num_top = logprobs if echo else None, read_prompt_logprobs(body, options)
     prompts = []
     for index, (place, request) in enumerate(requests.items()):
+        scores = PromptScores(texts, num_echoed=num_echoed, num_top=num_top)
+        scores.ask(shared.response)
         request.MergeFrom(shared)
-        style = CompletionStyle(texts, index, _prompt_of(request) if echo else None)
-        prompts.append(Prompt(Incoming(request), style, dict.fromkeys(_PROMPT_FIELDS, place)))
+        num_answers, echoed = request.n or 1, _prompt_of(request) if echo else None
+        choices = range(index * num_answers, (index + 1) * num_answers)
+        style, *further = [CompletionStyle(texts, choice, echoed, scores) for choice in choices]
+        params = {**dict.fromkeys(_PROMPT_FIELDS, place), **constrained}
+        if num_top is None:
+            params["response.prompt_logprobs"] = "logprobs"
+        incoming = Incoming(request, has_default_output=max_tokens is None)
+        prompts.append(Prompt(incoming, style, params, is_echo_only=is_echo_only, further_styles=further))
     return HttpCall(prompts, options, _OBJECTS)
 
 
@@ -65,9 +84,8 @@ def _prompts(value: Any) -> dict[str, Any]:
 def _request(prompt: Any, place: str) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest()
     if isinstance(prompt, list):
-        bounded(prompt, place, MAX_PROMPT_TOKENS)
         request.token_ids.SetInParent()
-        _extend(request.token_ids.ids, prompt, place)
+        read_ids(request.token_ids.ids, prompt, place, MAX_PROMPT_TOKENS)
     elif isinstance(prompt, str):
         request.text = as_text(prompt, place)
     else:
@@ -75,8 +93,12 @@ def _request(prompt: Any, place: str) -> inference_pb2.GenerateRequest:
     return request
 
 
-def _extend(ids: Any, prompt: list[Any], place: str) -> None:
-    """Adds all ids at once if they are valid; otherwise one by one, to name the first that is not."""
+def read_ids(ids: Any, prompt: list[Any], place: str, most: int) -> None:
+    """Adds a list's token ids: all at once if they are valid, otherwise one by one, to name the first that is not.
+
+    Raises InvalidRequest for an entry that is no id, or for more than `most`.
+    """
+    bounded(prompt, place, most)
     if all(kind is int for kind in set(map(type, prompt))):
         with contextlib.suppress(ValueError):  # an id beyond 32 bits
             ids.extend(prompt)
@@ -90,15 +112,19 @@ def _prompt_of(request: inference_pb2.GenerateRequest) -> str | list[int]:
 
 
 class CompletionStyle:
-    def __init__(self, texts: TokenTexts, index: int, echoed: str | Sequence[int] | None) -> None:
-        """`index` is that of its choices. `echoed` is the prompt, if it is to be written before the output."""
+    def __init__(self, texts: TokenTexts, index: int, echoed: str | Sequence[int] | None, scores: PromptScores) -> None:
+        """`index` is that of its choice. `echoed` is the prompt, if it is to be written before the output."""
+        self.scores = scores
         self._texts = texts
         self._index = index
         self._echoed = echoed
         self._offset = 0
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
-        return {**self._choice(self._prompt() + output.text, self._logprobs(output)), **ending.fields()}
+        self._offset = self.scores.num_chars
+        logprobs = self.scores.echoed(self._logprobs(output))
+        choice = self._choice(self._prompt() + output.text, logprobs)
+        return {**choice, **ending.fields(), **self.scores.fields()}
 
     def opening(self) -> Json | None:
         prompt = self._prompt()

@@ -3,7 +3,7 @@
 The prompts of a call (mostly one) run side by side: each is a request of its own, and all are answered or none is.
 Owns: their ids, and that the first failure, or a client that goes away, ends all of them on the workers at once. Never:
 another queue, another validation or another trace than gRPC's; or what an endpoint's fields mean (completions.py,
-chat.py).
+chat.py, responses/).
 """
 
 from __future__ import annotations
@@ -13,31 +13,71 @@ import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from services.core.errors import BatonError, InvalidRequest, forget_frames
+from services.core.addresses import network_of
+from services.core.errors import BatonError, InvalidKey, InvalidRequest, forget_frames
 from services.core.ids import new_request_id
+from services.core.printable import printable
 from services.router.answer import Answer, AnswerEvent
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.byte_budget import ByteBudget
-from services.router.front.call import Call, Caller
-from services.router.front.http.answers import HttpCall, Prompt, writer
+from services.router.front.call import Call, Caller, Together
+from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, BodyLimits, no_json, read_body
 from services.router.front.http.reply import REQUEST_ID, Reply, http_error
 from services.router.front.incoming import Incoming
 from services.router.front.intake import Intake
+from services.router.tenants.gate import Gate
+from services.router.tenants.quota import demand_together
+from services.router.tenants.tenant import Tenant
 from services.router.text.token_texts import TokenTexts
 from services.rpc.logging import ids
+
+
+class AskedPrompt(Protocol):
+    """Is one prompt of a call, with its request."""
+
+    @property
+    def incoming(self) -> Incoming:
+        """Returns what is left of the request: the prompt is dropped when it is tokenised."""
+        ...
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        """Returns the request's field names in the body, where they differ."""
+        ...
+
+    @property
+    def rename(self) -> Callable[[str], str]:
+        """Returns what makes the names of fields that are not among `params`."""
+        ...
+
+
+class EndpointCall(Protocol):
+    """Is what an endpoint makes of a body."""
+
+    @property
+    def prompts(self) -> Sequence[AskedPrompt]: ...
+
+    @property
+    def is_stream(self) -> bool: ...
+
+    def writer(self, request_id: str, model_id: str, reply: Reply) -> Writer:
+        """Returns what writes the answers to the prompts."""
+        ...
+
 
 Take = Callable[[int, AnswerEvent], Awaitable[None]]
 """Takes an event of the prompt with that index. Until it returns, that prompt's answer keeps the events that follow."""
 
 
 async def answer_all(
-    intake: Intake, prompts: Sequence[Prompt], request_id: str, take: Take, call_of: Callable[[Incoming], Call]
+    intake: Intake, prompts: Sequence[AskedPrompt], request_id: str, take: Take, call_of: Callable[[Incoming], Call]
 ) -> None:
     """Submits the prompts, each as the call that `call_of` makes of it, and passes their answers to `take`.
 
@@ -46,10 +86,10 @@ async def answer_all(
     # All prompts are validated and admitted before a token of any of them is written.
     admitted = asyncio.Barrier(len(prompts))
 
-    async def answer_one(index: int, prompt: Prompt) -> None:
-        prompt.request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+    async def answer_one(index: int, prompt: AskedPrompt) -> None:
+        prompt.incoming.request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
         taken = intake.answer(call_of(prompt.incoming))
-        with _with_client_names(prompt.params):
+        with _with_client_names(prompt):
             async with taken as answer:
                 await admitted.wait()
                 if len(prompts) > 1:
@@ -57,9 +97,9 @@ async def answer_all(
                 async for event in answer:
                     await take(index, event)
 
-    async def fail_with(answer: Answer, prompt: Prompt) -> None:
+    async def fail_with(answer: Answer, prompt: AskedPrompt) -> None:
         """Raises the error that ends this answer, even while its own prompt waits for a client that does not read."""
-        with _with_client_names(prompt.params):
+        with _with_client_names(prompt):
             await answer.settled()
 
     try:
@@ -75,13 +115,23 @@ async def answer_all(
 
 
 @contextlib.contextmanager
-def _with_client_names(params: Mapping[str, str]) -> Iterator[None]:
+def _with_client_names(prompt: AskedPrompt) -> Iterator[None]:
     """Renames the field of an InvalidRequest to its name in the body or the headers."""
     try:
         yield
     except InvalidRequest as error:
-        field = {"request_id": REQUEST_ID, **params}.get(error.field, error.field)
-        raise type(error)(field, error.description) from error
+        raise type(error)(_client_name(error.field, prompt), error.description) from error
+
+
+def _client_name(field: str, prompt: AskedPrompt) -> str:
+    """Returns the field's name, or that of the longest part of its path that has another name in the body, with the
+    rest after it."""
+    names = {"request_id": REQUEST_ID, **prompt.params}
+    parts = [found.start() for found in re.finditer(r"[.\[]", field)]
+    for end in (len(field), *reversed(parts)):
+        if (name := names.get(field[:end])) is not None:
+            return name + field[end:]
+    return prompt.rename(field)
 
 
 log = logging.getLogger(__name__)
@@ -92,18 +142,36 @@ TIMEOUT, ENVOY_TIMEOUT_MS = "x-request-timeout", "x-envoy-expected-rq-timeout-ms
 _NUMBER = re.compile(r"[0-9]{1,64}(\.[0-9]{0,64})?([eE][+-]?[0-9]{1,4})?", re.ASCII)
 """Python's float would also accept underscores, signs, blanks and words."""
 
-ReadCall = Callable[[Body, TokenTexts], HttpCall]
+
+async def caller_of(gate: Gate, scope: Scope) -> Tenant:
+    """Returns the tenant whose key the request has. Raises InvalidKey."""
+    try:
+        return gate.tenant_of(Headers(scope=scope).getlist("authorization"))
+    except InvalidKey as error:
+        client = scope.get("client")
+        told = await gate.refusal(error, printable(scope["path"][:64]), network_of(client[0]) if client else "")
+        raise told from None
+
+
+ReadCall = Callable[[Body, TokenTexts], EndpointCall]
 
 
 class Generation:
     """Serves one endpoint (an ASGI app). A call waits for no client but its own."""
 
     def __init__(
-        self, intake: Intake, catalogue: Catalogue, read_call: ReadCall, budget: ByteBudget, limits: BodyLimits
+        self,
+        intake: Intake,
+        catalogue: Catalogue,
+        gate: Gate,
+        read_call: ReadCall,
+        budget: ByteBudget,
+        limits: BodyLimits,
     ) -> None:
         """`budget` bounds all bytes of requests in the process."""
         self._intake = intake
         self._catalogue = catalogue
+        self._gate = gate
         self._read_call = read_call
         self._budget = budget
         self._limits = limits
@@ -118,41 +186,53 @@ class Generation:
         try:
             with contextlib.ExitStack() as charges:
                 with self._intake.refusals():
+                    tenant = await caller_of(self._gate, scope)
+                caller = Caller(tenant, headers.get("traceparent", ""), front="http")
+                with self._intake.refusals(caller=caller, request_id=request_id):
                     timeout_s = _timeout_s(headers)
-                    model, call = await self._read(receive, headers, request_id, charges)
+                    with self._gate.arrival(tenant):
+                        model, call = await self._read(receive, headers, tenant, request_id, charges)
+                    tenant = await caller_of(self._gate, scope)  # again: the body may have come slowly
+                    caller = replace(caller, tenant=tenant)
+                    together = None
+                    if (num_prompts := len(call.prompts)) > 1:
+                        demand_together(tenant, num_prompts)
+                        party = charges.enter_context(self._gate.party(tenant, num_prompts))
+                        together = Together(num_prompts, party)
                 answering = answer_all(
                     self._intake,
                     call.prompts,
                     request_id,
-                    writer(call, request_id, model.model_id, reply).take,
+                    call.writer(request_id, model.model_id, reply).take,
                     lambda incoming: Call(
-                        Caller(traceparent=headers.get("traceparent", "")),
+                        caller,
                         model,
                         incoming,
                         timeout_s=timeout_s,
-                        stream=call.options.stream,
+                        stream=call.is_stream,
+                        together=together,
                     ),
                 )
-                await _while_connected(receive, answering)
+                await while_connected(receive, answering)
         except Exception as error:  # the outermost handler: whatever it is, the client gets an answer and no traceback
             answer = http_error(error)
             forget_frames(error)
             await reply.failed(answer)
 
     async def _read(
-        self, receive: Receive, headers: Headers, request_id: str, charges: contextlib.ExitStack
-    ) -> tuple[ServedModel, HttpCall]:
+        self, receive: Receive, headers: Headers, tenant: Tenant, request_id: str, charges: contextlib.ExitStack
+    ) -> tuple[ServedModel, EndpointCall]:
         """Reads the body into a call, and finds its model.
 
         The body is charged while it is read, then each prompt. The body itself is freed when this returns.
         """
         with self._budget.charge() as reading:
             body = await read_body(receive, headers, self._limits, reading)
-            model = self._catalogue.get(body.text("model"))
+            model = self._catalogue.get(body.text("model"), tenant)
             call = self._read_call(body, model.token_texts)
         for prompt in call.prompts:
             prompt.incoming.charge = charges.enter_context(self._budget.charge())
-            prompt.incoming.charge.grow(prompt.request.ByteSize())
+            prompt.incoming.charge.grow(prompt.incoming.request.ByteSize())
         if unknown := body.unknown():
             log.debug("fields ignored: %s", ", ".join(unknown)[:200], extra=ids(request_id, ""))
         return model, call
@@ -176,7 +256,7 @@ def _positive(name: str, text: str) -> float:
     return number
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Runs `work` to its end, or cancels it at once when the client disconnects. Returns True if it ended by itself.
 
     Call it only for a request whose body has been read: `receive` then reports only the connection's end.

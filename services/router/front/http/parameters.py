@@ -1,9 +1,9 @@
-"""Reads the fields that both endpoints share into a GenerateRequest, and refuses unsupported fields by name.
+"""Reads the fields that all endpoints share into a GenerateRequest, and refuses unsupported fields by name.
 
 Types are checked here, ranges by the router's validation. The refused fields are those of OpenAI's API, and of vLLM's
 additions, that change an answer and that Baton does not have: ignoring one would give an answer that was not asked for.
-Values that ask for nothing are accepted, since clients send them. Fields that are neither refused nor supported are
-ignored.
+What chats or completions refuse, no endpoint ignores. Values that ask for nothing are accepted, since clients send
+them. Fields that are neither refused nor supported are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.body import Body, as_number, as_record, as_text, as_whole, bounded
-from services.rpc.parameters import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from services.router.front.http.constraints import Params, read_constraint
+from services.rpc.parameters import MAX_ANSWERS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
@@ -30,8 +31,11 @@ class StreamOptions:
     """Whether each chunk has the usage so far, as with vLLM."""
 
 
-def read_shared(body: Body, request: inference_pb2.GenerateRequest) -> StreamOptions:
-    """Reads all fields but the prompt, max_tokens and logprobs. Raises InvalidRequest."""
+def read_shared(body: Body, request: inference_pb2.GenerateRequest) -> tuple[StreamOptions, Params]:
+    """Reads all fields but the prompt, max_tokens and logprobs. Raises InvalidRequest.
+
+    Returns also the names in the body of the request's fields that have others there.
+    """
     model = body.text("model")
     if model is not None:
         request.model = model
@@ -42,10 +46,24 @@ def read_shared(body: Body, request: inference_pb2.GenerateRequest) -> StreamOpt
         request.priority = priority
     if cache_salt is not None:
         request.cache_salt = cache_salt
+    _answers(body, request)
     skip_special_tokens = body.boolean("skip_special_tokens")
     if skip_special_tokens is not None:
         request.response.skip_special_tokens = skip_special_tokens
-    return _stream_options(body)
+    constraint = types_pb2.Constraint()
+    params = read_constraint(body, constraint)
+    if params:
+        request.constraint.CopyFrom(constraint)
+    return _stream_options(body), params
+
+
+def _answers(body: Body, request: inference_pb2.GenerateRequest) -> None:
+    """Reads `n`. Its range is checked here too: a choice is prepared for each answer."""
+    n, best_of = body.whole("n", (1, MAX_ANSWERS)), body.whole("best_of")
+    if n is not None:
+        request.n = n
+    if best_of not in (None, 0, 1, n):
+        raise InvalidRequest(body.path("best_of"), "is not supported by this server, unless it is n")
 
 
 def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
@@ -83,6 +101,14 @@ def _stopping(body: Body, stopping: types_pb2.StoppingParams) -> None:
         stopping.ignore_eos = ignore_eos
 
 
+def read_prompt_logprobs(body: Body, options: StreamOptions) -> int | None:
+    """Returns how many log-probabilities the prompt's tokens are to have (vLLM's field), None for none at all."""
+    num_top = body.whole("prompt_logprobs")
+    if num_top is not None and options.stream:
+        raise InvalidRequest("prompt_logprobs", "is not available in a stream")
+    return num_top
+
+
 def _stream_options(body: Body) -> StreamOptions:
     stream = body.boolean("stream") or False
     if body.take("stream_options") is not None and not stream:
@@ -96,18 +122,22 @@ def _stream_options(body: Body) -> StreamOptions:
 Neutral = Mapping[str, tuple[Any, ...]]
 """Maps a field to the values, beside null, that ask for nothing."""
 
-_NOT_IN_BOTH: Neutral = {
-    "n": (1,),
-    "best_of": (0, 1),
+OF_TEMPLATES: Neutral = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+}
+"""Fields that change how messages become a prompt."""
+NOT_SERVED: Neutral = {
+    **OF_TEMPLATES,
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_logprobs": (),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": (),
+    "guided_decoding_backend": (),
     "truncate_prompt_tokens": (),
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
@@ -115,26 +145,25 @@ _NOT_IN_BOTH: Neutral = {
     "bad_words": ([],),
     "logits_processors": ([],),
     "kv_transfer_params": (),
-}
-NOT_IN_COMPLETIONS: Neutral = {**_NOT_IN_BOTH, "suffix": ("",), "prompt_embeds": (), "add_special_tokens": (True,)}
-NOT_IN_CHAT: Neutral = {
-    **_NOT_IN_BOTH,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "suffix": ("",),
+    "prompt_embeds": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
 }
+"""Fields that no endpoint serves."""
+NOT_IN_COMPLETIONS: Neutral = {
+    **NOT_SERVED,
+    "add_special_tokens": (True,),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+}
+NOT_IN_CHAT: Neutral = {**NOT_SERVED, "add_special_tokens": (False,), "echo": (False,)}
 
 
 def refuse_unsupported(body: Body, fields: Neutral) -> None:

@@ -7,10 +7,11 @@ not read what was sent before.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -37,12 +38,19 @@ _UNAVAILABLE = Kind(503, "service_unavailable_error")
 KINDS: dict[type[errors.BatonError], Kind] = {
     errors.InvalidRequest: Kind(400, _INVALID),
     errors.ContextLengthExceeded: Kind(400, _INVALID),
+    errors.ConstraintUnsatisfied: Kind(400, _INVALID),
+    errors.UnsupportedModel: Kind(400, _INVALID),
     errors.MalformedMessage: Kind(400, _INVALID),
     errors.MessageTooLarge: Kind(413, _INVALID),
     errors.UnknownModel: Kind(404, _INVALID, "model_not_found"),
     errors.UnknownWorker: Kind(404, _INVALID),
     errors.UnknownRequest: Kind(404, _INVALID),
     errors.DuplicateRequest: Kind(409, _INVALID),
+    # As OpenAI answers: its clients look for these types and codes.
+    errors.InvalidKey: Kind(401, _INVALID, "invalid_api_key"),
+    errors.TooManyWrongKeys: Kind(429, _INVALID, "invalid_api_key"),
+    errors.ModelNotAllowed: Kind(403, _INVALID, "model_not_found"),
+    errors.QuotaExceeded: Kind(429, "requests", "rate_limit_exceeded"),
     errors.Overloaded: Kind(429, "rate_limit_error"),
     errors.NoWorker: _UNAVAILABLE,
     errors.Draining: _UNAVAILABLE,
@@ -59,7 +67,6 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.StaleIncarnation: _INTERNAL,
     errors.LeaseNotSealed: _INTERNAL,
     errors.LayoutMismatch: _INTERNAL,
-    errors.UnsupportedModel: _INTERNAL,
     errors.ProtocolViolation: _INTERNAL,
     errors.CorruptBlock: _INTERNAL,
     errors.StepFailed: _INTERNAL,
@@ -83,13 +90,15 @@ def http_error(error: BaseException) -> HttpError:
     if isinstance(error, errors.InvalidRequest):
         param = _param(error.field)
         message = f"{param}: {error.description}"
-    elif isinstance(error, errors.UnknownModel):
+    elif isinstance(error, errors.UnknownModel | errors.ModelNotAllowed):
         param = "model"
-    headers = {}
+    elif isinstance(error, errors.QuotaExceeded) and error.limit.startswith("tokens"):
+        kind = replace(kind, type="tokens")
+    headers = {"www-authenticate": "Bearer"} if kind.status == 401 else {}
     delay_s = retry_after_s(error)
     if delay_s is not None:
         # The standard wants whole seconds; OpenAI's clients prefer the finer header.
-        headers = {"retry-after": str(max(1, math.ceil(delay_s))), "retry-after-ms": str(round(delay_s * 1000))}
+        headers |= {"retry-after": str(max(1, math.ceil(delay_s))), "retry-after-ms": str(round(delay_s * 1000))}
     return _answer(kind, message, kind.code or error.reason.lower(), param, headers)
 
 
@@ -109,7 +118,9 @@ def _answer(
 
 def _param(field: str) -> str:
     """Returns a request field's path as clients write it: without the groups that it is in with gRPC."""
-    return field.removeprefix("sampling.").removeprefix("stopping.").removeprefix("response.")
+    for prefix in ("sampling.", "stopping.", "response."):
+        field = field.removeprefix(prefix)
+    return field
 
 
 REQUEST_ID = "x-request-id"
@@ -121,8 +132,12 @@ _EVENT_HEADERS = {
     "x-accel-buffering": "no",
 }
 # JSON leaves these characters in strings as they are, and many clients take them for the end of a line.
-_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+_LINE_ENDS_AS_TEXT = ("\x85", "\u2028", "\u2029")
+_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in _LINE_ENDS_AS_TEXT}
 _DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_PARTS_AT_ONCE = 4096
+"""Pieces of JSON that are made in one turn of the event loop, about a millisecond's work."""
 
 
 async def refuse(scope: Scope, send: Send, error: HttpError) -> None:
@@ -135,16 +150,33 @@ class Reply:
         self._send = send
         self._request_id = request_id
         self._started = False
+        self.write_error: Callable[[HttpError], bytes] = _error_event
+        """Makes what ends a stream that has begun and fails."""
 
     async def json(self, payload: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] = {}) -> None:
-        body = dump(payload)
+        await self._whole(dump(payload), status, headers)
+
+    async def long_json(self, payload: Mapping[str, Any]) -> None:
+        """Sends JSON of some megabytes. Others have their turns of the event loop while it is encoded."""
+        await self.encoded(await dump_in_turns(payload))
+
+    async def encoded(self, body: bytes) -> None:
+        """Sends JSON that is encoded already."""
+        await self._whole(body, 200, {})
+
+    async def _whole(self, body: bytes, status: int, headers: Mapping[str, str]) -> None:
         await self._start(status, {"content-type": _JSON, "content-length": str(len(body)), **headers})
         await self._body(body, more=False)
 
-    async def events(self, payloads: Sequence[Mapping[str, Any]]) -> None:
+    async def events(self, payloads: Sequence[bytes]) -> None:
+        """Sends events. `payloads` are their data, each of which `dump` has made, so that it is one line."""
+        await self.framed([b"data: %b\n\n" % payload for payload in payloads])
+
+    async def framed(self, events: Sequence[bytes], *, more: bool = True) -> None:
+        """Sends events as they are on the wire."""
         if not self._started:
             await self._start(200, {"content-type": _EVENTS, **_EVENT_HEADERS})
-        await self._body(b"".join(b"data: %b\n\n" % dump(payload) for payload in payloads), more=True)
+        await self._body(b"".join(events), more=more)
 
     async def done(self) -> None:
         """Ends a stream that is complete."""
@@ -155,7 +187,7 @@ class Reply:
         if not self._started:
             await self.json(error.body, error.status, error.headers)
         else:
-            await self._body(b"data: %b\n\n" % dump(error.body), more=False)
+            await self._body(self.write_error(error), more=False)
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
@@ -167,7 +199,26 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
+def _error_event(error: HttpError) -> bytes:
+    return b"data: %b\n\n" % dump(error.body)
+
+
 def dump(payload: Mapping[str, Any]) -> bytes:
     """Returns JSON in UTF-8, on a single line by every definition of a line that clients use."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return (text if text.isascii() else text.translate(_LINE_ENDS)).encode()
+    return _on_one_line(_ENCODER.encode(payload)).encode()
+
+
+async def dump_in_turns(payload: Mapping[str, Any]) -> bytes:
+    """Returns what `dump` does. It takes longer, but others have their turns of the event loop meanwhile."""
+    parts = []
+    for number, part in enumerate(_ENCODER.iterencode(payload), 1):
+        parts.append(_on_one_line(part))
+        if number % _PARTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return "".join(parts).encode()
+
+
+def _on_one_line(text: str) -> str:
+    if text.isascii() or not any(end in text for end in _LINE_ENDS_AS_TEXT):
+        return text  # translating takes ten times as long as looking
+    return text.translate(_LINE_ENDS)

@@ -1,10 +1,11 @@
 """Runs the router's HTTP server: uvicorn inside the router's event loop, and bounds on what its connections may cost.
 
 Connections are bounded in number, in total and for each peer, and in how long each may keep the server waiting. A
-server that is full closes the connection that has been idle longest: one that never sent a request, else one that is
-kept alive, else one whose request is still arriving. A connection that is being answered is never closed for another.
-Health is answered from a reserve, so that a probe learns the router's state even when clients use up the rest. Owns:
-the port and its connections. Never: what is answered, or how large a request may be (body.py).
+server that is full closes the connection that has been idle longest: one that never sent a request (a handshake of TLS
+is one of these), else one that is kept alive, else one whose request is still arriving. A connection that is being
+answered is never closed for another. Health is answered from a reserve, so that a probe learns the router's state even
+when clients use up the rest. Owns: the port and its connections. Never: what is answered, or how large a request may be
+(body.py).
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ import contextlib
 import enum
 import functools
 import http
-import ipaddress
 import logging
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from services.core.addresses import network_of
 from services.core.descriptors import share_of_descriptors
 from services.core.listening import cannot_listen
 from services.router.front.http.parser import BoundedParser
 from services.router.front.http.reply import HttpError, dump, plain_error, refuse
+from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ _SLICE_BYTES = 1024
 _PARSE_S = 0.005
 _PARSE_ONE_S = 0.001
 _HEALTH = "/health"
+_NO_BODY = frozenset({"HEAD", "CONNECT", 204, 304})
+"""Methods and statuses whose answers have no body."""
 _FULL = plain_error(
     503, "the router has all the connections it can serve", "overloaded", {"retry-after": "1", "connection": "close"}
 )
@@ -78,11 +83,22 @@ class ConnectionStage(enum.Enum):
     """A request is being answered."""
 
 
+class Member(Protocol):
+    """Is a connection, as those that bound them all see it."""
+
+    peer: str
+    stage: ConnectionStage
+
+    def evict(self) -> None: ...
+
+    def check(self, now: float) -> None: ...
+
+
 class _Pool:
     """Keeps connections by stage; within each, those that have been in it longest come first."""
 
     def __init__(self) -> None:
-        self._members: dict[ConnectionStage, dict[BoundedConnection, None]] = {stage: {} for stage in ConnectionStage}
+        self._members: dict[ConnectionStage, dict[Member, None]] = {stage: {} for stage in ConnectionStage}
 
     def __len__(self) -> int:
         return sum(map(len, self._members.values()))
@@ -91,13 +107,13 @@ class _Pool:
     def num_busy(self) -> int:
         return len(self._members[ConnectionStage.BUSY])
 
-    def put(self, connection: BoundedConnection) -> None:
+    def put(self, connection: Member) -> None:
         self._members[connection.stage][connection] = None
 
-    def take(self, connection: BoundedConnection) -> None:
+    def take(self, connection: Member) -> None:
         self._members[connection.stage].pop(connection, None)
 
-    def oldest_idle(self) -> BoundedConnection | None:
+    def oldest_idle(self) -> Member | None:
         for stage in (ConnectionStage.SILENT, ConnectionStage.KEPT, ConnectionStage.UPLOADING):
             for connection in self._members[stage]:
                 return connection
@@ -140,7 +156,7 @@ class Connections:
         if self._parsing:
             loop.call_soon(self._parse)
 
-    def open(self, connection: BoundedConnection) -> bool:
+    def open(self, connection: Member) -> bool:
         """Takes a connection in.
 
         Returns False if there is no room and no connection that can be closed to make room.
@@ -155,14 +171,14 @@ class Connections:
             pool.put(connection)
         return True
 
-    def move(self, connection: BoundedConnection, stage: ConnectionStage) -> None:
+    def move(self, connection: Member, stage: ConnectionStage) -> None:
         for pool, _ in self._pools(connection.peer):
             pool.take(connection)
         connection.stage = stage
         for pool, _ in self._pools(connection.peer):
             pool.put(connection)
 
-    def close(self, connection: BoundedConnection) -> None:
+    def close(self, connection: Member) -> None:
         for pool, _ in self._pools(connection.peer):
             pool.take(connection)
         if not self._of_peers[connection.peer]:
@@ -177,10 +193,10 @@ class Connections:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)
-            for connection in self._each():
+            for connection in self.each():
                 connection.check(loop.time())
 
-    def _each(self) -> list[BoundedConnection]:
+    def each(self) -> list[Member]:
         return [connection for members in self._all._members.values() for connection in members]
 
     def _pools(self, peer: str) -> Iterator[tuple[_Pool, int]]:
@@ -227,6 +243,8 @@ class BoundedConnection(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.conn = BoundedParser()
+        self.handshake: Handshake | None = None
+        """What it was before, inside TLS."""
         self.peer = ""
         self.stage = ConnectionStage.SILENT
         self._answers = self.app
@@ -247,9 +265,11 @@ class BoundedConnection(H11Protocol):
     # What the transport reports
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.handshake is not None:
+            self.handshake.over()
         super().connection_made(transport)
         self.flow = _PausedWhileParsing(transport)
-        self.peer = peer_of(self.client)
+        self.peer = network_of(self.client[0]) if self.client else ""
         self._since_s = self.loop.time()
         self._is_open = self._all.open(self)
         if not self._is_open:
@@ -320,9 +340,33 @@ class BoundedConnection(H11Protocol):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", ""))
         if path == _HEALTH or path.startswith(_HEALTH + "/") or self._all.has_room(self):
-            await self._answers(scope, receive, send)
+            await self._answers(scope, receive, self._quick(send) if scope["http_version"] == "1.1" else send)
         else:
             await refuse(scope, send, _FULL)
+
+    def _quick(self, send: Send) -> Send:
+        """Returns `send`, but with the parts of a body whose length is not known written here: h11 would frame each
+        in the same way (RFC 9112, 7.1), and its state does not change before the end of the body. A streamed token is
+        such a part, and costs half as much so."""
+        is_chunked, cycle, flow, transport = False, self.cycle, self.flow, self.transport
+
+        async def quick_send(message: Message) -> None:
+            nonlocal is_chunked
+            if is_chunked and message.get("more_body") and (data := message.get("body")):
+                if flow.write_paused and not cycle.disconnected:
+                    await flow.drain()
+                if not cycle.disconnected:
+                    transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+                return
+            await send(message)
+            is_start, has_body = message["type"] == "http.response.start", cycle.scope["method"] not in _NO_BODY
+            if is_start and has_body and message["status"] not in _NO_BODY:
+                names = {name.lower() for name, _ in message["headers"]}
+                is_chunked = not names & {b"content-length", b"transfer-encoding"}
+            elif not is_start:
+                is_chunked = is_chunked and not cycle.response_complete
+
+        return quick_send
 
     # What keeps it within its limits
 
@@ -395,16 +439,38 @@ class BoundedConnection(H11Protocol):
             self._all.close(self)
 
 
-def peer_of(client: tuple[str, int] | None) -> str:
-    """Returns the address that limits apply to: for IPv6 the /64 network, all addresses of which a client may use."""
-    host = client[0] if client else ""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if address.version == 4:
-        return str(address)
-    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False).network_address)
+class Handshake:
+    """Is a connection until TLS has been agreed on: then one of HTTP takes its place.
+
+    It counts as a connection that has sent nothing, so that handshakes which are never ended keep nobody out.
+    """
+
+    def __init__(self, connections: Connections, accepted: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self.stage = ConnectionStage.SILENT
+        self._all = connections
+        self._accepted = accepted
+        self._is_open = connections.open(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether there was room for it, and it is still under way."""
+        return self._is_open
+
+    def evict(self) -> None:
+        """Ends the handshake to make room for another connection."""
+        self.over()
+        with contextlib.suppress(OSError):  # the peer has left
+            self._accepted.shutdown(socket.SHUT_RDWR)  # its transport closes it
+
+    def check(self, now: float) -> None:
+        """Does nothing: the handshake has a time limit of its own."""
+
+    def over(self) -> None:
+        """Says that it is under way no more."""
+        if self._is_open:
+            self._is_open = False
+            self._all.close(self)
 
 
 def _too_slow(what: str) -> HttpError:
@@ -415,6 +481,7 @@ _BACKLOG = 2048
 # Longer than common clients and load balancers keep a connection in their pools, so that they are the ones to close it.
 _KEEP_ALIVE_S = 75
 _GRACE_S = 1
+_ACCEPT_AGAIN_S = 1.0
 # Share of the process's file descriptors. The rest is for gRPC (services/rpc/options.py), workers and files.
 _SHARE_OF_DESCRIPTORS = 0.3
 _MOST_CONNECTIONS = 8192
@@ -434,12 +501,20 @@ def default_limits() -> ConnectionLimits:
 class HttpServer:
     """Runs the HTTP server: call `start`, then `stop`, both on the event loop. `port` is the port that was bound."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, limits: ConnectionLimits | None = None) -> None:
-        """`limits` are those of its connections; by default what the process's file descriptors allow."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        limits: ConnectionLimits | None = None,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """`limits` are those of its connections; by default what the process's file descriptors allow. With
+        `certificates` it speaks TLS alone, and asks for certificates if they have CAs."""
         self.port = port
         self.connections = Connections(limits or default_limits())
         self._host = host
-        self._server = _Embedded(_config(app, self.connections))
+        self._server = _Embedded(_config(app, self.connections), self.connections, certificates)
         self._serving: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -472,16 +547,71 @@ class HttpServer:
 class _Embedded(uvicorn.Server):
     """Runs a uvicorn server that leaves the process's signals alone and reports when it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections, certificates: Certificates | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._connections = connections
+        self._certificates = certificates
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Accepts connections in TLS, and shakes hands with each."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._certificates is None:
+            await super().startup(sockets)
+        else:
+            # As the event loop would accept them, nobody would know of connections before their handshakes have ended.
+            assert sockets is not None
+            self.servers, self.started = [], True
+            for listener in sockets:
+                self._spawn(self._accept(listener, self._certificates))
         self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name="http tls")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
+        listener.setblocking(False)
+        while True:
+            try:
+                accepted, address = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                log.warning("no connection can be accepted for now: %s", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            handshake = Handshake(self._connections, accepted, network_of(str(address[0])))
+            if handshake.is_open:
+                self._spawn(self._agree(handshake, accepted, certificates.http_context()))
+            else:
+                accepted.close()
+            await asyncio.sleep(0)  # whoever connects without end does not keep the event loop
+
+    async def _agree(self, handshake: Handshake, accepted: socket.socket, context: ssl.SSLContext) -> None:
+        def make() -> BoundedConnection:
+            connection: BoundedConnection = self.config.http_protocol_class(  # type: ignore[call-arg, assignment]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            connection.handshake = handshake
+            return connection
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make, accepted, ssl=context, ssl_handshake_timeout=self._connections.limits.head_s
+            )
+        except OSError as error:  # TLS's own errors, and that of the time limit, are of this kind too
+            log.debug("no TLS with %s: %s", handshake.peer, error)
+        finally:
+            handshake.over()
 
 
 def _config(app: ASGIApp, connections: Connections) -> uvicorn.Config:

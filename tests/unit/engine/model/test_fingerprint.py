@@ -17,6 +17,7 @@ from services.engine.config import EngineConfig, EngineInfo
 from services.engine.model import fingerprint, weights
 from services.engine.model.paged_model import register_attention
 from services.kv.layout import Layout
+from services.kvtransfer.wire import layout_from_proto, layout_to_proto
 from tests.support.models import EOS_TOKEN_ID, FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
@@ -248,3 +249,14 @@ def test_a_layout_s_fingerprint_is_all_of_it() -> None:
         assert other.fingerprint != LAYOUT.fingerprint, field.name
         assert field.name in (LAYOUT.mismatch(other) or "")
     assert dataclasses.replace(LAYOUT).fingerprint == LAYOUT.fingerprint
+
+
+def test_blocks_that_torch_has_written_keep_their_label() -> None:
+    """Disks and backends have blocks of the time when there was no other engine."""
+    assert LAYOUT.engine == "torch"
+    assert LAYOUT.fingerprint == "688faf3b5f0cae3dd0e2018d580448f0"
+    unnamed = layout_to_proto(LAYOUT)
+    unnamed.ClearField("engine")
+    assert layout_from_proto(unnamed) == LAYOUT
+    vllm = dataclasses.replace(LAYOUT, engine="vllm")
+    assert layout_from_proto(layout_to_proto(vllm)) == vllm

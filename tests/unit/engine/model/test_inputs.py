@@ -21,7 +21,7 @@ def test_sequences_lie_one_after_the_other() -> None:
     assert inputs.positions.tolist() == [5, 2, 3, 4, 0, 1]
     assert inputs.slot_blocks.tolist() == [2, 4, 4, 7, 1, 1]
     assert inputs.slot_offsets.tolist() == [1, 2, 3, 0, 0, 1]
-    assert inputs.sample_rows.tolist() == [0, 5]
+    assert inputs.logit_rows.tolist() == [0, 5]
     assert inputs.layout == StepLayout(((9, 2), (4, 7), (1,)), query_lens=(1, 3, 2), context_lens=(6, 5, 2))
     assert inputs.layout.only((0, 2)) == StepLayout(((9, 2), (1,)), query_lens=(1, 2), context_lens=(6, 2))
 
@@ -30,7 +30,7 @@ def test_drafts_are_sampled_too() -> None:
     parts = (part(5, (50, 60, 70), (9, 2), num_rows=3), part(0, (40, 41), (1,)))
     inputs = flatten(parts, 4, torch.device("cpu"))
     assert inputs.positions.tolist() == [5, 6, 7, 0, 1]
-    assert inputs.sample_rows.tolist() == [0, 1, 2, 4]
+    assert inputs.logit_rows.tolist() == [0, 1, 2, 4]
     assert parts[0].draft_token_ids == (60, 70)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -10,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from services.core import sealed_memory
 from services.core.sealed_memory import SealedMemory
-from services.engine.model import kv_cache
 from services.engine.model.kv_cache import KVCache, KVShape
+from services.engine.schedule.sequence import BlockCopy
 from services.kv.layout import Layout
 from services.kv.regions import check_regions
 
@@ -90,6 +92,13 @@ def test_a_block_of_the_wrong_size_is_refused(cache: KVCache) -> None:
         cache.read_blocks([0])[0][0] = 1
 
 
+def test_blocks_are_duplicated_whole(cache: KVCache) -> None:
+    content = [bytes([number] * cache.block_bytes) for number in range(NUM_BLOCKS)]
+    cache.write_blocks(range(NUM_BLOCKS), content)
+    cache.duplicate([BlockCopy(1, 3), BlockCopy(1, 4)])
+    assert [bytes(block) for block in cache.read_blocks(range(NUM_BLOCKS))] == [*content[:3], content[1], content[1]]
+
+
 def test_clear_leaves_the_others(cache: KVCache) -> None:
     for block in range(NUM_BLOCKS):
         cache.write_blocks([block], [b"\xff" * cache.block_bytes])  # NaN everywhere
@@ -99,12 +108,22 @@ def test_clear_leaves_the_others(cache: KVCache) -> None:
 
 
 def test_close_gives_the_descriptor_back() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = _num_memory_files()
     cache = KVCache(SHAPE, 1, torch.device("cpu"))
+    assert _num_memory_files() == before + 1
     cache.close()
     cache.close()
     del cache
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _num_memory_files() == before
+
+
+def _num_memory_files() -> int:
+    """Returns how many descriptors are of files in memory: other threads of the process may open others meanwhile."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:")
+    return count
 
 
 def test_memory_of_the_next_blocks_is_allocated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +131,8 @@ def test_memory_of_the_next_blocks_is_allocated_ahead(monkeypatch: pytest.Monkey
     page = mmap.PAGESIZE
     shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=page // 32, block_size=8, dtype=torch.bfloat16)
     assert shape.block_bytes == page
-    monkeypatch.setattr(kv_cache, "_TOUCHED_AHEAD_BYTES", 8 * page)
-    monkeypatch.setattr(kv_cache, "_TOUCHED_AT_ONCE_BYTES", 4 * page)
+    monkeypatch.setattr(sealed_memory, "_TOUCHED_AHEAD_BYTES", 8 * page)
+    monkeypatch.setattr(sealed_memory, "_TOUCHED_AT_ONCE_BYTES", 4 * page)
     cache = KVCache(shape, 20, torch.device("cpu"))
     assert cache.fd is not None
 

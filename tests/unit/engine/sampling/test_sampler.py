@@ -12,6 +12,7 @@ import torch
 from services.engine.sampling import noise
 from services.engine.sampling.sampler import sample
 from services.engine.schedule.sequence import SampledToken, SampleRow, SamplingParams
+from tests.support.distribution import assert_distribution
 
 VOCAB = 500  # more than the sampler's candidates
 NUM_DRAWS = 4000
@@ -37,22 +38,6 @@ def draw(logits: torch.Tensor, count: int = NUM_DRAWS, **sampling: Any) -> Count
         tokens = sample(rows, [row_of(start + place, **sampling) for place in range(_ROWS)])
         counts.update(token.token_id for token in tokens)
     return counts
-
-
-def assert_distribution(counts: Counter[int], probabilities: torch.Tensor) -> None:
-    """Asserts chi-squared over tokens expected at least five times, the rest pooled; 5 standard deviations."""
-    total = sum(counts.values())
-    assert all(probabilities[token] > 0 for token in counts)
-    expected = probabilities.double() * total
-    observed = torch.zeros(len(probabilities), dtype=torch.float64)
-    for token, count in counts.items():
-        observed[token] = count
-    common = expected >= 5
-    pairs = [*zip(observed[common].tolist(), expected[common].tolist(), strict=True)]
-    pairs.append((observed[~common].sum().item(), expected[~common].sum().item()))
-    statistic = sum((found - wanted) ** 2 / wanted for found, wanted in pairs if wanted > 0)
-    freedom = len(pairs) - 1
-    assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 10, (statistic, freedom)
 
 
 def test_greedy_takes_the_largest_of_each_row() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -29,6 +31,7 @@ options = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "cache_salt": st.sampled_from(["", "tenant"]),
         "output_base": st.sampled_from([0, 0, 1]),
+        "num_answers": st.sampled_from([1, 1, 2, 3, 6]),
     },
 )
 
@@ -49,15 +52,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, prompt: list[int], options: dict[str, object], mode: Mode) -> None:
         self.engine.add(prompt, mode=mode, **options)
 
-    @rule(prompt=prompts, max_tokens=st.integers(2, 12), priority=st.integers(-1, 1), spare=st.booleans())
-    def adopt_import(self, prompt: list[int], max_tokens: int, priority: int, spare: bool) -> None:
-        prompt = prompt[: self.engine.config.max_model_len - 2]
-        self.engine.adopt_import(prompt, spare=spare, max_tokens=max_tokens, priority=priority)
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(2, 12),
+        priority=st.integers(-1, 1),
+        spare=st.booleans(),
+        num_answers=st.sampled_from([1, 1, 2, 5]),
+    )
+    def adopt_import(self, prompt: list[int], **options: Any) -> None:
+        self.engine.adopt_import(prompt[: self.engine.config.max_model_len - 2], **options)
 
     @precondition(lambda self: self.engine.leases)
-    @rule(data=st.data(), max_tokens=st.integers(2, 12))
-    def adopt_lease(self, data: st.DataObject, max_tokens: int) -> None:
-        self.engine.adopt_lease(data.draw(st.sampled_from(sorted(self.engine.leases))), max_tokens)
+    @rule(data=st.data(), max_tokens=st.integers(2, 12), num_answers=st.sampled_from([1, 1, 3]))
+    def adopt_lease(self, data: st.DataObject, max_tokens: int, num_answers: int) -> None:
+        self.engine.adopt_lease(data.draw(st.sampled_from(sorted(self.engine.leases))), max_tokens, num_answers)
 
     @precondition(lambda self: self.engine.leases)
     @rule(data=st.data())

@@ -1,0 +1,75 @@
+"""Reckons how much memory and time the KV of conversations takes. Pure.
+
+Owns: what a model's configuration says about the size of its KV. Never: what a running worker has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.core.errors import UnsupportedModel
+from services.core.hashing import num_blocks_for
+from services.kv.layout import token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVShapeOfModel:
+    """Keeps what of a model its KV's size depends on."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """Says what the KV of one sequence takes."""
+
+    token_bytes: int
+    block_size: int
+    num_tokens: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return num_blocks_for(self.num_tokens, self.block_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of the sequence's blocks; the last one may be partial and takes as much."""
+        return self.num_blocks * self.block_bytes
+
+    def num_sequences(self, memory_bytes: int) -> int:
+        """Returns how many such sequences that share nothing fit into so much memory."""
+        return memory_bytes // self.block_bytes // max(1, self.num_blocks)
+
+    def seconds(self, bytes_per_s: float) -> float:
+        """Returns how long the blocks take at this bandwidth."""
+        return self.num_bytes / bytes_per_s
+
+
+def kv_shape_of(config: Mapping[str, Any]) -> KVShapeOfModel:
+    """Returns the shape that a model's config.json, as transformers write it, describes. Raises UnsupportedModel."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = text
+    try:
+        num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UnsupportedModel(f"its config.json does not say how large its KV is: {error!r}") from error
+    if min(num_layers, num_kv_heads, head_dim) < 1:
+        raise UnsupportedModel("its config.json describes a model without KV")
+    return KVShapeOfModel(num_layers, num_kv_heads, head_dim)
+
+
+def size_of(shape: KVShapeOfModel, dtype: str, block_size: int, num_tokens: int) -> KVSize:
+    """Returns what a sequence of so many tokens takes with this type of cache. Raises KeyError for an unknown type."""
+    each = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+    return KVSize(each, block_size, num_tokens)

@@ -1,0 +1,142 @@
+"""Decides when a handoff goes to a store, and what the store's events mean. Pure.
+
+Owns: the time from the decision to park until the store has the handoff. From then on the store's leg is the request's
+prefill leg, and `handoff.py` has the rules. Never: which store (`services.router.policy`).
+
+A store is a help and no condition. So whatever goes wrong with it, the handoff stays where it is, the request waits as
+if there were no store, and nothing is counted against it; if the source is gone too, the prompt is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.core.errors import BatonError, Draining, ProtocolViolation
+from services.router import policy
+from services.router.coordinator.book import Book
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    DecodeRefused,
+    ImportFailed,
+    LegEvent,
+    LegFailed,
+    Parked,
+)
+from services.router.coordinator.handoff import is_leaving, is_the_pairs, leaves, note_refusal, takes_no_more
+from services.router.coordinator.request import PlacedPark, Request
+from services.router.coordinator.workers import Worker
+from services.router.policy import LeftOut, PlacedPhase, Ranking, Role, Source, WhyNot, WorkerSubset, WorkerView
+
+
+def park_if_due(book: Book, request: Request, now: float) -> None:
+    """Sends the request's handoff to a store, if it is time and one has room. It is called where no decode worker can
+    take the handoff now.
+
+    The handoff of a mixed worker stays there, since that worker can adopt it without a copy.
+    """
+    leg = request.prefill
+    if leg is None or leg.sealed_s is None or leg.worker.roles is not Role.PREFILL or request.park is not None:
+        return
+    if now - max(leg.sealed_s, request.waiting_since_s) < book.config.park_after_s:
+        return
+    workers, ranking = book.workers.cluster.everyone, Ranking()
+    source = Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)
+    job = request.job(len(leg.token_ids))
+    able = [
+        view
+        for view in workers.keepers(job, source)
+        if policy.has_room_to_keep(job, view)
+        and request.setbacks.may_ask(view, now)
+        and workers.able(job, view.as_source)  # some decode worker can fetch it from there
+    ]
+    store_id = policy.place_park(job, source, able, now, ranking)
+    if store_id is None:
+        return
+    choice = policy.explain_choice(
+        PlacedPhase.PARK,
+        job,
+        source,
+        workers.view(store_id),
+        ranking,
+        policy.PARK_TERMS,
+        now,
+        waited_s=now - request.waiting_since_s,
+        left_out=_left_out(workers, request, job, source, ranking.candidates, now),
+        before=request.story.vain_attempt,
+    )
+    book.open_park(request, book.workers.get(store_id), now, choice)
+
+
+def _left_out(
+    workers: WorkerSubset,
+    request: Request,
+    job: policy.Job,
+    source: Source,
+    candidates: Sequence[WorkerView],
+    now: float,
+) -> policy.LeftOutWorkers:
+    compared = {view.worker_id for view in candidates}
+    left = [view for view in workers.views() if view.roles is Role.STORE and view.worker_id not in compared]
+
+    def why(store: WorkerView) -> WhyNot:
+        if (never := policy.why_no_park(job, source, store)) is not None:
+            return never
+        if not request.setbacks.may_ask(store, now):
+            return WhyNot.REFUSED
+        return WhyNot.UNTRIED if workers.able(job, store.as_source) else WhyNot.NO_TAKER
+
+    named = (LeftOut(store.worker_id, why(store)) for store in left)
+    return policy.LeftOutWorkers().joined(named, len(left))
+
+
+def leg_event(book: Book, worker: Worker, event: LegEvent, request: Request, leg: PlacedPark, now: float) -> None:
+    """Handles one event of a store's leg that does not have its handoff yet."""
+    match event:
+        case DecodeAdmitted() if leg.admitted_s is None:
+            leg.admitted_s, leg.heard_s = now, book.awake.at(now)
+            book.workers.answered(worker.info.worker_id, leg.leg)
+        case DecodeRefused() if leg.admitted_s is None:
+            _give_up(book, request, leg, worker, now, "refused", cancel=False)
+        case Parked():
+            book.workers.succeeded(worker.info.worker_id, now)
+            book.workers.transfer_succeeded(leg.handoff.worker, worker.info.worker_id, now)
+            book.take_parked(request, event, now)
+        case ImportFailed():
+            _import_failed(book, request, leg, worker, event.error, now)
+        case LegFailed():
+            park_failed(book, request, leg, event.error, now, cancel=False)
+        case _:
+            park_failed(book, request, leg, ProtocolViolation("an event of another kind of leg"), now, cancel=True)
+
+
+def park_failed(book: Book, request: Request, leg: PlacedPark, error: BatonError, now: float, *, cancel: bool) -> None:
+    """Gives a store's leg up because the store failed, or takes nothing new."""
+    if not takes_no_more(book, leg.worker, Role.STORE, error, now):
+        book.workers.failed(leg.worker.worker_id, f"{error.reason}: {error}", now)
+    _give_up(book, request, leg, book.workers.get(leg.worker.worker_id), now, "failed", cancel=cancel)
+
+
+def park_orphaned(book: Book, request: Request, leg: PlacedPark, now: float) -> None:
+    """Gives up a leg whose source is gone, and which has not said in time whether it had everything. That is no failure
+    of the store: it may still be finding out that its source is gone."""
+    _give_up(book, request, leg, book.workers.get(leg.worker.worker_id), now, "orphaned", cancel=True)
+
+
+def _import_failed(
+    book: Book, request: Request, leg: PlacedPark, worker: Worker, error: BatonError, now: float
+) -> None:
+    """Leaves the handoff at its source. Whether its lease still lives, the source says, or who tries to fetch it."""
+    source = leg.handoff.worker
+    if isinstance(error, Draining):
+        leaves(book, source, now)
+    elif is_the_pairs(error) and not is_leaving(book, source):
+        book.workers.transfer_failed(source, worker.info.worker_id, f"{error.reason}: {error}", now)
+    _give_up(book, request, leg, worker, now, "import failed", cancel=False)
+
+
+def _give_up(
+    book: Book, request: Request, leg: PlacedPark, worker: Worker, now: float, outcome: str, *, cancel: bool
+) -> None:
+    note_refusal(book, request, leg, worker, now)
+    book.end_park(request, now, outcome, cancel=cancel)
+    book.settle(request, now, refused=True)

@@ -1,0 +1,110 @@
+"""Writes log-probabilities of a prompt's tokens: in OpenAI's lists, which `echo` begins, and vLLM's `prompt_logprobs`.
+
+The first token has none: null stands in its place. Parts are written as they come, so that no prompt takes the event
+loop for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from baton.v1 import inference_pb2, types_pb2
+from services.router.text.token_texts import TokenTexts
+
+# JSON has no infinity, which is the log-probability of a masked token. vLLM uses the same bound.
+_LEAST = -9999.0
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+def completion_logprobs(
+    texts: TokenTexts,
+    token_ids: Iterable[int],
+    logprobs: Iterable[types_pb2.TokenLogprobs],
+    offset: int,
+    num_top: int | None = None,
+) -> dict[str, list[object]]:
+    """Returns the lists of /v1/completions.
+
+    `offset` is where the first token begins in the whole text, in characters. `num_top` is how many of the likeliest
+    tokens to write of those that are there; None for all.
+    """
+    lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        text = texts[token_id].text
+        lists["tokens"].append(text)
+        lists["token_logprobs"].append(finite(entry.logprob))
+        # Of tokens with the same text the likeliest counts, and the chosen token is always listed.
+        top = {texts[other.token_id].text: finite(other.logprob) for other in reversed(entry.top[:num_top])}
+        top.setdefault(text, finite(entry.logprob))
+        lists["top_logprobs"].append(top)
+        lists["text_offset"].append(offset)
+        offset += len(text)
+    return lists
+
+
+class PromptScores:
+    """Collects what one prompt's answer says of the prompt's tokens."""
+
+    def __init__(self, texts: TokenTexts, *, num_echoed: int | None = None, num_top: int | None = None) -> None:
+        """`num_echoed` is how many of the likeliest tokens are in OpenAI's lists, `num_top` in vLLM's; None: there are
+        no such lists."""
+        self._texts = texts
+        self._num_echoed = num_echoed
+        self._num_top = num_top
+        self._token_ids: Sequence[int] = ()
+        self._lists: dict[str, list[object]] | None = None
+        self._entries: list[object] | None = None
+        self.num_chars = 0
+        """Length of the texts of the tokens in OpenAI's lists."""
+
+    def ask(self, response: inference_pb2.ResponseOptions) -> None:
+        """Asks for what the lists need."""
+        wanted = [num for num in (self._num_echoed, self._num_top) if num is not None]
+        if wanted:
+            response.prompt_logprobs = max(wanted)
+            response.echo_token_ids = True
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Takes the prompt's tokens, and writes the first."""
+        self._token_ids = token_ids
+        if self._num_top is not None:
+            self._entries = [None]
+        if self._num_echoed is not None:
+            text = self._texts[token_ids[0]].text
+            self._lists = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+            self.num_chars = len(text)
+
+    def add(self, part: inference_pb2.PromptLogprobs) -> None:
+        token_ids = self._token_ids[part.position : part.position + len(part.logprobs)]
+        if self._entries is not None:
+            pairs = zip(token_ids, part.logprobs, strict=True)
+            self._entries.extend(self._entry(token_id, entry) for token_id, entry in pairs)
+        if self._lists is not None:
+            lists = completion_logprobs(self._texts, token_ids, part.logprobs, self.num_chars, self._num_echoed)
+            for name, values in lists.items():
+                self._lists[name] += values
+            self.num_chars += sum(len(self._texts[token_id].text) for token_id in token_ids)
+
+    def echoed(self, output: dict[str, list[object]] | None) -> dict[str, list[object]] | None:
+        """Returns the lists of the prompt and then of the output."""
+        if self._lists is None or output is None:
+            return output if self._lists is None else self._lists
+        return {name: values + output[name] for name, values in self._lists.items()}
+
+    def fields(self) -> dict[str, object]:
+        """Returns vLLM's field, if it was asked for."""
+        return {} if self._entries is None else {"prompt_logprobs": self._entries}
+
+    def _entry(self, token_id: int, entry: types_pb2.TokenLogprobs) -> dict[str, object]:
+        """Returns the log-probabilities at one place by token id: the prompt's token first, then the likeliest."""
+        assert self._num_top is not None
+        found = {str(token_id): self._logprob(token_id, entry.logprob, entry.rank if entry.HasField("rank") else None)}
+        for place, top in enumerate(entry.top[: self._num_top], 1):
+            found.setdefault(str(top.token_id), self._logprob(top.token_id, top.logprob, place))
+        return dict(found)
+
+    def _logprob(self, token_id: int, logprob: float, rank: int | None) -> dict[str, object]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._texts[token_id].text}

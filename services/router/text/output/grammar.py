@@ -1,0 +1,128 @@
+"""Writes the grammar that outputs with calls of tools are held to: each family's own form, with the schemas of the
+arguments in it. Pure.
+
+The grammar is in Lark as llguidance has it, which workers compile. Where a tag is a special token it stands there by
+its id. Names are letters, digits and few others, and schemas are JSON with no colon in a string, so neither can become
+a rule of the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.router.text.output.families import NONE
+from services.router.text.output.form import OutputForm
+from services.router.text.output.reasoning import BEGIN, END
+from services.rpc.json_schemas import JSON_OPTIONS
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TEXT = "TEXT: /(.|\\n)*/"
+
+
+def call_grammar(
+    form: OutputForm,
+    schemas: Mapping[str, Mapping[str, Any]],
+    special_ids: Mapping[str, int],
+    *,
+    is_required: bool,
+    is_listed: bool = True,
+) -> str:
+    """Returns the grammar of outputs in which each call is of one of these functions, with arguments valid under its
+    schema. There must be a call if `is_required`, and else there may be; what is thought comes before, and is free.
+
+    `is_listed` says whether a model of Mistral's writes all calls as one list. Raises ValueError for a form without
+    calls.
+    """
+    if form.tools is None:
+        raise ValueError("there are no calls in this form")
+    grammar = _Grammar(form, special_ids, is_listed)
+    body = grammar.body(form.tools.name, is_required)
+    rules = [f"start: {grammar.thought(is_required)}{body}", *grammar.rules, _TEXT]
+    names = [f"call_{index}" for index in range(len(schemas))]
+    rules.append(f"one: {' | '.join(names)}")
+    for rule, (name, schema) in zip(names, schemas.items(), strict=True):
+        before, after = grammar.around(form.tools.name, name)
+        rules.append(f"{rule}: {before} {rule}_arguments {after}")
+        rules.append(f"{rule}_arguments: %json {_schema(schema)}")
+    return "\n".join(rules) + "\n"
+
+
+class _Grammar:
+    def __init__(self, form: OutputForm, special_ids: Mapping[str, int], is_listed: bool) -> None:
+        self._form = form
+        self._special_ids = special_ids
+        self._is_listed = is_listed
+        self.rules: list[str] = []
+
+    def body(self, family: str, is_required: bool) -> str:
+        """Returns what follows what is thought."""
+        several = not self._form.only_one_call
+        match family:
+            case "hermes":
+                begin, end = self._tag("<tool_call>"), self._tag("</tool_call>")
+                self.rules.append(f'whole: "\\n" one "\\n" {end}')
+                if is_required:
+                    return f"{begin} whole" + (f' ("\\n" {begin} whole)*' if several else "")
+                self._until("head", "<tool_call>")
+                return "(head whole)* TEXT"
+            case "llama3":
+                tag = "<|python_tag|>"
+                calls = (f"{self._tag(tag)}? " if tag in self._special_ids else "") + "one"
+                calls += ' (";" " "? one)*' if several else ""
+                if is_required:
+                    return calls
+                self.rules.append("FREE: /[ \\t\\r\\n]*[^ \\t\\r\\n{](.|\\n)*/")
+                return f'{calls} | FREE | ""'
+            case _:
+                return self._mistral(is_required, several)
+
+    def around(self, family: str, name: str) -> tuple[str, str]:
+        """Returns what stands before and after the arguments of a call."""
+        if family == "mistral" and not self._is_listed:
+            tag = "[ARGS]"
+            return f"{json.dumps(name)} {self._tag(tag) if tag in self._special_ids else ''}", ""
+        key = "parameters" if family == "llama3" else "arguments"
+        return json.dumps(f'{{"name": "{name}", "{key}": '), '"}"'
+
+    def thought(self, is_required: bool) -> str:
+        """Returns what the model may think first. Where it may say anything, that has a place there too, unless the
+        prompt has begun it."""
+        if self._form.reasoning == NONE or not (self._form.is_thinking or is_required):
+            return ""
+        self._until("thought", END)
+        self.rules.append("NEWLINES: /\\n{0,8}/")
+        if self._form.is_thinking:
+            return "thought NEWLINES "
+        self.rules.append(f"thinking: {self._tag(BEGIN)} thought NEWLINES")
+        return "thinking? "
+
+    def _mistral(self, is_required: bool, several: bool) -> str:
+        tag = "[TOOL_CALLS]"
+        is_special, begin = tag in self._special_ids, self._tag(tag)
+        if self._is_listed:
+            first = '"[" one ' + ('(", " one)* ' if several else "") + '"]"'
+            more = ""
+        else:
+            first, more = "one", f" ({begin} one)*" if several else ""
+        if is_required:
+            return f"{begin} {first}{more}"
+        if is_special:
+            return f"TEXT ({begin} {first}{more})?"
+        self._until("head", tag)
+        return f"head {first}{more} | TEXT"
+
+    def _until(self, rule: str, tag: str) -> None:
+        """Adds the rule of a text that ends with the first such tag."""
+        lazily = "" if tag in self._special_ids else "[lazy]"
+        self.rules.append(f"{rule}{lazily}: TEXT {self._tag(tag)}")
+
+    def _tag(self, tag: str) -> str:
+        return f"<[{self._special_ids[tag]}]>" if tag in self._special_ids else json.dumps(tag)
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    text = json.dumps({**schema, "type": "object", "x-guidance": JSON_OPTIONS}, separators=(",", ":"))
+    return _STRING.sub(lambda string: string[0].replace(":", "\\u003a"), text)

@@ -1,0 +1,1 @@
+"""Runs in vLLM's own environment, in vLLM's own processes. Nothing of the worker imports it."""

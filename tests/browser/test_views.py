@@ -1,0 +1,187 @@
+"""Tests the console's views in a browser, over a feed that says what the test wants."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.console_feed import HOSTILE, ConsoleFeed, bars, placement, row, worker
+from tests.support.console_page import VIEWS, looking
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+LIVE = {"ttft_ms": None, "total_ms": None, "tpot_ms": None, "longest_itl_ms": None, "outcome": "", "timings": {}}
+
+# All text, and all attributes that are shown or read out.
+_TOLD = """[document.title, ...[...document.querySelectorAll("*")].flatMap((each) => [
+    ...[...each.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => node.data),
+    ...["title", "aria-label", "alt", "placeholder", "label"].map((name) => each.getAttribute(name) ?? ""),
+])].join("\\n")"""
+
+
+def fill(feed: ConsoleFeed, name: str = "prefill-1") -> None:
+    """Gives every view something of each kind to show."""
+    feed.workers += [
+        worker(name, state="down", reason=f"{name} is silent"),
+        worker("decode-1", "decode", state="ejected"),
+        worker("mixed-0", "mixed", state="draining"),
+    ]
+    for decode, state in (("decode-0", "broken"), ("decode-1", "unproven")):
+        feed.pairs.append(
+            {
+                "prefill": name,
+                "decode": decode,
+                "state": state,
+                "reason": f"{name} fails",
+                "transport": None,
+                "handoff_ms": None,
+            }
+        )
+    feed.rows += [
+        row(2, id=name, prefill_worker="decode-0", ttft_ms=430.0),
+        row(3, phase="queued", prefill_worker="", decode_worker="", output_tokens=0, **LIVE),
+        row(4, phase="binding", output_tokens=0, **LIVE),
+        row(5, outcome="cancelled", failure=f"{name} went away", retries=2, prompt=name, output=name),
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+async def test_nothing_keeps_people_out(browser: Any, feed: ConsoleFeed, view: str, scheme: str) -> None:
+    fill(feed)
+    async with looking(browser, feed.url, scheme=scheme) as console:
+        await console.show(view)
+        assert await console.barriers() == []
+        await console.keep(f"{view}-{scheme}")
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "requests/5"])
+async def test_a_phone_shows_it_all_without_scrolling_sideways(browser: Any, feed: ConsoleFeed, view: str) -> None:
+    fill(feed, HOSTILE)
+    async with looking(browser, feed.url, width=360) as console:
+        await console.show(view)
+        assert await console.width_to_scroll() == 0
+        await console.keep(f"{view}-phone")
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "requests/5"])
+async def test_hostile_names_are_text(browser: Any, feed: ConsoleFeed, view: str) -> None:
+    fill(feed, HOSTILE)
+    feed.hello["log_prompts"] = True
+    feed.models[0] |= {"id": HOSTILE, "policy": HOSTILE}
+    feed.rows[0] |= {"id": HOSTILE, "prompt": HOSTILE, "output": HOSTILE, "failure": HOSTILE, "trace_id": HOSTILE}
+    feed.details[1] = {"placements": [placement(HOSTILE, HOSTILE)]}
+    async with looking(browser, feed.url) as console:
+        await console.show(view)
+        # What is seen and what is heard, labels and titles included: nothing is there unescaped.
+        told = await console.page.evaluate(_TOLD)
+        assert not {each for each in told if each < " " and each not in "\n\t"} | ({"\u202e", "\u2066"} & set(told))
+        assert await console.page.evaluate("window.hacked") is None
+        assert await console.page.locator("main script, main img").count() == 0
+        if view != "latency":  # which shows no name
+            assert "\\u{202e}gnp.exe" in told
+        # What is copied from there has nothing that cannot be seen either.
+        if view == "playground":
+            await console.page.locator(".ask textarea").first.fill(HOSTILE)
+            assert "\\u202egnp.exe" in await console.text(".snippets pre")
+
+
+async def test_what_it_cost_is_said_in_a_sentence(browser: Any, feed: ConsoleFeed) -> None:
+    async with looking(browser, feed.url) as console:
+        await console.show("requests/1", "request-1")
+        assert await console.text(".story") == (
+            "prefill-0 computed the prompt (1,782 tokens, 16 of them from its cache) in 420 ms; its KV (39.0 MiB) went "
+            "to decode-0 over shared memory. 294 ms of the transfer ran beside the prompt and cost nothing; 13.2 ms of "
+            "it nobody hid: that is what the handoff cost, < 1 % of the request's time. decode-0 made the answer: 64 "
+            "tokens, one in 52.6 ms on average."
+        )
+        assert "Mostly computing the prompt (98 %)" in await console.text()
+        assert "Decided by short_queue: 1.800 more for prefill-0" in await console.text()
+        assert "prefill-9 (no room: too few blocks)" in await console.text()
+        await console.show("cluster")
+        assert "13.2 ms of it nobody hid" in await console.text(".newest")
+
+
+async def test_a_replay_is_told_as_what_it_is(browser: Any, feed: ConsoleFeed) -> None:
+    lost = {
+        "name": "decode",
+        "start_ms": 9.3,
+        "end_ms": 900.0,
+        "worker": "decode-1",
+        "leg": 9,
+        "attempt": 1,
+        "outcome": "lost",
+    }
+    feed.rows[0] |= {"retries": 1, "stages": [lost, *feed.rows[0]["stages"]]}
+    drawn = bars(feed.rows[0])
+    first = {**drawn[6], "end_ms": 900.0, "worker": "decode-1", "outcome": "lost"}
+    feed.details[1] = {"bars": [*drawn[:6], first, *drawn[6:]]}
+    async with looking(browser, feed.url) as console:
+        await console.show("requests/1", "request-1")
+        assert "It was placed again once: the decode on decode-1 was given up (lost) at 900 ms." in await console.text()
+        assert await console.text("tr.wf-bad") == "decode decode-1 lost from 9.3 ms: 891 ms 891 ms"
+
+
+async def test_a_waterfall_grows_while_its_request_runs(browser: Any, feed: ConsoleFeed) -> None:
+    ended = feed.rows[0]
+    feed.rows = [
+        {**ended, "phase": "prefilling", "decode_worker": "", "output_tokens": 0, "arrived": time.time(), **LIVE}
+    ]
+    drawn = bars(ended)
+    feed.details[1] = {"bars": [{**drawn[0], "end_ms": None, "events": []}, *drawn[1:3], {**drawn[3], "end_ms": None}]}
+    async with looking(browser, feed.url) as console:
+        await console.show("requests/1")
+        assert "prefill-0 is computing the prompt" in await console.text(".story")
+        assert await console.page.locator(".wf-runs").count() == 2
+        feed.rows[0] |= {"phase": "decoding", "decode_worker": "decode-0"}
+        await console.see(".story:has-text('what is done of its KV goes to decode-0 meanwhile')")
+        feed.rows, feed.details = [ended], {}
+        await console.see("text=first token after 428 ms")
+        assert await console.page.locator(".wf-runs").count() == 0
+        # Attributes are a press away.
+        await console.page.get_by_role("button", name="kv.transfer").press("Enter")
+        assert "40894464" in await console.text(".wf-facts")
+
+
+async def test_requests_are_filtered_and_sorted(browser: Any, feed: ConsoleFeed) -> None:
+    fill(feed)
+    feed.rows.append(row(6, prefill_worker="prefill-7", ttft_ms=9000.0, outcome="stop"))
+    async with looking(browser, feed.url) as console:
+        await console.show("requests")
+
+        async def shown() -> list[str]:
+            return await console.page.locator("table.requests tbody th").all_inner_texts()
+
+        assert await shown() == ["request-6", "request-5", "request-4", "request-3", "prefill-1", "request-1"]
+        await console.page.get_by_role("button", name="TTFT").press("Enter")
+        assert (await shown())[0] == "request-6"
+        assert await console.page.locator("th[aria-sort=descending]").inner_text() == "TTFT ▾"
+        await console.page.get_by_role("button", name="TTFT").press("Enter")
+        assert (await shown())[-3:] == ["request-6", "request-4", "request-3"], "what has none comes last"
+        await console.page.get_by_label("Worker").select_option("prefill-7")
+        assert await shown() == ["request-6"]
+        await console.page.get_by_label("Worker").select_option("")
+        await console.page.get_by_label("State").select_option("failed")
+        assert await shown() == ["request-5"]
+        await console.page.get_by_label("State").select_option("")
+        await console.page.get_by_label("Split").select_option("unsplit")
+        assert await shown() == ["prefill-1"]
+        await console.page.get_by_label("Split").select_option("")
+        await console.page.get_by_label("placed again").check()
+        assert await shown() == ["request-5"]
+
+
+async def test_latencies_are_held_against_their_objectives(browser: Any, feed: ConsoleFeed) -> None:
+    feed.rows = [row(number, ttft_ms=300.0 + number) for number in range(1, 101)]
+    feed.rows += [row(number, ttft_ms=450.0, decode_worker="prefill-0", tpot_ms=60.0) for number in range(101, 111)]
+    async with looking(browser, feed.url) as console:
+        await console.show("latency")
+        assert "▲ p99 over 80 % of the objective" in await console.text("section[aria-labelledby=ttft-title]")
+        assert await console.text("section[aria-labelledby=ttft-title] tbody") == (
+            "split 100 350 ms 390 ms 399 ms 100 % 0 % 0 % unsplit 10 450 ms 450 ms 450 ms 100 % 100 % 0 %"
+        )
+        assert "✕ p99 over the objective" in await console.text("section[aria-labelledby=tpot-title]")
+        assert "p99" in await console.text("section[aria-labelledby=itl-title]")
+        assert await console.page.locator(".chart canvas").count() == 4

@@ -1,0 +1,29 @@
+"""Uses `instructor`: a pydantic model by JSON Schema."""
+
+# needs: instructor, openai
+
+import sys
+from typing import Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+url, model = sys.argv[1:]
+
+
+class Review(BaseModel):
+    verdict: Literal["good", "bad"]
+    stars: int = Field(ge=1, le=5)
+
+
+client = instructor.from_openai(OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.JSON_SCHEMA)
+review = client.chat.completions.create(
+    model=model,
+    response_model=Review,
+    messages=[{"role": "user", "content": "It was a fine film. Review it."}],
+    max_tokens=120,
+    temperature=0,
+    max_retries=0,
+)
+assert isinstance(review, Review)

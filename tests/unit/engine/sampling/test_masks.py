@@ -1,0 +1,156 @@
+"""Tests which tokens the rows of constrained sequences may have, and that they get no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.core.errors import BatonError, ConstraintUnsatisfied, InvalidRequest
+from services.engine.sampling.masks import Masks, masks_of
+from services.engine.sampling.sampler import sample
+from services.engine.schedule.constraint import Bits
+from services.engine.schedule.sequence import SampleRow, SamplingParams, ScheduledSequence
+from tests.support.scripted_constraint import OneOf
+
+VOCAB = 70  # no whole number of words
+EOS, STOP = 2, 40
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def part(
+    seq_id: int,
+    constraint: Any,
+    drafts: Sequence[int] = (),
+    *,
+    untold: tuple[int, ...] = (),
+    stops: tuple[int, ...] = (EOS,),
+    min_tokens: int = 0,
+) -> ScheduledSequence:
+    positions = range(len(drafts) + 1)
+    rows = tuple(SampleRow(at, GREEDY, masked_token_ids=stops if at < min_tokens else ()) for at in positions)
+    return ScheduledSequence(
+        seq_id, 10, (5, *drafts), (0,), rows, constraint=constraint, untold_token_ids=untold, stop_token_ids=stops
+    )
+
+
+def tokens_in(masks: Masks) -> list[list[int]]:
+    assert masks.bits is not None
+    unpacked = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in unpacked]
+
+
+def test_each_row_of_a_constrained_part_has_its_tokens() -> None:
+    free = part(1, None)
+    one = part(2, OneOf([[7, 8], [7, 9], [69]]))
+    other = part(3, OneOf([[7, 8], [7, 9]]), untold=(7,))
+    masks = masks_of([one, free, other], VOCAB)
+    assert masks.rows == (0, 2)
+    assert tokens_in(masks) == [[7, 69], [8, 9]]
+    assert not masks.num_rows, "all rows have tokens"
+    assert not masks.failed
+
+
+def test_tokens_that_end_the_output_are_allowed_exactly_where_it_may_end() -> None:
+    lists = [[7, STOP, 8], [7]]
+    stops = (EOS, STOP)
+    assert tokens_in(masks_of([part(1, OneOf(lists), stops=stops)], VOCAB)) == [[7]]
+    assert tokens_in(masks_of([part(1, OneOf(lists), untold=(7,), stops=stops)], VOCAB)) == [[EOS, STOP]]
+    # STOP could follow, as text, but a stop token is never text; so it is not allowed before the output is complete.
+    masks = masks_of([part(1, OneOf([[STOP], [9]]), stops=stops)], VOCAB)
+    assert tokens_in(masks) == [[9]]
+
+
+def test_rows_after_drafts() -> None:
+    constraint = OneOf([[7, 8, 9]])
+    masks = masks_of([part(1, constraint, drafts=(7, 8, 9))], VOCAB)
+    assert tokens_in(masks) == [[7], [8], [9], [EOS]]
+    assert constraint.taken == [], "drafts are not taken"
+    masks = masks_of([part(1, OneOf([[7, 8, 9]]), drafts=(7, 5, 9)), part(2, OneOf([[6]]))], VOCAB)
+    assert (tokens_in(masks), masks.rows) == ([[7], [8], [6]], (0, 1, 4)), "no row after a wrong draft is of interest"
+    assert masks.num_rows == {1: 2}
+
+
+@pytest.mark.parametrize(
+    ("constrained", "words"),
+    [
+        (part(1, OneOf([[7]]), untold=(7,), min_tokens=1), "min_tokens"),
+        (part(1, OneOf([[7]]), untold=(7,), stops=()), "ignore_eos"),
+        (part(1, OneOf([[STOP, 9]]), stops=(STOP,)), "stop tokens"),
+    ],
+)
+def test_a_part_with_nothing_left_fails_alone(constrained: ScheduledSequence, words: str) -> None:
+    masks = masks_of([constrained, part(2, OneOf([[6]]))], VOCAB)
+    assert isinstance(masks.failed[1], ConstraintUnsatisfied)
+    assert words in str(masks.failed[1])
+    assert (tokens_in(masks), masks.rows) == ([[6]], (1,))
+
+
+def test_nothing_left_after_a_draft_is_found_out_when_it_is_accepted() -> None:
+    masks = masks_of([part(1, OneOf([[7]]), drafts=(7,), stops=())], VOCAB)
+    assert not masks.failed
+    assert masks.num_rows == {1: 1}
+    assert masks.keep({1: (7, 9), 2: (4,)}) == {1: (7,), 2: (4,)}  # type: ignore[dict-item]
+
+
+def test_further_answers_begin_where_the_first_does() -> None:
+    of_three = dataclasses.replace(part(1, OneOf([[7], [8]])), further_rows=(SampleRow(0, GREEDY),) * 2)
+    masks = masks_of([of_three, part(2, OneOf([[6]]))], VOCAB)
+    assert (tokens_in(masks), masks.rows) == ([[7, 8], [7, 8], [7, 8], [6]], (0, 1, 2, 3))
+    assert masks.keep({1: (7, 7, 8), 2: (6,)}) == {1: (7, 7, 8), 2: (6,)}  # type: ignore[dict-item]
+
+
+class Broken:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def fill(self, drafts: Sequence[int], bits: Bits) -> list[bool]:
+        bits[:] = -1
+        raise self._error
+
+
+def test_a_constraint_that_fails_ends_its_own_sequence_only() -> None:
+    too_complex = InvalidRequest("constraint", "is too complex")
+    masks = masks_of([part(1, Broken(too_complex)), part(2, OneOf([[6]])), part(3, Broken(KeyError("x")))], VOCAB)
+    assert masks.failed[1] is too_complex
+    assert type(masks.failed[3]) is BatonError, "a defect is opaque"
+    assert (tokens_in(masks), masks.rows) == ([[6]], (1,))
+    assert masks.keep({1: (), 2: (), 3: ()}) == {2: ()}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampled_tokens_are_allowed_ones_and_other_rows_are_as_before(temperature: float) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    sampling = SamplingParams(temperature=temperature, seed=5, num_logprobs=3)
+    rows = [SampleRow(at, sampling) for at in range(3)]
+    free = sample(logits.clone(), rows)
+    masks = masks_of([part(1, None), part(2, OneOf([[68], [33]])), part(3, None)], VOCAB)
+    found = sample(logits.clone(), rows, masks)
+    assert [found[0], found[2]] == [free[0], free[2]]
+    assert found[1].token_id in (33, 68)
+    # Log-probabilities are those of the masked distribution.
+    expected = logits[1, [33, 68]].log_softmax(-1)
+    assert found[1].logprob == pytest.approx(expected[0 if found[1].token_id == 33 else 1].item(), abs=1e-5)
+    assert {token_id for token_id, logprob in found[1].top if logprob > -np.inf} == {33, 68}
+
+
+def test_masks_come_after_biases_and_penalties() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 5.0
+    sampling = SamplingParams(temperature=0.0, logit_bias={9: 100.0, 7: 1.0})
+    masks = masks_of([part(1, OneOf([[7], [8]]))], VOCAB)
+    assert sample(logits, [SampleRow(0, sampling)], masks)[0].token_id == 7
+
+
+def test_a_bias_forbids_nothing() -> None:
+    """The lowest bias is finite, so what alone is left is chosen in spite of it."""
+    sampling = SamplingParams(temperature=0.7, logit_bias={7: -100.0}, top_p=0.1, min_p=0.5)
+    masks = masks_of([part(1, OneOf([[7]]))], VOCAB)
+    assert sample(torch.randn(1, VOCAB), [SampleRow(0, sampling)], masks)[0].token_id == 7
