@@ -38,17 +38,18 @@ INSTALLED := $(VENV)/.installed
 # Exits with 3 if it is too old; whatever cannot be run exits with something else.
 IS_NEW_ENOUGH := 'import sys; sys.exit(3 * (sys.version_info < (3, 11)))'
 
-.PHONY: help install model protos format lint types contracts test test-long test-all faults sim soak demo bench loadgen clients vllm test-vllm clean
+.PHONY: help install model protos format lint types contracts test test-all faults sim soak demo bench loadgen clients vllm test-vllm clean
 
 help:
 	@sed -n '2,12s/^#   //p' $(MAKEFILE_LIST)
 	@echo "also: bench model protos format lint types contracts clean"
 
+# A checkout may come to another processor: the kernels for this one are asked for each time, and mostly there.
 install: $(INSTALLED)
+	@$(BIN)/python -m services.engine.native.build --fetch-compiler || true
 
 # The client is installed with a copy of what is generated from the protos.
-$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard protos/baton/v1/*.proto) \
-		$(wildcard services/engine/native/*.[ch])
+$(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard protos/baton/v1/*.proto)
 	@$(PYTHON) -c $(IS_NEW_ENOUGH) 2>/dev/null || { \
 		test $$? = 3 && what="$(PYTHON) is older" || what="there is no $(PYTHON) that runs"; \
 		echo "Baton needs Python 3.11 or newer, and $$what. Try: make install PYTHON=python3.13" >&2; exit 1; }
@@ -58,10 +59,9 @@ $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt 
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_INDEX) \
 		--constraint requirements/constraints.txt --editable ./client --editable '.[dev]'
-	$(BIN)/python -m services.engine.native.build --fetch-compiler || true
 	touch $@
 
-model: $(INSTALLED)
+model: install
 	$(BIN)/baton models pull
 
 protos: $(INSTALLED)
@@ -84,22 +84,16 @@ contracts: $(INSTALLED)
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python scripts/gen_protos.sh --check
 
-# What gates a landing: nothing here measures the machine, so nothing here is red without a defect.
-test: model
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations 15 -m "not alone and not long" $(PYTEST_ARGS) \
-		tests/unit tests/contract$(NONE_CHOSEN)
+# Which test is in which tier: tests/conftest.py. Side by side where tests wait or compute; one by one where they start
+# processes or measure time or memory. What gates a landing measures nothing.
+test: install
+	$(BIN)/python -m pytest -m gate -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)$(NONE_CHOSEN)
 
-# Side by side where tests wait or compute; one by one where they measure time or memory, or kill processes.
-test-long: model
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations 15 -m "not alone and not long" \
-		--ignore tests/unit --ignore tests/contract $(PYTEST_ARGS)$(NONE_CHOSEN)
-	$(BIN)/python -m pytest --durations 15 -m "alone and not long" $(PYTEST_ARGS)$(NONE_CHOSEN)
-	BATON_EXAMPLES=all $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "hypothesis and not alone and not long" \
-		$(PYTEST_ARGS)$(NONE_CHOSEN)
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "long and not alone" $(PYTEST_ARGS)$(NONE_CHOSEN)
-	$(BIN)/python -m pytest -m "long and alone and not faults_long" $(PYTEST_ARGS)$(NONE_CHOSEN)
-
-test-all: test test-long
+test-all: export BATON_EXAMPLES = all
+test-all: test model
+	$(BIN)/python -m pytest -m "not gate and not process and not clock and not proof" -n $(TEST_JOBS) --dist loadfile \
+		--durations 15 $(PYTEST_ARGS)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -m "(process or clock) and not smoke and not proof" --durations 15 $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 # Real processes killed, stopped and cut off: all of it. On a busy machine it takes its time.
 faults: model
@@ -109,13 +103,13 @@ sim: $(INSTALLED)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START) --jobs $(JOBS) \
 		--resume out/sim-$(START)-$(SEEDS).jsonl $(SIM_ARGS)
 
-soak: $(INSTALLED)
+soak: install
 	PYTHONPATH=.:gen $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 demo: model
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
-bench: $(INSTALLED)
+bench: install
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # In an environment of its own: what a load generator needs differs from what Baton needs.

@@ -1,35 +1,93 @@
-"""Defines how the suite runs, and what pytest says at the end of every run: what did not run, by name and reason."""
+"""Defines how the suite runs: which tier a test is in, what is the same in every run, and what pytest says at the end.
+
+`make test` gates a landing, so nothing in it measures the machine: tests of its folders that start no process, assert
+no time or memory, take seconds and need no model from elsewhere, and then the smokes. Everything else is `make
+test-all`'s, and `make proof`'s what takes hours.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
 from services.engine.cpu.openmp import expect_shared_cores
-from tests.support.examples import num_examples
+from tests.support.examples import has_all_examples, num_examples
 from tests.support.footprint import children_left
 
 expect_shared_cores()  # before anything loads torch: tests run side by side, and their workers with them
 
-# How long an example takes says how busy the machine is; what must be fast is measured on purpose.
+# How long an example takes says how busy the machine is; what must be fast is measured on purpose. In `make test` the
+# examples are always the same ones.
 hypothesis.settings.register_profile(
-    "baton", deadline=None, max_examples=num_examples(100), suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "baton",
+    deadline=None,
+    max_examples=num_examples(100),
+    derandomize=not has_all_examples(),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("baton")
 
-_SAID = {"faults", "faults_long", "long"}
-_left_out = pytest.StashKey[dict[str, list[str]]]()
+GATE_FOLDERS = ("unit", "contract", "sim")
+NOT_IN_GATE = {"process", "clock", "long", "default_model", "proof", "gpu"}
+FOLDERS = {
+    "smoke": ("smoke", "process"),
+    "integration/faults": ("faults", "process"),
+    "browser": ("process",),
+    "clients": ("process",),
+    "vllm": ("process", "long"),
+}
+"""Marks of all tests in a folder."""
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+"""Audit events of the interpreter."""
+
+_HERE = Path(__file__).parent
+_started: list[str] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS:
+        _started.append(f"{event} {arguments[:2]}"[:200])
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what runs in the background with interrupts ignored, and so would each process that a test starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.stash[_left_out] = {}
+    sys.addaudithook(_note)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(_HERE)
+        for folder, marks in FOLDERS.items():
+            if path.is_relative_to(folder):
+                for name in marks:
+                    item.add_marker(name)
+        if path.parts[0] in GATE_FOLDERS and not NOT_IN_GATE & {mark.name for mark in item.iter_markers()}:
+            item.add_marker("gate")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Holds the tests of the gate to their marks: a process that is started costs seconds on a busy machine."""
+    _started.clear()
+    yield
+    if _started and item.get_closest_marker("gate"):
+        pytest.fail(f"it starts a process, so it is to be marked `process`: {_started}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,36 +99,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         assert not left, f"still running after the last test of {item.path.parent.name}: {left}"
 
 
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    for item in items:
-        markers = sorted({mark.name for mark in item.iter_markers()} & _SAID)
-        item.config.stash[_left_out][item.nodeid] = markers
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
-    if output is not None:  # one of several processes (pytest -n)
-        output["left_out"] = session.config.stash[_left_out]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Adds what one of the processes of `pytest -n` left out to what the run left out, when that process ends."""
-    node.config.stash[_left_out] |= getattr(node, "workeroutput", {}).get("left_out", {})
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the skipped tests one by one, then what the chosen markers left out."""
+    """Prints why tests were skipped, how many, and one of them."""
     skipped = terminalreporter.stats.get("skipped", [])
     if skipped:
         terminalreporter.section("skipped", sep="-")
+    reasons: dict[str, list[str]] = {}
     for report in skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        terminalreporter.write_line(f"{report.nodeid}: {reason.removeprefix('Skipped: ')}")
-    if terminalreporter.config.option.keyword:
-        return  # whoever asked for a few by name knows that
-    left_out = {name: marks for name, marks in terminalreporter.config.stash[_left_out].items() if marks}
-    if left_out:
-        terminalreporter.section("left out by the markers chosen (-m)", sep="-")
-    for name, markers in sorted(left_out.items()):
-        terminalreporter.write_line(f"{name}: {', '.join(markers)}")
+        reasons.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
+    for reason, names in sorted(reasons.items()):
+        terminalreporter.write_line(f"{reason}: {len(names)}, as {names[0]}")

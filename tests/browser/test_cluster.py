@@ -21,7 +21,7 @@ from tests.support.models import tiny_model
 from tests.support.processes import environment
 from tests.support.real_cluster import RealCluster, Status, real_cluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.process, pytest.mark.long]
 
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 FLAGS = (

@@ -15,6 +15,8 @@ import pytest
 from tests.sim import campaign
 from tests.sim.campaign import MixedTrees, Progress, run_chunk
 
+pytestmark = pytest.mark.process
+
 _ROOT = Path(__file__).parents[2]
 
 

@@ -85,7 +85,7 @@ def hunts() -> Iterator[dict[str, Future[int | None]]]:
         yield {name: pool.submit(found_at, name) for name in MUTANTS}
 
 
-@pytest.mark.alone
+@pytest.mark.process
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", MUTANTS)

@@ -29,7 +29,7 @@ from tests.sim.scenario import (
 from tests.sim.simulation import simulate
 from tests.sim.world import World
 
-MANY = pytest.param(range(100, 2000), marks=[pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1800)])
+MANY = pytest.param(range(100, 2000), marks=[pytest.mark.long, pytest.mark.process, pytest.mark.timeout(1800)])
 
 
 @pytest.mark.timeout(600)
@@ -122,6 +122,7 @@ def _built(seed: int) -> Cluster:
     return cluster
 
 
+@pytest.mark.process
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     seeds = (
         0,

@@ -19,10 +19,9 @@ from services.router.main import Router, RouterConfig
 from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
 from tests.support.certificates import certificates, tls_flags
+from tests.support.patience import HANG_S
 from tests.support.trusted import cluster_token_of, dial
 from tests.support.workers import DECODE, MIXED, PREFILL, LoadEngine, Roles, idle, running_worker, until, worker_config
-
-READY_WITHIN_S = 20.0
 
 
 @dataclass(slots=True)
@@ -144,10 +143,6 @@ def greedy_request(prompt: Sequence[int], max_tokens: int, **fields: Any) -> inf
     )
 
 
-PATIENT_S = 20.0
-"""How long ends of a session wait for one another."""
-
-
 @contextlib.asynccontextmanager
 async def running_cluster(
     model: Path,
@@ -171,7 +166,7 @@ async def running_cluster(
     async with contextlib.AsyncExitStack() as stack:
         # Canaries would show in ledgers, step counts and prefix caches. All ends are in this one process: what holds it
         # up for seconds is the machine, and no peer's silence. What tests look at is the handoff, whatever it costs.
-        flags = {"canaries": False, "split": "always", "silence_s": PATIENT_S, **tls_flags(tls, "router")}
+        flags = {"canaries": False, "split": "always", "silence_s": HANG_S, **tls_flags(tls, "router")}
         flags |= router or {}
         config = RouterConfig(model=str(model), host="127.0.0.1", port=0, control_port=0, **flags)
         brain = Router(config, tracer, cluster_token_of(config))
@@ -179,14 +174,14 @@ async def running_cluster(
         stack.push_async_callback(brain.stop)
         workers = []
         for index, role in enumerate(roles):
-            changes = {"silence_s": PATIENT_S, **tls_flags(tls, "worker"), **worker, **(each[index] if each else {})}
+            changes = {"silence_s": HANG_S, **tls_flags(tls, "worker"), **worker, **(each[index] if each else {})}
             config = worker_config(model, router=(brain.control_address,), worker_id=f"w{index}", **changes)
             workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer, load)))
         shown = None if tls is None else certificates(tls, "operator")
         channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}", certificates=shown))
         control_channel = await stack.enter_async_context(dial(brain.control_address, certificates=shown))
         cluster = Cluster(brain, workers, channel, control_channel)
-        await until(lambda: cluster.num_ready == len(roles), "every worker is ready", READY_WITHIN_S)
+        await until(lambda: cluster.num_ready == len(roles), "every worker is ready", HANG_S)
         yield cluster
         await cluster.idle()
 

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from services.router.console import feed
+from tests.support.patience import HANG_S
 from tests.support.router_harness import CONFIG, Cluster
 
 Events = AsyncIterator[tuple[str, dict[str, Any]]]
@@ -25,7 +26,7 @@ async def running(model: str, **flags: Any) -> AsyncIterator[Cluster]:
     try:
         yield cluster
     finally:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await cluster.stop()
 
 
@@ -52,7 +53,7 @@ async def _events(lines: AsyncIterator[str]) -> Events:
 
 
 async def until(events: Events, wanted: str, holds: Any = lambda data: True) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         async for name, data in events:
             if name == wanted and holds(data):
                 return data

@@ -12,6 +12,11 @@ import pytest
 _CHOSEN = os.environ.get("BATON_EXAMPLES", "")
 
 
+def has_all_examples() -> bool:
+    """Returns whether examples are drawn anew in each run, and all of them, as in `make test-all`."""
+    return bool(_CHOSEN)
+
+
 def num_examples(count: int) -> int:
     """Returns how many examples to try of a property for which `make test-all` tries `count` (`BATON_EXAMPLES=all`).
 

@@ -23,10 +23,11 @@ from services.kv.lease import LeaseState
 from services.kvtransfer.client import FetchOrder, FetchOutcome
 from services.router.coordinator.request import Phase, Request
 from services.router.text.tokeniser_line import TokeniserLine
-from tests.support.cluster import PATIENT_S, Cluster, greedy_request, running_cluster
+from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.fake_runner import engine_of
 from tests.support.held_runner import HeldRunner
 from tests.support.models import VOCAB_SIZE
+from tests.support.patience import HANG_S
 from tests.support.proxy import Fault, Proxy
 from tests.support.stores import running_store
 from tests.support.workers import DECODE, PREFILL, ScriptedRouter, until
@@ -206,7 +207,7 @@ async def _store(cluster: Cluster, transport: str) -> AsyncIterator[None]:
     source = cluster.workers[0]
     async with running_store(source, router=routers, worker_id="s", silence_s=30.0, transport=transport) as store:
         cluster.workers.append(store)
-        await until(lambda: cluster.num_ready == 3, "the store is ready", PATIENT_S)
+        await until(lambda: cluster.num_ready == 3, "the store is ready", HANG_S)
         try:
             yield
         finally:

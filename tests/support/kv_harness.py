@@ -42,7 +42,8 @@ from services.kvtransfer.transports.tcp_tls import Contexts
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
-from tests.support.kv_memory import PATIENCE_S, DeviceMemory, MemfdMemory, content
+from tests.support.kv_memory import DeviceMemory, MemfdMemory, content
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN, dial
 
 LAYOUT = Layout("tiny", "weights", "config", "float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
@@ -55,7 +56,7 @@ TLS: Contexts | None = None
 
 async def until(predicate: Callable[[], bool]) -> None:
     """Returns when the predicate holds."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         while not predicate():  # noqa: ASYNC110  (of all that runs here; there is no single event)
             await asyncio.sleep(0.001)
 
@@ -95,7 +96,7 @@ class Source:
         shared: bool = True,
         num_slots: int = 0,
         servicer: type[KVTransferServicer] = KVTransferServicer,
-        silence_s: float = PATIENCE_S,
+        silence_s: float = HANG_S,
     ) -> None:
         self.clock = ManualClock()
         self.layout = layout
@@ -241,7 +242,7 @@ class Destination:
         self,
         layout: Layout = LAYOUT,
         *,
-        silence_s: float = PATIENCE_S,
+        silence_s: float = HANG_S,
         dial: Callable[[str], grpc.aio.Channel] = dial,
     ) -> None:
         self.clock = ManualClock()

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 
 from services.core.sealed_memory import SealedMemory
 from services.kv.regions import Buffer, Region
-
-PATIENCE_S = 10.0
-"""Far beyond what anything here takes: reached only by a hang."""
+from tests.support.patience import HANG_S
 
 
 class Gate:
@@ -24,10 +22,10 @@ class Gate:
 
     def enter(self) -> None:
         self._entered.set()
-        assert self._open.wait(PATIENCE_S)
+        assert self._open.wait(HANG_S)
 
     async def entered(self) -> None:
-        assert await asyncio.to_thread(self._entered.wait, PATIENCE_S)
+        assert await asyncio.to_thread(self._entered.wait, HANG_S)
 
     def open(self) -> None:
         self._open.set()

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+HANG_S = 60.0
+"""After this, a test that waits for what must happen is taken to hang. It says nothing of how fast that is."""
 _WORK = 1_000_000
 """Additions."""
 _NOMINAL_S = 0.08

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.main import Router, RouterConfig
+from tests.support.patience import HANG_S
 from tests.support.recording import recording_tracer
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 from tests.support.text_model import byte_tokenizer
@@ -31,7 +32,6 @@ CONFIG = RouterConfig(
     metrics_port=-1,
     canaries=False,  # a scripted worker counts every command
 )
-PATIENCE_S = 10.0
 
 
 class Cluster:
@@ -82,7 +82,7 @@ class Cluster:
         await self.until(joined)
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANG_S):
             while not await condition():  # noqa: ASYNC110  # the condition is an RPC: only asking tells
                 await asyncio.sleep(0.01)
 

@@ -14,7 +14,7 @@ from services.engine.schedule.sequence import Failed, Sequence, SequenceEvent, S
 from services.engine.schedule.sequence import SamplingParams as Sampling
 from services.vllm.engine import VllmEngine, vllm_engine
 from tests.support import ROOT
-from tests.support.patience import Patience
+from tests.support.patience import HANG_S, Patience
 from tests.support.scripted_vllm_controls import Controls
 from tests.support.text_model import byte_tokenizer
 
@@ -95,7 +95,7 @@ class Driver:
         events = self.of(sequence)
         return any(isinstance(event, Failed) or (isinstance(event, Token) and event.finish) for event in events)
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 5.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = HANG_S) -> None:
         patience = Patience(timeout_s)
         while not condition():
             assert not patience.is_over(), f"not within {patience.waited_s:.1f} s: {what}; {self.events[-5:]}"

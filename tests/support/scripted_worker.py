@@ -21,6 +21,7 @@ from services.rpc.serving import GrpcServer
 from services.rpc.status import to_status
 from services.worker.model_text import ModelTextHost
 from services.worker.session import WORKER_SERVICE
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN
 
 MODEL_ID = "tiny"
@@ -154,7 +155,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             session.outgoing.put_nowait(message)
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(HANG_S):
             while not condition():
                 self.seen.clear()
                 await self.seen.wait()

@@ -27,7 +27,7 @@ from services.worker.life import listen
 from services.worker.machine import Machine
 from services.worker.main import engine_config
 from services.worker.phase import WorkerPhase
-from tests.support.patience import Patience
+from tests.support.patience import HANG_S, Patience
 from tests.support.trusted import cluster_token_of, dial
 
 Roles = dict[types_pb2.WorkerRole, Callable[[WorkerHost], WorkerPhase]]
@@ -36,7 +36,6 @@ LoadEngine = Callable[[EngineConfig], WorkerEngine]
 PREFILL: Roles = {types_pb2.WORKER_ROLE_PREFILL: PrefillPhase}
 DECODE: Roles = {types_pb2.WORKER_ROLE_DECODE: DecodePhase}
 MIXED: Roles = {**PREFILL, **DECODE}
-IDLE_WITHIN_S = 5.0
 PROMPT = [5 + i % 300 for i in range(100)]
 GREEDY = types_pb2.SamplingParams(temperature=0.0)
 
@@ -77,9 +76,7 @@ async def running_worker(
         await host.stop()
 
 
-async def until(
-    condition: Callable[[], bool], what: str, timeout_s: float = IDLE_WITHIN_S, pause_s: float = 0.005
-) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = HANG_S, pause_s: float = 0.005) -> None:
     """Looks again and again, since what is waited for happens in other threads and processes.
 
     With a pause of 0, at every turn of the event loop: for what lasts only a few of them.

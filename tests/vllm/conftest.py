@@ -1,4 +1,4 @@
-"""Says when these tests run: where there is vLLM, beside no other test, and not in `make test`."""
+"""Leaves these tests out where there is no vLLM."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.errors import ConfigError
 from services.vllm.environment import vllm_python
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """This hook sees the items of the whole run."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.alone)
-            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,10 @@
 """Compiles the C files beside it once for each instruction set and type of elements.
 
-Run as `python -m services.engine.native.build [--fetch-compiler]`. The compiler is `$CC`, or gcc, cc or clang, or that
-of the Python package ziglang. Where none of them works, `--fetch-compiler` has pip fetch that package into a folder
-that is deleted after the build.
+Run as `python -m services.engine.native.build [--fetch-compiler]`. It builds for the instruction sets that this
+processor has; with `BATON_KERNELS=all`, as images and releases need it, for all of the architecture. The compiler is
+`$CC`, or gcc, cc or clang, or that of the Python package ziglang. Where none of them works, `--fetch-compiler` has pip
+fetch that package into a folder that is deleted after the build. What was built is also kept in Baton's cache, so that
+the next checkout on this machine copies it.
 
 Owns: which compiler is used, with which flags. Never: whether the result is right (each user of a kernel checks that at
 load). Baton runs without the kernels, so a missing compiler is only reported; one that fails is an error, unless
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import os
 import platform
@@ -26,14 +29,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.core.home import baton_home
 from services.engine.native.instruction_sets import (
     SOURCES_SYMBOL,
     WITHOUT_KERNELS,
     InstructionSet,
     instruction_sets,
     sources_digest,
+    usable,
 )
 
+_WHICH = "BATON_KERNELS"
 _FOLDER = Path(__file__).parent
 _COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
 _OF_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
@@ -74,6 +80,18 @@ class Compiler:
 
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    identity: str = ""
+    """What it is, if that is known before it is fetched; else what it says by itself."""
+
+    def builds(self, wanted: InstructionSet, sources: str) -> Path:
+        """Returns where a library that this compiler makes of the sources is kept between builds."""
+        about = (self.identity or self._version(), _COMPILE, _PARTS, wanted.compiler_flags)
+        recipe = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+        return baton_home() / "native" / f"{sources}-{recipe}" / wanted.shared_object.name
+
+    def _version(self) -> str:
+        said = subprocess.run([*self.command, "--version"], capture_output=True, text=True, check=False)
+        return shlex.join(self.command) + said.stdout
 
     def run(self, arguments: Sequence[str]) -> str:
         """Returns what went wrong, or an empty text."""
@@ -96,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         installed = _installed()
+        if installed.compiler is None and arguments.fetch_compiler and _copy_kept(_zig({})):
+            return 0
         with _compiler(installed, fetch=arguments.fetch_compiler) as compiler:
             return int(installed.is_broken) if compiler is None else _build_all(compiler)
     except KeyboardInterrupt:
@@ -181,11 +201,33 @@ def _pip_install(requirement: str, folder: str) -> bool:
 def _zig(environment: dict[str, str]) -> Compiler:
     # Without a target it would compile for this very processor.
     target = ("-target", f"{platform.machine()}-linux-gnu.{_OLDEST_GLIBC}")
-    return Compiler((sys.executable, "-m", "ziglang", "cc", *target), environment)
+    return Compiler((sys.executable, "-m", "ziglang", "cc", *target), environment, identity=_ZIG)
+
+
+def _wanted() -> tuple[InstructionSet, ...]:
+    return instruction_sets() if os.environ.get(_WHICH) == "all" else usable(environment={})
+
+
+def _copy_kept(compiler: Compiler) -> bool:
+    """Copies what this compiler has built before; tells whether that was all that is wanted."""
+    sources = sources_digest()
+    return all(_copy(compiler.builds(each, sources), each.shared_object) for each in _wanted())
+
+
+def _copy(library: Path, to: Path) -> bool:
+    """Puts a copy in place of what is there: a process that has the old library loaded keeps it."""
+    copy = to.with_name(f"copying-{os.getpid()}-{to.name}")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, copy)
+        os.replace(copy, to)
+    except OSError:
+        return False
+    return True
 
 
 def _build_all(compiler: Compiler) -> int:
-    wanted, sources = instruction_sets(), sources_digest()
+    wanted, sources = _wanted(), sources_digest()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         errors = dict(zip(wanted, pool.map(lambda each: _build(compiler, each, sources), wanted), strict=True))
     for each, error in errors.items():
@@ -195,12 +237,15 @@ def _build_all(compiler: Compiler) -> int:
     if not built:
         print("Baton runs without its CPU kernels", file=sys.stderr)
         return 1
-    print(f"built the CPU kernels for {', '.join(built)} with {shlex.join(compiler.command)}")
+    print(f"CPU kernels for {', '.join(built)} by {shlex.join(compiler.command)}")
     return 0
 
 
 def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
     """Builds one library, which says of which sources it is; returns why it could not, or an empty text."""
+    kept = compiler.builds(wanted, sources)
+    if kept.exists() and _copy(kept, wanted.shared_object):
+        return ""
     with tempfile.TemporaryDirectory(prefix="building-", dir=wanted.shared_object.parent) as folder:
         origin = Path(folder, "origin.c")
         origin.write_text(f'const char {SOURCES_SYMBOL}[] = "{sources}";\n')
@@ -216,7 +261,8 @@ def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
         ):
             if error := compiler.run(arguments):
                 return error
-        os.replace(library, wanted.shared_object)  # a process that has the old library loaded keeps it
+        _copy(library, kept)  # not to have it there costs time, no more
+        os.replace(library, wanted.shared_object)
     return ""
 
 

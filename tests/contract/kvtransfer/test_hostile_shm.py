@@ -14,6 +14,8 @@ from baton.v1 import types_pb2
 from tests.support import ROOT
 from tests.support.shm_victim import HOSTILE
 
+pytestmark = pytest.mark.process
+
 VICTIM = ROOT / "tests" / "support" / "shm_victim.py"
 PATIENCE_S = 60.0
 

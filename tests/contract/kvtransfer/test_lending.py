@@ -19,7 +19,8 @@ from services.kvtransfer.lending import MOST_LENDS, MOST_LENT_S, UNFETCHED_S
 from services.kvtransfer.servicer import KVTransferServicer
 from services.rpc.interceptors import CallContext
 from tests.support.kv_harness import LAYOUT, Destination, Source, opening, raw_stub, running, until
-from tests.support.kv_memory import PATIENCE_S, content
+from tests.support.kv_memory import content
+from tests.support.patience import HANG_S
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "grpc"])
 QUARTER = 16
@@ -162,7 +163,7 @@ async def test_a_worker_that_stops_does_not_wait_long_for_what_it_is_lent(
         await until(lambda: slow.lender.num_lends == 1)
         asking.cancel()
         await asyncio.wait([asking])
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANG_S):
             await destination.close()
         slow.pass_time(11.0)
 

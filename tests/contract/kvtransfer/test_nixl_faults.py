@@ -28,9 +28,9 @@ from tests.support.kv_memory import content
 from tests.support.nixl_source_process import BIG, Offered, SourceProcess, source_process
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.faults,
     pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed"),
+    pytest.mark.process,
 ]
 
 MARK = b"\x99" * BIG.block_bytes

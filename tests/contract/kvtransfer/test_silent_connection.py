@@ -17,6 +17,8 @@ from services.rpc.options import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, channe
 from tests.support.kv_harness import Destination, Source, running
 from tests.support.proxy import Fault, Proxy
 
+pytestmark = pytest.mark.clock
+
 METHOD = "/test.Silent/Talk"
 SCALE = 10
 """So much faster than in earnest."""

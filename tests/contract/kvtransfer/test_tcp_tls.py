@@ -22,6 +22,7 @@ from services.rpc.certificates import Certificates
 from tests.support import kv_harness
 from tests.support.certificates import certificates, naming, written
 from tests.support.kv_harness import Destination, Source, running, until
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN
 
 FETCH = FetchName(b"i" * 16, 1)
@@ -181,7 +182,7 @@ class TestHandshakes:
             client.do_handshake()
         async with running(source):
             with stranger(source) as plain:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(HANG_S):
                     for byte in hello.read():
                         try:
                             plain.sendall(bytes([byte]))

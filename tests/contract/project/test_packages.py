@@ -22,6 +22,8 @@ from tests.support.processes import PYTHON_PATH, ROOT
 from tests.support.router_harness import CONFIG, TEXT, Cluster
 from tests.support.trusted import CLUSTER_TOKEN
 
+pytestmark = pytest.mark.process
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WITHIN_S = 120.0
 

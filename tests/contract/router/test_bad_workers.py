@@ -20,6 +20,7 @@ from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, types_pb2, wo
 from services.core.ids import new_incarnation
 from services.core.step_average import StepAverage
 from tests.support.examples import num_examples
+from tests.support.patience import HANG_S
 from tests.support.protofuzz import Overrides, extremes, messages
 from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, read, request
 from tests.support.scripted_worker import ScriptedWorker
@@ -27,7 +28,6 @@ from tests.support.scripted_worker import ScriptedWorker
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 GARBAGE_ANY = any_pb2.Any(type_url="type.googleapis.com/google.rpc.RetryInfo", value=b"\xff\xff")
 REST = TEXT.removeprefix(TOKENIZER.decode(OUTPUT[:1]))
-PATIENCE_S = 10.0
 LONG = "the runner that decodes " * 8
 """More tokens than a block holds."""
 
@@ -192,13 +192,13 @@ async def test_extremes_of_what_a_worker_says(cluster: Cluster, role: str) -> No
     all_cases = cases()
     assert len(all_cases) > 200
     for start in range(0, len(all_cases), 40):
-        call = cluster.inference.GenerateStream(request(LONG), timeout=PATIENCE_S)
+        call = cluster.inference.GenerateStream(request(LONG), timeout=HANG_S)
         for what, message in all_cases[start : start + 40]:
             if message.HasField("load"):
                 message.load.sequence_number = 0 if "sequence_number" in what else worker.next_snapshot()
             worker.say(message)
         assert (await read(call))[1] == TEXT, [what for what, _ in all_cases[start : start + 40]]
-        deadlined = await cluster.inference.Generate(request(LONG), timeout=PATIENCE_S)
+        deadlined = await cluster.inference.Generate(request(LONG), timeout=HANG_S)
         assert deadlined.output.text == TEXT
         assert 0 <= deadlined.completion.usage.cached_tokens <= deadlined.completion.usage.prompt_tokens
 
@@ -246,7 +246,7 @@ async def test_a_load_of_nonsense_shuts_nobody_out(cluster: Cluster) -> None:
     nonsense.prefill_step.CopyFrom(types_pb2.StepAverage(ms=5, tokens=0, attended_tokens=100))
     decode.say(worker_pb2.SessionResponse(load=nonsense))
     for _ in range(3):
-        assert (await cluster.inference.Generate(request(), timeout=PATIENCE_S)).output.text == TEXT
+        assert (await cluster.inference.Generate(request(), timeout=HANG_S)).output.text == TEXT
     for each in cluster.router.coordinator.workers():
         assert each.load is not None
         assert each.load.prefill_step == each.load.decode_step == StepAverage()
@@ -271,11 +271,11 @@ async def test_workers_that_rave(cluster: Cluster, draw: Any) -> None:
     for worker in cluster.workers[1::2]:
         if not worker.num_sessions:  # it was thrown out, and if it had said that it drains, its process is to end
             worker.incarnation = new_incarnation()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANG_S):
             while not worker.num_sessions:  # it may be known still: as workers do, it registers again and again
                 await worker.register(cluster.control_channel)
                 await asyncio.sleep(0.01)
         responses = st.lists(messages(worker_pb2.SessionResponse, _LEGS), min_size=1, max_size=3)
         for response in draw.draw(responses):
             worker.say(response)
-    assert (await cluster.inference.Generate(request(LONG), timeout=PATIENCE_S)).output.text == TEXT
+    assert (await cluster.inference.Generate(request(LONG), timeout=HANG_S)).output.text == TEXT

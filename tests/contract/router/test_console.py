@@ -12,6 +12,7 @@ from services.router.config import RouterConfig
 from services.router.console import feed
 from services.router.console.routes import COOKIE, POLICY
 from tests.support.console_client import client, looks_counted, running, until, viewing
+from tests.support.patience import HANG_S
 from tests.support.router_harness import TEXT, read, request
 
 PAGE = "/console/waterfall.js"
@@ -128,7 +129,7 @@ async def test_a_viewer_that_does_not_read_is_let_go(model: str, monkeypatch: py
         assert console is not None
         events = console.feed.events()
         await anext(events)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while not next(iter(console.feed._viewers)).is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert [each async for each in events] == []

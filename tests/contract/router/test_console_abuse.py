@@ -10,6 +10,7 @@ import pytest
 
 from services.router.console import feed
 from tests.support.console_client import client, looks_counted, running, until, viewing
+from tests.support.patience import HANG_S
 from tests.support.router_harness import read, request
 
 FACE = chr(0x1F600)
@@ -82,7 +83,7 @@ async def test_of_a_viewer_that_does_not_read_nothing_is_kept(model: str, monkey
         events = console.feed.events()
         await anext(events)
         (viewer,) = console.feed._viewers
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while not viewer.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

@@ -11,6 +11,8 @@ from google.rpc import status_pb2
 from baton.v1 import control_pb2, types_pb2, worker_pb2
 from tests.support.router_harness import TEXT, Cluster, read, request
 
+pytestmark = pytest.mark.clock
+
 HUGE = {
     "legs": worker_pb2.SessionResponse(live_legs=worker_pb2.LiveLegs(newest_leg=1, legs=range(1 << 20))),
     "logprobs": worker_pb2.SessionResponse(

@@ -21,6 +21,8 @@ from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 from tests.support.text_model import TEMPLATE, write_model
 
+pytestmark = pytest.mark.process
+
 OTHER = "other"
 EQUAL = (
     "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(30) %}{% set ns.a = [ns.a, ns.a] %}"

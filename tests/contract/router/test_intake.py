@@ -20,6 +20,7 @@ from services.router.policy import PRESETS, Job, PolicyConfig, WorkerView
 from services.router.policy.terms import prefix_cached
 from services.router.text.tokenisation import ModelText
 from services.rpc.status import status_of_call
+from tests.support.patience import HANG_S
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, request
 from tests.support.text_model import CONTEXT_TOKENS, byte_tokenizer
 
@@ -35,7 +36,7 @@ class Gate:
         self.passing = threading.Semaphore(0)
 
     async def reached(self) -> None:
-        assert await asyncio.to_thread(self.passing.acquire, timeout=10)
+        assert await asyncio.to_thread(self.passing.acquire, timeout=HANG_S)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
 
 async def waiting(cluster: Cluster, num: int) -> None:
     """That many prompts are with the tokenizer."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while cluster.router.coordinator.num_expected != num:  # noqa: ASYNC110  # no event tells of it
             await asyncio.sleep(0.002)
 
@@ -187,7 +188,7 @@ async def test_bytes_beyond_the_budget_are_refused_over_grpc_and_http(model: str
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status_of_call(error).details)
     url = f"http://127.0.0.1:{cluster.router.http_port}/v1/completions"
-    async with httpx2.AsyncClient(timeout=20.0, trust_env=False) as client:
+    async with httpx2.AsyncClient(timeout=HANG_S, trust_env=False) as client:
         answer = await client.post(url, json={"prompt": "x" * 30_000})
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
         assert "retry-after" in answer.headers

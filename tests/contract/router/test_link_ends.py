@@ -23,6 +23,7 @@ from services.router.policy import Role
 from services.router.workers.sessions import SessionTimes, WorkerLink
 from services.rpc.channels import dial
 from tests.support.link_owner import Owner
+from tests.support.patience import HANG_S
 
 LINKS = 200
 Peer = Callable[[socket.socket], None]
@@ -99,7 +100,7 @@ async def test_no_task_of_a_link_is_left(peer: Peer | None, closed: bool, caplog
             assert all([await owner.lost for owner in owners])
         assert not any(owner.opened.is_set() for owner in owners), "nobody is there"
         if left := asyncio.all_tasks() - before:  # they end when gRPC has told the status of what was cancelled
-            _, left = await asyncio.wait(left, timeout=10.0)
+            _, left = await asyncio.wait(left, timeout=HANG_S)
         assert not left
         gc.collect()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

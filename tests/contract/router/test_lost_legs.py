@@ -14,6 +14,8 @@ from baton.v1 import types_pb2, worker_pb2
 from tests.support.router_harness import TEXT, Cluster, read, request
 from tests.support.scripted_worker import ScriptedWorker
 
+pytestmark = pytest.mark.clock
+
 Pair = tuple[ScriptedWorker, ScriptedWorker]
 
 

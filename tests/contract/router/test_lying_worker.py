@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from baton.v1 import types_pb2, worker_pb2
 from services.rpc.options import MOST_SESSION_EVENTS
 from tests.support.examples import num_examples
+from tests.support.patience import HANG_S
 from tests.support.router_harness import TEXT, Cluster, read, request
 
 NUM_LIARS = num_examples(20)
@@ -108,7 +109,7 @@ async def test_whatever_a_worker_says_hurts_nobody_else(
         num_answered += sum([end == "answered" for end in await asyncio.gather(*calls)])
     assert num_given >= NUM_LIARS // 2, "they were given something to lie about"
     assert num_answered > NUM_LIARS * NUM_REQUESTS / 2, "the others serve meanwhile"
-    events, text = await read(cluster.inference.GenerateStream(request(), timeout=20.0))
+    events, text = await read(cluster.inference.GenerateStream(request(), timeout=HANG_S))
     assert text == TEXT
     assert events[-1].completion.workers.prefill in ("p", "d")
     await cluster.assert_idle()
@@ -142,7 +143,7 @@ async def test_a_message_of_more_events_than_any_worker_sends_ends_its_session(
 async def ended(cluster: Cluster) -> str:
     """Returns how a request ended, which is never by a defect of the router."""
     try:
-        events, _ = await read(cluster.inference.GenerateStream(request(), timeout=20.0))
+        events, _ = await read(cluster.inference.GenerateStream(request(), timeout=HANG_S))
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
             raise

@@ -22,6 +22,8 @@ from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, read, r
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 from tests.support.text_model import write_model
 
+pytestmark = pytest.mark.process
+
 OTHER = "other"
 
 

@@ -16,6 +16,8 @@ from tests.support.redis_server import SERVER, WITHOUT, RedisServer
 from tests.support.router_harness import Cluster
 from tests.support.tenants import TenantsFile, http_client, serving
 
+pytestmark = pytest.mark.process
+
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 2}
 WITHIN_S = 1.0

@@ -15,6 +15,8 @@ from services.cli.status import text
 from services.rpc.plain import plain
 from tests.support.router_harness import CONFIG, Cluster, read, request
 
+pytestmark = pytest.mark.clock
+
 
 @pytest.fixture
 async def cluster(model: str) -> AsyncIterator[Cluster]:

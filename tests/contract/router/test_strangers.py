@@ -24,6 +24,7 @@ from services.rpc.status import from_call
 from tests.support.calls import ask_on
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.models import tiny_model
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN
 from tests.support.workers import DECODE, MIXED, PREFILL
 
@@ -133,7 +134,7 @@ async def test_nothing_is_read_of_what_a_stranger_sends(cluster: Cluster) -> Non
     for address in doors(cluster).values():
         async with grpc.aio.insecure_channel(address) as channel:
             for method in CLOSED:
-                call = channel.stream_stream(method)(timeout=10.0)
+                call = channel.stream_stream(method)(timeout=HANG_S)
                 assert await call.code() in (Code.UNAUTHENTICATED, Code.UNIMPLEMENTED)
 
 

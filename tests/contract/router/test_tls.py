@@ -22,8 +22,9 @@ from services.worker.metrics import WorkerMetrics
 from tests.contract.router.test_strangers import CLOSED, MALFORMED, doors
 from tests.support.calls import ask_on
 from tests.support.certificates import certificates, expired, tls_flags, written
-from tests.support.cluster import PATIENT_S, Cluster, running_cluster
+from tests.support.cluster import Cluster, running_cluster
 from tests.support.models import tiny_model
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN
 from tests.support.workers import DECODE, PREFILL, PROMPT, running_worker, until, worker_config
 
@@ -113,6 +114,7 @@ async def test_one_that_has_expired_is_refused(model: Path, folder: Path, tmp_pa
             assert error.code() is Code.UNAVAILABLE
 
 
+@pytest.mark.long
 async def test_a_cluster_goes_on_with_certificates_of_another_ca(model: Path, tmp_path: Path) -> None:
     """The new CA is trusted first, then come its certificates, then the old one goes: nothing is restarted or lost."""
     folder = written(tmp_path / "tls")
@@ -124,7 +126,7 @@ async def test_a_cluster_goes_on_with_certificates_of_another_ca(model: Path, tm
             await asyncio.sleep(_LOOKED_S)
             assert (await cluster.greedy(PROMPT, 3)).token_ids == first.token_ids
         changes = {**tls_flags(folder, "worker"), "router": (cluster.router.control_address,), "worker_id": "late"}
-        async with running_worker(worker_config(model, silence_s=PATIENT_S, **changes), DECODE):
+        async with running_worker(worker_config(model, silence_s=HANG_S, **changes), DECODE):
             await until(lambda: cluster.num_ready == 3, "one that has only the new ones joins", 20.0)
 
 

@@ -14,6 +14,7 @@ import pytest
 from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
 from services.core.errors import RoleGone, WorkerIdInUse
 from services.rpc.status import from_call
+from tests.support.patience import HANG_S
 from tests.support.router_harness import TEXT, Cluster, read, request
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -141,10 +142,11 @@ async def test_a_role_that_was_only_taken_for_gone_is_there_again(cluster: Clust
     """A worker may give a role up and take it again, and refuse one command in between."""
     worker = await cluster.add("mixed", worker_id="w")
     worker.failure = RoleGone("this worker takes no prefill commands")
-    assert (await read(cluster.inference.GenerateStream(request(), timeout=20.0)))[1] == TEXT
+    assert (await read(cluster.inference.GenerateStream(request(), timeout=HANG_S)))[1] == TEXT
     assert list((await shown(cluster, "w")).worker.roles) == [PREFILL, DECODE]
 
 
+@pytest.mark.clock
 async def test_roles_that_change_all_the_time_are_taken_over_once_a_second(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

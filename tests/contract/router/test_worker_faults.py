@@ -16,7 +16,8 @@ from services.core.errors import Draining, StepFailed
 from services.core.lifecycle import Lifecycle
 from services.router.main import serve
 from services.rpc.names import Span
-from tests.support.router_harness import CONFIG, OUTPUT, PATIENCE_S, TEXT, Cluster, code_of, read, request
+from tests.support.patience import HANG_S
+from tests.support.router_harness import CONFIG, OUTPUT, TEXT, Cluster, code_of, read, request
 from tests.support.scripted_worker import MODEL_ID
 
 
@@ -36,6 +37,7 @@ async def test_a_lost_decode_worker_is_invisible_to_the_client(cluster: Cluster,
     assert replay.token_ids[-1] == OUTPUT[0]
 
 
+@pytest.mark.clock
 async def test_a_silent_worker_is_lost(cluster: Cluster, pair: Any) -> None:
     prefill, _ = pair
     prefill.prefill_gate.clear()
@@ -188,5 +190,5 @@ async def test_a_router_process_serves_drains_and_stops(model: str, tmp_path: pa
     serving = asyncio.create_task(serve(replace(CONFIG, model=model, trace_file=str(trace_file)), lifecycle))
     await asyncio.sleep(0)
     lifecycle.stop("test")
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         await serving

@@ -15,6 +15,7 @@ from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import Draining, InvalidRequest, LayoutMismatch, LeaseInvalid, ProtocolViolation, RoleGone
 from services.rpc.status import from_status
 from services.worker.host import WorkerHost
+from tests.support.patience import HANG_S
 from tests.support.stores import park_command, running_store
 from tests.support.workers import (
     DECODE,
@@ -257,6 +258,6 @@ async def test_a_store_that_leaves_takes_nothing_new_and_hands_over_what_it_has(
         assert isinstance(from_status(failed.status), Draining)
         left = asyncio.create_task(cluster.store.left())
         assert await cluster.answer(parked)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await left
         cluster.prefill.call.cancel()

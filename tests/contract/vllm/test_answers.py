@@ -17,13 +17,15 @@ from tests.support.scripted_ranks import logprob_of
 from tests.support.scripted_vllm_engine import VOCAB_SIZE, ScriptedVllm
 from tests.support.workers import DECODE, MIXED, PREFILL, Roles, until
 
+pytestmark = pytest.mark.process
+
 _MANY = [5 + i * i % 250 for i in range(400)]
 PROMPT = _MANY[:200]
 NUM_TOKENS = 12
 LENGTHS = (1, 15, 16, 17, 64, 200)
 """Around a block of 16 tokens, and of one step and more of 64."""
 WAYS = {
-    "split-shm": ([PREFILL, DECODE], "auto", types_pb2.TRANSPORT_SHM),
+    "split-shm": ([PREFILL, DECODE], "shm", types_pb2.TRANSPORT_SHM),
     "split-grpc": ([PREFILL, DECODE], "grpc", types_pb2.TRANSPORT_GRPC),
     "split-tcp": ([PREFILL, DECODE], "tcp", types_pb2.TRANSPORT_TCP),
     "adopted": ([MIXED], "auto", types_pb2.TRANSPORT_LOCAL),

@@ -16,6 +16,8 @@ from tests.support.scripted_memory import script
 from tests.support.scripted_vllm_engine import VOCAB_SIZE, ScriptedVllm
 from tests.support.workers import DECODE, MIXED, PREFILL, Roles
 
+pytestmark = pytest.mark.process
+
 PROMPT = [5 + i * i % 250 for i in range(200)]
 NUM_REQUESTS = 60
 

@@ -27,6 +27,8 @@ from tests.support.workers import (
     worker_config,
 )
 
+pytestmark = pytest.mark.process
+
 PROMPT = [5 + i * i % 250 for i in range(200)]
 NUM_TOKENS = 12
 SPLIT = [PREFILL, DECODE]

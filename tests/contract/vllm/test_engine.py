@@ -29,6 +29,8 @@ from tests.support.footprint import children_left
 from tests.support.scripted_memory import script
 from tests.support.scripted_vllm_engine import VOCAB_SIZE, Driver, ScriptedVllm, engine_config
 
+pytestmark = pytest.mark.process
+
 PROMPT = [5 + i * i % 250 for i in range(200)]
 
 

@@ -25,6 +25,8 @@ from tests.support.workers import (
     worker_config,
 )
 
+pytestmark = pytest.mark.process
+
 PROMPT = [5 + i * i % 250 for i in range(100)]
 NUM_TOKENS = 8
 OTHERS = {

@@ -25,7 +25,7 @@ from tests.support.footprint import Footprint, children_left
 from tests.support.scripted_memory import script
 from tests.support.scripted_vllm_engine import VOCAB_SIZE, Driver, ScriptedVllm, engine_config, processes
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.process
 
 PROMPT = [5 + i * i % 250 for i in range(100)]
 WITHIN_S = 5.0

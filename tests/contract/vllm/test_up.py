@@ -18,7 +18,7 @@ from tests.support.patience import Patience
 from tests.support.processes import Up
 from tests.support.scripted_vllm_engine import ScriptedVllm
 
-pytestmark = [pytest.mark.alone, pytest.mark.faults]
+pytestmark = [pytest.mark.faults, pytest.mark.process]
 
 NUM_TOKENS = 30
 STRIKES = {

@@ -107,6 +107,7 @@ async def test_only_what_is_lacking_is_brought(model: Path) -> None:
         assert brought(target) == CACHED - 32
 
 
+@pytest.mark.process
 async def test_a_constraint_is_compiled_meanwhile(model: Path) -> None:
     """A constraint that is invalid fails the leg, and what was being brought is given up."""
     router, config = ScriptedRouter(), worker_config(model)

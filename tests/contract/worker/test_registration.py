@@ -21,6 +21,7 @@ from services.rpc.serving import GrpcServer
 from services.worker import registration
 from services.worker.host import WorkerHost
 from services.worker.registration import Registrations, pause_s
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import DECODE, running_worker, until, worker_config
 
@@ -83,7 +84,7 @@ async def health(host: WorkerHost, service: str) -> int:
 
 
 async def becomes(host: WorkerHost, status: int) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(HANG_S):
         while {await health(host, service) for service in EVERY} != {status}:  # noqa: ASYNC110  # only asking tells
             await asyncio.sleep(0.01)
     assert await health(host, "") == SERVING, "the process lives"

@@ -77,6 +77,7 @@ def test_it_imports_only_what_the_protocol_names() -> None:
     assert {module.split(".")[1] for module in modules} == {"core", "engine", "kv"}
 
 
+@pytest.mark.process
 def test_it_needs_no_torch() -> None:
     program = "import sys, tests.support.scripted_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
@@ -98,7 +99,7 @@ def test_it_is_a_worker_engine() -> None:
     ids=["split-shm", "split-grpc", "adopted", "whole"],
 )
 async def test_every_way_gives_the_script(model: Path, roles: list[Roles], transport: types_pb2.Transport) -> None:
-    pulls_by = "grpc" if transport == types_pb2.TRANSPORT_GRPC else "auto"
+    pulls_by = {types_pb2.TRANSPORT_GRPC: "grpc", types_pb2.TRANSPORT_SHM: "shm"}.get(transport, "auto")
     async with running_cluster(model, roles, load=ScriptedEngine, transport=pulls_by) as cluster:
         for length in (1, 16, 17, 100):  # the pool's blocks are of 16
             prompt = PROMPT[:length]
@@ -202,6 +203,7 @@ async def test_a_lease_that_expires_is_reported(model: Path) -> None:
         await idle(host)
 
 
+@pytest.mark.process
 async def test_it_refuses_a_constraint_by_name(model: Path) -> None:
     async with running_cluster(model, [PREFILL, DECODE], load=ScriptedEngine) as cluster:
         request = greedy_request(PROMPT, NUM_TOKENS, constraint=types_pb2.Constraint(regex="a*"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.clock import MonotonicClock
@@ -25,6 +26,8 @@ from services.worker.session import WORKER_SERVICE, RouterSession
 from tests.support.link_owner import Owner
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import PREFILL, ScriptedRouter, running_worker, until, worker_config
+
+pytestmark = pytest.mark.clock
 
 SILENCE_S = 2.0
 TIMES = {"silence_s": SILENCE_S, "heartbeat_s": 0.1, "lease_ttl_s": 3600.0}

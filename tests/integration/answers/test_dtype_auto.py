@@ -18,6 +18,8 @@ from services.cli.model_names import resolve_model
 from tests.support.models import tiny_model
 from tests.support.processes import BATON, Up, environment
 
+pytestmark = [pytest.mark.clock, pytest.mark.long]
+
 FASTER_IN_FLOAT32 = Timings({"bfloat16": (9.0, 9.0), "float32": (1.0, 1.0)}, "TEST")
 AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 

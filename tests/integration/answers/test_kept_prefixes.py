@@ -12,9 +12,10 @@ import pytest
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc
 from services.router.policy import prefix_sources
 from services.worker import prefixes
-from tests.support.cluster import PATIENT_S, Cluster, running_cluster
+from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.patience import HANG_S
 from tests.support.stores import running_store
 from tests.support.trusted import dial
 from tests.support.workers import DECODE, MIXED, PREFILL, Roles, running_worker, until, worker_config
@@ -45,7 +46,7 @@ async def told(cluster: Cluster, worker_id: str) -> None:
         coordinator = cluster.coordinators[0]
         return sum(len(each.cache or ()) for each in coordinator.workers() if each.info.worker_id == worker_id)
 
-    await until(lambda: num_blocks() >= CACHED // 16, f"{worker_id} has told", PATIENT_S)
+    await until(lambda: num_blocks() >= CACHED // 16, f"{worker_id} has told", HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -60,18 +61,18 @@ async def test_what_was_computed_outlives_those_who_computed_it(
     async with running_cluster(model, roles, router=router, transport=transport) as cluster:
         config: dict[str, Any] = {
             "router": (cluster.router.control_address,),
-            "silence_s": PATIENT_S,
+            "silence_s": HANG_S,
             "transport": transport,
         }
         async with running_store(cluster.workers[0], 128, worker_id="s", **config) as store:
-            await until(lambda: cluster.num_ready == len(roles) + 1, "the store is ready", PATIENT_S)
+            await until(lambda: cluster.num_ready == len(roles) + 1, "the store is ready", HANG_S)
             answer = await cluster.greedy(SHARED, MAX_TOKENS)
             await told(cluster, "s")
             assert store.tally.prefix_tokens_brought["peer"] >= CACHED
             for worker in cluster.workers:
                 worker.leave(60.0, "its successor comes")
             async with running_worker(worker_config(model, worker_id="new", **config), MIXED) as successor:
-                await until(lambda: cluster.num_ready == 2, "the successor is ready", PATIENT_S)
+                await until(lambda: cluster.num_ready == 2, "the successor is ready", HANG_S)
                 again = await cluster.greedy(SHARED, MAX_TOKENS)
                 assert successor.tally.prefix_tokens_brought["peer"] == CACHED
                 assert store.transfer.lender.tokens_lent == CACHED

@@ -10,6 +10,8 @@ from benchmarks.router_streams import measure
 from tests.support.processes import CLUSTER_TOKEN
 from tests.support.text_model import write_model
 
+pytestmark = [pytest.mark.process, pytest.mark.clock]
+
 NUM_STREAMS, STEP_MS = 40, 50.0
 
 

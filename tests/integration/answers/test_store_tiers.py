@@ -15,9 +15,10 @@ from services.router.policy import prefix_sources
 from services.worker import prefixes
 from services.worker.host import WorkerHost
 from tests.integration.answers.test_followed_caches import told
-from tests.support.cluster import PATIENT_S, Cluster, running_cluster
+from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.patience import HANG_S
 from tests.support.stores import running_store
 from tests.support.workers import MIXED, running_worker, until, worker_config
 
@@ -51,8 +52,8 @@ async def fill_with_others(cluster: Cluster, host: WorkerHost, hashes: set[Block
             return
         before = len(in_pool(host) | set(disk.held()))
         await cluster.greedy(random.Random(f"other {number}").choices(range(3, VOCAB_SIZE), k=300), 2)
-        await until(lambda before=before: len(in_pool(host) | set(disk.held())) > before, "it has come", PATIENT_S)
-        await until(lambda: tiers.demoter.idle, "the copies have ended", PATIENT_S)
+        await until(lambda before=before: len(in_pool(host) | set(disk.held())) > before, "it has come", HANG_S)
+        await until(lambda: tiers.demoter.idle, "the copies have ended", HANG_S)
     raise AssertionError("the blocks stay in the pool")
 
 
@@ -61,7 +62,7 @@ async def successor_of(cluster: Cluster, config: dict[str, Any], model: Path) ->
     for worker in cluster.workers:
         worker.leave(60.0, "its successor comes")
     async with running_worker(worker_config(model, worker_id="new", **config), MIXED) as successor:
-        await until(lambda: cluster.num_ready == 2, "the successor is ready", PATIENT_S)
+        await until(lambda: cluster.num_ready == 2, "the successor is ready", HANG_S)
         yield successor
 
 
@@ -70,16 +71,16 @@ async def test_what_left_a_stores_memory_is_lent_from_its_disk(tmp_path: Path, r
     model = tiny_model("llama", tmp_path)
     reference = GreedyReference(model)
     async with running_cluster(model, [MIXED], router=ROUTER) as cluster:
-        config: dict[str, Any] = {"router": (cluster.router.control_address,), "silence_s": PATIENT_S}
+        config: dict[str, Any] = {"router": (cluster.router.control_address,), "silence_s": HANG_S}
         of_store = {"worker_id": "s", "kv_disk": str(tmp_path / "kv"), **config}
 
         async def ready(store: WorkerHost) -> None:
             assert store.tiers is not None
-            await until(lambda: not store.tiers.stack.local[0]._loading, "the file has been read", PATIENT_S)
-            await until(lambda: cluster.num_ready == 2, "the store is ready", PATIENT_S)
+            await until(lambda: not store.tiers.stack.local[0]._loading, "the file has been read", HANG_S)
+            await until(lambda: cluster.num_ready == 2, "the store is ready", HANG_S)
 
         async def ends_here(store: WorkerHost) -> None:
-            await until(lambda: len(told(cluster, store)) >= CACHED // 16, "routers know what it has", PATIENT_S)
+            await until(lambda: len(told(cluster, store)) >= CACHED // 16, "routers know what it has", HANG_S)
             async with successor_of(cluster, config, model) as successor:
                 answer = await cluster.greedy(SHARED, MAX_TOKENS)
                 reference.check(SHARED, answer.token_ids, reference.generate(SHARED, MAX_TOKENS))
@@ -90,7 +91,7 @@ async def test_what_left_a_stores_memory_is_lent_from_its_disk(tmp_path: Path, r
         async with running_store(cluster.workers[0], NUM_BLOCKS, **of_store) as store:
             await ready(store)
             await cluster.greedy(SHARED, MAX_TOKENS)
-            await until(lambda: len(in_pool(store)) >= CACHED // 16, "the store has it", PATIENT_S)
+            await until(lambda: len(in_pool(store)) >= CACHED // 16, "the store has it", HANG_S)
             await fill_with_others(cluster, store, in_pool(store))
             if not restarts:
                 await ends_here(store)
@@ -105,12 +106,12 @@ async def test_what_left_a_workers_pool_is_lent_from_its_disk(tmp_path: Path) ->
     disk = {"kv_disk": str(tmp_path / "kv"), "kv_blocks": NUM_BLOCKS}
     async with running_cluster(model, [MIXED], router=ROUTER, **disk) as cluster:
         [worker] = cluster.workers
-        config: dict[str, Any] = {"router": (cluster.router.control_address,), "silence_s": PATIENT_S}
+        config: dict[str, Any] = {"router": (cluster.router.control_address,), "silence_s": HANG_S}
         expected = (await cluster.greedy(SHARED, MAX_TOKENS)).token_ids
         await fill_with_others(cluster, worker, in_pool(worker))
-        await until(lambda: len(told(cluster, worker)) > NUM_BLOCKS, "routers know what it has", PATIENT_S)
+        await until(lambda: len(told(cluster, worker)) > NUM_BLOCKS, "routers know what it has", HANG_S)
         async with running_worker(worker_config(model, worker_id="new", **config), MIXED) as other:
-            await until(lambda: cluster.num_ready == 2, "the other is ready", PATIENT_S)
+            await until(lambda: cluster.num_ready == 2, "the other is ready", HANG_S)
             for _ in range(2):  # one at each
                 assert (await cluster.greedy(SHARED, MAX_TOKENS)).token_ids == expected
             assert worker.tally.prefix_tokens_brought["disk"] == CACHED

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.v1 import types_pb2
-from tests.support.cluster import PATIENT_S, Answer, Cluster, receive_several, running_cluster
+from tests.support.cluster import Answer, Cluster, receive_several, running_cluster
 from tests.support.cluster import greedy_request as asked
 from tests.support.models import tiny_model
+from tests.support.patience import HANG_S
 from tests.support.stores import running_store
 from tests.support.workers import DECODE, MIXED, PREFILL, until
 
@@ -37,10 +38,10 @@ async def crowded(model: Path, num_blocks: int = 64, transport: str = "auto") ->
         book.config = dataclasses.replace(book.config, park_after_s=0.0)
         routers = (cluster.router.control_address,)
         async with running_store(
-            cluster.workers[0], num_blocks, router=routers, worker_id="s", silence_s=PATIENT_S, **config
+            cluster.workers[0], num_blocks, router=routers, worker_id="s", silence_s=HANG_S, **config
         ) as store:
             cluster.workers.append(store)
-            await until(lambda: cluster.num_ready == 3, "the store is ready", PATIENT_S)
+            await until(lambda: cluster.num_ready == 3, "the store is ready", HANG_S)
             yield cluster
             await cluster.idle()
             cluster.workers.pop()
@@ -87,7 +88,7 @@ async def test_a_store_that_ends_fails_no_request(model: Path) -> None:
     async with crowded(model) as cluster:
         answers = [asyncio.create_task(cluster.greedy(prompt, MAX_TOKENS)) for prompt in PROMPTS]
         store = cluster.workers[2]
-        await until(lambda: len(store.leases) > 0, "a handoff waits at the store", PATIENT_S, pause_s=0)
+        await until(lambda: len(store.leases) > 0, "a handoff waits at the store", HANG_S, pause_s=0)
         store.sessions.end_all()
         expected = await whole(model)
         for answer, same in zip(await asyncio.gather(*answers), expected, strict=True):

@@ -18,6 +18,8 @@ from services.cli.main import main
 from tests.support.processes import PYTHON_PATH
 from tests.support.trusted import CLUSTER_TOKEN
 
+pytestmark = pytest.mark.process
+
 WAIT_S = 60.0
 # A router that answers with one word and then, or at once, falls silent; the parent kills it.
 SILENT = """

@@ -25,6 +25,8 @@ from services.cli.main import main
 from tests.support.processes import PYTHON_PATH
 from tests.support.trusted import CLUSTER_TOKEN
 
+pytestmark = pytest.mark.process
+
 WAIT_S = 30.0
 
 

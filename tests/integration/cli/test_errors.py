@@ -15,6 +15,8 @@ from services.cli.main import COMMANDS
 from tests.support.processes import PYTHON_PATH, ROOT
 from tests.support.trusted import CLUSTER_TOKEN
 
+pytestmark = pytest.mark.process
+
 NO_ONE = "127.0.0.1:1"  # nothing listens there
 NOBODY = f"{NO_ONE}: no Baton answers there; is one running (baton up), and is this its port (--target)? UNAVAILABLE: "
 

@@ -30,6 +30,8 @@ from tests.support.models import tiny_model
 from tests.support.processes import ROOT
 from tests.support.workers import DECODE, PREFILL
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = ROOT / "examples"
 UNREACHABLE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH", "ENOTCACHED")
 LONG = ("--max-tokens", "900", "--ignore-eos")

@@ -15,6 +15,8 @@ import pytest
 from services.core.lifecycle import Lifecycle
 from tests.support import ROOT
 
+pytestmark = pytest.mark.process
+
 WAIT_S = 30.0
 
 # Reports ready, says how it was stopped, and ends according to its first argument.

@@ -21,6 +21,8 @@ from tests.support.models import tiny_model
 from tests.support.processes import BATON, baton, environment
 from tests.support.terminal import Terminal
 
+pytestmark = pytest.mark.process
+
 READY = "Ctrl-C drains and stops"
 STAGES = ("import", "load", "warm-up", "canaries")
 """Of a worker, and of these a short one may have passed between two looks."""

@@ -22,6 +22,8 @@ from services.core.start_progress import StartProgress, to_line
 from tests.support import ROOT
 from tests.support.processes import PYTHON_PATH
 
+pytestmark = pytest.mark.process
+
 HERE = ROOT / "tests" / "support"
 ENVIRON = {**os.environ, "PYTHONPATH": PYTHON_PATH, "GRPC_VERBOSITY": "NONE"}
 WAIT_S = 30.0

@@ -34,6 +34,8 @@ from tests.support.scripted_control import (
 )
 from tests.support.trusted import CLUSTER_TOKEN
 
+pytestmark = pytest.mark.process
+
 WITHIN_S = 20.0
 TIMEOUT_S = 10.0
 """That of a call."""

@@ -30,6 +30,8 @@ from tests.support.scripted_control import ScriptedControl, serving, split_timel
 from tests.support.trusted import CLUSTER_TOKEN
 from tests.support.workers import DECODE, PREFILL
 
+pytestmark = pytest.mark.process
+
 PROMPT = [5 + n % 300 for n in range(200)]
 WITHIN_S = 60.0
 

@@ -8,8 +8,12 @@ import signal
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.support.models import tiny_model
 from tests.support.processes import Up, baton
+
+pytestmark = pytest.mark.process
 
 
 def test_serves_and_drains(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from tests.support.footprint import holders, owned_memfds
 from tests.support.models import tiny_model
 from tests.support.processes import Up
 
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
 CHILDREN = ("decode-0", "prefill-0", "router")
 WITHIN_S = 15.0
 """Orphans take up to 5 s to let requests end; the rest is a busy machine."""

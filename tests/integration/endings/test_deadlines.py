@@ -32,6 +32,8 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.proxy import Fault
 from tests.support.workers import until
 
+pytestmark = pytest.mark.clock
+
 PROMPT = random.Random(0).choices(range(3, VOCAB_SIZE), k=300)
 DEADLINES_S = (3.0, 12.0, 48.0)
 """The first is long enough to reach a phase on an idle machine. Where it passes before, the next one is tried: what is

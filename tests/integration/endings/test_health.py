@@ -25,6 +25,8 @@ from tests.support.patience import patient
 from tests.support.recording import recording_tracer
 from tests.support.workers import DECODE, MIXED, PREFILL, until
 
+pytestmark = pytest.mark.clock
+
 PROMPT = list(range(5, 60))
 SECONDS = 20.0
 WITH_CANARIES = {"canaries": True}

@@ -83,7 +83,7 @@ async def test_each_is_refused_by_name_or_served_in_time(model: Path) -> None:
         assert await outcome(cluster, types_pb2.Constraint(regex="[a-c]{3}")) == "served"
 
 
-@pytest.mark.alone
+@pytest.mark.clock
 async def test_no_stream_stands_still_beside_them(model: Path) -> None:
     """A stream's tokens come as they did before, while hostile constraints are compiled."""
     async with running_cluster(model, [DECODE], router={"split": "never"}) as cluster:

@@ -18,6 +18,8 @@ from tests.support.patience import Patience
 from tests.support.real_cluster import READY_WITHIN_S, RealCluster, real_cluster
 from tests.support.trusted import dial
 
+pytestmark = pytest.mark.process
+
 FLAGS = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
 NAME = "decode-0"
 PROMPT = list(range(5, 45))

@@ -17,6 +17,8 @@ from tests.support.examples import combinations
 from tests.support.processes import environment
 from tests.support.stoppable_end import CHANNELS, PING_EVERY_MS
 
+pytestmark = pytest.mark.process
+
 PAUSE_S = 2 * max(RouterConfig.silence_s, WorkerConfig.silence_s) - 0.5
 """Just under twice the longer of the two limits on silence."""
 LOOKED_S = 0.3

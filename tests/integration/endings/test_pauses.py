@@ -18,6 +18,8 @@ from tests.support.phases import decoding, reach, reaches
 from tests.support.real_cluster import RealCluster, real_cluster
 from tests.support.streams import mixed_jobs, streams
 
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
 SILENCE_S = RouterConfig.silence_s
 PAUSE_S = 2 * max(SILENCE_S, WorkerConfig.silence_s) - 0.5
 """Just under twice the longer of the two limits on silence."""

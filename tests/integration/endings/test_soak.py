@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.soak import soak
+
+pytestmark = [pytest.mark.clock, pytest.mark.long]
 
 
 async def test_soak(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.support.certificates import written
 from tests.support.models import tiny_model
 from tests.support.processes import Up, baton
 
+pytestmark = pytest.mark.process
+
 NO_TOKEN = ""
 """Is refused by whoever reads it."""
 

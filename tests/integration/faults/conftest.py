@@ -51,11 +51,3 @@ async def cluster(shared: RealCluster) -> AsyncIterator[RealCluster]:
     await shared.idle()
     await shared.whole()
     await shared.idle()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """This hook sees the items of the whole run."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.faults)

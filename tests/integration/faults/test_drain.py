@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900
 
 PATIENT = 1
 """The router that takes no slow worker for a lost one."""
-LONG = pytest.mark.faults_long
+LONG = pytest.mark.proof
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900
 NIXL = pytest.param(
     "nixl",
     marks=(
-        pytest.mark.faults_long,
+        pytest.mark.proof,
         pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed"),
     ),
 )

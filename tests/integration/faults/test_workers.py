@@ -35,7 +35,7 @@ LOST_WITHIN_S = 4.0
 """Routers wait for 2 s of silence."""
 CUT_PAIR_WITHIN_S = 40.0
 """Keepalive takes 8 s, each of two attempts with a new connection 5 s; the rest is the work itself."""
-LONG = pytest.mark.faults_long
+LONG = pytest.mark.proof
 DECODERS = ("decode-0", "decode-1")
 
 

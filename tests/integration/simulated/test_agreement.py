@@ -20,6 +20,8 @@ from services.sim.trace import TracedRequest, scaled, synthetic_trace
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.processes import CLUSTER_TOKEN, Up
 
+pytestmark = pytest.mark.process
+
 MOST_TIMES = {50: 2.0, 95: 4.0}
 """By which factor percentiles may differ, either way: the largest times are those in which the machine did other work,
 which no profile has."""
@@ -65,7 +67,7 @@ def apart(rounds: list[Ratios]) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.clock
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["split", "mixed"])
 def test_simulated_times_are_near_the_measured_ones(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import DECODE, PREFILL, ScriptedRouter, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.clock]
 
 SILENCE_S = 3.0
 PROMPT = random.Random(3).choices(range(3, VOCAB_SIZE), k=50)

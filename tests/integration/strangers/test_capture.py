@@ -24,6 +24,8 @@ from tests.support.recorder import found, num_found, varints
 from tests.support.tenants import TenantsFile
 from tests.support.trusted import CLUSTER_TOKEN
 
+pytestmark = pytest.mark.process
+
 PROMPT = "Der Reiher zählt sieben silberne Schlüssel unter dem Leuchtturm, " * 6
 ENGINE = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "96")
 WORKERS = {

@@ -29,7 +29,7 @@ from tests.support.processes import BATON, environment
 from tests.support.trusted import dial
 from tests.support.workers import DECODE, PREFILL, running_worker, worker_config
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.process]
 
 NUM_DESCRIPTORS = 256
 NUM_PEERS = 400

@@ -30,6 +30,8 @@ from tests.support.models import tiny_model
 from tests.support.real_cluster import RealCluster, real_cluster
 from tests.support.watched_router import Notes
 
+pytestmark = [pytest.mark.clock, pytest.mark.long]
+
 CONTEXT_TOKENS = 1 << 16
 LONG = "The baton is passed from the runner that prefills.\n" * 13_020
 """664 kB: more tokens than the context has, as only the tokenizer can tell."""

@@ -17,6 +17,8 @@ import pytest
 from baton.v1 import inference_pb2
 from tests.support.measured_router import RunningRouter, running_router, tagged
 
+pytestmark = [pytest.mark.clock, pytest.mark.long]
+
 MIB = 1 << 20
 SIZE = 16 * MIB - 1024
 AT_ONCE = 8

@@ -19,6 +19,8 @@ import pytest
 from tests.support.measured_router import RunningRouter, running_router, tagged
 from tests.support.patience import Patience
 
+pytestmark = [pytest.mark.clock, pytest.mark.long]
+
 MIB = 1 << 20
 WAITING = 12
 ONE_BY_ONE = 3

@@ -12,6 +12,8 @@ import pytest
 from tests.support.models import tiny_model
 from tests.support.processes import Up
 
+pytestmark = pytest.mark.process
+
 ROUTER = (
     r"router services\.router\.telemetry\.activity: last \d+ s: \S+ requests/s accepted, .* ([0-9]+) of 2 workers ready"
 )

@@ -24,6 +24,8 @@ from tests.support.patience import slowness
 from tests.support.processes import Up
 from tests.support.span_tree import PARENTS
 
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
 NAMES = {Span.REQUEST, *PARENTS}
 TRANSFERRED = {Span.PLACE, Span.PREFILL, Span.KV_TRANSFER, Span.DECODE_WAIT}
 """What a request has not that the router placed whole on the decode worker, as it may a first one."""

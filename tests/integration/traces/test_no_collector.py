@@ -24,6 +24,8 @@ from tests.support.models import tiny_model
 from tests.support.patience import slowness
 from tests.support.processes import Up
 
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
 NUM_REQUESTS = 24
 SPANS_OF_A_REQUEST = {11, 7}
 """Split, and placed whole on the decode worker, as a first one may be."""

@@ -20,6 +20,8 @@ from tests.support.recording import recording_tracer
 from tests.support.span_tree import PARENTS
 from tests.support.workers import DECODE, MIXED, PREFILL
 
+pytestmark = pytest.mark.clock
+
 PROMPT = [5 + n % 300 for n in range(200)]
 SLACK_NS = 2_000_000
 """Between clocks read one after the other."""

@@ -32,6 +32,8 @@ from tests.support.patience import Patience
 from tests.support.processes import Up
 from tests.support.span_tree import PARENTS
 
+pytestmark = pytest.mark.process
+
 START_S = 120.0
 
 

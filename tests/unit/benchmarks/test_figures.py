@@ -115,6 +115,7 @@ def test_settings_are_flags() -> None:
     assert read(Settings, given) == Settings(8, (1.0, 2.5, 4.0), "x.csv")
 
 
+@pytest.mark.process
 def test_a_result_file_has_machine_load_settings_figures_and_lines(tmp_path: Path) -> None:
     result = Result({"repeats": 3})
     line = Series("itl", "split", ((1.0, 2.0), (3.0, 4.0)))
@@ -151,6 +152,7 @@ def test_the_processor_is_named_as_the_kernel_names_it(tmp_path: Path) -> None:
     assert machine.cpu_kind(cpuinfo) == {"cpu family": "25", "model": "17", "stepping": "1"}, "two may share the name"
 
 
+@pytest.mark.process
 def test_a_commit_is_marked_if_files_differ(tmp_path: Path) -> None:
     assert machine.baton_commit(tmp_path) == ""
 

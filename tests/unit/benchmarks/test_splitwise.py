@@ -61,6 +61,7 @@ def test_arrivals_have_the_rate_and_the_lengths_of_the_trace() -> None:
     assert found == arrivals(whole, 50.0, 100.0, seed=0)
 
 
+@pytest.mark.long
 def test_the_highest_rate_is_found(tmp_path: Path) -> None:
     rows = ["model,hardware,prompt_size,batch_size,prompt_time,token_time,tensor_parallel"]
     for hardware, slower in ((A100, 1.0), (H100, 0.5), (H100_CAPPED, 0.6)):

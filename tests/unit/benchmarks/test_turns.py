@@ -32,6 +32,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.process
 def test_an_engine_answers_when_asked_and_stands_still_else() -> None:
     before = {child.pid for child in psutil.Process().children()}
     with turn("stand-in", [sys.executable, "-c", ENGINE], own_environment=True) as engine:
@@ -43,6 +44,7 @@ def test_an_engine_answers_when_asked_and_stands_still_else() -> None:
     assert not child.is_running()
 
 
+@pytest.mark.process
 def test_a_peer_gets_no_variable_that_is_for_baton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "5000")
     command = [sys.executable, "-c", ENGINE]
@@ -50,6 +52,7 @@ def test_a_peer_gets_no_variable_that_is_for_baton(monkeypatch: pytest.MonkeyPat
         assert (ours.run(1, 1, 1), peer.run(1, 1, 1)) == (2.5, 2)
 
 
+@pytest.mark.process
 def test_an_engine_that_ends_is_told_with_its_log() -> None:
     with (
         turn("stand-in", [sys.executable, "-c", ENGINE]) as engine,

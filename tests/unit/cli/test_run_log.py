@@ -121,6 +121,7 @@ def test_only_the_newest_files_are_kept_and_an_empty_one_is_not(tmp_path: Path) 
     assert not log.path.exists()
 
 
+@pytest.mark.process
 def test_the_file_of_a_cluster_that_still_runs_is_kept(tmp_path: Path) -> None:
     first = RunLog(tmp_path)
     write(first, INFO)

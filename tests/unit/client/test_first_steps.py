@@ -13,6 +13,8 @@ from baton_client import ONCE, AsyncClient, Client
 from tests.support import ROOT
 from tests.support.processes import PYTHON_PATH
 
+pytestmark = pytest.mark.process
+
 NOBODY = "127.0.0.1:1"
 WORDS = r"str is no baton\.v1 GenerateRequest; a text is GenerateRequest\(text=\.\.\.\)"
 

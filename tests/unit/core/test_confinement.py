@@ -9,6 +9,8 @@ import pytest
 
 from services.core.confined_process import ConfinedFailure, ConfinedProcess
 
+pytestmark = pytest.mark.process
+
 PATIENCE_S = 300.0
 
 

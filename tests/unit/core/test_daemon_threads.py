@@ -11,6 +11,8 @@ import pytest
 
 from services.core.daemon_threads import DaemonThreads
 
+pytestmark = pytest.mark.process
+
 
 def test_work_is_done_by_as_many_threads_as_are_needed() -> None:
     threads = DaemonThreads(2, "some")

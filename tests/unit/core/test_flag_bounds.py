@@ -64,6 +64,7 @@ def test_durations_are_between_a_millisecond_and_a_day(config_type: type, name: 
     assert getattr(load(config_type, [f"{flag}=86400"], {}), name) == 86400
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "argv",
     [

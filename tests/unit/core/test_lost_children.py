@@ -18,6 +18,8 @@ from services.worker import grammar_process
 from services.worker.grammar_process import GrammarCompiler
 from tests.support.text_model import byte_tokenizer, write_model
 
+pytestmark = pytest.mark.process
+
 CHILD = "services.router.text.template_child"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from services.core.memory import peak_memory_bytes
 from tests.support.processes import ROOT
+
+pytestmark = pytest.mark.process
 
 _CHILD = """
 from services.core.memory import peak_memory_bytes

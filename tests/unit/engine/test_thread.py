@@ -23,6 +23,7 @@ from services.engine.schedule.sequence import Finish, Mode, StepPlan, StepResult
 from services.kv.pool import Holder
 from tests.support.engine_driver import EngineDriver
 from tests.support.fake_runner import FakeRunner
+from tests.support.patience import HANG_S
 
 MakeDriver = Callable[..., EngineDriver]
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -43,7 +44,7 @@ class ScriptedRunner(FakeRunner):
         self.plans.append(plan)
         if self.gated:
             self.began.put(plan)
-            assert self.go.acquire(timeout=10)
+            assert self.go.acquire(timeout=HANG_S)
         if self.error is not None:
             raise self.error
         return super().run(plan)
@@ -96,7 +97,7 @@ def test_runs_to_the_end_and_goes_idle(make_driver: MakeDriver) -> None:
 def test_admission_is_reported_before_the_step(runner: ScriptedRunner, make_driver: MakeDriver) -> None:
     with make_driver(gated=True) as driver:
         seq_id = driver.submit([1, 2, 3], 1)
-        runner.began.get(timeout=10)
+        runner.began.get(timeout=HANG_S)
         assert driver.outputs[seq_id].block_ids
         assert driver.engine.stats().current_step_ms >= 0
         assert driver.engine.stats().last_batch_size == 0
@@ -132,12 +133,12 @@ def test_a_drafter_that_hangs_is_seen_by_the_clock_of_steps(make_driver: MakeDri
 def test_abort_in_a_step_waits_for_its_end(runner: ScriptedRunner, make_driver: MakeDriver) -> None:
     with make_driver(gated=True) as driver:
         aborted = driver.submit([1, 2, 3], 5)
-        runner.began.get(timeout=10)
+        runner.began.get(timeout=HANG_S)
         driver.engine.abort(aborted)
         assert not driver.engine.stats().ledger.idle  # the step still writes there
         other = driver.submit([1], 1)
         runner.go.release()
-        plan = runner.began.get(timeout=10)
+        plan = runner.began.get(timeout=HANG_S)
         assert [part.seq_id for part in plan.sequences] == [other]
         runner.go.release()
         driver.wait(other)
@@ -168,11 +169,11 @@ def test_a_step_that_raises_ends_its_sequences_only(
 ) -> None:
     with make_driver(gated=True) as driver:
         failed = driver.submit([1, 2, 3], 3)
-        runner.began.get(timeout=10)
+        runner.began.get(timeout=HANG_S)
         later = driver.submit([1], 1)
         runner.error = RuntimeError("out of memory")
         runner.go.release()
-        runner.began.get(timeout=10)  # the next step waits, so that nothing changes under the test
+        runner.began.get(timeout=HANG_S)  # the next step waits, so that nothing changes under the test
         (output,) = driver.wait(failed)
         assert isinstance(output.error, StepFailed)
         assert "out of memory" in str(output.error)
@@ -188,7 +189,7 @@ def test_a_step_that_raises_ends_its_sequences_only(
 def test_stop_drops_what_runs(runner: ScriptedRunner, make_driver: MakeDriver) -> None:
     with make_driver(gated=True) as driver:
         driver.submit([1], 50)
-        runner.began.get(timeout=10)
+        runner.began.get(timeout=HANG_S)
         driver.submit([1] * 30, 5)
         stopper = threading.Thread(target=driver.engine.stop)
         stopper.start()
@@ -276,14 +277,14 @@ def test_memory_is_made_ready_only_while_there_is_nothing_to_run(
 
     config = EngineConfig(str(Path()), "m", max_num_seqs=4, max_num_batched_tokens=8)
     with EngineDriver(Engine(config, loader)) as driver:
-        assert [told.get(timeout=10) for _ in range(3)] == [0, 0, 0]
+        assert [told.get(timeout=HANG_S) for _ in range(3)] == [0, 0, 0]
         runner.gated = True
         seq_id = driver.submit([1] * (BLOCK_SIZE + 1), 1)
-        runner.began.get(timeout=10)
+        runner.began.get(timeout=HANG_S)
         assert told.empty(), "a step runs"
         runner.gated = False
         runner.go.release()
         driver.wait(seq_id)
         ended_s = time.monotonic()
-        assert told.get(timeout=10) == 2, "the sequence had two blocks"
+        assert told.get(timeout=HANG_S) == 2, "the sequence had two blocks"
         assert time.monotonic() - ended_s > 0.2

@@ -70,6 +70,7 @@ def no_collections() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.clock
 @pytest.mark.usefixtures("no_collections")
 async def test_they_are_written_in_turns_and_in_order(texts: TokenTexts) -> None:
     longest_s = 0.0

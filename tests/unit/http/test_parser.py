@@ -9,6 +9,8 @@ import pytest
 
 from services.router.front.http.parser import MAX_LINES, MAX_SMALL_CHUNKS, MIN_MEAN_BYTES, BoundedParser
 
+pytestmark = pytest.mark.clock
+
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"

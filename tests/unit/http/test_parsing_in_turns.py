@@ -11,6 +11,8 @@ import pytest
 
 from services.router.front.http.server import BoundedConnection, ConnectionLimits, HttpServer
 
+pytestmark = pytest.mark.clock
+
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"

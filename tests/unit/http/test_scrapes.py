@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 
 from services.rpc.metrics import SCRAPE_EVERY_S, MetricsServer, Rendering, known_format
 
+pytestmark = pytest.mark.clock
+
 
 class Counted(Collector):
     """Counts how often it was collected and how many did so at once, and tells a figure."""

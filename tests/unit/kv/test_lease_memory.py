@@ -20,6 +20,8 @@ from services.kv.lease import FetchEnd, Lease
 from services.kv.lease_table import LeaseTable
 from services.kvtransfer.board import LeaseBoard
 
+pytestmark = pytest.mark.clock
+
 NUM_LEASES = 300
 NUM_PROMPT_TOKENS = 2048
 MOST_BYTES_PER_TOMBSTONE = 600

@@ -9,6 +9,7 @@ import pytest
 
 from services.core.errors import TransferFailed
 from services.kvtransfer.channels import ChannelCache
+from tests.support.patience import HANG_S
 
 
 class FakeChannel:
@@ -48,7 +49,7 @@ async def test_the_channel_of_a_source_that_went_away_is_closed() -> None:
     for number in range(20):
         with cache.use(f"host:{number}"):
             pass
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         for _, channel in dial.dialled:
             await channel.closed.wait()
     assert len(cache) == 0
@@ -65,7 +66,7 @@ async def test_a_channel_in_use_is_not_closed() -> None:
     with cache.use("a"), cache.use("b"):
         with cache.use("c"):
             pass
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             await dial.dialled[2][1].closed.wait()  # a later timer than that of "a"
         assert not dial.dialled[0][1].closed.is_set()
         assert len(cache) == 2
@@ -87,7 +88,7 @@ async def test_no_newcomer_gets_a_channel_that_failed_somebody() -> None:
         with cache.use("a") as second:
             assert second is not first
         assert not dial.dialled[0][1].closed.is_set(), "another still uses it"
-    await asyncio.wait_for(dial.dialled[0][1].closed.wait(), 10)
+    await asyncio.wait_for(dial.dialled[0][1].closed.wait(), HANG_S)
     assert len(cache) == 1
     with cache.use("a") as third:
         assert third is second

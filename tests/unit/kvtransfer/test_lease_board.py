@@ -10,6 +10,7 @@ from services.core.clock import MonotonicClock
 from services.kv.lease import FetchEnd, Lease, LeaseState
 from services.kv.lease_table import LeaseTable
 from services.kvtransfer.board import LeaseBoard
+from tests.support.patience import HANG_S
 
 LEASE = b"x" * 16
 
@@ -25,7 +26,7 @@ class Party:
         return self.table.open(lease_id, owner=0, block_ids=(1, 2), num_tokens=32, now=self.clock.now())
 
     async def next_end(self) -> Lease:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             return await self.ended.get()
 
 
@@ -46,7 +47,7 @@ async def test_a_stalled_fetch_ends_and_then_its_lease() -> None:
         party.table.seal(LEASE, "token", party.clock.now())
         party.table.announce(ticket, 2, party.clock.now())
         changed.clear()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             await changed.wait()
         assert ticket.ended is FetchEnd.STALLED
     assert await party.next_end() is lease

@@ -15,6 +15,8 @@ from services.kvtransfer.transports import nixl_agent
 from services.kvtransfer.transports.nixl import _STOPPED_S, NixlCopier, NixlDestination, Peer
 from services.kvtransfer.transports.nixl_agent import NixlAgent
 
+pytestmark = pytest.mark.clock
+
 SILENCE_S = 0.4
 
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 from tests.support import ROOT
+
+pytestmark = pytest.mark.process
 
 _SERVE = """
 import importlib.abc, sys

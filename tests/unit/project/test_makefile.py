@@ -10,6 +10,8 @@ import pytest
 
 from tests.support import ROOT
 
+pytestmark = pytest.mark.process
+
 OLD = "#!/bin/sh\nexit 3\n"
 NEW = '#!/bin/sh\ntest "$1" = -c || echo "runs $*"\n'
 NEEDED = ("pyproject.toml", "client/pyproject.toml", "requirements/constraints.txt", "requirements/vllm.txt")

@@ -25,6 +25,7 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.process
 def test_configuration_tables_are_the_dataclasses() -> None:
     script = str(ROOT / "scripts" / "config_table.py")
     process = subprocess.run([sys.executable, script, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)

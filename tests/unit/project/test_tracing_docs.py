@@ -17,6 +17,8 @@ from services.cli.trace_reader import read_requests
 from services.rpc.names import Attr, Event, Span
 from tests.support.processes import BATON, PYTHON_PATH, ROOT
 
+pytestmark = pytest.mark.process
+
 DOCUMENT = (ROOT / "docs" / "tracing.md").read_text()
 TRACE, PICTURE = ROOT / "docs" / "images" / "trace.jsonl", ROOT / "docs" / "images" / "trace.svg"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -33,6 +33,7 @@ HUGE = {
 }
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("template", HUGE.values(), ids=HUGE.keys())
 def test_a_template_makes_nothing_huge_in_one_operation(template: str) -> None:
     """Such an operation holds the interpreter lock, and with it the event loop; some would be folded at load."""

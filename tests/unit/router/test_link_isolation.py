@@ -22,6 +22,7 @@ from services.router.policy import Role
 from services.router.workers import wire
 from tests.support.isolation_bench import ALL, Bench, Poison, as_any
 from tests.support.link_owner import FakeChannel
+from tests.support.patience import HANG_S
 
 
 class PanicException(BaseException):
@@ -88,7 +89,7 @@ async def test_the_end_of_a_session_is_seen_through(monkeypatch: pytest.MonkeyPa
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110  # turns of the loop, and nothing that could be waited for
             await asyncio.sleep(0)
 

@@ -21,6 +21,8 @@ from services.router.text.chat_template import ChatTemplate
 from services.router.text.template_process import TemplateProcess
 from tests.support.text_model import TEMPLATE
 
+pytestmark = pytest.mark.process
+
 MESSAGES = [{"role": "user", "content": "hi\n🙂"}, {"role": "assistant", "content": '"\\'}]
 PATIENCE_S = 60.0
 EQUAL = (

@@ -18,6 +18,8 @@ from services.router.text.tokenisation import load_model_text
 from services.router.text.vetting import vetted_model_text
 from tests.support.text_model import write_model
 
+pytestmark = pytest.mark.process
+
 LETTERS = string.ascii_letters
 
 

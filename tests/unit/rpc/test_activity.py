@@ -18,6 +18,7 @@ from services.rpc.activity import ActivityLog
 from services.worker import activity as of_worker
 from services.worker.activity import WorkerFigures
 from services.worker.config import WorkerConfig
+from tests.support.patience import HANG_S
 
 IDLE = WorkerFigures(0, 0, 0, 0, 0, 0, 0.0)
 BUSY = WorkerFigures(5120, 200, 640, 160, 7, 2, 0.256)
@@ -84,7 +85,7 @@ async def test_it_goes_on_after_a_line_that_failed(caplog: pytest.LogCaptureFixt
         return next(figures)
 
     task = asyncio.create_task(ActivityLog(read, say, clock, 0.001).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await told.wait()
     task.cancel()
     assert [record.getMessage() for record in caplog.records] == ["the line about this process's activity failed"] * 2

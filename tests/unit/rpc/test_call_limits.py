@@ -16,6 +16,7 @@ from services.rpc import options
 from services.rpc.channels import dial
 from services.rpc.serving import GrpcServer
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, grpc_request
+from tests.support.patience import HANG_S
 
 MOST = 8
 MIB = 1 << 20
@@ -79,7 +80,7 @@ async def is_healthy(channel: grpc.aio.Channel) -> bool:
 async def answered(channel: grpc.aio.Channel) -> None:
     """Asserts that the channel is served in the end: who is refused may try again."""
     assert await is_healthy(channel)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while True:
             if await is_served(channel):
                 return
@@ -111,7 +112,7 @@ async def test_who_only_watches_makes_room() -> None:
             watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
             assert (await watches[-1].read()).status == health_pb2.HealthCheckResponse.SERVING
         await answered(channel)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             code = await watches[0].code()
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, "the one that has watched for longest"
         for watch in watches:
@@ -185,7 +186,7 @@ async def test_what_the_server_works_on_is_never_ended_for_others() -> None:
     async with running(max_concurrent_rpcs=MOST) as (_, channel, servicer):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         working = [asyncio.ensure_future(stub.Generate(inference_pb2.GenerateRequest())) for _ in range(MOST)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             for _ in range(MOST):  # a call made meanwhile could take the place of one of these
                 await servicer.working.acquire()
         assert not await is_served(channel)
@@ -200,7 +201,7 @@ async def test_messages_that_are_arriving_are_few() -> None:
     async with running(max_request_bytes=64 * MIB) as (_, channel, _):
         ends = [asyncio.ensure_future(call) for call in [silent(channel) for _ in range(12)]]
         left = set(ends)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while len(left) > 4:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for end in done:

@@ -166,7 +166,7 @@ def test_texts_that_are_no_schema(text: str, words: str) -> None:
     assert words in refused.value.description
 
 
-@pytest.mark.alone
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "schema",
     [

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.core.errors import ConfigError
 from services.rpc import names
 from services.rpc.metrics import TTFT_BUCKETS, Aliases, MetricsServer, new_registry
+from tests.support.patience import HANG_S
 
 
 def scrape(port: int) -> dict[str, dict[tuple, float]]:
@@ -72,7 +73,7 @@ def test_on_loopback_it_answers_to_names_of_loopback_alone(bound: str, host: str
     """A page in a browser may have its own name point at loopback."""
     server = MetricsServer(new_registry("baton-router", "router-0"), bound)
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
         connection.request("GET", "/metrics", headers={"Host": host.format(port=server.port)})
         assert connection.getresponse().status == status
         connection.close()

@@ -20,6 +20,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.core import errors
 from services.rpc import authentication, options, serving, status
 from services.rpc.channels import dial
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN
 
 SERVICE = "baton.v1.InferenceService"
@@ -212,7 +213,7 @@ async def test_a_cancelled_stream_runs_its_finally_in_time_and_logs_nothing(kind
     async for _ in stream:
         break
     stream.cancel()
-    await asyncio.wait_for(servicer.ended.wait(), 5)
+    await asyncio.wait_for(servicer.ended.wait(), HANG_S)
     assert await call(channel, "unary_unary") == [b""]  # whatever the end of the other sets off has happened
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

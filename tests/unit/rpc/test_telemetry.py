@@ -216,6 +216,7 @@ def test_an_http_collector_gets_the_spans(monkeypatch):
     check(spans_of(*(Request.FromString(body) for _, body in bodies)), traceparent)
 
 
+@pytest.mark.clock
 def test_a_collector_that_is_not_there_costs_nothing_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     tracer = configure_tracing("baton-router", "router-0")
@@ -230,6 +231,7 @@ def test_a_collector_that_is_not_there_costs_nothing_and_says_so_once(monkeypatc
     assert len(exporter) == 1
 
 
+@pytest.mark.clock
 def test_a_collector_that_never_answers_is_given_up_at_shutdown(monkeypatch):
     monkeypatch.setattr(telemetry, "_SHUTDOWN_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

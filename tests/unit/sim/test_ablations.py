@@ -16,6 +16,8 @@ from services.sim.profile import WorkerProfile, write_profile
 from services.sim.report import Objective
 from services.sim.trace import synthetic_trace
 
+pytestmark = pytest.mark.long
+
 PROFILE = WorkerProfile("test", ms_per_prefill_token=0.05, ms_per_decode_step=10.0, ms_per_decode_sequence=0.1)
 
 

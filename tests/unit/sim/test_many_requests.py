@@ -17,6 +17,8 @@ from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest, synthetic_trace
 from tests.support import ROOT
 
+pytestmark = pytest.mark.long
+
 PROFILE = WorkerProfile(
     "test",
     ms_per_prefill_token=0.1,
@@ -62,7 +64,6 @@ def test_two_thousand_requests() -> None:
     check(2_000)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_hundred_thousand_requests(tmp_path: Path) -> None:
     """Runs them in a process of its own, whose memory is that of the trace and the outcome."""

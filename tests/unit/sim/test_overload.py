@@ -12,6 +12,7 @@ from services.router.coordinator.config import CoordinatorConfig
 from services.sim.cluster import SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest
+from tests.support.examples import combinations
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 200, 96
 DEADLINE_S = 6.0
@@ -55,8 +56,7 @@ def arrivals(rates: list[tuple[float, float]]) -> list[TracedRequest]:
     return trace
 
 
-@pytest.mark.parametrize("multiple", [1.5, 3.0])
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(("name", "multiple"), combinations(tuple(CLUSTERS), [1.5, 3.0]))
 def test_goodput_is_kept_and_few_are_late(name: str, multiple: float) -> None:
     plan, most_late = CLUSTERS[name]
     per_s = capacity(plan)

@@ -38,6 +38,7 @@ def test_every_preset_has_a_scenario() -> None:
     assert set(LEADS) == set(SCENARIOS) == set(PRESETS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", LEADS)
 def test_a_preset_wins_its_scenario(preset: str) -> None:
     scenario = SCENARIOS[preset](1)

@@ -83,7 +83,10 @@ def test_prompts_share_a_step_only_within_its_limit() -> None:
 
 
 @pytest.mark.parametrize("rules", [STATIC, WHOLE, WorkerRules(static=True, chunked=False)])
-@pytest.mark.parametrize("counts", [(1, 2, 0), (0, 0, 3), (1, 1, 1), (0, 2, 0)])
+@pytest.mark.parametrize(
+    "counts",
+    [(1, 1, 1), *(pytest.param(counts, marks=pytest.mark.long) for counts in ((1, 2, 0), (0, 0, 3), (0, 2, 0)))],
+)
 def test_every_request_ends_once(rules: WorkerRules, counts: tuple[int, int, int]) -> None:
     """Simulates small pools under both rules; `simulate` itself checks that nothing is left."""
     small = dataclasses.replace(PROFILE, num_blocks=160)

@@ -92,7 +92,9 @@ def test_the_same_trace_has_the_same_outcome(plan: SimPlan) -> None:
     assert simulate(plan, synthetic_trace(300, seed=1)) != first
 
 
-@pytest.mark.parametrize("name", TIGHT)
+@pytest.mark.parametrize(
+    "name", ["mixed", *(pytest.param(name, marks=pytest.mark.long) for name in TIGHT if name != "mixed")]
+)
 def test_every_request_ends_once_and_no_block_is_left(name: str) -> None:
     """The pools hold a few sequences, so that there are refusals, parking and preemptions; `simulate` itself checks
     that the router and each worker have nothing left."""
@@ -120,6 +122,7 @@ def mean_total_s(outcome: Outcome) -> float:
     return sum(totals) / len(totals)
 
 
+@pytest.mark.long
 def test_more_workers_serve_more() -> None:
     trace = [dataclasses.replace(each, at_s=each.at_s / 20) for each in synthetic_trace(400)]
     objective = Objective(1.0, 0.05)

@@ -41,7 +41,7 @@ def trace(count: int = 150) -> list[TracedRequest]:
 
 
 @pytest.mark.parametrize("plan", [SPLIT, MIXED, ALL], ids=["split", "mixed", "all kinds"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_whoever_dies_every_request_ends_once_with_all_its_tokens(plan: SimPlan, seed: int) -> None:
     """Kills workers at random moments. `simulate` itself checks the number of tokens, and that nothing is left."""
     rng = random.Random(seed)
@@ -68,6 +68,7 @@ def test_tokens_that_came_before_a_death_are_not_computed_as_output_again() -> N
     assert 0.06 < served.total_s - undisturbed.total_s < 0.4
 
 
+@pytest.mark.long
 def test_a_worker_that_does_not_come_back_leaves_the_work_to_others_or_to_nobody() -> None:
     lost = dataclasses.replace(SPLIT, deaths=(Death("decode-1", 2.0),), cold_start_s=math.inf)
     outcome = simulate(lost, trace())

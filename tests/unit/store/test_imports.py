@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 
 def test_a_store_needs_no_torch() -> None:
     """What is imported only to compute is not imported at all."""

@@ -14,6 +14,7 @@ from services.kv.layout import Layout
 from services.kvtransfer.wire import layout_from_proto, layout_to_proto
 from services.store.learning import chosen, computes, is_sound, learn, outlived
 from services.store.main import info_of
+from tests.support.patience import HANG_S
 
 
 def worker(worker_id: str, weights: str = "a", model: str = "m", **facts: Any) -> control_pb2.WorkerDescription:
@@ -96,7 +97,7 @@ async def test_it_is_outlived_only_while_others_are_there(monkeypatch: pytest.Mo
         done, _ = await asyncio.wait({task}, timeout=0.1)
         assert not done
         task.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await outlived(any_(FakeTeachers([old], [new])), layout, "m", after_s=0.01, clock=clock)
 
 

@@ -16,10 +16,10 @@ from services.core.errors import ConfigError, InvalidKey, QuotaExceeded
 from services.router.tenants import gate as gate_module
 from services.router.tenants.gate import Gate
 from services.router.tenants.tenant import OPEN
+from tests.support.patience import HANG_S
 from tests.support.tenants import TenantsFile
 
 POLL_S = 0.02
-PATIENCE_S = 10.0
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def watching(gate: Gate) -> AsyncIterator[None]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110  # nothing tells when a file was read
             await asyncio.sleep(0.005)
 

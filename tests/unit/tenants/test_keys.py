@@ -80,7 +80,7 @@ def test_no_text_opens_by_chance(text: str) -> None:
         RING.tenant_of(text, 0.0)
 
 
-@pytest.mark.alone
+@pytest.mark.clock
 def test_wrong_keys_are_cheap_however_long() -> None:
     """A wrong key costs less than 0.1 ms, and a megabyte of one no more than a short one."""
     for authorization in (WRONG["another secret"], WRONG["another id"], WRONG["a megabyte"]):

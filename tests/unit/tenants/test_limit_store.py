@@ -23,7 +23,7 @@ from services.router.tenants.tenant import Tenant, TenantLimits
 from tests.support.pumps import until_either_ends
 from tests.support.redis_server import SERVER, WITHOUT, RedisServer
 
-pytestmark = pytest.mark.skipif(SERVER is None, reason=WITHOUT)
+pytestmark = [pytest.mark.skipif(SERVER is None, reason=WITHOUT), pytest.mark.process]
 
 CLOCK = MonotonicClock()
 PER_S = 1000.0

@@ -205,7 +205,7 @@ def of_many(num_tenants: int) -> bytes:
     return ("tenants:\n" + "".join(one.format(number, DIGEST) for number in range(num_tenants))).encode()
 
 
-@pytest.mark.alone
+@pytest.mark.clock
 def test_ten_thousand_tenants() -> None:
     """They take a second or two of one core, and twice as many take about twice as long."""
     data = of_many(10_000)

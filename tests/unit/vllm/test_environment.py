@@ -14,6 +14,8 @@ from services.vllm import environment
 from services.vllm.environment import VARIABLE, VLLM_VERSION, vllm_python
 from tests.support import ROOT
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -14,6 +14,8 @@ import pytest
 from services.vllm.keeper import descendants, end_all, remove_unused, shared_memory_below
 from tests.support import ROOT
 
+pytestmark = pytest.mark.process
+
 HOLDER = """
 import mmap, os, signal, sys, time
 with open(sys.argv[1], "r+b") as file:

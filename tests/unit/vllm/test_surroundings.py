@@ -15,6 +15,8 @@ from services.engine.cpu import openmp
 from services.vllm.arguments import core_environment, engine_environment
 from services.vllm.process import path_to_baton
 
+pytestmark = pytest.mark.process
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

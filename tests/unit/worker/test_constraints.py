@@ -16,6 +16,7 @@ from baton.v1 import types_pb2
 from services.core.errors import BatonError, InvalidRequest, Overloaded, UnsupportedModel
 from services.worker import constraints as module
 from services.worker.constraints import Constraints, source_of
+from tests.support.patience import HANG_S
 from tests.support.scripted_constraint import OneOf
 from tests.support.workers import until
 
@@ -148,7 +149,7 @@ async def test_who_goes_on_by_one_that_is_kept_waits_for_no_compilation() -> Non
         compiler.may_go.clear()
         waiting = asyncio.create_task(constraints.make(regex("b"), []))
         await until(lambda: len(compiler.compiled) == 2, "it is being compiled")
-        assert await asyncio.wait_for(constraints.make(regex("a"), list(range(80))), timeout=30.0)
+        assert await asyncio.wait_for(constraints.make(regex("a"), list(range(80))), timeout=HANG_S)
         compiler.may_go.set()
         await waiting
 

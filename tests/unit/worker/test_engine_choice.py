@@ -78,6 +78,7 @@ def test_vllm_is_asked_for_with_all_that_the_flags_say(monkeypatch: pytest.Monke
     assert asked == [((engine_config(config, MIXED),), options)]
 
 
+@pytest.mark.process
 def test_a_worker_with_vllm_needs_neither_torch_nor_transformers() -> None:
     """It starts, and compiles grammars, where only the packages of its own extra are."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

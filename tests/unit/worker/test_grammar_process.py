@@ -10,6 +10,8 @@ from services.core.errors import InvalidRequest, UnsupportedModel
 from services.worker.grammar_process import GrammarCompiler
 from tests.support.text_model import byte_tokenizer, write_model
 
+pytestmark = pytest.mark.process
+
 
 def test_a_vocabulary_that_has_changed_is_told_of_the_model(tmp_path: Path) -> None:
     content = (write_model(tmp_path) / "tokenizer.json").read_text()

@@ -15,6 +15,8 @@ from tests.support.tier_pool import NUM_BLOCKS, Pool
 from tests.support.tiers import blocks_of, hashes_of
 from tests.support.workers import until
 
+pytestmark = pytest.mark.process
+
 LONG_S = 20
 
 

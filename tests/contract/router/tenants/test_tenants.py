@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2
 from baton.v1 import inference_pb2, types_pb2
 from services.rpc.names import Attr, Span
 from services.rpc.status import status_of_call
+from tests.support.patience import HANG_S
 from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, code_of, read, request
 from tests.support.scripted_worker import MODEL_ID
 from tests.support.tenants import Metadata, TenantsFile, as_a_client
@@ -211,7 +212,7 @@ async def test_a_key_that_is_taken_away_while_a_body_comes_opens_nothing(
         yield b'{"prompt": "hello", '
         file.write(other={})
         cluster.router.gate.reload_soon()
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(HANG_S):
             while (await http.get("/v1/models", headers=file.headers("acme"))).status_code != 401:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield b'"max_tokens": 4}'

@@ -23,6 +23,8 @@ from tests.support.measured_router import RunningRouter, running_router
 from tests.support.router_harness import Cluster
 from tests.support.tenants import TenantsFile
 
+pytestmark = [pytest.mark.clock, pytest.mark.process]
+
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 2}
 MOST_CPU_MS, MOST_MIB = 1.5, 16.0

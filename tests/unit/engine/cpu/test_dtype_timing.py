@@ -13,6 +13,8 @@ from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.model.weights import KV_DTYPES
 from tests.support.models import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.clock
+
 BOTH = ("bfloat16", "float32")
 
 
@@ -41,7 +43,6 @@ def test_the_kv_cache_is_of_the_type_that_workers_have(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-@pytest.mark.alone  # it compares times
 def test_a_large_model_is_cut_to_some_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers are counted. What comes beside the layers is small, but in a model as tiny as this: where all layers
     are one call, they must be larger to be most of a step."""

@@ -10,6 +10,8 @@ import pytest
 
 from services.engine.cpu import openmp
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

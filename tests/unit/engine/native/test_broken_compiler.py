@@ -14,6 +14,8 @@ import pytest
 from tests.support import ROOT
 from tests.support.patience import Patience
 
+pytestmark = pytest.mark.process
+
 BUILD = (sys.executable, "-m", "services.engine.native.build")
 FETCH = "--fetch-compiler"
 WITHOUT_HEADERS = """#!/bin/sh
@@ -42,7 +44,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
     for name in ("bin", "packages", "temp"):
         (tmp_path / name).mkdir()
     path = os.pathsep.join(map(str, (tmp_path / "packages", ROOT)))
-    return {"PATH": str(tmp_path / "bin"), "PYTHONPATH": path, "TMPDIR": str(tmp_path / "temp")}
+    home = str(tmp_path / "home")
+    return {"PATH": str(tmp_path / "bin"), "PYTHONPATH": path, "TMPDIR": str(tmp_path / "temp"), "BATON_HOME": home}
 
 
 def install_pip(folder: Path, *, fails: bool) -> None:

@@ -129,6 +129,7 @@ def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp
         kernels.cache_clear()
 
 
+@pytest.mark.process
 def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "services.engine.native.build"],
@@ -141,6 +142,7 @@ def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     assert "runs without its CPU kernels" in result.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("named", ["no-such-compiler", "no-such-compiler -O2"])
 def test_a_compiler_that_is_not_there_is_told(tmp_path: Path, named: str) -> None:
     result = subprocess.run(

@@ -23,7 +23,7 @@ BLOCK_SIZE = 16
 
 NUM_HEADS = [(9, 3), (4, 4), (7, 1), (20, 4), (71, 1), (128, 128)]
 """Of queries, and of keys and values."""
-BLOCKS = [(64, 16), (128, 8), (16, 4), (80, 64), (64, 20), (256, 16)]
+BLOCKS = [(64, 16), (256, 16), (128, 8), (80, 64), (64, 20), (16, 4)]
 """The size of a head, and how many tokens a block has."""
 
 
@@ -86,10 +86,10 @@ class Batch:
         return backend(self.query, self.keys, self.values, StepLayout(*self._lengths), self.scoring)
 
 
-@pytest.mark.parametrize("over_int8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(20))
-def test_random_batches(native: Kernels, dtype: torch.dtype, seed: int, over_int8: bool) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_random_batches(native: Kernels, seed: int) -> None:
+    """Each type of elements, over each kind of rows, has four of them."""
+    dtype, over_int8 = tuple(DTYPES)[seed % 3], seed % 2 == 1
     batch = Batch(seed, dtype, over_int8=over_int8)
     found, expected = batch.attend(NativeAttention(native)), batch.attend(paged.reference)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

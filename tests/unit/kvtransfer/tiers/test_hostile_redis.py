@@ -20,6 +20,8 @@ from services.kvtransfer.tiers.redis_tier import RedisTier
 from services.kvtransfer.tiers.tier import TierFailed
 from tests.support.tiers import BLOCK_BYTES, FINGERPRINT, hashes_of, memory_of
 
+pytestmark = pytest.mark.clock
+
 Talk = Callable[[socket.socket, threading.Event], None]
 
 

@@ -22,6 +22,8 @@ from services.kvtransfer.tiers.stack import TierStack
 from services.kvtransfer.tiers.tier import TierFailed, TierFull
 from tests.support.tiers import BLOCK_BYTES, FINGERPRINT, hashes_of, memory_of
 
+pytestmark = pytest.mark.clock
+
 Talk = Callable[[socket.socket, threading.Event], None]
 HEAD = b'HTTP/1.1 200 OK\r\nLast-Modified: Thu, 26 Nov 2026 10:00:00 GMT\r\nETag: "x"\r\n'
 OBJECT_BYTES = s3_tier.LABEL_BYTES + BLOCK_BYTES

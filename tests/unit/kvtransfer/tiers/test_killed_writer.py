@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.tiers import blocks_of, content, hashes_of, loaded_disk, memory_of
+
+pytestmark = pytest.mark.process
 
 NUM_SLOTS = 8
 NUM_BLOCKS = 40

@@ -24,7 +24,7 @@ from services.kvtransfer.tiers.tier import TierFull  # noqa: E402
 from tests.support.tiers import BLOCK_BYTES, FINGERPRINT, blocks_of, hashes_of, memory_of, read_from  # noqa: E402
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
-pytestmark = pytest.mark.skipif(SERVER is None, reason="needs redis-server or valkey-server")
+pytestmark = [pytest.mark.skipif(SERVER is None, reason="needs redis-server or valkey-server"), pytest.mark.process]
 
 
 class Server:

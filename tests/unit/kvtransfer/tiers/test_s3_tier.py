@@ -21,6 +21,8 @@ from services.kvtransfer.tiers.tier import TierFailed
 from tests.support.s3_server import S3Server
 from tests.support.tiers import BLOCK_BYTES, FINGERPRINT, a_hash, blocks_of, hashes_of, read_from
 
+pytestmark = pytest.mark.process
+
 URL = f"s3://{S3Server.bucket}/some/cluster"
 
 
