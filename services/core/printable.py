@@ -13,7 +13,7 @@ _JOINERS = "\u200c\u200d"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns the text with every unsafe character, except those in `keep`, written as an escape such as \\x1b."""
+    r"""Returns the text with every unsafe character, except those in `keep`, written as an escape such as \x1b."""
     if text.isprintable():
         return text
     return "".join(character if _is_safe(character, keep) else _escape(character) for character in text)

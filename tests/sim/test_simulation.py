@@ -29,7 +29,7 @@ from tests.sim.scenario import (
 from tests.sim.simulation import simulate
 from tests.sim.world import World
 
-MANY = pytest.param(range(100, 2000), marks=[pytest.mark.long, pytest.mark.process, pytest.mark.timeout(1800)])
+MANY = pytest.param(range(100, 2000), marks=[pytest.mark.proof, pytest.mark.process, pytest.mark.timeout(3600)])
 
 
 @pytest.mark.timeout(600)
@@ -38,15 +38,6 @@ def test_no_fault_loses_repeats_or_corrupts_a_token(seeds: range) -> None:
     summary = campaign.run(seeds, 2, None, chunk_seeds=25)
     assert summary.num_seeds == len(seeds)
     assert not summary.failures, summary.failures
-
-
-FAILED_ONCE = [2869, 3435, 5051, 5226, 5774, 7342, 21960, 23461, 35949, 39992, 48931, 50787]
-"""Seeds that found something in a run of a hundred thousand. (What a seed does changes with the simulator.)"""
-
-
-@pytest.mark.parametrize("seed", FAILED_ONCE)
-def test_what_failed_once(seed: int) -> None:
-    simulate(seed)
 
 
 def test_prefixes_are_lent_where_clusters_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,44 +57,34 @@ def test_prefixes_are_lent_where_clusters_share_them(monkeypatch: pytest.MonkeyP
 
 
 def test_clusters_have_blocks_of_different_sizes() -> None:
-    """Blocks differ between clusters and, in some, between workers; where they did not when a seed found something,
-    they still do not."""
+    """Blocks differ between clusters and, in some, between workers."""
     sizes = [_built(seed).block_sizes for seed in range(100)]
     assert [each for each in ({2}, {4}, {8}) if each not in sizes] == []
     assert any(len(each) > 1 for each in sizes)
     assert sizes.count({BLOCK_SIZE}) > len(sizes) / 2
-    assert [_built(seed).block_sizes for seed in FAILED_ONCE] == [{BLOCK_SIZE}] * len(FAILED_ONCE)
 
 
 def test_clusters_are_placed_by_every_preset() -> None:
-    """Where a seed found something, it was the default, and still is."""
     policies = [_policy(seed) for seed in range(100)]
     assert [name for name, policy in PRESETS.items() if policy not in policies] == []
     assert policies.count(PolicyConfig()) > len(policies) / 2
-    assert [_policy(seed) for seed in FAILED_ONCE] == [PolicyConfig()] * len(FAILED_ONCE)
 
 
 def test_some_clusters_split_where_it_pays_and_some_never() -> None:
-    """Where a seed found something, all was split, and still is."""
     splits = [split_of(seed) for seed in range(100)]
     assert splits.count(Split.AUTO) == splits.count(Split.NEVER) == 9
-    assert {split_of(seed) for seed in FAILED_ONCE} == {Split.ALWAYS}
 
 
 @pytest.mark.parametrize(("transport", "number"), [("tcp", 20), ("nixl", 10)])
 def test_some_clusters_hand_over_by_one_transport_alone(transport: str, number: int) -> None:
-    """Where a seed found something, none does."""
     seeds = [seed for seed in range(90) if transport_of(seed) == transport]
     assert len(seeds) == number
-    assert not any(map(transport_of, FAILED_ONCE))
     workers = [worker for seed in seeds[:3] for worker in _built(seed).workers.values()]
     assert all(f"pulls by {transport} only" in worker.host.transfer.summary for worker in workers)
 
 
 def test_some_clusters_have_tiers() -> None:
-    """Where a seed found something, none does."""
     assert sum(map(has_tiers, range(140))) == 30
-    assert not any(map(has_tiers, FAILED_ONCE))
     tiered = [worker.plan for seed in filter(has_tiers, range(70)) for worker in _built(seed).workers.values()]
     assert all(plan.has_tiers for plan in tiered)
     kinds = {(plan.num_host_slots > 0, plan.num_disk_slots > 0) for plan in tiered}

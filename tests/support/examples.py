@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+_Pair = tuple[tuple[int, int], tuple[int, int]]
 _CHOSEN = os.environ.get("BATON_EXAMPLES", "")
 
 
@@ -28,16 +29,25 @@ def num_examples(count: int) -> int:
 
 
 def combinations(*axes: Sequence[Any]) -> list[Any]:
-    """Returns all combinations of the axes' values, for `pytest.mark.parametrize`.
+    """Returns combinations of the axes' values, for `pytest.mark.parametrize`: a pairwise covering array, so that any
+    two values of two axes meet in one of them.
 
     Those that are marked `long` are for `make test-all` only. The others are as few as hold every value of every axis.
     """
-    few = {tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))}
+    few = [tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))]
+    missing = set[_Pair]().union(*map(_pairs, itertools.product(*(range(len(axis)) for axis in axes))))
+    missing.difference_update(*map(_pairs, few))
+    more = []
+    while missing:
+        places = itertools.product(*(range(len(axis)) for axis in axes))
+        more.append(max(places, key=lambda each: len(missing & _pairs(each))))
+        missing -= _pairs(more[-1])
+    marked = [*((each, ()) for each in few), *((each, pytest.mark.long) for each in more)]
     return [
-        pytest.param(*(value for _, value in chosen), marks=() if _places(chosen) in few else pytest.mark.long)
-        for chosen in itertools.product(*map(enumerate, axes))
+        pytest.param(*(axis[at] for axis, at in zip(axes, each, strict=True)), marks=marks) for each, marks in marked
     ]
 
 
-def _places(chosen: Sequence[tuple[int, Any]]) -> tuple[int, ...]:
-    return tuple(place for place, _ in chosen)
+def _pairs(places: tuple[int, ...]) -> set[_Pair]:
+    """Returns each two of (axis, place of its value)."""
+    return set(itertools.combinations(enumerate(places), 2))

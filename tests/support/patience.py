@@ -12,6 +12,12 @@ from typing import Any
 
 HANG_S = 60.0
 """After this, a test that waits for what must happen is taken to hang. It says nothing of how fast that is."""
+
+
+class Wrong(AssertionError):
+    """Says that something was wrong for which a busy machine cannot be the reason: such a test is never tried again."""
+
+
 _WORK = 1_000_000
 """Additions."""
 _NOMINAL_S = 0.08

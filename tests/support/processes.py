@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.support import ROOT
 from tests.support.footprint import Footprint
+from tests.support.patience import Wrong
 from tests.support.trusted import CLUSTER_TOKEN
 
 PYTHON_PATH = os.pathsep.join(str(ROOT / folder) for folder in (".", "gen", "client"))
@@ -108,9 +109,9 @@ class Up:
         """Ends it in order. Nothing may be left of it in the very moment it has ended."""
         self.footprint.watch(self.process.pid)
         self.process.send_signal(number)
-        assert self.process.wait(WAIT_S) == 0
-        assert self.footprint.left() == []
-        assert list(self.temp.iterdir()) == []
+        status, left = self.process.wait(WAIT_S), [*self.footprint.left(), *self.temp.iterdir()]
+        if status or left:
+            raise Wrong(f"it ended with {status} and left {left}; its log: {self.log.read_text()[-3000:]}")
 
 
 def baton(arguments: Sequence[str], temp: Path, within_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:

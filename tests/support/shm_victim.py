@@ -127,7 +127,7 @@ def in_pieces(connection: socket.socket, greeting: bytes, num_bytes: int) -> Non
 
 
 def no_blocks(connection: socket.socket, greeting: bytes, num_bytes: int) -> None:
-    """mmap takes a length of 0 for all of it."""
+    """Mmap takes a length of 0 for all of it."""
     magic, incarnation, block_bytes, _ = GREETING.unpack(greeting)
     give(connection, GREETING.pack(magic, incarnation, block_bytes, 0), memory(num_bytes))
 

@@ -49,7 +49,7 @@ async def _talk(port: str, options: list[tuple[str, Any]]) -> None:
 
 
 def _often(options: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """gRPC takes the first value of an option."""
+    """GRPC takes the first value of an option."""
     return [*(dict(options) | _OFTEN).items()]
 
 

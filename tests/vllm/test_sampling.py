@@ -131,7 +131,7 @@ def here(sampling: SamplingParams, seeds: list[int]) -> list[int]:
 
 
 def test_rows_that_vllm_moves_keep_their_parameters(sampled: dict[str, list[int]]) -> None:
-    """vLLM fills the places of rows that have ended with those at the end, and swaps others."""
+    """VLLM fills the places of rows that have ended with those at the end, and swaps others."""
     assert sampled["moved"] == here(HOT, [3, 1, 7, 0, 6, 5])
 
 

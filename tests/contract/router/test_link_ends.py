@@ -81,7 +81,6 @@ def _listening(peer: Peer | None) -> Iterator[str]:
 @pytest.mark.parametrize("peer", [None, _resets, _speaks_http_1, _goes_away, _is_mute])
 async def test_no_task_of_a_link_is_left(peer: Peer | None, closed: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A task that nobody owns waits for ever, or is reported as destroyed whenever memory is collected."""
-
     pauses = random.Random(1)
     with _listening(peer) as address:
         before = asyncio.all_tasks()

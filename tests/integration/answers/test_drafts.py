@@ -46,7 +46,6 @@ class Foretells:
 
 def outputs(model: Path, sampling: SamplingParams, drafter: Drafter | None, **fields: Any) -> tuple[list[Output], int]:
     """Returns what each prompt gets, all at once, and how many steps that took."""
-
     with drive(model, drafter=drafter) as driver:
         found = driver.wait(*[driver.submit(prompt, NUM_TOKENS, sampling, **fields) for prompt in PROMPTS])
         return found, driver.engine.tally.num_steps

@@ -28,7 +28,7 @@ def doubled(model: Path, folder: Path) -> Path:
 
 
 def test_a_file_that_config_json_names(tmp_path: Path) -> None:
-    """transformers takes it, and leaves model.safetensors alone."""
+    """Transformers takes it, and leaves model.safetensors alone."""
     model = tiny_model("llama", tmp_path)
     doubled(model, model).rename(model / "other.safetensors.index.json")
     config = json.loads((model / "config.json").read_text())
@@ -38,7 +38,7 @@ def test_a_file_that_config_json_names(tmp_path: Path) -> None:
 
 
 def test_an_index_that_names_files_of_a_subfolder(tmp_path: Path) -> None:
-    """transformers follows it, also out of the directory."""
+    """Transformers follows it, also out of the directory."""
     model = tiny_model("llama", tmp_path)
     index = json.loads(doubled(model, model / "sub").read_text())
     (model / "model.safetensors").rename(model / "a.safetensors")  # what is checked: nothing is doubled here

@@ -48,7 +48,6 @@ def unparking(status: Status) -> str | None:
 @pytest.mark.parametrize("phase", [handing_over, taking_over, parking, unparking])
 async def test_an_end_of_a_copy_that_is_killed(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
     """It is the source, the destination, and a store as either of them."""
-
     await strike(lambda: kill_in(cluster, reference, phase))
 
 

@@ -1,3 +1,5 @@
+"""Tests what a worker learns of the costs of its steps."""
+
 from __future__ import annotations
 
 import pytest

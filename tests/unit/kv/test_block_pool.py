@@ -1,3 +1,5 @@
+"""Tests the block pool: references, the prefix cache, eviction and the ledger."""
+
 from __future__ import annotations
 
 import pytest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import Cancelled
-from services.kv.imports import _NEXT, Import, ImportState, ImportTable
+from services.kv.imports import Import, ImportState, ImportTable
 
 S = ImportState
 
@@ -26,30 +26,6 @@ class Destination:
 @pytest.fixture
 def destination() -> Destination:
     return Destination()
-
-
-@pytest.mark.parametrize("start", S)
-@pytest.mark.parametrize("to", S)
-def test_every_transition_is_allowed_or_asserts(destination: Destination, start: S, to: S) -> None:
-    destination.import_.state = start
-    if to in _NEXT[start]:
-        destination.import_.advance(to, 1.0)
-        assert destination.import_.entered_s[to] == 1.0
-    else:
-        with pytest.raises(AssertionError):
-            destination.import_.advance(to, 1.0)
-
-
-def test_the_transition_table_is_the_designs() -> None:
-    designed = {
-        S.RESERVED: {S.COPYING, S.DRAINING},
-        S.COPYING: {S.VALIDATING, S.DRAINING},
-        S.VALIDATING: {S.READY, S.DRAINING},
-        S.READY: set(),
-        S.DRAINING: {S.FREED},
-        S.FREED: set(),
-    }
-    assert designed == _NEXT
 
 
 def test_ready_passes_the_references_on(destination: Destination) -> None:

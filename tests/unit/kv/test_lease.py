@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from services.core.errors import InvalidRequest, LeaseInvalid, LeaseNotSealed, ProtocolViolation
-from services.kv.lease import _NEXT, FetchEnd, Lease, LeaseState
+from services.kv.lease import FetchEnd, Lease, LeaseState
 from services.kv.lease_table import LeaseTable, ReleaseAnswer
 
 BLOCK_SIZE = 16
@@ -45,19 +45,6 @@ def source() -> Source:
     return Source()
 
 
-@pytest.mark.parametrize("start", LeaseState)
-@pytest.mark.parametrize("to", LeaseState)
-def test_every_transition_is_allowed_or_asserts(source: Source, start: LeaseState, to: LeaseState) -> None:
-    source.lease.state = start
-    if to in _NEXT[start]:
-        source.lease.advance(to, 1.0)
-        assert source.lease.state is to
-        assert source.lease.entered_s[to] == 1.0
-    else:
-        with pytest.raises(AssertionError):
-            source.lease.advance(to, 1.0)
-
-
 @pytest.mark.parametrize("leg_of", [lambda turn: 1, lambda turn: turn + 1], ids=["slowly", "again and again"])
 def test_a_lease_that_may_last_so_long_is_over_then_whatever_its_fetches_do(
     source: Source, leg_of: Callable[[int], int]
@@ -80,13 +67,6 @@ def test_a_lease_that_may_last_so_long_is_over_then_whatever_its_fetches_do(
     assert source.table.expire(most_s) == [lease]
     assert ticket.ended is FetchEnd.EXPIRED
     assert source.ended == [lease]
-
-
-def test_the_transition_table_is_the_designs() -> None:
-    both = {LeaseState.EXPIRED, LeaseState.ABORTED}
-    assert _NEXT[LeaseState.OPEN] == {LeaseState.SEALED} | both
-    assert _NEXT[LeaseState.SEALED] == {LeaseState.RELEASED} | both
-    assert not any(_NEXT[state] for state in (LeaseState.RELEASED, *both))
 
 
 @pytest.mark.parametrize(("num_computed", "published"), [(0, 0), (15, 0), (16, 1), (39, 2), (40, 2)])

@@ -27,7 +27,7 @@ def choice_of(command: SendLeg) -> PlacementChoice:
 
 
 def test_a_prefill_has_the_terms_of_all_candidates(bench: Bench) -> None:
-    """p waits for 1000 tokens of 0.5 ms: a half at 500 ms. Both have 64 blocks, of which the prompt takes two."""
+    """P waits for 1000 tokens of 0.5 ms: a half at 500 ms. Both have 64 blocks, of which the prompt takes two."""
     bench.join("p0", Role.PREFILL)
     bench.load("p", queued_prefill_tokens=1000, ms_per_prefill_token=0.5, blocks_free=32, blocks_active=32)
     bench.load("p0", queued_prefill_tokens=0, ms_per_prefill_token=0.5)

@@ -143,7 +143,7 @@ def test_a_prompt_that_finds_the_prefill_workers_queue_full_need_not_wait() -> N
 
 
 def test_room_for_handoffs_in_flight_is_not_taken() -> None:
-    """d has room for one of the two prompts, and the one under way comes first."""
+    """D has room for one of the two prompts, and the one under way comes first."""
     bench = measured()
     bench.submit("first", num_tokens=400)
     bench.take_leg(Role.PREFILL)

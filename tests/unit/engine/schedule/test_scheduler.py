@@ -1,3 +1,5 @@
+"""Tests whom the scheduler admits, runs, preempts and ends, without a model."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Tests which blocks sequences hold under the scheduler: shared, cached, reserved, given back."""
+
 from __future__ import annotations
 
 from typing import Any
