@@ -61,7 +61,8 @@ $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt 
 		test $$? = 3 && what="was made by a Python older than 3.11" || what="has a Python that does not run"; \
 		echo "$(VENV) $$what. Remove it, and it is made anew: rm -r $(VENV)" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_INDEX) \
+# Of what is installed little is ever imported: that is compiled then, and not all of it here, which took 40 s.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(TORCH_INDEX) \
 		--constraint requirements/constraints.txt --editable ./client --editable '.[dev]'
 	touch $@
 
