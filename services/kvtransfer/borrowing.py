@@ -68,7 +68,7 @@ class Borrower:
             source_incarnation=source.incarnation, layout=layout_to_proto(self._layout), hashes=join_hashes(hashes)
         )
         with self._peers.use(source.address) as peer:
-            answer = await self._peers.answer(peer.lend(request), "does not say what it lends")
+            answer = await self._peers.answer(peer.Lend(request), "does not say what it lends")
         if not answer.num_blocks:
             return None
         if not 0 < answer.num_blocks <= len(hashes) or len(answer.lease_id) != _LEASE_ID_BYTES:
@@ -88,7 +88,7 @@ class Borrower:
         Raises what the store does, and TransferFailed."""
         request = kvtransfer_pb2.KeepRequest(source=source, hashes=join_hashes(hashes))
         with self._peers.use(store.address) as peer:
-            answer = await self._peers.answer(peer.keep(request), "does not say what it keeps")
+            answer = await self._peers.answer(peer.Keep(request), "does not say what it keeps")
         return int(answer.num_wanted)
 
     def give_back(self, loan: Loan) -> None:
@@ -98,7 +98,7 @@ class Borrower:
     async def _release_loan(self, loan: Loan) -> None:
         request = kvtransfer_pb2.ReleaseRequest(lease_id=loan.lease_id, leg=LOAN_LEG)
         with contextlib.suppress(BatonError), self._peers.use(loan.source.address) as peer:
-            await self._peers.answer(peer.release(request), "takes nothing back")
+            await self._peers.answer(peer.Release(request), "takes nothing back")
 
     def _give_back_answer(self, asking: asyncio.Task[Loan | None]) -> None:
         """Gives back what was lent to somebody who is gone."""

@@ -32,7 +32,7 @@ from services.kv.regions import BlockMemory
 from services.kvtransfer.checksums import verify
 from services.kvtransfer.connecting import Connector
 from services.kvtransfer.fetch_stream import FetchStream, Seal, as_transfer_error
-from services.kvtransfer.peers import Peers, PeerStub
+from services.kvtransfer.peers import Peers
 from services.kvtransfer.transports import Copier, DestinationEnd, FetchName
 from services.kvtransfer.wire import layout_to_proto
 
@@ -160,10 +160,10 @@ class BlockFetcher:
         finally:
             self._imports.drain(order.import_, self._clock.now())  # no effect once READY
 
-    async def _run(self, order: FetchOrder, source: PeerStub, copier: Copier) -> FetchOutcome:
+    async def _run(self, order: FetchOrder, source: Any, copier: Copier) -> FetchOutcome:
         started_s = self._clock.now()
         async with FetchStream(
-            source.fetch(),
+            source.Fetch(),
             self._clock,
             self._peers.error_of,
             carried=copier.carried,
@@ -291,16 +291,16 @@ class BlockFetcher:
         copier.unpin()
         self._imports.copy_ended(import_, self._clock.now())
 
-    async def _release(self, order: FetchOrder, source: PeerStub) -> None:
+    async def _release(self, order: FetchOrder, source: Any) -> None:
         answer = await self._peers.answer(self._released(order, source), "does not answer the release")
         if not answer.valid:
             raise LeaseInvalid(answer.reason)
 
-    async def _released(self, order: FetchOrder, source: PeerStub) -> kvtransfer_pb2.ReleaseResponse:
+    async def _released(self, order: FetchOrder, source: Any) -> kvtransfer_pb2.ReleaseResponse:
         request = kvtransfer_pb2.ReleaseRequest(lease_id=order.lease_id, leg=order.leg)
         for attempts_left in reversed(range(_RELEASE_ATTEMPTS)):
             try:
-                answer: kvtransfer_pb2.ReleaseResponse | None = await source.release(request, wait_for_ready=True)
+                answer: kvtransfer_pb2.ReleaseResponse | None = await source.Release(request, wait_for_ready=True)
                 if answer is None:
                     raise MalformedMessage("the bytes received are not an answer of Release")
                 return answer

@@ -12,13 +12,12 @@ from typing import Any
 
 import grpc
 
-from baton.v1 import kvtransfer_pb2
+from baton.v1 import kvtransfer_pb2_grpc
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import MalformedMessage, TransferFailed
 from services.core.timeouts import timeout_after
 from services.kvtransfer.channels import ChannelCache
 from services.kvtransfer.fetch_stream import ErrorOf, as_transfer_error
-from services.rpc.counting import FETCH_RESPONSE, KEEP_RESPONSE, LEND_RESPONSE, RELEASE_RESPONSE
 
 
 class Peers:
@@ -45,10 +44,10 @@ class Peers:
         await self._channels.close()
 
     @contextlib.contextmanager
-    def use(self, address: str) -> Iterator[PeerStub]:
+    def use(self, address: str) -> Iterator[Any]:
         """Yields the calls to the peer at an address. Its channel is kept for a while."""
         with self._channels.use(address) as channel:
-            yield PeerStub(channel)
+            yield kvtransfer_pb2_grpc.KVTransferServiceStub(channel)
 
     async def answer(self, call: Awaitable[Any], what: str) -> Any:
         """Returns the answer of a call that the peer owes at once. `what` it does if there is none is for people."""
@@ -62,29 +61,3 @@ class Peers:
         if answer is None:
             raise MalformedMessage("the bytes received are not the answer")
         return answer
-
-
-class PeerStub:
-    """Calls the KVTransferService of one peer, whose answers are counted before they are parsed."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.fetch: Any = channel.stream_stream(
-            "/baton.v1.KVTransferService/Fetch",
-            request_serializer=kvtransfer_pb2.FetchRequest.SerializeToString,
-            response_deserializer=FETCH_RESPONSE.parse_or_none,
-        )
-        self.release: Any = channel.unary_unary(
-            "/baton.v1.KVTransferService/Release",
-            request_serializer=kvtransfer_pb2.ReleaseRequest.SerializeToString,
-            response_deserializer=RELEASE_RESPONSE.parse_or_none,
-        )
-        self.lend: Any = channel.unary_unary(
-            "/baton.v1.KVTransferService/Lend",
-            request_serializer=kvtransfer_pb2.LendRequest.SerializeToString,
-            response_deserializer=LEND_RESPONSE.parse_or_none,
-        )
-        self.keep: Any = channel.unary_unary(
-            "/baton.v1.KVTransferService/Keep",
-            request_serializer=kvtransfer_pb2.KeepRequest.SerializeToString,
-            response_deserializer=KEEP_RESPONSE.parse_or_none,
-        )

@@ -15,9 +15,6 @@ MAX_REQUEST_BYTES = 16 * MIB
 # KV blocks travel in responses where shared memory cannot be used.
 MAX_RESPONSE_BYTES = 64 * MIB
 
-# Events of legs in one message of a worker's session, which handles each of them before anything else runs.
-MOST_SESSION_EVENTS = 16_384
-
 # Keepalive only frees what connections to hosts that are gone hold. Baton's own processes judge each other sooner,
 # and in awake time (core/awake.py): sessions by rpc/silence.py, fetches by kvtransfer/fetch_stream.py. The first is a
 # server's, since nothing else judges a client that only reads; the second is that of Baton's own channels.

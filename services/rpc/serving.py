@@ -18,7 +18,6 @@ from services.core.listening import require_free
 from services.rpc.authentication import AccessInterceptor
 from services.rpc.call_limits import CallInterceptor, most_arriving, most_held
 from services.rpc.certificates import Certificates
-from services.rpc.counting import CountInterceptor
 from services.rpc.health import HealthServicer
 from services.rpc.interceptors import ErrorInterceptor
 from services.rpc.options import MAX_REQUEST_BYTES, max_connections, server_options
@@ -78,7 +77,7 @@ class GrpcServer:
         access = AccessInterceptor(token, by_role=by_role)
         self._server = grpc.aio.server(
             # Errors are translated outside all but the guards.
-            interceptors=[*guards, ErrorInterceptor(), access, CountInterceptor(), limits, *interceptors],
+            interceptors=[*guards, ErrorInterceptor(), access, limits, *interceptors],
             options=server_options(max_request_bytes),
         )
 

@@ -19,7 +19,6 @@ from services.core.clock import Clock
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
 from services.kv.index_log import IndexChanges
-from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
 from services.worker.cache_follower import CacheFollower
 
@@ -87,7 +86,7 @@ class Outbox:
         num_bytes = num_taken = 0
         for event in self._events:
             num_bytes += event.ByteSize()
-            if num_taken and (num_bytes > most_bytes or num_taken == MOST_SESSION_EVENTS):
+            if num_taken and num_bytes > most_bytes:
                 break
             num_taken += 1
         taken, self._events = self._events[:num_taken], self._events[num_taken:]

@@ -14,32 +14,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from baton.v1 import control_pb2, types_pb2, worker_pb2
+from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.clock import Clock
-from services.core.errors import BatonError, InvalidRequest
+from services.core.errors import InvalidRequest
 from services.core.hashing import HASH_BYTES
 from services.router.coordinator.events import WorkerInfo
 from services.router.panics import panics_are_errors
 from services.router.workers import wire
-from services.rpc import wire_count
 from services.rpc.channels import Dial
-from services.rpc.options import MOST_SESSION_EVENTS
 from services.rpc.silence import PeerWatch
 
 log = logging.getLogger(__name__)
 
 _MOST_OUTGOING = 65_536
 """Messages to a worker that wait to be written: commands, and cancels of what it reports and no router knows."""
-_MOST_BYTES = 8 << 20
-"""Of one message of a worker, which sends a megabyte, or one event more."""
-_MOST_CACHE_BYTES = 1 << 20
-"""Of the hashes in one message: a worker sends a sixteenth of it."""
-_LIMITS = wire_count.MessageLimits(fields=400_000, elements=1 << 18, text_bytes=64 << 10)
 _ROLES_EVERY_S = 1.0
 """Between two descriptions of a worker that are taken over, in seconds: new roles make all pairs anew."""
-_SESSION = "/baton.v1.WorkerService/Session"
 _WRITE_FAILED = "Internal error from Core"
 """The details of the error that grpc.aio raises if a write fails, with INTERNAL in place of the call's own status."""
 
@@ -181,11 +172,7 @@ class WorkerLink:
             channel = self._dial(self.description.address)
             try:
                 async with asyncio.TaskGroup() as group:
-                    call = channel.stream_stream(
-                        _SESSION,
-                        request_serializer=worker_pb2.SessionRequest.SerializeToString,
-                        response_deserializer=_read_response,
-                    )()
+                    call = worker_pb2_grpc.WorkerServiceStub(channel).Session()
                     group.create_task(self._read(call))
                     group.create_task(self._write(call))
                     group.create_task(self._raise_when_silent())
@@ -243,10 +230,8 @@ class WorkerLink:
         try:
             async for message in call:
                 self._watch.heard()
-                if isinstance(message, _Excessive):
-                    raise message
-                if len(message.events) > MOST_SESSION_EVENTS:
-                    raise _Excessive(f"it sent {len(message.events)} events in one message")
+                if message is None:
+                    raise _Untrue("it sent a message that cannot be read")
                 if self._outgoing.qsize() > _MOST_OUTGOING:
                     raise _Excessive(f"{self._outgoing.qsize()} messages to it wait to be written")
                 if message.HasField("load"):
@@ -305,8 +290,6 @@ class WorkerLink:
             raise _Untrue("its first cache events are not of the whole cache")
         if len(events.stored) % HASH_BYTES or len(events.removed) % HASH_BYTES:
             raise _Untrue("it sent a part of a hash")
-        if len(events.stored) + len(events.removed) > _MOST_CACHE_BYTES:
-            raise _Excessive(f"it sent {len(events.stored) + len(events.removed)} bytes of cache events in one message")
 
     def _note(self, load: types_pb2.LoadSnapshot) -> None:
         if self.load is None or load.sequence_number > self.load.sequence_number:
@@ -316,14 +299,3 @@ class WorkerLink:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("%s failed", task.get_name(), exc_info=error)
-
-
-def _read_response(data: bytes) -> worker_pb2.SessionResponse | _Excessive:
-    """Parses a worker's message, or returns why it must not be: what its bytes would become is counted before."""
-    if len(data) > _MOST_BYTES:
-        return _Excessive(f"it sent a message of {len(data)} bytes")
-    try:
-        wire_count.check(data, worker_pb2.SessionResponse.DESCRIPTOR, _LIMITS)
-        return worker_pb2.SessionResponse.FromString(data)
-    except (BatonError, DecodeError) as error:
-        return _Excessive(f"it sent a message that cannot be read: {error}")

@@ -12,8 +12,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from baton.v1 import types_pb2, worker_pb2
-from services.rpc.options import MOST_SESSION_EVENTS
+from baton.v1 import worker_pb2
 from tests.support.examples import num_examples
 from tests.support.patience import HANG_S
 from tests.support.router_harness import TEXT, Cluster, read, request
@@ -115,29 +114,6 @@ async def test_whatever_a_worker_says_hurts_nobody_else(
     await cluster.assert_idle()
     ours = [record for record in caplog.records if record.name.startswith("services.router")]
     assert not ours, ours[0].getMessage()
-
-
-async def test_a_message_of_more_events_than_any_worker_sends_ends_its_session(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each event of a leg that nobody knows would be answered by a cancel; the honest ones are served meanwhile."""
-    caplog.set_level(logging.WARNING)
-    for role in ("prefill", "decode"):
-        await cluster.add(role)
-    liar = await cluster.add("decode", worker_id="liar")
-    event = worker_pb2.LegEvent(tokens=types_pb2.SequenceTokens(leg=99, token_ids=[1]))
-    liar.say(worker_pb2.SessionResponse(events=[event] * MOST_SESSION_EVENTS))
-    await liar.until(lambda: len(liar.cancelled) == MOST_SESSION_EVENTS)
-    assert liar.num_sessions
-    liar.say(worker_pb2.SessionResponse(events=[event] * (MOST_SESSION_EVENTS + 1)))
-    await liar.until(lambda: not liar.num_sessions)
-    assert len(liar.cancelled) == MOST_SESSION_EVENTS
-
-    async def told() -> bool:
-        return f"worker liar lost: it sent {MOST_SESSION_EVENTS + 1} events in one message" in caplog.text
-
-    await cluster.until(told)
-    assert (await read(cluster.inference.GenerateStream(request())))[1] == TEXT
 
 
 async def ended(cluster: Cluster) -> str:

@@ -10,7 +10,6 @@ from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import ManualClock
 from services.core.errors import DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation, WorkerFailed
 from services.kv.index_log import IndexChanges, IndexLog
-from services.rpc.options import MOST_SESSION_EVENTS
 from services.worker.session import MOST_SESSIONS, Outbox, RouterSession, SessionHost
 
 Request = worker_pb2.SessionRequest
@@ -47,13 +46,6 @@ def test_what_has_piled_up_goes_in_several_messages() -> None:
     assert [(event.tokens.leg, event.tokens.position) for event in rest] == [(3, 0), (4, 0), (5, 0), (5, 100)]
     outbox.add(tokens(1, 100, 7))
     assert len(outbox.take(most_bytes=0)) == 1, "one goes, however large"
-
-
-def test_a_message_has_no_more_events_than_a_router_takes() -> None:
-    outbox = Outbox()
-    for leg in range(MOST_SESSION_EVENTS + 3):
-        outbox.add(tokens(leg, 0, 1, finish=True))
-    assert [len(outbox.take()) for _ in range(3)] == [MOST_SESSION_EVENTS, 3, 0]
 
 
 def test_a_gap_is_not_hidden_by_coalescing() -> None:
