@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import TracerProvider, sampling
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -22,7 +22,6 @@ from services.core.errors import BatonError
 from services.rpc import names
 from services.rpc.trace_export import otlp_exporters
 from services.rpc.trace_file import TraceFileExporter
-from services.rpc.trace_sampling import DecidedOnce
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, Value | None]
@@ -167,7 +166,9 @@ def configure_tracing(service_name: str, instance_id: str, trace_file: str | Non
     }
     resource = Resource.create(ours).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.sampler = DecidedOnce(provider.sampler)
+    # Whether a request is traced is decided once, at its root or by its caller: else the samplers `always_on` and
+    # `traceidratio` in a worker would record parts of requests that the router does not trace.
+    provider.sampler = sampling.ParentBased(provider.sampler)
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return Tracer(provider)
     exporters = otlp_exporters()
