@@ -92,11 +92,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Ends what the tests of one folder have started before those of the next begin, which may measure time."""
+    """Looks, after the last test of a folder, for what its tests have left running: a failure of none of them."""
     yield
-    if nextitem is None or nextitem.path.parent != item.path.parent:
-        left = children_left()
-        assert not left, f"still running after the last test of {item.path.parent.name}: {left}"
+    folder = item.path.parent
+    if (nextitem is None or nextitem.path.parent != folder) and (left := children_left()):
+        one_of_several = hasattr(item.config, "workerinput")  # pytest -n takes reports of its tests alone
+        name = item.nodeid if one_of_several else f"{folder.relative_to(_HERE.parent)}::nothing is left running"
+        item.ihook.pytest_runtest_logreport(
+            report=pytest.TestReport(name, item.location, {}, "failed", f"still running: {left}", "call")
+        )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
