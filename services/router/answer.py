@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,8 @@ from services.core.errors import BatonError
 from services.router.coordinator.actions import EmitFinished, EmitPromptTokens, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
 from services.router.tenants.tenant import TokenUsage
-from services.router.text.output.form import PLAIN, OutputForm
 from services.router.text.output.parts import Parsed
-from services.router.text.streaming import Piece, TextStream
+from services.router.text.streaming import CONTEXT_TOKENS, Piece, TextStream
 from services.router.workers.wire import FINISH_REASONS
 
 AnswerEvent = inference_pb2.PromptInfo | inference_pb2.PromptLogprobs | inference_pb2.Chunk | inference_pb2.Completion
@@ -91,20 +90,22 @@ class Output:
         tokenizer: Tokenizer,
         *,
         kept_chars: int,
-        form: OutputForm,
-        special_ids: Mapping[str, int] | None,
+        echoed: str = "",
+        **text: Any,
     ) -> None:
-        """`kept_chars` is how much of the text `kept_text` may have. `form` and `special_ids` are as for TextStream."""
+        """`kept_chars` is how much of the text `kept_text` may have. `echoed` is the text that comes before the
+        output's. `text` are further parameters of TextStream."""
         self._index = index
         self._text = TextStream(
             tokenizer,
-            skip_special_tokens=request.response.skip_special_tokens
-            if request.response.HasField("skip_special_tokens")
-            else True,
+            skip_special_tokens=skips_special_tokens(request),
             stops=request.stopping.stop,
-            form=form,
-            special_ids=special_ids,
+            includes_stop=request.response.include_stop_text,
+            min_tokens=request.stopping.min_tokens,
+            **text,
         )
+        self._echoed = echoed
+        self._echoes_only = echoes_only(request)
         self._pending = _Pending()
         self._completion: inference_pb2.Completion | None = None
         self.kept_text = ""
@@ -119,13 +120,18 @@ class Output:
         self.taken = False
         """Whether the client has all of it, its completion too."""
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
-        """Adds tokens. Returns True if the text ends with them; tokens after that are ignored."""
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[Any], *, is_stopped: bool = False) -> bool:
+        """Adds tokens, of which the last may be a stop token. Returns True if the text ends with them; tokens after
+        that are ignored."""
+        if self._echoes_only:  # workers make at least one token
+            return False
+        self._echo()
         for start in range(0, len(token_ids), MAX_CHUNK_TOKENS):
             if self.ended_by_text:
                 break
             part = token_ids[start : start + MAX_CHUNK_TOKENS]
-            piece = self._text.push(part)
+            is_last_part = start + len(part) == len(token_ids)
+            piece = self._text.push(part, is_stopped=is_stopped and is_last_part)
             self._take(piece, part[: piece.num_tokens], logprobs[start : start + piece.num_tokens])
             if piece.is_last:
                 return True
@@ -133,14 +139,17 @@ class Output:
 
     def finish(self, action: EmitFinished) -> inference_pb2.Completion:
         """Ends the output, and returns its completion without what the whole request has in common."""
+        self._echo()
         if not self.ended_by_text:
             self._take(self._text.flush())
         self.reason = FinishReason.STOP if self.ended_by_text else action.reason
+        if self._echoes_only:
+            self.reason = FinishReason.LENGTH
         completion = inference_pb2.Completion(index=self._index, finish_reason=FINISH_REASONS[self.reason])
         if self.ended_by_text:
             if self.stop_string is not None:
                 completion.stop_string = self.stop_string
-        elif action.stop_token_id is not None:
+        elif action.stop_token_id is not None and not self._echoes_only:
             completion.stop_token_id = action.stop_token_id
         if self._text.num_calls and self.reason is FinishReason.STOP:
             completion.finish_reason = types_pb2.FINISH_REASON_TOOL_CALLS
@@ -167,6 +176,12 @@ class Output:
         assert self._completion is not None, "there is more"
         self.taken = True
         return self._completion
+
+    def _echo(self) -> None:
+        """Adds what is echoed, with the first tokens: nothing is written before."""
+        if self._echoed:
+            self._pending.pieces.append(_Decoded(Parsed(text=self._echoed)))
+            self._echoed = ""
 
     def _take(self, piece: Piece, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = ()) -> None:
         parsed = Parsed(piece.reasoning, piece.text, piece.calls)
@@ -209,15 +224,24 @@ class Answer:
         tokenizer: Tokenizer,
         tokenize_ms: float | None,
         kept_chars: int = 0,
-        form: OutputForm = PLAIN,
-        special_ids: Mapping[str, int] | None = None,
+        echoed: str = "",
+        **text: Any,
     ) -> None:
         """`request_id` is what the client calls it; `token_ids` is the prompt that the workers compute. `kept_chars` is
-        how much of the text `kept_text` may have. `form` and `special_ids` are as for TextStream."""
+        how much of the text `kept_text` may have. `echoed` is the prompt's text, if it is to be echoed. `text` are
+        further parameters of TextStream."""
         self._request = request
         self._tokenize_ms = tokenize_ms
         self._outputs = [
-            Output(index, request, tokenizer, kept_chars=kept_chars, form=form, special_ids=special_ids)
+            Output(
+                index,
+                request,
+                tokenizer,
+                kept_chars=kept_chars,
+                echoed=echoed,
+                prompt=token_ids[-CONTEXT_TOKENS:],
+                **text,
+            )
             for index in range(num_answers(request))
         ]
         self._info = inference_pb2.PromptInfo(
@@ -281,10 +305,13 @@ class Answer:
             self._scored.append(inference_pb2.PromptLogprobs(position=action.position + start, logprobs=part))
         self._changed.set()
 
-    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Any], index: int = 0) -> bool:
-        """Adds tokens of the output with that index. Returns True if its text ends with them."""
+    def tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[Any], index: int = 0, *, is_stopped: bool = False
+    ) -> bool:
+        """Adds tokens of the output with that index, of which the last may be a stop token. Returns True if its text
+        ends with them."""
         self._changed.set()
-        return self._outputs[index].push(token_ids, logprobs)
+        return self._outputs[index].push(token_ids, logprobs, is_stopped=is_stopped)
 
     def finished(self, action: EmitFinished) -> None:
         """Ends an output. The prompt's tokens are in the usage of the first one only: together they count once."""
@@ -336,6 +363,16 @@ class Answer:
                 raise self._error
             if all(output.taken for output in self._outputs):
                 return
+
+
+def skips_special_tokens(request: inference_pb2.GenerateRequest) -> bool:
+    return request.response.skip_special_tokens or not request.response.HasField("skip_special_tokens")
+
+
+def echoes_only(request: inference_pb2.GenerateRequest) -> bool:
+    """Returns whether the answer is the prompt's text alone."""
+    is_empty = request.stopping.HasField("max_tokens") and not request.stopping.max_tokens
+    return request.response.echo_text and is_empty
 
 
 def num_answers(request: inference_pb2.GenerateRequest) -> int:

@@ -465,7 +465,7 @@ class Conductor:
         num_before = live.answer.num_output_tokens
         if action.position == 0 and not num_before:
             live.trace.first_token(now)
-        stopped = live.answer.tokens(action.token_ids, action.logprobs, action.index)
+        stopped = live.answer.tokens(action.token_ids, action.logprobs, action.index, is_stopped=action.is_stopped)
         live.record.tokens(live.answer.num_output_tokens - num_before, now, action.index)
         if stopped:
             self.coordinator.finish_stopped(action.request_id, now, action.index)

@@ -19,7 +19,14 @@ from services.engine.schedule.sequence import (
 )
 from services.kv.lease import Lease, LeaseState
 from services.rpc.constraints import check_constraint
-from services.rpc.parameters import MAX_ANSWERS, MAX_LOGPROBS, check_sampling, check_stopping, within
+from services.rpc.parameters import (
+    MAX_ANSWERS,
+    MAX_LOGPROBS,
+    check_sampling,
+    check_some_token_is_left,
+    check_stopping,
+    within,
+)
 
 Command = worker_pb2.PrefillCommand | worker_pb2.DecodeCommand
 """A command to compute."""
@@ -72,6 +79,8 @@ def sequence_of(
     stopping = stopping_of(command.stopping, eos_token_ids, max_model_len)
     if stopping.max_tokens <= command.output_base:
         raise InvalidRequest("stopping.max_tokens", "is already reached")
+    if command.output_base < stopping.min_tokens:
+        check_some_token_is_left(command.sampling, stopping.stop_token_ids)
     return Sequence(
         seq_id=seq_id,
         token_ids=token_ids,
@@ -121,9 +130,14 @@ def further_of(first: Sequence, num_answers: int, new_seq_id: Callable[[], int])
 
 
 def sampling_of(params: types_pb2.SamplingParams, num_logprobs: int | None) -> SamplingParams:
-    given = {field.name: value for field, value in params.ListFields() if field.name != "logit_bias"}
-    bias = {entry.token_id: entry.bias for entry in params.logit_bias}
-    return SamplingParams(**given, logit_bias=bias, num_logprobs=num_logprobs)
+    given = {field.name: value for field, value in params.ListFields() if not field.is_repeated}
+    return SamplingParams(
+        **given,
+        logit_bias={entry.token_id: entry.bias for entry in params.logit_bias},
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        bad_token_ids=tuple(tuple(sequence.token_ids) for sequence in params.bad_token_ids),
+        num_logprobs=num_logprobs,
+    )
 
 
 def stopping_of(params: types_pb2.StoppingParams, eos_token_ids: frozenset[int], max_model_len: int) -> StoppingParams:

@@ -154,7 +154,9 @@ class SimRequest:
         self._require(self.answers, f"got {own} at {at} instead of {wanted}")
         self.scores += own
 
-    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Any], index: int) -> bool:
+    def tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[Any], index: int, *, is_stopped: bool = False
+    ) -> bool:
         self._require(not self.over, "gets tokens after its end")
         whole = len(self.message.token_ids.ids) - 1 if self.is_scored else 0
         self._require(
@@ -164,7 +166,7 @@ class SimRequest:
         self._require(not part.over, f"gets tokens of {index} after its end")
         if part.stop_string is not None:
             return False
-        piece = part.text.push(token_ids)
+        piece = part.text.push(token_ids, is_stopped=is_stopped)
         own, at = tuple(token_ids[: piece.num_tokens]), len(part.received)
         wanted = {name: answer.token_ids[at : at + len(own)] for name, answer in part.expected.items()}
         part.expected = {name: answer for name, answer in part.expected.items() if wanted[name] == own}

@@ -58,7 +58,7 @@ class FakeAnswer(Recorder):
     def over(self) -> bool:
         return self.error is not None or self.reason is not None
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: Any, index: int) -> bool:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: Any, index: int, *, is_stopped: bool) -> bool:
         assert not self.over, "nothing comes after the end"
         self.note("tokens")
         self.token_ids += token_ids

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.core.errors import BatonError, ConstraintUnsatisfied, unforeseen
-from services.engine.schedule.constraint import Bits, allow, forbid, num_words
+from services.engine.schedule.constraint import Bits, allow, forbid, keep_only, num_words
 from services.engine.schedule.sequence import SampledToken, ScheduledSequence
 
 
@@ -93,6 +93,9 @@ def _fill(part: ScheduledSequence, bits: Bits) -> int:
         forbid(bits[at], part.stop_token_ids)
         if ends_here and not part.rows[at].masked_token_ids:
             allow(bits[at], part.stop_token_ids)
+        forbid(bits[at], part.rows[at].barred_token_ids)
+        if allowed := part.rows[at].sampling.allowed_token_ids:
+            keep_only(bits[at], allowed)
         if not bits[at].any():
             if at:
                 return at
@@ -103,6 +106,8 @@ def _fill(part: ScheduledSequence, bits: Bits) -> int:
 def _why(part: ScheduledSequence, may_end: bool) -> str:
     row = part.rows[0]
     where = f"after {row.position} tokens the constraint leaves no token"
+    if row.barred_token_ids or row.sampling.allowed_token_ids:
+        return f"{where} that allowed_token_ids and bad words leave too"
     if not may_end:
         return f"{where}; the request's stop tokens may be what it needs"
     if row.masked_token_ids:

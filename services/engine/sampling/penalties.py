@@ -21,8 +21,8 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow], masks: Masks = NO_MASKS) -
     """Changes the logits, [num_rows, vocab_size], in place; `rows` has one entry for each row.
 
     It adds the bias, applies the repetition penalty, subtracts the presence and frequency penalties as OpenAI's API
-    defines them, and then sets masked tokens to -inf: stop tokens that may not come yet, and what a constraint does not
-    allow.
+    defines them, and then sets masked tokens to -inf: what is not among the allowed tokens, stop tokens that may not
+    come yet, tokens that would complete a bad word, and what a constraint does not allow.
     """
     for at, row in enumerate(rows):
         sampling = row.sampling
@@ -33,10 +33,19 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow], masks: Masks = NO_MASKS) -
         if row.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
             seen, counts = np.unique(np.array(row.output_token_ids), return_counts=True)
             _add(logits[at], seen, -sampling.presence_penalty - sampling.frequency_penalty * counts)
-        if row.masked_token_ids:
-            logits[at, list(row.masked_token_ids)] = -torch.inf
+        if sampling.allowed_token_ids:
+            _keep_only(logits[at], sampling.allowed_token_ids)
+        if masked := (*row.masked_token_ids, *row.barred_token_ids):
+            logits[at, list(masked)] = -torch.inf
     if masks.bits is not None and masks.rows:
         _mask(logits, masks.rows, masks.bits)
+
+
+def _keep_only(logits: Tensor, token_ids: Sequence[int]) -> None:
+    index = torch.as_tensor(token_ids, device=logits.device)
+    kept = logits[index]
+    logits.fill_(-torch.inf)
+    logits[index] = kept
 
 
 def _mask(logits: Tensor, rows: Sequence[int], bits: Bits) -> None:

@@ -51,6 +51,13 @@ def forbid(bits: Bits, token_ids: Sequence[int]) -> None:
         bits[token_id // 32] &= ~_BIT[token_id % 32]
 
 
+def keep_only(bits: Bits, token_ids: Sequence[int]) -> None:
+    """Takes all tokens but these out of a set, one row of `Bits`."""
+    kept = {token_id for token_id in token_ids if has(bits, token_id)}
+    bits.fill(0)
+    allow(bits, sorted(kept))
+
+
 def has(bits: Bits, token_id: int) -> bool:
     """Returns whether a token is in a set, one row of `Bits`."""
     return bool(bits[token_id // 32] & _BIT[token_id % 32])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from services.core.errors import BatonError
@@ -31,9 +32,21 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be sampled; empty for all."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output never has."""
     num_logprobs: int | None = None
     """How many of the most likely tokens are reported with their log-probabilities, besides the chosen one. With 0 only
     the chosen token's is reported, with None none is."""
+
+    def barred_after(self, output: Seq[int]) -> tuple[int, ...]:
+        """Returns the tokens that would complete one of `bad_token_ids` after this output."""
+        return tuple(
+            bad[-1]
+            for bad in self.bad_token_ids
+            if len(output) >= len(bad) - 1 and tuple(output[len(output) - len(bad) + 1 :]) == bad[:-1]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +179,8 @@ class SampleRow:
     """All output before the token: replayed output and drafts included; empty unless `sampling` has penalties."""
     masked_token_ids: tuple[int, ...] = ()
     """Stop ids that may not be sampled yet because of min_tokens."""
+    barred_token_ids: tuple[int, ...] = ()
+    """Tokens that would complete one of `sampling.bad_token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)

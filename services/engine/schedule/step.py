@@ -113,6 +113,7 @@ def _rows(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[SampleRow, ...]:
             prompt_token_ids=prompt,
             output_token_ids=output + drafts[:place] if penalised else (),
             masked_token_ids=_masked_tokens(sequence, position),
+            barred_token_ids=_barred_tokens(sequence, drafts[:place]),
         )
         for place, position in enumerate(range(sequence.next_position, sequence.next_position + len(drafts) + 1))
     )
@@ -124,12 +125,25 @@ def _masked_tokens(sequence: Sequence, position: int) -> tuple[int, ...]:
     return tuple(sorted(sequence.stopping.stop_token_ids))
 
 
+def _barred_tokens(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+    bad = sequence.sampling.bad_token_ids
+    if not bad:
+        return ()
+    num_looked_at = max(map(len, bad)) - 1
+    first = max(_num_given(sequence), len(sequence.token_ids) - num_looked_at)
+    return sequence.sampling.barred_after((*sequence.token_ids[first:], *drafts))
+
+
+def _num_given(sequence: Sequence) -> int:
+    """Returns the length of the client's prompt. Replayed output was given with it, but counts as output."""
+    return sequence.num_prompt_tokens - sequence.output_base
+
+
 def _penalised_tokens(sequence: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (prompt, output); both are empty without penalties, since copying all tokens at every step takes time."""
     if not _has_penalties(sequence.sampling):
         return (), ()
-    # Replayed output was given with the prompt, but counts as output.
-    num_prompt = sequence.num_prompt_tokens - sequence.output_base
+    num_prompt = _num_given(sequence)
     return tuple(sequence.token_ids[:num_prompt]), tuple(sequence.token_ids[num_prompt:])
 
 

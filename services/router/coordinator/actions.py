@@ -108,6 +108,8 @@ class EmitTokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[types_pb2.TokenLogprobs, ...]
     index: int = 0
+    is_stopped: bool = False
+    """Whether the last of them is a stop token, which has ended the answer."""
 
 
 @record

@@ -380,7 +380,8 @@ def _receive(book: Book, request: Request, event: Tokens, now: float) -> bool:
     if request.story.first_token_s is None:
         request.story.first_token_s = now
     logprobs = event.logprobs[have - event.position :]
-    book.actions.append(EmitTokens(request.request_id, have, fresh, logprobs, answer.index))
+    is_stopped = event.finish is not None and event.finish.stop_token_id is not None
+    book.actions.append(EmitTokens(request.request_id, have, fresh, logprobs, answer.index, is_stopped))
     return True
 
 

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
@@ -21,7 +21,7 @@ from services.core.config import DAY_S
 from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 from services.core.hashing import ShortHash, block_hashes, short_hashes
 from services.core.ids import new_request_id, new_seed
-from services.router.answer import Answer, num_answers
+from services.router.answer import Answer, echoes_only, num_answers, skips_special_tokens
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.front.byte_budget import RETRY_AFTER_S
@@ -44,12 +44,15 @@ from services.router.telemetry.usage import RequestUsage
 from services.router.tenants.gate import Gate, Visit
 from services.router.tenants.quota import allowed_output, demand_tokens_together
 from services.router.tenants.tenant import Tenant, TokenUsage
-from services.router.text.chat import text_bytes
+from services.router.text.chat import Ending, text_bytes
+from services.router.text.streaming import num_begun
 from services.router.text.tokenisation import ModelText, too_long
 from services.rpc.logging import ids
+from services.rpc.parameters import check_sampling
 from services.rpc.telemetry import Tracer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Tokenising a prompt of at most this many characters costs less than sending it to another thread.
 _INLINE_CHARS = 512
@@ -72,6 +75,15 @@ class _Bill:
     request_id: str
     details: RequestDetails
     tokens: TokenUsage = field(default_factory=TokenUsage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """Is the text of a prompt that is echoed."""
+
+    text: str
+    begins_in_prompt: bool
+    """Whether a character that is begun in the prompt belongs to the output's text."""
 
 
 class Intake:
@@ -198,6 +210,7 @@ class Intake:
         token_ids = await self._tokenise(model, incoming.request, deadline_s, tenant)
         if not token_ids:
             raise InvalidRequest("prompt", "has no tokens")
+        await self._tokenise_bad_words(model, incoming.request, deadline_s, tenant)
         check_prompt_logprobs(incoming.request, len(token_ids))
         num_tokens = _bound_output(incoming, tenant, len(token_ids), model.context_tokens)
         if call.together is None:
@@ -214,6 +227,7 @@ class Intake:
         hashes = await _hashed(model, incoming.request, token_ids, cache_salt)
         form = output_form(incoming.request, model.facts.forms, is_thinking=model.text.is_thinking(token_ids))
         constrain_calls(incoming.request, form, model.facts.forms, model.text.special_ids)
+        echoed = _echoed(model, incoming.request, token_ids)
         incoming.tokenised(len(token_ids), num_prompt_entries(incoming.request, len(token_ids)))
         request = incoming.request
         ended_s = self._clock.now()
@@ -226,8 +240,11 @@ class Intake:
             tokenizer=model.text.tokenizer,
             tokenize_ms=(ended_s - started_s) * 1000,
             kept_chars=max(trace.timeline.text_chars, self._logged_chars(tenant)),
+            echoed=echoed.text,
             form=form,
             special_ids=model.text.special_ids,
+            special_texts=model.token_texts.special,
+            begins_in_prompt=echoed.begins_in_prompt,
         )
         spec = RequestSpec(
             request_id=request.request_id,
@@ -259,14 +276,15 @@ class Intake:
         render a template, on a thread.
         """
         text, context_tokens = model.text, model.context_tokens
-        most_tokens = None if request.truncate_prompt else context_tokens
+        keeps = _kept_tokens(request, context_tokens)
+        most_tokens = context_tokens if keeps is None else None
         match request.WhichOneof("prompt"):
             case "token_ids":
                 return _given_ids(model, request)
             case "text":
                 text.check_length("text", request.text, most_tokens)
                 if len(request.text) <= _INLINE_CHARS and text.is_trusted:
-                    token_ids = text.encode_text(request.text, most_tokens)
+                    token_ids = text.encode_text(request.text, most_tokens, special=_adds_special_tokens(request))
                 else:
                     num_bytes, work = encoding(text, request, most_tokens)
                     fewest_tokens = text.bound.fewest_tokens(request.text) if text.bound is not None else 1
@@ -276,19 +294,37 @@ class Intake:
             case _:
                 num_bytes, work = encoding(text, request, most_tokens)
                 token_ids = await self._in_line(model, request, num_bytes, work, deadline_s, tenant)
-        return token_ids[-_room(request, context_tokens) :] if request.truncate_prompt else token_ids
+        if keeps is not None:
+            token_ids = token_ids[-keeps:]
+            if len(token_ids) > context_tokens:
+                raise too_long(len(token_ids), context_tokens)
+        return token_ids
+
+    async def _tokenise_bad_words(
+        self, model: ServedModel, request: inference_pb2.GenerateRequest, deadline_s: float | None, tenant: Tenant
+    ) -> None:
+        """Replaces the bad words by their tokens, which workers know."""
+        sampling = request.sampling
+        if not sampling.bad_words:
+            return
+        work = functools.partial(model.text.bad_sequences, list(sampling.bad_words))
+        num_bytes = utf8_bytes(sampling.bad_words)
+        for sequence in await self._in_line(model, request, num_bytes, work, deadline_s, tenant):
+            sampling.bad_token_ids.add(token_ids=sequence)
+        sampling.ClearField("bad_words")
+        check_sampling(sampling, model.facts.vocab_size)
 
     async def _in_line(
         self,
         model: ServedModel,
         request: inference_pb2.GenerateRequest,
         num_bytes: int,
-        work: Callable[[], list[int]],
+        work: Callable[[], T],
         deadline_s: float | None,
         tenant: Tenant,
         *,
         fewest_tokens: int = 1,
-    ) -> list[int]:
+    ) -> T:
         """Waits for the tokenizer, at most until the request's deadline, and as long as a request may be queued.
 
         Meanwhile the request has a place in the queue.
@@ -360,21 +396,47 @@ class Intake:
 
 
 def encoding(
-    text: ModelText, request: inference_pb2.GenerateRequest, most_tokens: int | None = None, special: bool | None = None
+    text: ModelText, request: inference_pb2.GenerateRequest, most_tokens: int | None = None
 ) -> tuple[int, Callable[[], list[int]]]:
-    """Returns how many bytes a prompt of text or messages has, and what makes tokens of it, on a thread.
-
-    `special` says whether the model's special tokens are added: by default to a text, and not to messages, whose
-    template has them.
-    """
+    """Returns how many bytes a prompt of text or messages has, and what makes tokens of it, on a thread."""
+    special = _adds_special_tokens(request)
     if request.WhichOneof("prompt") == "text":
-        special = True if special is None else special
         return utf8_bytes([request.text]), functools.partial(
             text.encode_text, request.text, most_tokens, special=special
         )
-    messages, tools = messages_of(request), tools_of(request)
+    messages, tools, chat = messages_of(request), tools_of(request), request.messages
     num_bytes = text_bytes(messages) + text_bytes(tools)
-    return num_bytes, functools.partial(text.encode_messages, messages, most_tokens, tools=tools, special=bool(special))
+    return num_bytes, functools.partial(
+        text.encode_messages, messages, most_tokens, tools=tools, special=special, ending=_ending(chat)
+    )
+
+
+def _adds_special_tokens(request: inference_pb2.GenerateRequest) -> bool:
+    """Returns whether the model's special tokens are added: by default to a text, and not to messages, whose template
+    has them."""
+    if request.HasField("add_special_tokens"):
+        return request.add_special_tokens
+    return request.WhichOneof("prompt") == "text"
+
+
+def _ending(chat: inference_pb2.ChatMessages) -> Ending:
+    if chat.continue_final_message:
+        return Ending.FINAL_MESSAGE
+    opens_answer = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
+    return Ending.OPEN_ANSWER if opens_answer else Ending.MESSAGES
+
+
+def _echoed(model: ServedModel, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> _Echo:
+    """Returns the prompt's text, if it is to be echoed. A character that the output completes belongs to that."""
+    if not request.response.echo_text:
+        return _Echo("", begins_in_prompt=False)
+    if request.WhichOneof("prompt") == "text" and _kept_tokens(request, model.context_tokens) is None:
+        return _Echo(request.text, begins_in_prompt=False)
+    num_whole = len(token_ids)
+    if not echoes_only(request):
+        num_whole -= num_begun(model.text.tokenizer, token_ids)
+    text = model.token_texts.join(token_ids[:num_whole], with_special=not skips_special_tokens(request))
+    return _Echo(text, begins_in_prompt=True)
 
 
 async def _hashed(
@@ -398,20 +460,24 @@ async def _hashed(
 def _given_ids(model: ServedModel, request: inference_pb2.GenerateRequest) -> list[int]:
     """Returns the given ids. Checks their number first: a list that cannot fit is not walked through."""
     ids, context_tokens = request.token_ids.ids, model.context_tokens
-    if len(ids) > context_tokens and not request.truncate_prompt:
-        raise too_long(len(ids), context_tokens)
-    kept = list(ids[-_room(request, context_tokens) :] if request.truncate_prompt else ids)
+    keeps = _kept_tokens(request, context_tokens)
+    kept = ids if keeps is None else ids[-keeps:]
+    if len(kept) > context_tokens:
+        raise too_long(len(kept), context_tokens)
     check_token_ids(kept, model.facts)
-    return kept
+    return list(kept)
 
 
-def _room(request: inference_pb2.GenerateRequest, context_tokens: int) -> int:
-    """Returns how many tokens to keep of a prompt to be truncated: max_tokens, or one token, must still fit.
+def _kept_tokens(request: inference_pb2.GenerateRequest, context_tokens: int) -> int | None:
+    """Returns how many of the prompt's last tokens to keep, None for all.
 
-    It is at least 1, so that a max_tokens that cannot fit is refused with the same message as for any other request.
+    With truncate_prompt max_tokens, or one token, must still fit. At least one is kept, so that a max_tokens that
+    cannot fit is refused with the same message as for any other request.
     """
-    wanted = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else 1
-    return max(1, context_tokens - wanted)
+    limits = [request.truncate_prompt_tokens] if request.HasField("truncate_prompt_tokens") else []
+    if request.truncate_prompt:
+        limits.append(max(1, context_tokens - (_max_tokens(request) or 1)))
+    return min(limits, default=None)
 
 
 def _prioritise(request: inference_pb2.GenerateRequest, tenant: Tenant) -> None:
@@ -442,7 +508,8 @@ def _bound_output(incoming: Incoming, tenant: Tenant, num_prompt_tokens: int, co
         raise InvalidRequest(
             "stopping.min_tokens", f"is {request.stopping.min_tokens}; tenant {tenant.name} may have {max_tokens}"
         )
-    request.stopping.max_tokens = max_tokens
+    if not echoes_only(request):
+        request.stopping.max_tokens = max_tokens
     return num_prompt_tokens + num_answers(request) * max_tokens
 
 
@@ -453,6 +520,9 @@ def _complete(request: inference_pb2.GenerateRequest, tenant: Tenant) -> str:
     request.request_id = tenant.scoped(own_id)
     if not request.sampling.HasField("seed"):
         request.sampling.seed = new_seed()
+    if request.sampling.HasField("top_p") and not request.sampling.top_p:
+        request.sampling.temperature = 0.0
+        request.sampling.ClearField("top_p")
     return own_id
 
 
@@ -481,7 +551,8 @@ def _shown_prompt(request: inference_pb2.GenerateRequest, most_chars: int) -> tu
 
 
 def _max_tokens(request: inference_pb2.GenerateRequest) -> int | None:
-    return request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
+    """Returns the most tokens that workers are to make, where it is said: they make at least one."""
+    return max(1, request.stopping.max_tokens) if request.stopping.HasField("max_tokens") else None
 
 
 def _fewest_tokens(stopping: types_pb2.StoppingParams) -> int:

@@ -53,13 +53,17 @@ def validate(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
             raise InvalidRequest("request_id", "is empty")
     check_label("session", request.session)
     check_label("cache_salt", request.cache_salt)
+    if request.HasField("cache_salt") and not request.cache_salt:
+        raise InvalidRequest("cache_salt", "is empty")
     within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.HasField("n"):
         within("n", request.n, 1, MAX_ANSWERS)
+    if request.HasField("truncate_prompt_tokens"):
+        within("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, MAX_PROMPT_TOKENS)
     _prompt(request, facts)
     check_tools(request, facts.forms)
     check_sampling(request.sampling, facts.vocab_size)
-    check_stopping(request.stopping, facts.vocab_size)
+    check_stopping(request.stopping, facts.vocab_size, least_tokens=0 if request.response.echo_text else 1)
     if request.stopping.HasField("max_tokens") and request.stopping.min_tokens > request.stopping.max_tokens:
         raise InvalidRequest("stopping.min_tokens", f"is {request.stopping.min_tokens}, more than max_tokens")
     if request.response.HasField("logprobs"):
@@ -138,6 +142,10 @@ def _messages(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None
     chat = request.messages
     if not 1 <= len(chat.messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"has {len(chat.messages)} entries; 1 to {MAX_MESSAGES} are allowed")
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise InvalidRequest("messages.continue_final_message", "cannot be given together with add_generation_prompt")
+    if request.response.echo_text:
+        raise InvalidRequest("response.echo_text", "is not available with messages")
     check_chat(chat.messages, facts.forms)
     _text_bytes("messages", chat_texts(request), facts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,17 @@ Message = Mapping[str, Any]
 """Is a message as templates know it, but that the arguments of its `tool_calls` are still JSON text."""
 Tool = Mapping[str, str]
 """Has the name of a function, its description if there is one, and the JSON Schema of its parameters, as JSON text."""
+
+
+class Ending(enum.Enum):
+    """Says where the prompt of a chat ends."""
+
+    OPEN_ANSWER = "open answer"
+    """With what opens the assistant's answer."""
+    MESSAGES = "messages"
+    """With the messages."""
+    FINAL_MESSAGE = "final message"
+    """Within the last message, whose content is continued."""
 
 
 def text_bytes(value: Any) -> int:

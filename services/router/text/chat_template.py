@@ -135,8 +135,8 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """Returns the prompt up to the assistant's answer.
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_answer: bool = True) -> str:
+        """Returns the prompt, with what opens the assistant's answer at its end or without.
 
         Raises InvalidRequest if the template refuses the messages.
         """
@@ -145,7 +145,7 @@ class ChatTemplate:
                 messages=[_with_objects(message) for message in messages],
                 tools=[_described(tool) for tool in tools] or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=opens_answer,
                 **self._special_tokens,
             )
         except Exception as error:  # an untrusted template may raise anything

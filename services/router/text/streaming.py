@@ -2,7 +2,8 @@
 
 Owns: detokenisation and stop strings of one output, and that it is taken apart (`output`) if its form says so. Never:
 the request itself; the caller ends it. The text does not depend on how the tokens are divided into calls. Stop strings
-are looked for in the text as the model writes it, also in what it thinks and in calls of tools.
+are looked for in the text as the model writes it: also in what it thinks, in calls of tools, and in special tokens,
+whether these are shown or not.
 
 `tokenizers.DecodeStream` does not replace `Detokeniser`. It has only `step`, so an incomplete character at the end of
 an output would be lost, and it returns nothing for 100 broken bytes in a row (tokenizers 0.23).
@@ -24,18 +25,26 @@ from services.router.text.output.tags import without_marks
 _REPLACEMENT = "\ufffd"
 # Tokens may end within characters many times in a row; a character still incomplete after so many stays broken.
 _MAX_HELD_TOKENS = 32
-# The tokens before a new one are decoded with it. Their own text is kept, so that a token costs one call of the library
-# and not two, until there are so many of them: then they are as few as can be again.
-_MAX_CONTEXT_TOKENS = 8
+CONTEXT_TOKENS = 8
+"""The tokens before a new one are decoded with it. Their own text is kept, so that a token costs one call of the
+library and not two, until there are so many of them: then they are as few as can be again."""
+_MOST_BEGUN_TOKENS = 3
+"""The most tokens of a character that is not complete: it has at most four bytes."""
 
 
 class Detokeniser:
     """Decodes tokens together with a few before them, since a token's text depends on its neighbours."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, marks: Mapping[int, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool,
+        marks: Mapping[int, str] | None = None,
+        before: Sequence[int] = (),
     ) -> None:
-        """`marks` are given out in place of these special tokens, which would be skipped."""
+        """`marks` are given out in place of these special tokens, which would be skipped. `before` are the tokens that
+        the text continues, up to the end of a character."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._marks = marks or {}
@@ -43,6 +52,9 @@ class Detokeniser:
         """The tokens whose text was returned last."""
         self._context_text = ""
         self._held: list[int] = []
+        if before:
+            self._context = list(before)
+            self._context_text = self._decode(self._context)
 
     def push(self, token_id: int) -> str:
         """Returns the text that is now certain; empty while a character is incomplete."""
@@ -66,7 +78,7 @@ class Detokeniser:
 
     def _returned(self, whole: str) -> None:
         """Makes the tokens that were held a part of the context. `whole` is the text of both together."""
-        if len(self._context) + len(self._held) <= _MAX_CONTEXT_TOKENS:
+        if len(self._context) + len(self._held) <= CONTEXT_TOKENS:
             self._context, self._context_text = self._context + self._held, whole
         else:
             self._context, self._context_text = self._held, self._decode(self._held)
@@ -77,34 +89,63 @@ class Detokeniser:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))
 
 
+def num_begun(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """Returns how many tokens at the end of a prompt begin a character that is not complete; 0 also for bytes that are
+    none."""
+    end = list(token_ids[-CONTEXT_TOKENS:])
+    for count in range(min(_MOST_BEGUN_TOKENS + 1, len(end))):
+        if not str(tokenizer.decode(end[: len(end) - count], skip_special_tokens=False)).endswith(_REPLACEMENT):
+            return count
+    return 0
+
+
 class StopFinder:
     """Holds back the longest end of the text that may begin a stop string; the text ends before the match."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._held = ""
+        self._hidden: list[tuple[int, int, str]] = []
+        """Parts of the held text that are not shown, from begin to end, and what is shown instead."""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, counts: bool = True, shown: str | None = None) -> tuple[str, str | None]:
         """Returns (text that is certain, the stop string that ended it or None).
 
-        The stop string that is complete first wins; of several, the longest.
+        The stop string that is complete first wins; of several, the longest. Unless this text counts, none is complete
+        in it, but one may begin. `shown` is shown in place of it.
         """
         if not self._stops:
-            return text, None
-        text = self._held + text
-        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+            return text if shown is None else shown, None
+        num_searched, text = len(self._held), self._held + text
+        if shown is not None:
+            self._hidden.append((num_searched, len(text), shown))
+        # What was held has no stop string in it that counts, but may begin one.
+        found = [(text.find(stop, max(0, num_searched + 1 - len(stop))), stop) for stop in self._stops if counts]
+        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if matches:
             _, start, stop = min(matches)
-            self._held = ""
-            return text[:start], stop
+            return self._released(text, start) + (stop if self._includes_stop else ""), stop
         held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        return self._released(text, len(text) - held), None
 
     def flush(self) -> str:
         """Returns the text that was held back, when no more text comes."""
-        text, self._held = self._held, ""
-        return text
+        return self._released(self._held, len(self._held))
+
+    def _released(self, text: str, size: int) -> str:
+        """Returns so much of the text as it is shown, and holds the rest."""
+        self._held = text[size:]
+        if not self._hidden:
+            return text[:size]
+        parts, at = list[str](), 0
+        for begin, end, shown in self._hidden:
+            parts.append(text[at : max(at, min(begin, size))])
+            parts.append(shown if end <= size else "")
+            at = max(at, min(end, size))
+        parts.append(text[at:size])
+        self._hidden = [(max(0, begin - size), end - size, shown) for begin, end, shown in self._hidden if end > size]
+        return "".join(parts)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -143,13 +184,32 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
         stops: Sequence[str] = (),
+        includes_stop: bool = False,
+        min_tokens: int = 0,
         form: OutputForm = PLAIN,
         special_ids: Mapping[str, int] | None = None,
+        special_texts: Mapping[int, str] | None = None,
+        prompt: Sequence[int] = (),
+        begins_in_prompt: bool = False,
     ) -> None:
-        """`special_ids` are the ids of tags that are special tokens."""
+        """`special_ids` are the ids of tags that are special tokens, `special_texts` the texts of all. Stop strings
+        that are complete within the first `min_tokens` tokens do not count. The text continues `prompt`; with
+        `begins_in_prompt` a character that is begun there is a part of it."""
         marks = form.marks(special_ids or {}) if skip_special_tokens else {}
-        self._detokeniser = Detokeniser(tokenizer, skip_special_tokens=skip_special_tokens, marks=marks)
-        self._finder = StopFinder(stops)
+        num_whole = len(prompt) - num_begun(tokenizer, prompt)
+        self._detokeniser = Detokeniser(
+            tokenizer, skip_special_tokens=skip_special_tokens, marks=marks, before=prompt[:num_whole]
+        )
+        if begins_in_prompt:
+            for token_id in prompt[num_whole:]:
+                self._detokeniser.push(token_id)
+        self._finder = StopFinder(stops, includes_stop=includes_stop)
+        self._includes_stop = includes_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._marks = marks
+        self._hidden = special_texts if stops and skip_special_tokens and special_texts else {}
+        """The texts of special tokens, if they are looked at and not shown."""
         self._parser = None if form.is_plain else OutputParser(form, random_hex)
 
     @property
@@ -157,11 +217,12 @@ class TextStream:
         """Returns how many calls of tools were found."""
         return 0 if self._parser is None else self._parser.num_calls
 
-    def push(self, token_ids: Sequence[int]) -> Piece:
-        """Returns what became certain with these tokens. Do not call it after the last piece."""
+    def push(self, token_ids: Sequence[int], *, is_stopped: bool = False) -> Piece:
+        """Returns what became certain with these tokens. With `is_stopped` the last of them is a stop token, whose text
+        is looked at, and shown only if that of stops is. Do not call it after the last piece."""
         raw, parsed = "", list[Parsed]()
         for count, token_id in enumerate(token_ids, 1):
-            more, stop = self._finder.push(self._detokeniser.push(token_id))
+            more, stop = self._found(token_id, is_stop=is_stopped and count == len(token_ids))
             raw += more
             if self._parser is not None:
                 parsed.append(self._parser.push(more))
@@ -171,9 +232,35 @@ class TextStream:
                 return self._piece(raw, parsed, count, stop)
         return self._piece(raw, parsed, len(token_ids))
 
+    def _found(self, token_id: int, *, is_stop: bool) -> tuple[str, str | None]:
+        """Returns what the next token makes certain, and the stop string that it completes, if any."""
+        before = self._detokeniser.flush() if is_stop else ""
+        own = self._detokeniser.push(token_id)
+        self._num_tokens += 1
+        mark = self._marks.get(token_id)
+        if mark is None and token_id not in self._hidden and not is_stop:
+            return self._finder.push(own, counts=self._counts)
+        if is_stop:
+            own += self._detokeniser.flush()
+        if mark is not None or token_id in self._hidden:
+            before += own.removesuffix(mark or "")
+            searched, shown = self._hidden.get(token_id, ""), mark or ""
+        else:
+            searched, shown = own, own if self._includes_stop else ""
+        certain, stop = self._finder.push(before, counts=self._counts)
+        if stop is None:
+            more, stop = self._finder.push(searched, counts=self._counts, shown=shown)
+            certain += more
+        return certain, stop
+
+    @property
+    def _counts(self) -> bool:
+        """Returns whether a stop string that is complete now ends the output."""
+        return self._num_tokens > self._min_tokens
+
     def flush(self) -> Piece:
         """Returns the end of the output: the text held back, in which a stop string may still be completed."""
-        raw, stop = self._finder.push(self._detokeniser.flush())
+        raw, stop = self._finder.push(self._detokeniser.flush(), counts=self._counts)
         if stop is None:
             raw += self._finder.flush()
         parsed = [] if self._parser is None else [self._parser.push(raw), self._parser.flush()]

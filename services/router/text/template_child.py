@@ -25,7 +25,7 @@ class _Renderer:
             if self._template is None:
                 self._template = ChatTemplate(question["source"], question["special_tokens"])
                 return {}
-            text = self._template.render(question["messages"], question["tools"])
+            text = self._template.render(question["messages"], question["tools"], opens_answer=question["opens_answer"])
             num_bytes = len(text.encode())
         except InvalidRequest as error:
             return {"refusal": error.description[:_MOST_REFUSAL_CHARS]}

@@ -49,14 +49,19 @@ class TemplateProcess:
         """Returns the id of the child process; None if there is none now."""
         return self._child.pid
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """Returns the prompt up to the assistant's answer.
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_answer: bool = True) -> str:
+        """Returns what ChatTemplate.render does.
 
         Raises InvalidRequest if the template refuses the messages, takes too long for them, or makes too much of them,
         and Overloaded if the process is ended from outside.
         """
         most_bytes = _MOST_GROWTH * (text_bytes(messages) + text_bytes(tools)) + _MOST_ADDED_BYTES
-        chat = {"messages": list(messages), "tools": list(tools), "most_bytes": most_bytes}
+        chat = {
+            "messages": list(messages),
+            "tools": list(tools),
+            "opens_answer": opens_answer,
+            "most_bytes": most_bytes,
+        }
         with self._turn:
             answer = self._ask(chat, self._within_s, most_bytes)
         return str(answer["text"])

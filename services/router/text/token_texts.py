@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -31,12 +31,18 @@ class TokenTexts:
     @panics_are_errors
     def __init__(self, tokenizer: Tokenizer, longest_chars: float | None = None) -> None:
         """`longest_chars` bounds the text of one token. None: the tokenizer is the router's own, and is trusted."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._longest_chars = longest_chars
         # Decoders drop the space at the beginning of a text, so each token is decoded after another one.
         self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self._decode(self._anchor)
         self._of = functools.lru_cache(1 << 16)(self._look_up)
+
+    @functools.cached_property
+    def special(self) -> Mapping[int, str]:
+        """Returns the texts of all special tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {id_: token.content for id_, token in added.items() if token.special}
 
     def __getitem__(self, token_id: int) -> TokenText:
         return self._of(token_id)
@@ -48,17 +54,17 @@ class TokenTexts:
         ids = list(token_ids)
         if self._longest_chars is not None and len(ids) * self._longest_chars > _MOST_JOINED_CHARS:
             raise InvalidRequest("prompt", f"its {len(ids)} tokens may be too long a text to be given back")
-        return str(self._tokenizer.decode(ids, skip_special_tokens=not with_special))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=not with_special))
 
     @panics_are_errors
     def _look_up(self, token_id: int) -> TokenText:
         text = self._decode([*self._anchor, token_id]).removeprefix(self._anchor_text)
         if "\ufffd" not in text:
             return TokenText(text, text.encode())
-        return TokenText(text, _raw(self._tokenizer.id_to_token(token_id) or text))
+        return TokenText(text, _raw(self.tokenizer.id_to_token(token_id) or text))
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 def _raw(token: str) -> bytes:

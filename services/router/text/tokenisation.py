@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from services.router.panics import panics_are_errors
-from services.router.text.chat import Message, Tool
+from services.router.text.chat import Ending, Message, Tool
 from services.router.text.chat_template import ChatTemplate
+from services.router.text.control_texts import ControlTexts, without_marks
 from services.router.text.growth import UnknownPart, decoder_growth, normaliser_growth
 from services.router.text.output.reasoning import BEGIN as THINKING
 from services.router.text.output.tags import TAGS
@@ -38,6 +39,8 @@ _MOST_TOKENS = 1 << 30
 _MOST_QUOTED_CHARS = 80
 _MOST_OPENING_TOKENS = 16
 """The most tokens of a tag that ends a prompt, and of the blanks after it."""
+_CUT = "6293158740"
+"""Stands where a final message is continued, in what a template renders."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -45,7 +48,7 @@ class MessageTemplate(Protocol):
     """Renders chats for one model: a ChatTemplate, or a TemplateProcess. Any thread may use it, and must expect to
     wait."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str: ...
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_answer: bool = True) -> str: ...
 
     def close(self) -> None: ...
 
@@ -87,8 +90,7 @@ class ModelText:
     @functools.cached_property
     def special_ids(self) -> Mapping[str, int]:
         """Returns the ids of tags of outputs that are special tokens."""
-        added = self.tokenizer.get_added_tokens_decoder()
-        return {token.content: id_ for id_, token in added.items() if token.special and token.content in TAGS}
+        return {text: id_ for id_, text in self.token_texts.special.items() if text in TAGS}
 
     def is_thinking(self, token_ids: Sequence[int]) -> bool:
         """Returns whether a prompt ends within the part that the model thinks."""
@@ -102,17 +104,46 @@ class ModelText:
         *,
         tools: Sequence[Tool] = (),
         special: bool = False,
+        ending: Ending = Ending.OPEN_ANSWER,
     ) -> list[int]:
-        """Returns the tokens of the messages rendered by the chat template, which adds the special tokens itself.
+        """Returns the tokens of the messages rendered by the chat template, which adds the special tokens itself. No
+        text in a message or tool becomes a control token.
 
         Raises InvalidRequest if the model has no template, and ContextLengthExceeded.
         """
         if self.template is None:
             raise InvalidRequest("messages", "this model has no chat template")
-        rendered = self.template.render(messages, tools)
+        marked, marked_tools = self._controls.marked(messages, tools)
+        has_marks = marked != list(messages) or marked_tools != list(tools)
+        if ending is Ending.FINAL_MESSAGE:
+            marked[-1] = {**marked[-1], "content": f"{marked[-1]['content']}{_CUT} "}
+        rendered = self.template.render(marked, marked_tools, opens_answer=ending is Ending.OPEN_ANSWER)
+        if ending is Ending.FINAL_MESSAGE:
+            rendered = _up_to_cut(rendered)
+        text = without_marks(rendered) if has_marks else rendered
         # Checked after rendering, since a template may leave out parts of the messages.
-        self.check_length("messages", rendered, most_tokens)
-        return self._encode(rendered, most_tokens, special=special)
+        self.check_length("messages", text, most_tokens)
+        if not has_marks or not self._controls.is_forged(rendered):
+            return self._encode(text, most_tokens, special=special)
+        self._check_growth(text)
+        return _checked(self._controls.encode(rendered, special=special), most_tokens)
+
+    @panics_are_errors
+    def bad_sequences(self, words: Sequence[str]) -> list[list[int]]:
+        """Returns the tokens of each word, as it is within a text, and after a blank where that is another token."""
+        found = list[list[int]]()
+        for word in words:
+            alone, after_blank = (
+                list(self.tokenizer.encode(blank + word.lstrip(), add_special_tokens=False).ids) for blank in ("", " ")
+            )
+            found += [ids for ids in (alone,) if ids]
+            if after_blank and alone and after_blank[0] != alone[0] and len(after_blank) == len(alone):
+                found.append(after_blank)
+        return found
+
+    @functools.cached_property
+    def _controls(self) -> ControlTexts:
+        return ControlTexts(self.tokenizer, self.template_text)
 
     def check_length(self, field: str, text: str, most_tokens: int | None) -> None:
         """Raises ContextLengthExceeded if the text's length shows that it has more than `most_tokens` tokens."""
@@ -123,15 +154,31 @@ class ModelText:
             asked = f"the prompt's {len(text)} characters are at least {fewest_tokens}"
             raise ContextLengthExceeded.of(field, most_tokens, asked)
 
-    @panics_are_errors
-    def _encode(self, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
+    def _check_growth(self, text: str) -> None:
         if self.growth is not None and len(text) * self.growth > _MOST_GROWN_CHARS:
             raise InvalidRequest("prompt", f"its {len(text)} characters may become too many in this model's tokenizer")
+
+    @panics_are_errors
+    def _encode(self, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
+        self._check_growth(text)
         # Encoded as a batch, since only that releases the interpreter lock meanwhile.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        if most_tokens is not None and len(encoding) > most_tokens:
-            raise too_long(len(encoding), most_tokens)
-        return list(encoding.ids)
+        return _checked(encoding.ids, most_tokens)
+
+
+def _checked(token_ids: Sequence[int], most_tokens: int | None) -> list[int]:
+    if most_tokens is not None and len(token_ids) > most_tokens:
+        raise too_long(len(token_ids), most_tokens)
+    return list(token_ids)
+
+
+def _up_to_cut(rendered: str) -> str:
+    """Returns the prompt up to the end of the last message's content: without the blanks there if the template takes
+    them off."""
+    before, found, after = rendered.rpartition(_CUT)
+    if not found:
+        raise InvalidRequest("messages", "the model's chat template does not write the last one, so it has no end")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def too_long(num_tokens: int, context_tokens: int) -> ContextLengthExceeded:

@@ -187,6 +187,7 @@ def _fill(message: Any, command: SendLeg, traceparent: str) -> None:
     message.sampling.CopyFrom(request.sampling)
     message.stopping.CopyFrom(request.stopping)
     message.stopping.ClearField("stop")  # text exists only in the router
+    message.sampling.ClearField("bad_words")
     message.stopping.max_tokens = command.max_tokens
     if command.num_answers > 1:
         message.n = command.num_answers

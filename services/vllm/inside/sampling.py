@@ -39,6 +39,8 @@ class _Row(NamedTuple):
         return not (
             sampling.temperature
             or sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.bad_token_ids
             or sampling.num_logprobs is not None
             or self.further
             or has_penalties(sampling)
@@ -54,10 +56,11 @@ class _Row(NamedTuple):
         received = self.prompt[self.num_prompt :]
         position = len(received) + len(self.output)
         masked = self.stop if position < self.min_tokens else ()
+        seen = (*received, *self.output) if has_penalties(sampling) or sampling.bad_token_ids else ()
+        barred = sampling.barred_after(seen)
         if not has_penalties(sampling):
-            return SampleRow(position, sampling, masked_token_ids=masked)
-        seen = (*received, *self.output)
-        return SampleRow(position, sampling, tuple(self.prompt[: self.num_prompt]), seen, masked)
+            return SampleRow(position, sampling, masked_token_ids=masked, barred_token_ids=barred)
+        return SampleRow(position, sampling, tuple(self.prompt[: self.num_prompt]), seen, masked, barred)
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -65,9 +68,11 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 
 def params_of(fields: Mapping[str, Any]) -> SamplingParams:
-    """Returns the parameters as the worker's message has them. JSON's keys are words."""
+    """Returns the parameters as the worker's message has them. JSON's keys are words, and it has no tuples."""
     biases = {int(token_id): bias for token_id, bias in fields["logit_bias"].items()}
-    return SamplingParams(**{**fields, "logit_bias": biases})
+    bad = tuple(map(tuple, fields["bad_token_ids"]))
+    allowed = tuple(fields["allowed_token_ids"])
+    return SamplingParams(**{**fields, "logit_bias": biases, "allowed_token_ids": allowed, "bad_token_ids": bad})
 
 
 class BatonSampling(LogitsProcessor):  # type: ignore[misc]

@@ -296,3 +296,93 @@ async def test_a_client_that_never_reads_delays_no_one(cluster: Cluster, pair: A
     idle = cluster.inference.GenerateStream(request(request_id="idle"))
     assert (await cluster.inference.Generate(request())).output.text == TEXT
     assert (await read(idle))[1] == TEXT
+
+
+# Texts
+
+
+def response_options(**options: Any) -> inference_pb2.ResponseOptions:
+    return inference_pb2.ResponseOptions(**options)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_prompts_text_comes_first_if_asked_for(cluster: Cluster, pair: Any, stream: bool) -> None:
+    """A character that the prompt begins and the output ends is one; control tokens are shown where they are wanted."""
+    begun = TOKENIZER.encode("🙂", add_special_tokens=False).ids[:2]
+    prompt = [1, *TOKENIZER.encode("hi", add_special_tokens=False).ids]
+
+    async def text_of(**fields: Any) -> str:
+        asked = inference_pb2.GenerateRequest(**fields)
+        if stream:
+            return (await read(cluster.inference.GenerateStream(asked)))[1]
+        return (await cluster.inference.Generate(asked)).output.text
+
+    ids = inference_pb2.TokenIds(ids=prompt)
+    assert await text_of(token_ids=ids, response=response_options(echo_text=True)) == "hi" + TEXT
+    shown = response_options(echo_text=True, skip_special_tokens=False)
+    assert await text_of(token_ids=ids, response=shown) == "<|im_start|>hi" + TEXT
+    assert await text_of(text="<|im_end|> hi", response=response_options(echo_text=True)) == "<|im_end|> hi" + TEXT
+    cut_off = inference_pb2.TokenIds(ids=[*prompt, *begun])
+    assert (await text_of(token_ids=cut_off, response=response_options(echo_text=True))).startswith("hi\ufffd")
+    assert await text_of(token_ids=cut_off) == TEXT, "without echo nothing of the prompt comes"
+    only = {"response": response_options(echo_text=True), "stopping": types_pb2.StoppingParams(max_tokens=0)}
+    assert await text_of(text="hello", **only) == "hello"
+
+
+async def test_an_answer_that_is_the_prompt_alone_has_no_tokens(cluster: Cluster, pair: Any) -> None:
+    only = {"response": response_options(echo_text=True), "stopping": types_pb2.StoppingParams(max_tokens=0)}
+    answer = await cluster.inference.Generate(request(**only))
+    assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
+    assert (answer.completion.usage.output_tokens, list(answer.output.token_ids)) == (0, [])
+    assert pair[0].commands[0].stopping.max_tokens == 1
+
+
+@pytest.mark.parametrize(("shown", "end"), [({}, ""), ({"include_stop_text": True}, "<|im_end|>")])
+async def test_the_stop_tokens_text_is_shown_only_if_asked_for(
+    cluster: Cluster, pair: Any, shown: dict[str, bool], end: str
+) -> None:
+    asked = request(response=response_options(skip_special_tokens=False, **shown))
+    answer = await cluster.inference.Generate(asked)
+    assert answer.output.text == TEXT + end
+    assert answer.completion.stop_token_id == 2
+    assert (await read(cluster.inference.GenerateStream(asked)))[1] == TEXT + end
+
+
+async def test_a_stop_string_is_found_across_a_replay(cluster: Cluster, pair: Any) -> None:
+    """One that token 0 begins is completed by what another worker makes; min_tokens counts from the request's first."""
+    _, decode = pair
+    decode.decode_gate.clear()
+    first = TOKENIZER.decode(OUTPUT[:1])
+    stop = TEXT[len(first) - 1 : len(first) + 2]
+    stopping = types_pb2.StoppingParams(stop=[stop, first], min_tokens=1)
+    call = cluster.inference.GenerateStream(request(stopping=stopping))
+    await decode.until(lambda: decode.commands)
+    await cluster.add("decode", worker_id="other")
+    decode.cut()
+    events, text = await read(call)
+    assert text == TEXT[: len(first) - 1]
+    assert events[-1].completion.stop_string == stop
+    assert events[-1].completion.workers.retries == 1
+
+
+async def test_bad_words_reach_workers_as_tokens(cluster: Cluster, pair: Any) -> None:
+    sampling = types_pb2.SamplingParams(bad_words=["baton"], allowed_token_ids=[7, 8], top_p=0.0)
+    await cluster.inference.Generate(request(sampling=sampling))
+    for worker in pair:
+        sent = worker.commands[0].sampling
+        assert not sent.bad_words
+        assert list(sent.bad_token_ids[0].token_ids) == TOKENIZER.encode("baton", add_special_tokens=False).ids
+        assert list(sent.allowed_token_ids) == [7, 8]
+        assert sent.temperature == 0.0
+        assert not sent.HasField("top_p")
+
+
+async def test_a_prompts_last_tokens_are_kept(cluster: Cluster, pair: Any) -> None:
+    ids = inference_pb2.TokenIds(ids=[*range(5, 255)] * 4)
+    asked = inference_pb2.GenerateRequest(token_ids=ids, truncate_prompt_tokens=3)
+    await cluster.inference.Generate(asked)
+    assert list(pair[0].commands[0].token_ids) == [252, 253, 254]
+    asked.truncate_prompt_tokens = 600
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.inference.Generate(asked)
+    assert code_of(refused.value) is grpc.StatusCode.INVALID_ARGUMENT

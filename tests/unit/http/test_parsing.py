@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from baton.v1 import inference_pb2, types_pb2
 from services.core import errors
 from services.router.front.http import chat, completions
-from services.router.front.http.answers import HttpCall, TokenTexts
+from services.router.front.http.answers import Ending, HttpCall, TokenTexts
 from services.router.front.http.body import Body
 from services.router.front.http.parameters import NOT_IN_CHAT, NOT_IN_COMPLETIONS, Neutral
 from services.router.front.http.reply import KINDS, dump, http_error
@@ -293,3 +293,115 @@ def test_events_are_single_lines() -> None:
     assert json.loads(data) == payload
     assert len(data.decode().splitlines()) == 1
     assert "é" in data.decode()
+
+
+@pytest.mark.parametrize("read", [completion, conversation, response])
+def test_fields_of_vllm_that_change_the_text(texts: TokenTexts, read: Any) -> None:
+    call = read(
+        texts,
+        allowed_token_ids=[5, 6],
+        bad_words=["no", " way"],
+        include_stop_str_in_output=True,
+        truncate_prompt_tokens=9,
+        add_special_tokens=False,
+        top_p=0,
+    )
+    (prompt,) = call.prompts
+    request = prompt.incoming.request
+    assert list(request.sampling.allowed_token_ids) == [5, 6]
+    assert list(request.sampling.bad_words) == ["no", " way"]
+    assert request.response.include_stop_text
+    assert request.truncate_prompt_tokens == 9
+    assert request.HasField("add_special_tokens")
+    assert not request.add_special_tokens
+    assert request.sampling.HasField("top_p")
+    (all_that_fits,) = read(texts, truncate_prompt_tokens=-1).prompts
+    assert all_that_fits.incoming.request.truncate_prompt
+
+
+def test_where_a_chat_ends(texts: TokenTexts) -> None:
+    chat_ = only(conversation(texts, continue_final_message=True, add_generation_prompt=False)).messages
+    assert (chat_.continue_final_message, chat_.add_generation_prompt) == (True, False)
+    assert not only(conversation(texts)).messages.HasField("add_generation_prompt")
+    for read in (completion, response):
+        read(texts, continue_final_message=False, add_generation_prompt=True)
+        for fields in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+            with pytest.raises(errors.InvalidRequest) as caught:
+                read(texts, **fields)
+            assert caught.value.field in fields
+
+
+@pytest.mark.parametrize("read", [completion, conversation, response])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprob_token_ids", [1]),
+        ("thinking_token_budget", 5),
+        ("repetition_detection", {"max_pattern_size": 2}),
+        ("regex", "a+"),
+        ("ebnf", "root ::= 'a'"),
+        ("grammar", "root ::= 'a'"),
+        ("json_schema", {"type": "object"}),
+        ("stop_regex", "a+"),
+        ("mirostat", 2),
+        ("typical_p", 0.5),
+        ("dry_multiplier", 0.8),
+        ("xtc_probability", 0.1),
+        ("samplers", ["top_k"]),
+        ("n_predict", 5),
+        ("cache_prompt", False),
+        ("do_sample", False),
+    ],
+)
+def test_fields_of_other_servers_are_refused_by_name(texts: TokenTexts, read: Any, name: str, value: Any) -> None:
+    with pytest.raises(errors.InvalidRequest, match="not supported") as caught:
+        read(texts, **{name: value})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("read", [completion, conversation, response])
+def test_what_changes_nothing_is_accepted(texts: TokenTexts, read: Any) -> None:
+    read(texts, mirostat=0, typical_p=1.0, cache_prompt=True, samplers=[], xtc_threshold=0.1, dry_base=1.75, user="me")
+
+
+@pytest.mark.parametrize("read", [completion, conversation, response])
+def test_errors_name_what_the_body_has(texts: TokenTexts, read: Any) -> None:
+    (prompt,) = read(texts, stop="x", logit_bias={"7": 1, "99": 1}).prompts
+    names = {
+        "stopping.stop[0]": "stop",
+        "sampling.logit_bias[1].token_id": "logit_bias.99",
+        "sampling.logit_bias[0].bias": "logit_bias.7",
+        "sampling.bad_token_ids": "bad_words",
+    }
+    assert {name: prompt.params[name] for name in names} == names
+    (listed,) = read(texts, stop=["x", "y"]).prompts
+    assert "stopping.stop[0]" not in listed.params
+
+
+def test_ids_of_tokens_are_listed_where_vllm_lists_them(texts: TokenTexts) -> None:
+    output = inference_pb2.Chunk(text="hi", token_ids=[4, 5])
+    ending = Ending("stop", None)
+    for read in READERS:
+        call = read(texts, return_token_ids=True)
+        style = call.prompts[0].style
+        assert only(call).response.echo_token_ids
+        style.scores.begin([7, 8])
+        whole = {**style.whole(output, ending), **call.further()}
+        assert (whole["token_ids"], whole["prompt_token_ids"]) == ([4, 5], [7, 8])
+        style.opening()
+        (first, second) = (style.delta(output), style.delta(output))
+        assert first is not None
+        assert second is not None
+        assert {**first, **call.opening()}["prompt_token_ids"] == [7, 8]
+        assert first["token_ids"] == second["token_ids"] == [4, 5]
+        assert "prompt_token_ids" not in second
+        assert "token_ids" not in read(texts).prompts[0].style.whole(output, ending)
+
+
+def test_a_chats_log_probabilities_may_name_tokens_by_their_ids(texts: TokenTexts) -> None:
+    (style,) = conversation(texts, return_tokens_as_token_ids=True, logprobs=True, top_logprobs=1).prompts[0].styles
+    top = types_pb2.TopLogprob(token_id=9, logprob=-1.0)
+    output = inference_pb2.Chunk(text="x", token_ids=[8], logprobs=[types_pb2.TokenLogprobs(logprob=-2.0, top=[top])])
+    (entry,) = style.whole(output, Ending("stop", None))["logprobs"]["content"]
+    assert (entry["token"], entry["top_logprobs"][0]["token"]) == ("token_id:8", "token_id:9")
+    assert bytes(entry["bytes"]) == texts[8].data

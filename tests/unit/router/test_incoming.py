@@ -12,7 +12,10 @@ from baton.v1 import inference_pb2
 from services.router.front.byte_budget import ByteBudget
 from services.router.front.incoming import TOKEN_BYTES, Incoming
 
-OF_THE_PROMPT = {"text", "token_ids", "messages", "tools", "truncate_prompt"}
+OF_THE_PROMPT = {
+    *("text", "token_ids", "messages", "tools"),
+    *("truncate_prompt", "truncate_prompt_tokens", "add_special_tokens"),
+}
 """Fields of no use once there are tokens."""
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from services.router.text.output.families import TOOL_FAMILIES
 from services.router.text.output.form import OutputForm
-from services.router.text.streaming import Detokeniser, Piece, StopFinder, TextStream
+from services.router.text.streaming import Detokeniser, Piece, StopFinder, TextStream, num_begun
 from tests.support.text_model import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -143,3 +145,95 @@ def test_the_one_call_that_is_wanted_ends_the_output() -> None:
     assert len(pieces) + 1 == piece.num_tokens
     assert "".join(each.text for each in pieces) == "Hm."
     assert piece.raw == "Hm. " + call
+
+
+SPECIAL = {0: "<|pad|>", 1: "<|im_start|>", 2: "<|im_end|>"}
+TOKEN = st.one_of(st.sampled_from([0, 1, 2]), st.integers(3, TOKENIZER.get_vocab_size() - 1))
+
+
+def run(parts: list[list[int]], *, is_stopped: bool = False, **options: Any) -> tuple[str, str | None]:
+    stream, text = TextStream(TOKENIZER, special_texts=SPECIAL, **options), ""
+    for number, part in enumerate(parts, 1):
+        piece = stream.push(part, is_stopped=is_stopped and number == len(parts))
+        text += piece.text
+        if piece.stop is not None:
+            return text, piece.stop
+    piece = stream.flush()
+    return text + piece.text, piece.stop
+
+
+@given(
+    ids=st.lists(TOKEN, max_size=20),
+    stops=st.lists(st.sampled_from(["<|im_end|>", "a<|im", "end|>b", "b", "\ufffd", "|>a<"]), max_size=2),
+    options=st.fixed_dictionaries(
+        {
+            "skip_special_tokens": st.booleans(),
+            "includes_stop": st.booleans(),
+            "min_tokens": st.integers(0, 4),
+            "is_stopped": st.booleans(),
+        }
+    ),
+    data=st.data(),
+)
+def test_the_text_is_the_same_streamed_and_whole(
+    ids: list[int], stops: list[str], options: dict[str, Any], data: st.DataObject
+) -> None:
+    parts = [part for part in cut(ids, data) if part]
+    assert run(parts, stops=stops, **options) == run([ids] if ids else [], stops=stops, **options)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_is_looked_for_in_special_tokens_whether_they_are_shown_or_not(skip: bool) -> None:
+    ids = [*encode("ab"), 2, *encode("c")]
+    options: dict[str, Any] = {"skip_special_tokens": skip}
+    assert run([ids], stops=["<|im_end|>"], **options) == ("ab", "<|im_end|>")
+    assert run([ids], stops=["b<|im_end|>c"], **options) == ("a", "b<|im_end|>c")
+    assert run([ids], stops=["<|im_end|>"], includes_stop=True, **options) == ("ab<|im_end|>", "<|im_end|>")
+    assert run([ids], stops=["<|im_start|>"], **options) == ("abc" if skip else "ab<|im_end|>c", None)
+
+
+def test_the_text_of_a_stop_token_is_searched_and_shown_only_if_asked_for() -> None:
+    ids = [*encode("a"), *encode("b")]
+    assert run([ids], is_stopped=True) == ("a", None)
+    assert run([ids], is_stopped=True, includes_stop=True) == ("ab", None)
+    assert run([ids], is_stopped=True, stops=["ab"]) == ("", "ab")
+    assert run([[*ids, 2]], is_stopped=True, skip_special_tokens=False) == ("ab", None)
+    assert run([[*ids, 2]], is_stopped=True, skip_special_tokens=False, includes_stop=True) == ("ab<|im_end|>", None)
+    assert run([[*ids, 2]], is_stopped=True, stops=["b<|im_end|>"]) == ("a", "b<|im_end|>")
+    broken = encode("🙂")[0]
+    assert run([[broken, *encode("b")]], is_stopped=True) == ("\ufffd", None)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "x"), (1, "x"), (2, "xSxx"), (3, "xSxx"), (4, "xSxx"), (5, None)]
+)
+def test_min_tokens_hold_back_stop_strings(min_tokens: int, expected: str | None) -> None:
+    """A stop string counts if a token after the first `min_tokens` completes it, wherever it has begun."""
+    ids = [token for letter in "xSxxSx" for token in encode(letter)]
+    assert len(ids) == 6
+    found = run([[each] for each in ids], stops=["S"], min_tokens=min_tokens)
+    assert found == ((expected, "S") if expected else ("xSxxSx", None))
+    assert run([[each] for each in ids], stops=["xSx"], min_tokens=2) == ("", "xSx")
+
+
+def test_a_character_that_the_prompt_begins_is_whole_only_with_echo() -> None:
+    ids = encode("🙂")
+    prompt, rest = [*encode("ab"), *ids[:3]], [ids[3], *encode("c")]
+    assert num_begun(TOKENIZER, prompt) == 3
+    assert run([rest], prompt=prompt, begins_in_prompt=True) == ("🙂c", None)
+    without, _ = run([rest], prompt=prompt)
+    assert without == "\ufffdc"
+
+
+@pytest.mark.parametrize(("text", "expected"), [("ab", 0), ("", 0), ("🙂", 0)])
+def test_a_whole_prompt_begins_no_character(text: str, expected: int) -> None:
+    assert num_begun(TOKENIZER, encode(text)) == expected
+    assert num_begun(TOKENIZER, [encode("🙂")[3]] * 9) == 0, "bytes that are no character"
+
+
+def test_a_word_after_the_prompt_keeps_its_blank() -> None:
+    """Decoders of SentencePiece's kind take the blank off a text's first word."""
+    tokenizer = Tokenizer(models.WordLevel({"▁the": 0, "▁end": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert TextStream(tokenizer).push([1]).text == "end"
+    assert TextStream(tokenizer, prompt=[0]).push([1]).text == " end"

@@ -61,6 +61,18 @@ REFUSED = [
     ("sampling { logit_bias { token_id: 1 bias: 101 } }", "sampling.logit_bias[0].bias"),
     ("sampling { %s }" % ("logit_bias { token_id: 1 }" * 1025), "sampling.logit_bias"),
     ("sampling { top_k: -1 }", "sampling.top_k"),
+    ("sampling { allowed_token_ids: [1, 100] }", "sampling.allowed_token_ids[1]"),
+    ("sampling { %s }" % ("allowed_token_ids: 1 " * 1025), "sampling.allowed_token_ids"),
+    ("sampling { bad_words: 'a' bad_words: ' ' }", "sampling.bad_words[1]"),
+    ("sampling { bad_words: '%s' }" % ("x" * 257), "sampling.bad_words[0]"),
+    ("sampling { %s }" % ("bad_words: 'a' " * 129), "sampling.bad_words"),
+    ("sampling { bad_token_ids {} }", "sampling.bad_token_ids[0].token_ids"),
+    ("sampling { %s }" % ("bad_token_ids { token_ids: 1 } " * 257), "sampling.bad_token_ids"),
+    (
+        "sampling { allowed_token_ids: [4, 5] bad_token_ids { token_ids: [1, 4] } bad_token_ids { token_ids: 5 } }",
+        "sampling.allowed_token_ids",
+    ),
+    ("cache_salt: ''", "cache_salt"),
 ]
 
 
@@ -100,7 +112,7 @@ def test_token_ids_outside_the_vocabulary(ids: list[int]) -> None:
     ("name", "bad", "good"),
     [
         ("temperature", [-0.1, 100.5, NAN, INF, -INF], [0, 100]),
-        ("top_p", [0, -1, 1.01, NAN, INF], [0.01, 1]),
+        ("top_p", [-1, 1.01, NAN, INF], [0, 0.01, 1]),
         ("min_p", [-0.1, 1.1, NAN], [0, 1]),
         ("repetition_penalty", [0, -1, 101, NAN, INF], [0.1, 100]),
         ("presence_penalty", [-2.1, 2.1, NAN], [-2, 2]),

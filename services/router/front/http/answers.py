@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar
 from baton.v1 import inference_pb2, types_pb2
 from services.router.answer import AnswerEvent, append_chunk
 from services.router.front.http.parameters import StreamOptions
-from services.router.front.http.prompt_scores import PromptScores, finite
+from services.router.front.http.prompt_scores import PromptScores, finite, name_of
 from services.router.front.http.reply import Reply, dump, dump_in_turns
 from services.router.front.incoming import Incoming
-from services.router.text.token_texts import TokenText, TokenTexts
+from services.router.text.token_texts import TokenTexts
 
 Json = dict[str, Any]
 
@@ -93,8 +93,6 @@ class Prompt:
     """The request's field names in this body, where they differ."""
     rename: Callable[[str], str] = str
     """Returns the name of a field in this body that is not among `params`."""
-    is_echo_only: bool = False
-    """Whether the client wants no output at all; workers make at least one token."""
     further_styles: Sequence[Style] = ()
     """Those of the answers after the first."""
 
@@ -119,6 +117,8 @@ class HttpCall:
     objects: Objects
     further: Callable[[], Json] = dict
     """Returns fields of the whole answer beside its choices, once all choices are written."""
+    opening: Callable[[], Json] = dict
+    """Returns fields of a stream's first chunk beside its choices."""
 
     @property
     def is_stream(self) -> bool:
@@ -129,17 +129,24 @@ class HttpCall:
 
 
 def chat_logprobs(
-    texts: TokenTexts, token_ids: Iterable[int], logprobs: Iterable[types_pb2.TokenLogprobs]
+    texts: TokenTexts,
+    token_ids: Iterable[int],
+    logprobs: Iterable[types_pb2.TokenLogprobs],
+    *,
+    are_ids: bool = False,
 ) -> dict[str, object]:
+    """Returns the log-probabilities of a chat's tokens, which are named by their ids if `are_ids`."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, object]:
+        token = texts[token_id]
+        name = name_of(token_id) if are_ids else token.text
+        return {"token": name, "logprob": finite(logprob), "bytes": list(token.data)}
+
     content = []
-    for token_id, entry in zip(token_ids, logprobs, strict=True):
-        top = [_chat_entry(texts[other.token_id], other.logprob) for other in entry.top]
-        content.append({**_chat_entry(texts[token_id], entry.logprob), "top_logprobs": top})
+    for token_id, chosen in zip(token_ids, logprobs, strict=True):
+        top = [entry(other.token_id, other.logprob) for other in chosen.top]
+        content.append({**entry(token_id, chosen.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
-
-
-def _chat_entry(token: TokenText, logprob: float) -> dict[str, object]:
-    return {"token": token.text, "logprob": finite(logprob), "bytes": list(token.data)}
 
 
 Place = tuple[int, int]
@@ -188,15 +195,12 @@ class _Whole:
                 prompt.style.scores.begin(event.token_ids)
             case inference_pb2.PromptLogprobs():
                 prompt.style.scores.add(event)
-            case inference_pb2.Chunk() if not prompt.is_echo_only:
+            case inference_pb2.Chunk():
                 place = (index, event.index)
                 self._charge(place, self._charged[place] + _GROWTH * event.ByteSize())
                 append_chunk(self._outputs[place], event)
             case inference_pb2.Completion():
-                ending = Ending.of(event, prompt.request)
-                if prompt.is_echo_only:
-                    ending, event.usage.output_tokens = Ending("length", None), 0
-                await self._complete((index, event.index), ending, event.usage)
+                await self._complete((index, event.index), Ending.of(event, prompt.request), event.usage)
 
     async def _complete(self, place: Place, ending: Ending, usage: inference_pb2.Usage) -> None:
         index, answer = place
@@ -243,6 +247,7 @@ class _Stream:
         self._usages = _for_each_choice(call, inference_pb2.Usage)
         self._unopened = set(self._usages)
         self._unfinished = set(self._usages)
+        self._has_begun = False
         # While a client does not read, one answer waits for it and the others for their turns, each with a single
         # event; later events are collected in the answers' own buffers.
         self._turn = asyncio.Lock()
@@ -260,10 +265,12 @@ class _Stream:
         match event:
             case inference_pb2.Chunk():
                 place = (index, event.index)
-                self._usages[place].output_tokens += len(event.token_ids)
                 delta = prompt.styles[event.index].delta(event)
-                return [] if delta is None else [*self._opening(place), self._chunk(delta)]
+                opening = [] if delta is None else self._opening(place)
+                self._usages[place].output_tokens += len(event.token_ids)
+                return [] if delta is None else [*opening, self._chunk(delta)]
             case inference_pb2.PromptInfo():
+                prompt.style.scores.begin(event.token_ids)
                 usage = self._usages[index, 0]
                 usage.prompt_tokens, usage.cached_tokens = event.prompt_tokens, event.cached_tokens
                 return []
@@ -271,10 +278,11 @@ class _Stream:
                 return []  # a stream that asks for them is refused
             case inference_pb2.Completion():
                 place = (index, event.index)
+                opening = self._opening(place)
                 self._usages[place].CopyFrom(event.usage)
                 self._unfinished.remove(place)
                 closing = prompt.styles[event.index].closing(Ending.of(event, prompt.request))
-                return [*self._opening(place), self._chunk(closing), *self._last()]
+                return [*opening, self._chunk(closing), *self._last()]
 
     def _opening(self, place: Place) -> list[bytes]:
         if place not in self._unopened:
@@ -290,11 +298,13 @@ class _Stream:
         return [b'%b],"usage":%b}' % (self._head, dump(_sum(self._usages.values())))]
 
     def _chunk(self, choice: Json) -> bytes:
-        options = self._call.options
-        if not options.include_usage:
-            return b"%b%b]}" % (self._head, dump(choice))
-        usage = dump(_sum(self._usages.values())) if options.continuous_usage else b"null"
-        return b'%b%b],"usage":%b}' % (self._head, dump(choice), usage)
+        options, further = self._call.options, Json()
+        if not self._has_begun:
+            self._has_begun, further = True, dict(self._call.opening())
+        if options.include_usage:
+            further["usage"] = _sum(self._usages.values()) if options.continuous_usage else None
+        rest = b"," + dump(further)[1:] if further else b"}"
+        return b"%b%b]%b" % (self._head, dump(choice), rest)
 
 
 def _envelope(call: HttpCall, kind: str, request_id: str, model_id: str) -> Json:

@@ -9,9 +9,11 @@ from services.router.front.http.body import Body, as_list, as_record
 from services.router.front.http.content import ROLES, as_content
 from services.router.front.http.parameters import (
     NOT_IN_CHAT,
+    OF_MESSAGES,
     Neutral,
     read_prompt_logprobs,
     read_shared,
+    read_token_options,
     refuse_unsupported,
 )
 from services.router.front.http.prompt_scores import PromptScores
@@ -32,7 +34,12 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     read_messages(body, request)
     read_tools(body, request)
     options, constrained = read_shared(body, request)
-    params = {"response.logprobs": "top_logprobs", "prompt": "messages", **constrained}
+    params = {
+        "response.logprobs": "top_logprobs",
+        "prompt": "messages",
+        "messages.continue_final_message": "continue_final_message",
+        **constrained,
+    }
     if request.tools:  # whose calls may become a constraint
         params.setdefault("constraint.grammar", "tools")
     older, newer = body.whole("max_tokens"), body.whole("max_completion_tokens")
@@ -46,11 +53,18 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
         raise InvalidRequest("top_logprobs", "is only allowed together with logprobs")
     if wanted:
         request.response.logprobs = num_top or 0
-    scores = PromptScores(texts, num_top=read_prompt_logprobs(body, options))
+    tokens = read_token_options(body, request)
+    scores = PromptScores(texts, tokens, num_top=read_prompt_logprobs(body, options))
     scores.ask(request.response)
     style, *further = [ChatStyle(texts, scores, index) for index in range(request.n or 1)]
     prompt = Prompt(Incoming(request), style, params, name_in_chats, further_styles=further)
-    return HttpCall([prompt], options, _OBJECTS, further=scores.fields)
+    return HttpCall(
+        [prompt],
+        options,
+        _OBJECTS,
+        further=lambda: {**scores.fields(), **scores.prompt_ids()},
+        opening=scores.prompt_ids,
+    )
 
 
 def read_messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
@@ -59,6 +73,10 @@ def read_messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
     if messages is None:
         raise InvalidRequest("messages", "is missing")
     request.messages.SetInParent()
+    for name in OF_MESSAGES:
+        value = body.boolean(name)
+        if value is not None:
+            setattr(request.messages, name, value)
     for index, entry in enumerate(as_list(messages, "messages", MAX_MESSAGES)):
         path = f"messages[{index}]"
         message = Body(as_record(entry, path), path)
@@ -86,7 +104,8 @@ class ChatStyle:
             message["reasoning_content"] = output.reasoning
         if output.tool_calls:
             message |= {"content": output.text or None, "tool_calls": calls(output)}
-        return {"index": self._index, "message": message, "logprobs": self._logprobs(output), **ending.fields()}
+        choice = {"index": self._index, "message": message, "logprobs": self._logprobs(output), **ending.fields()}
+        return {**choice, **self.scores.listed(output)}
 
     def opening(self) -> Json | None:
         return self._choice({"role": "assistant", "content": ""})
@@ -99,13 +118,16 @@ class ChatStyle:
             delta["content"] = chunk.text
         if chunk.tool_calls:
             delta["tool_calls"] = call_deltas(chunk.tool_calls)
-        return self._choice(delta, logprobs) if delta else None
+        listed = self.scores.listed(chunk) if chunk.token_ids else {}
+        return {**self._choice(delta, logprobs), **listed} if delta or listed else None
 
     def closing(self, ending: Ending) -> Json:
         return {**self._choice({}), **ending.fields()}
 
     def _logprobs(self, chunk: inference_pb2.Chunk) -> Json | None:
-        return chat_logprobs(self._texts, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
+        if not chunk.logprobs:
+            return None
+        return chat_logprobs(self._texts, chunk.token_ids, chunk.logprobs, are_ids=self.scores.tokens.are_ids)
 
     def _choice(self, delta: Json, logprobs: Json | None = None) -> Json:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

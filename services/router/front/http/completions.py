@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt
 from services.router.front.http.body import Body, as_text, as_whole, bounded
@@ -14,9 +14,11 @@ from services.router.front.http.parameters import (
     NOT_IN_COMPLETIONS,
     read_prompt_logprobs,
     read_shared,
+    read_token_options,
     refuse_unsupported,
 )
 from services.router.front.http.prompt_scores import PromptScores, completion_logprobs
+from services.router.front.http.text_places import TextPlaces
 from services.router.front.incoming import Incoming
 from services.router.front.validation import MAX_PROMPT_TOKENS
 from services.router.text.token_texts import TokenTexts
@@ -35,30 +37,30 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     requests = {place: _request(prompt, place) for place, prompt in _prompts(body.take("prompt")).items()}
     shared = inference_pb2.GenerateRequest()
     options, constrained = read_shared(body, shared)
+    tokens = read_token_options(body, shared)
     max_tokens, logprobs, echo = body.whole("max_tokens"), body.whole("logprobs"), body.boolean("echo")
-    # Workers make at least one token, which is not told to a client that wants none.
-    is_echo_only = max_tokens == 0 and echo is True and not options.stream
-    if is_echo_only:
-        max_tokens = 1
+    if echo:
+        shared.response.echo_text = True
     shared.stopping.max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     if logprobs is not None:
         shared.response.logprobs = logprobs
+        shared.response.echo_token_ids = True
     if echo and logprobs is not None and options.stream:
         raise InvalidRequest("echo", "is not supported together with logprobs in a stream")
     num_echoed, num_top = logprobs if echo else None, read_prompt_logprobs(body, options)
     prompts = []
     for index, (place, request) in enumerate(requests.items()):
-        scores = PromptScores(texts, num_echoed=num_echoed, num_top=num_top)
+        scores = PromptScores(texts, tokens, num_echoed=num_echoed, num_top=num_top)
         scores.ask(shared.response)
         request.MergeFrom(shared)
-        num_answers, echoed = request.n or 1, _prompt_of(request) if echo else None
+        num_answers = request.n or 1
         choices = range(index * num_answers, (index + 1) * num_answers)
-        style, *further = [CompletionStyle(texts, choice, echoed, scores) for choice in choices]
+        style, *further = [CompletionStyle(texts, choice, scores) for choice in choices]
         params = {**dict.fromkeys(_PROMPT_FIELDS, place), **constrained}
         if num_top is None:
             params["response.prompt_logprobs"] = "logprobs"
         incoming = Incoming(request, has_default_output=max_tokens is None)
-        prompts.append(Prompt(incoming, style, params, is_echo_only=is_echo_only, further_styles=further))
+        prompts.append(Prompt(incoming, style, params, further_styles=further))
     return HttpCall(prompts, options, _OBJECTS)
 
 
@@ -107,51 +109,72 @@ def read_ids(ids: Any, prompt: list[Any], place: str, most: int) -> None:
     ids.extend(as_whole(token_id, f"{place}[{index}]") for index, token_id in enumerate(prompt))
 
 
-def _prompt_of(request: inference_pb2.GenerateRequest) -> str | list[int]:
-    return request.text if request.HasField("text") else list(request.token_ids.ids)
-
-
 class CompletionStyle:
-    def __init__(self, texts: TokenTexts, index: int, echoed: str | Sequence[int] | None, scores: PromptScores) -> None:
-        """`index` is that of its choice. `echoed` is the prompt, if it is to be written before the output."""
+    def __init__(self, texts: TokenTexts, index: int, scores: PromptScores) -> None:
+        """`index` is that of its choice."""
         self.scores = scores
         self._texts = texts
         self._index = index
-        self._echoed = echoed
-        self._offset = 0
+        self._text = ""
+        """What has come of the text, if the places of tokens in it are told."""
+        self._places: TextPlaces | None = None
+        self._untold: list[tuple[int, types_pb2.TokenLogprobs]] = []
+        """The tokens whose places in the text are not certain."""
+        self._has_begun = False
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
-        self._offset = self.scores.num_chars
-        logprobs = self.scores.echoed(self._logprobs(output))
-        choice = self._choice(self._prompt() + output.text, logprobs)
-        return {**choice, **ending.fields(), **self.scores.fields()}
+        lists = self.scores.echoed(self._lists(zip(output.token_ids, output.logprobs, strict=False)))
+        if lists is not None:
+            places = self._places_of(output)
+            lists["text_offset"] = list(places.told(output.text, is_whole=True))
+        choice = {**self._choice(output.text, lists), **ending.fields(), **self.scores.fields()}
+        return {**choice, **self.scores.listed(output), **self.scores.prompt_ids()}
 
     def opening(self) -> Json | None:
-        prompt = self._prompt()
-        return self._choice(prompt) if prompt else None
+        return None
 
     def delta(self, chunk: inference_pb2.Chunk) -> Json | None:
-        logprobs = self._logprobs(chunk)
-        return self._choice(chunk.text, logprobs) if chunk.text or logprobs else None
+        logprobs = self._told(chunk)
+        listed = self.scores.listed(chunk) if chunk.token_ids else {}
+        if not (chunk.text or logprobs or listed):
+            return None
+        return {**self._choice(chunk.text, logprobs), **listed, **self._first()}
 
     def closing(self, ending: Ending) -> Json:
-        return {**self._choice(""), **ending.fields()}
+        logprobs = self._told(None)
+        return {**self._choice("", logprobs), **ending.fields(), **self._first()}
 
-    def _prompt(self) -> str:
-        """Returns the prompt to echo.
+    def _first(self) -> Json:
+        """Returns what only the first choice of a stream has."""
+        has_begun, self._has_begun = self._has_begun, True
+        return {} if has_begun else self.scores.prompt_ids()
 
-        Call it only once the request was found valid: before, token ids may be anything.
-        """
-        if self._echoed is None:
-            return ""
-        return self._echoed if isinstance(self._echoed, str) else self._texts.join(self._echoed)
-
-    def _logprobs(self, chunk: inference_pb2.Chunk) -> Json | None:
-        if not chunk.logprobs:
+    def _lists(self, entries: Iterable[tuple[int, types_pb2.TokenLogprobs]]) -> Json | None:
+        pairs = list(entries)
+        if not pairs:
             return None
-        lists = completion_logprobs(self._texts, chunk.token_ids, chunk.logprobs, self._offset)
-        self._offset += sum(len(self._texts[token_id].text) for token_id in chunk.token_ids)
-        return lists
+        token_ids, logprobs = zip(*pairs, strict=True)
+        return completion_logprobs(self._texts, token_ids, logprobs, are_ids=self.scores.tokens.are_ids)
+
+    def _places_of(self, chunk: inference_pb2.Chunk) -> TextPlaces:
+        if self._places is None:
+            self._places = self.scores.places.copy()
+        self._places.add(chunk.token_ids)
+        return self._places
+
+    def _told(self, chunk: inference_pb2.Chunk | None) -> Json | None:
+        """Returns the lists of the tokens whose places in the text have become certain: of all that are left with None,
+        when the text is whole."""
+        if chunk is not None and chunk.logprobs:
+            self._places_of(chunk)
+            self._untold += zip(chunk.token_ids, chunk.logprobs, strict=True)
+        if self._places is None:
+            return None
+        self._text += "" if chunk is None else chunk.text
+        told = self._places.told(self._text, is_whole=chunk is None)
+        lists = self._lists(self._untold[: len(told)])
+        del self._untold[: len(told)]
+        return None if lists is None else {**lists, "text_offset": told}
 
     def _choice(self, text: str, logprobs: Json | None = None) -> Json:
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}

@@ -16,7 +16,14 @@ from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.body import Body, as_number, as_record, as_text, as_whole, bounded
 from services.router.front.http.constraints import Params, read_constraint
-from services.rpc.parameters import MAX_ANSWERS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from services.rpc.parameters import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_ANSWERS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
@@ -39,22 +46,59 @@ def read_shared(body: Body, request: inference_pb2.GenerateRequest) -> tuple[Str
     model = body.text("model")
     if model is not None:
         request.model = model
-    _sampling(body, request.sampling)
-    _stopping(body, request.stopping)
+    params = {**_sampling(body, request.sampling), **_stopping(body, request.stopping)}
     priority, cache_salt = body.whole("priority"), body.text("cache_salt")
     if priority is not None:
         request.priority = priority
     if cache_salt is not None:
         request.cache_salt = cache_salt
     _answers(body, request)
-    skip_special_tokens = body.boolean("skip_special_tokens")
+    skip_special_tokens, include_stop = body.boolean("skip_special_tokens"), body.boolean("include_stop_str_in_output")
     if skip_special_tokens is not None:
         request.response.skip_special_tokens = skip_special_tokens
+    if include_stop is not None:
+        request.response.include_stop_text = include_stop
+    read_special_tokens(body, request)
+    _truncation(body, request)
     constraint = types_pb2.Constraint()
-    params = read_constraint(body, constraint)
-    if params:
+    constrained = read_constraint(body, constraint)
+    if constrained:
         request.constraint.CopyFrom(constraint)
-    return _stream_options(body), params
+    return _stream_options(body), {**params, **constrained}
+
+
+def read_special_tokens(body: Body, request: inference_pb2.GenerateRequest) -> None:
+    special = body.boolean("add_special_tokens")
+    if special is not None:
+        request.add_special_tokens = special
+
+
+def _truncation(body: Body, request: inference_pb2.GenerateRequest) -> None:
+    kept = body.whole("truncate_prompt_tokens")
+    if kept == -1:  # vLLM's word for as many as fit
+        request.truncate_prompt = True
+    elif kept is not None:
+        request.truncate_prompt_tokens = kept
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """Says how tokens are told."""
+
+    are_ids: bool
+    """Whether log-probabilities name tokens by their ids (vLLM's `return_tokens_as_token_ids`)."""
+    are_listed: bool
+    """Whether the ids of the prompt and of the output are listed (vLLM's `return_token_ids`)."""
+
+
+AS_TEXTS = TokenOptions(are_ids=False, are_listed=False)
+
+
+def read_token_options(body: Body, request: inference_pb2.GenerateRequest) -> TokenOptions:
+    are_listed = body.boolean("return_token_ids") or False
+    if are_listed:
+        request.response.echo_token_ids = True
+    return TokenOptions(body.boolean("return_tokens_as_token_ids") or False, are_listed)
 
 
 def _answers(body: Body, request: inference_pb2.GenerateRequest) -> None:
@@ -66,7 +110,7 @@ def _answers(body: Body, request: inference_pb2.GenerateRequest) -> None:
         raise InvalidRequest(body.path("best_of"), "is not supported by this server, unless it is n")
 
 
-def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
+def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> Params:
     for name in _NUMBERS:
         number = body.number(name)
         if number is not None:
@@ -76,6 +120,10 @@ def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
         sampling.top_k = 0 if top_k == -1 else top_k  # vLLM's clients write -1 for all
     if seed is not None:
         sampling.seed = seed % (1 << 64)
+    for index, token_id in enumerate(body.items("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)):
+        sampling.allowed_token_ids.append(as_whole(token_id, f"allowed_token_ids[{index}]"))
+    for index, word in enumerate(body.items("bad_words", MAX_BAD_WORDS)):
+        sampling.bad_words.append(as_text(word, f"bad_words[{index}]"))
     value = body.take("logit_bias")
     biases = {} if value is None else as_record(value, "logit_bias")
     bounded(biases, "logit_bias", MAX_LOGIT_BIASES)
@@ -83,9 +131,15 @@ def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> None:
         if not (text.isascii() and text.isdecimal()) or len(text) > 9:
             raise InvalidRequest("logit_bias", f"has the key {text[:32]!r}, which is no token id")
         sampling.logit_bias.add(token_id=int(text), bias=as_number(bias, f"logit_bias.{text}"))
+    params = {"sampling.bad_token_ids": "bad_words"}
+    for index, text in enumerate(biases):
+        params |= dict.fromkeys(
+            (f"sampling.logit_bias[{index}].{part}" for part in ("token_id", "bias")), f"logit_bias.{text}"
+        )
+    return params
 
 
-def _stopping(body: Body, stopping: types_pb2.StoppingParams) -> None:
+def _stopping(body: Body, stopping: types_pb2.StoppingParams) -> Params:
     stop = body.take("stop")
     if isinstance(stop, list):
         bounded(stop, "stop", MAX_STOP_STRINGS)
@@ -99,6 +153,7 @@ def _stopping(body: Body, stopping: types_pb2.StoppingParams) -> None:
         stopping.min_tokens = min_tokens
     if ignore_eos is not None:
         stopping.ignore_eos = ignore_eos
+    return {"stopping.stop[0]": "stop"} if isinstance(stop, str) else {}
 
 
 def read_prompt_logprobs(body: Body, options: StreamOptions) -> int | None:
@@ -122,9 +177,9 @@ def _stream_options(body: Body) -> StreamOptions:
 Neutral = Mapping[str, tuple[Any, ...]]
 """Maps a field to the values, beside null, that ask for nothing."""
 
+OF_MESSAGES: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+"""Fields that say where a prompt of messages ends."""
 OF_TEMPLATES: Neutral = {
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -138,11 +193,7 @@ NOT_SERVED: Neutral = {
     "guided_json_object": (False,),
     "guided_whitespace_pattern": (),
     "guided_decoding_backend": (),
-    "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "kv_transfer_params": (),
     "suffix": ("",),
@@ -152,18 +203,78 @@ NOT_SERVED: Neutral = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
+    "verbosity": ("medium",),
+    # vLLM's
+    "logprob_token_ids": ([],),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "include_reasoning": (True,),
+    "vllm_xargs": ({},),
+    "structural_tag": (),
+    # SGLang's
+    "regex": ("",),
+    "ebnf": ("",),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    "separate_reasoning": (True,),
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "lora_path": (),
+    "return_hidden_states": (False,),
+    "sampling_params": ({},),
+    "input_ids": (),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    # llama.cpp's; what only shapes another of them changes nothing by itself
+    "grammar": ("",),
+    "json_schema": ({},),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_n_sigma": (-1, 0),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "repeat_penalty": (1,),
+    "samplers": ([],),
+    "n_predict": (),
+    "n_keep": (0,),
+    "n_indent": (0,),
+    "n_probs": (0,),
+    "t_max_predict_ms": (0,),
+    "cache_prompt": (True,),
+    "reasoning_format": ("auto",),
+    "thinking_forced_open": (False,),
+    "lora": ([],),
+    "response_fields": ([],),
+    # of others
+    "typical": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "smoothing_factor": (0,),
+    "no_repeat_ngram_size": (0,),
+    "guidance_scale": (1,),
+    "negative_prompt": ("",),
+    "num_beams": (1,),
+    "do_sample": (True,),
+    "watermark": (False,),
+    "stop_sequences": ([],),
+    "options": ({},),
+    "system_prompt": ("",),
 }
-"""Fields that no endpoint serves."""
+"""Fields that no endpoint serves. Any that would change an answer stands here: there is no other such list."""
 NOT_IN_COMPLETIONS: Neutral = {
     **NOT_SERVED,
-    "add_special_tokens": (True,),
+    **OF_MESSAGES,
     "max_completion_tokens": (),
     "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
 }
-NOT_IN_CHAT: Neutral = {**NOT_SERVED, "add_special_tokens": (False,), "echo": (False,)}
+NOT_IN_CHAT: Neutral = {**NOT_SERVED, "echo": (False,)}
 
 
 def refuse_unsupported(body: Body, fields: Neutral) -> None:

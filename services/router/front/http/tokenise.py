@@ -23,7 +23,12 @@ from services.router.front.http.body import Body, BodyLimits, as_list, as_text, 
 from services.router.front.http.chat import read_messages
 from services.router.front.http.completions import read_ids
 from services.router.front.http.generation import caller_of, while_connected
-from services.router.front.http.parameters import OF_TEMPLATES, Neutral, refuse_unsupported
+from services.router.front.http.parameters import (
+    OF_TEMPLATES,
+    Neutral,
+    read_special_tokens,
+    refuse_unsupported,
+)
 from services.router.front.http.reply import REQUEST_ID, Reply, http_error
 from services.router.front.http.tools import read_tools
 from services.router.front.intake import encoding
@@ -54,10 +59,10 @@ def read_tokenize(body: Body, model: ServedModel) -> tuple[int, Tokenising]:
         request.text = as_text(prompt, "prompt")
     else:
         raise InvalidRequest("prompt", "is missing, and so is messages")
-    special = body.boolean("add_special_tokens")
+    read_special_tokens(body, request)
     with_texts = body.boolean("return_token_strs") or False
     validate(request, model.facts)
-    num_bytes, encode = encoding(model.text, request, special=special)
+    num_bytes, encode = encoding(model.text, request)
 
     def work() -> Json:
         return _tokens(model, encode(), with_texts)

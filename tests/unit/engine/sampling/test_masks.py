@@ -154,3 +154,17 @@ def test_a_bias_forbids_nothing() -> None:
     sampling = SamplingParams(temperature=0.7, logit_bias={7: -100.0}, top_p=0.1, min_p=0.5)
     masks = masks_of([part(1, OneOf([[7]]))], VOCAB)
     assert sample(torch.randn(1, VOCAB), [SampleRow(0, sampling)], masks)[0].token_id == 7
+
+
+def test_a_constraint_keeps_to_allowed_tokens_and_bad_words() -> None:
+    sampling = SamplingParams(allowed_token_ids=(7, 8, 68))
+
+    def limited(*lists: list[int], barred: tuple[int, ...] = ()) -> ScheduledSequence:
+        row = SampleRow(0, sampling, barred_token_ids=barred)
+        return dataclasses.replace(part(1, OneOf(list(lists))), rows=(row,))
+
+    assert tokens_in(masks_of([limited([7], [8], [9])], VOCAB)) == [[7, 8]]
+    assert tokens_in(masks_of([limited([7], [8], [9], barred=(8,))], VOCAB)) == [[7]]
+    failed = masks_of([limited([9])], VOCAB).failed[1]
+    assert isinstance(failed, ConstraintUnsatisfied)
+    assert "allowed_token_ids" in str(failed)

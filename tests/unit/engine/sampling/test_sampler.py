@@ -209,3 +209,16 @@ def test_noise_bound() -> None:
         above = found >= bound
         assert (hashes[above] >= noise.least_hash(torch.tensor(bound))).all()
         assert above.float().mean().item() == pytest.approx(1 - math.exp(-math.exp(-bound)), abs=0.006)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_only_allowed_tokens_come_and_no_barred_one(temperature: float) -> None:
+    logits = random_logits()
+    order = logits.argsort(descending=True).tolist()
+    sampling = SamplingParams(
+        temperature=temperature, allowed_token_ids=(order[5], order[400], order[9]), num_logprobs=3
+    )
+    rows = [SampleRow(at, sampling, barred_token_ids=(order[5],)) for at in range(40)]
+    found = sample(logits.repeat(40, 1), rows)
+    assert {token.token_id for token in found} <= {order[9], order[400]}
+    assert [logprob > -math.inf for _, logprob in found[0].top] == [True, True, False]

@@ -15,7 +15,13 @@ from services.core.errors import InvalidRequest
 from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, as_record, as_text, bounded
 from services.router.front.http.constraints import FIELDS, read_text_format
-from services.router.front.http.parameters import NOT_SERVED, Neutral, read_shared, refuse_unsupported
+from services.router.front.http.parameters import (
+    NOT_SERVED,
+    OF_MESSAGES,
+    Neutral,
+    read_shared,
+    refuse_unsupported,
+)
 from services.router.front.http.reply import Reply
 from services.router.front.http.responses.input import read_input
 from services.router.front.http.responses.writer import ResponseStreamWriter, ResponseWriter
@@ -29,6 +35,7 @@ MAX_METADATA_CHARS = (64, 512)
 
 NOT_IN_RESPONSES: Neutral = {
     **NOT_SERVED,
+    **OF_MESSAGES,
     "store": (False,),
     "previous_response_id": (),
     "conversation": (),
@@ -50,7 +57,8 @@ NOT_IN_RESPONSES: Neutral = {
     "logprobs": (False,),
     "prompt_logprobs": (),
     "echo": (False,),
-    "add_special_tokens": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     **dict.fromkeys(FIELDS, ()),
     "response_format": ({"type": "text"},),
 }
@@ -87,7 +95,8 @@ def read_call(body: Body, texts: TokenTexts) -> ResponseCall:
     request.messages.SetInParent()
     params = {"prompt": "input", "messages": "input", "stopping.max_tokens": "max_output_tokens"}
     params |= read_input(body, request.messages)
-    options, _ = read_shared(body, request)
+    options, shared = read_shared(body, request)
+    params |= shared
     max_tokens = body.whole("max_output_tokens")
     if max_tokens is not None:
         request.stopping.max_tokens = max_tokens

@@ -1,0 +1,121 @@
+"""Tests where tokens begin in the text that is returned: never beyond it, and the same in a stream and as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.v1 import inference_pb2, types_pb2
+from services.router.front.http.answers import Ending
+from services.router.front.http.completions import CompletionStyle
+from services.router.front.http.parameters import TokenOptions
+from services.router.front.http.prompt_scores import PromptScores
+from services.router.text.streaming import TextStream
+from services.router.text.token_texts import TokenTexts
+from tests.support.text_model import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+TEXTS = TokenTexts(TOKENIZER)
+STOPPED = Ending("stop", None)
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+def _chunks(ids: list[int], **options: Any) -> list[inference_pb2.Chunk]:
+    """Returns an answer as chunks of one token each, with log-probabilities."""
+    stream, chunks = TextStream(TOKENIZER, special_texts=TEXTS.special, **options), []
+    for token_id in ids:
+        piece = stream.push([token_id])
+        logprobs = [types_pb2.TokenLogprobs(logprob=-1.0)]
+        chunks.append(inference_pb2.Chunk(text=piece.text, token_ids=[token_id], logprobs=logprobs))
+        if piece.is_last:
+            return chunks
+    return [*chunks, inference_pb2.Chunk(text=stream.flush().text)]
+
+
+def _whole(chunks: list[inference_pb2.Chunk]) -> inference_pb2.Chunk:
+    return inference_pb2.Chunk(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs=[entry for chunk in chunks for entry in chunk.logprobs],
+    )
+
+
+def _streamed(chunks: list[inference_pb2.Chunk]) -> tuple[list[int], list[str]]:
+    style = CompletionStyle(TEXTS, 0, PromptScores(TEXTS))
+    written = [style.delta(chunk) for chunk in chunks] + [style.closing(STOPPED)]
+    lists = [choice["logprobs"] for choice in written if choice is not None and choice["logprobs"]]
+    places = [place for each in lists for place in each["text_offset"]]
+    text = ""
+    for choice in written:
+        text += "" if choice is None else choice["text"]
+        told = choice["logprobs"]["text_offset"] if choice is not None and choice["logprobs"] else []
+        assert all(place <= len(text) for place in told), "of a text that has come"
+    return places, [token for each in lists for token in each["tokens"]]
+
+
+TOKEN = st.one_of(st.sampled_from([*encode("ab🙂é"), 1, 2]), st.integers(0, TOKENIZER.get_vocab_size() - 1))
+
+
+@given(
+    ids=st.lists(TOKEN, min_size=1, max_size=12),
+    stops=st.lists(st.sampled_from(["a", "b🙂", "<|im_end|>"]), max_size=1),
+    skip=st.booleans(),
+)
+def test_places_are_within_the_text_streamed_and_whole(ids: list[int], stops: list[str], skip: bool) -> None:
+    chunks = _chunks(ids, stops=stops, skip_special_tokens=skip)
+    output = _whole(chunks)
+    lists = CompletionStyle(TEXTS, 0, PromptScores(TEXTS)).whole(output, STOPPED)["logprobs"]
+    places = lists["text_offset"]
+    assert len(places) == len(output.token_ids)
+    assert places == sorted(places)
+    assert all(0 <= place <= len(output.text) for place in places)
+    assert _streamed(chunks) == (places, lists["tokens"])
+
+
+def test_the_tokens_of_a_character_begin_where_it_does_and_hidden_ones_take_no_room() -> None:
+    ids = [*encode("a"), 2, *encode("🙂"), *encode("b")]
+    lists = CompletionStyle(TEXTS, 0, PromptScores(TEXTS)).whole(_whole(_chunks(ids)), STOPPED)["logprobs"]
+    assert lists["text_offset"] == [0, 1, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("prompt", ["ab <|im_end|>c", "🙂b"])
+def test_a_prompt_that_is_echoed_counts(prompt: str) -> None:
+    """A special token in front, which the prompt's text does not have, takes no room; one in the text does."""
+    scores = PromptScores(TEXTS, num_echoed=0)
+    prompt_ids = [1, *encode(prompt)]
+    scores.begin(prompt_ids)
+    rest = [types_pb2.TokenLogprobs(logprob=-1.0)] * (len(prompt_ids) - 1)
+    scores.add(inference_pb2.PromptLogprobs(position=1, logprobs=rest))
+    style = CompletionStyle(TEXTS, 0, scores)
+    output = _whole(_chunks(encode("xy")))
+    output.text = prompt + output.text
+    lists = style.whole(output, STOPPED)["logprobs"]
+    places = dict(zip(lists["tokens"], lists["text_offset"], strict=True))
+    assert lists["text_offset"][:2] == [0, 0]
+    assert places["x"] == len(prompt)
+    assert places["b"] == prompt.index("b")
+
+
+def test_tokens_that_look_the_same_have_names_of_their_own() -> None:
+    first, second, third = encode("🙂")[1:4]
+    (a,) = encode("a")
+    assert TEXTS[first].text == TEXTS[second].text == TEXTS[third].text
+    top = [types_pb2.TopLogprob(token_id=each, logprob=-place) for place, each in enumerate((first, a, second), 1)]
+    output = inference_pb2.Chunk(
+        text="?", token_ids=[second], logprobs=[types_pb2.TokenLogprobs(logprob=-3.0, top=top)]
+    )
+    lists = CompletionStyle(TEXTS, 0, PromptScores(TEXTS)).whole(output, STOPPED)["logprobs"]
+    (found,) = lists["top_logprobs"]
+    assert list(found.items()) == [(f"token_id:{first}", -1.0), ("a", -2.0), ("\ufffd", -3.0)]
+    assert found[lists["tokens"][0]] == lists["token_logprobs"][0], "the chosen token's is found by its text"
+    output.logprobs[0].top.pop()
+    output.token_ids[0] = third
+    as_ids = PromptScores(TEXTS, TokenOptions(are_ids=True, are_listed=False))
+    lists = CompletionStyle(TEXTS, 0, as_ids).whole(output, STOPPED)["logprobs"]
+    assert list(lists["top_logprobs"][0]) == [f"token_id:{each}" for each in (first, a, third)]
