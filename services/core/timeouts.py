@@ -7,31 +7,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from services.core.awake import AwakeTime
 from services.core.clock import Clock
 
 _TICK_S = 0.1
+_LOOK_S = 0.4
+"""Seconds between two looks for how long the process has waited for a processor. A look takes longer the more threads
+the process has."""
 SOONEST_S = 0.001
 """Shortest time, in seconds, before a deadline is checked again. Without it, a rounding error in the time that is left
 could make the check repeat without a pause."""
 
 
 class AwakeClock:
-    """Gives the awake time of another `Clock`. `tick_forever` must run on the event loop that uses it."""
+    """Gives the awake time of another `Clock`. On the event loop that uses it, `tick_forever` must run, or `tick` be
+    called every 0.1 s."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, run_delay: Callable[[], float] | None = None) -> None:
+        """`run_delay` returns the seconds for which this process has waited for a processor since the last call
+        (`core.run_delay`); None for no look."""
         self._clock = clock
         self._time = AwakeTime()
+        self._run_delay = run_delay
+        self._looked_s = clock.now()
 
     def now(self) -> float:
         return self._time.at(self._clock.now())
 
+    def missed_s(self) -> float:
+        """Returns the seconds that this clock has not counted so far."""
+        self.now()
+        return self._time.missed_s
+
+    def tick(self) -> float:
+        """Reads the clock, and now and then how long this process has waited for a processor. Returns that."""
+        now, delayed_s = self._clock.now(), 0.0
+        if self._run_delay is not None and now - self._looked_s >= _LOOK_S:
+            self._looked_s, delayed_s = now, self._run_delay()
+            self._time.delayed(delayed_s)
+        self.now()
+        return delayed_s
+
     async def tick_forever(self) -> None:
         """Reads the clock often enough that only a real stop counts as a gap. Runs until it is cancelled."""
         while True:
-            self.now()
+            self.tick()
             await asyncio.sleep(_TICK_S)
 
 

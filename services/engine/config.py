@@ -99,7 +99,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Keeps the numbers that describe an engine at one moment. The costs are those of `CostModel`."""
+    """Keeps the numbers that describe an engine at one moment. The costs are those of `StepCosts`."""
 
     num_running: int
     num_waiting: int

@@ -34,6 +34,12 @@ _AT_REST_S = 0.1
 """Without work for so long, the engine does what is not urgent: right after a step, others need the processor to hand
 over what it computed."""
 
+_LONGEST_STEP_MS = 5000.0
+"""Milliseconds that a step should take at most: the chunks of prompts are made so short. It is a sixth of the time
+after which routers take a step for stuck unless told otherwise (`RouterConfig.step_timeout_s`)."""
+_HELD_UP = 3.0
+"""A step on this processor was held up if it took more than so many times as long as its thread ran."""
+
 Loader = Callable[[EngineConfig], Loaded]
 
 
@@ -46,11 +52,18 @@ class Engine(PoolFace):
     _lock: threading.Lock
 
     def __init__(
-        self, config: EngineConfig, loader: Loader, *, clock: Clock | None = None, tell: TellProgress = tell_nobody
+        self,
+        config: EngineConfig,
+        loader: Loader,
+        *,
+        clock: Clock | None = None,
+        processor_s: Callable[[], float] | None = None,
+        tell: TellProgress = tell_nobody,
     ) -> None:
         """Loads the model and measures a few steps; `tell` hears of each. Raises what the loader and these steps raise.
 
-        No sequence runs before `start`.
+        No sequence runs before `start`. `processor_s` returns the seconds that the calling thread has run, where it is
+        this processor that computes the steps: by it a step that was held up is told from one that is slow.
         """
         self._costs = CostModel()
         # The model is loaded on a thread that ends before the step thread begins. OpenMP keeps a team of threads for
@@ -79,7 +92,9 @@ class Engine(PoolFace):
         self._drafter = loaded.drafter
         self._touch = loaded.touch
         self._clock = clock or MonotonicClock()
+        self._processor_s = processor_s
         self._step_started_s: float | None = None
+        self._step_began_processor_s = 0.0
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -223,6 +238,7 @@ class Engine(PoolFace):
         """Returns the engine's numbers as of now."""
         started_s, now = self._step_started_s, self._clock.now()
         with self._lock:
+            costs = self._costs.at(now)
             arriving_tokens = sum(len(sequence.token_ids) for sequence in self._arrivals.values())
             return EngineStats(
                 num_running=self._scheduler.num_running,
@@ -232,13 +248,13 @@ class Engine(PoolFace):
                 num_preemptions=self._scheduler.num_preemptions,
                 prefix_tokens_queried=self._scheduler.prefix_tokens_queried,
                 prefix_tokens_hit=self._scheduler.prefix_tokens_hit,
-                ms_per_prefill_token=self._costs.ms_per_prefill_token,
-                ms_per_further_prefill_token=self._costs.ms_per_further_prefill_token,
-                ms_per_decode_step=self._costs.ms_per_decode_step,
-                ms_per_decode_sequence=self._costs.ms_per_decode_sequence,
+                ms_per_prefill_token=costs.ms_per_prefill_token,
+                ms_per_further_prefill_token=costs.ms_per_further_prefill_token,
+                ms_per_decode_step=costs.ms_per_decode_step,
+                ms_per_decode_sequence=costs.ms_per_decode_sequence,
                 num_prefill_steps=self._costs.num_prefill_steps,
                 num_decode_steps=self._costs.num_decode_steps,
-                tokens_per_prefill_step=self._costs.tokens_per_prefill_step,
+                tokens_per_prefill_step=costs.tokens_per_prefill_step,
                 prefill_step=self.tally.prefill_step,
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0 if started_s is None else (now - started_s) * 1e3,
@@ -286,10 +302,11 @@ class Engine(PoolFace):
         """Schedules a step and reports the events of scheduling. Returns the plan, and whether there were such
         events."""
         started_s = self._clock.now()
+        self._step_began_processor_s = self._processor_s() if self._processor_s is not None else 0.0
         self._take_arrivals()
         self._draft(started_s)
         with self._lock:
-            plan = self._scheduler.schedule(started_s)
+            plan = self._scheduler.schedule(started_s, self._costs.tokens_within(_LONGEST_STEP_MS, started_s))
             events = self._scheduler.take_events()
         if events:
             # They are reported before the step runs, so that the router can place the decode leg during the first
@@ -359,9 +376,18 @@ class Engine(PoolFace):
             with self._lock:
                 return self._scheduler.fail(plan, StepFailed(f"step {plan.step_number} failed: {result}"), ended_s)
         self.consecutive_step_failures = 0
-        self._costs.observe(plan.num_prefill_tokens, plan.num_decodes, (ended_s - started_s) * 1e3)
+        seconds = ended_s - started_s
+        held_up = self._was_held_up(seconds)
         with self._lock:
+            self._costs.observe(plan.num_prefill_tokens, plan.num_decodes, seconds * 1e3, ended_s, held_up=held_up)
             return self._scheduler.update(plan, result, ended_s)
+
+    def _was_held_up(self, seconds: float) -> bool:
+        """Returns whether the step that has just run in so many seconds was stopped, or waited for the processor, for
+        most of them."""
+        if self._processor_s is None:
+            return False
+        return seconds > _HELD_UP * (self._processor_s() - self._step_began_processor_s)
 
 
 def _prepare(loader: Loader, config: EngineConfig, costs: CostModel, tell: TellProgress) -> Loaded:

@@ -48,7 +48,8 @@ def torch_engine(config: EngineConfig, tell: TellProgress = tell_nobody) -> Engi
 
     `tell` is called on other threads too, one at a time.
     """
-    return Engine(config, partial(load, tell=tell), tell=tell)
+    processor_s = time.thread_time if config.device == "cpu" else None
+    return Engine(config, partial(load, tell=tell), processor_s=processor_s, tell=tell)
 
 
 def load(config: EngineConfig, tell: TellProgress = tell_nobody) -> Loaded:

@@ -113,14 +113,15 @@ def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel, tell: TellPr
         tell_part(f"prefill of {count} tokens", sizes.index(count))
         return run(0, count)
 
-    num_tokens, prefill_ms = _prefill_ms(prefill, sizes)
-    costs.observe(num_tokens, 0, prefill_ms)
+    measured = _prefill_ms(prefill, sizes)
+    for num_tokens, prefill_ms in measured:
+        costs.calibrate(num_tokens, 0, prefill_ms)
     tell_part("settings", len(sizes))
     loaded.runner.tune(lambda: run(num_tokens, 1))
     for index in range(WARM_DECODES):
         tell_part("decode steps", len(sizes) + 1 + index)
         for num_sequences in (1, min(_WARM_SEQUENCES, config.max_num_seqs)):
-            costs.observe(0, num_sequences, run(num_tokens, 1, num_sequences))
+            costs.calibrate(0, num_sequences, run(num_tokens, 1, num_sequences))
 
 
 def _sizes(most: int) -> list[int]:
@@ -131,13 +132,15 @@ def _sizes(most: int) -> list[int]:
     return sizes
 
 
-def _prefill_ms(run: Callable[[int], float], sizes: Sequence[int]) -> tuple[int, float]:
-    """Returns (tokens, milliseconds) of the largest step that it ran.
+def _prefill_ms(run: Callable[[int], float], sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """Returns (tokens, milliseconds) of the steps that count, the largest last.
 
-    No larger one follows a step that takes `_LONG_MS`, so that a worker starts in seconds even where the largest takes
-    half a minute.
+    The first step of a size is slow, so a second one counts. No other follows a step that takes `_LONG_MS`, so that a
+    worker starts in seconds even where the largest takes half a minute.
     """
+    measured = list[tuple[int, float]]()
     for count in sizes:
         if (ms := run(count)) >= _LONG_MS:
-            return count, ms
-    return count, run(count)  # run again: the first step of a size is slow
+            return [*measured, (count, ms)]
+        measured.append((count, run(count)))
+    return measured

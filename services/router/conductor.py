@@ -86,15 +86,16 @@ class Conductor:
         dial: Dial,
         incarnation: int,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
+        run_delay: Callable[[], float] | None = None,
     ) -> None:
         """`incarnation` is the router's. `call_soon` calls a function in the next turn of the event loop; by default it
-        is the running loop's."""
+        is the running loop's. `run_delay` is `AwakeClock`'s."""
         self.coordinator = coordinator
         self.incarnation = incarnation
         self.links: dict[str, WorkerLink] = {}
         self.explanations = Explanations()
         self._clock = clock
-        self._awake = AwakeClock(clock)
+        self._awake = AwakeClock(clock, run_delay)
         self._metrics = metrics
         self._times = times
         self._dial = dial
@@ -316,7 +317,8 @@ class Conductor:
     def tick(self) -> None:
         """Does the coordinator's timed work and everything that follows from it. Called every TICK_S."""
         with self.isolated("tick"):
-            self._awake.now()  # unless read regularly, the awake clock takes a quiet time for a suspension
+            # Unless read regularly, the awake clock takes a quiet time for a suspension.
+            self.coordinator.delayed(self._awake.tick())
         with self.isolated("tick"):
             self._lose_unlinked()
         with self.isolated("tick"):

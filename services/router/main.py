@@ -18,6 +18,7 @@ from services.core.errors import ConfigError
 from services.core.garbage import collect_rarely
 from services.core.ids import new_incarnation, new_request_id
 from services.core.lifecycle import Lifecycle
+from services.core.run_delay import RunDelay
 from services.core.start_progress import StartProgress
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
@@ -364,6 +365,7 @@ class Router:
             times=SessionTimes(self._config.heartbeat_s, self._config.silence_s),
             dial=self._dial,
             incarnation=self._incarnation,
+            run_delay=RunDelay().since_last,
         )
         forms = forms_of(text.template_text, self._tool_parsers.of(model_id), self._reasoning_parsers.of(model_id))
         log.info(

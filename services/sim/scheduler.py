@@ -175,7 +175,7 @@ class SimScheduler:
     @property
     def queued_tokens(self) -> int:
         """Returns how many tokens must be computed before their sequences decode."""
-        running = sum(work.to_compute for work in self.running.values() if not work.decoding)
+        running = sum(work.to_compute for work in self.running.values() if not (work.decoding or work.cancelled))
         return running + sum(work.to_compute for work in chain(self.preempted, self.waiting))
 
     # Steps

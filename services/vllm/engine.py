@@ -249,7 +249,8 @@ class VllmEngine(PoolFace):
     # -- what shows ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        costs, tally = self._vllm.costs, self.tally
+        model, tally = self._vllm.costs, self.tally
+        costs = model.at(self._clock.now())
         with self._lock:
             runs = [run for run in self._runs.values() if not run.is_over]
             return EngineStats(
@@ -264,8 +265,8 @@ class VllmEngine(PoolFace):
                 ms_per_further_prefill_token=costs.ms_per_further_prefill_token,
                 ms_per_decode_step=costs.ms_per_decode_step,
                 ms_per_decode_sequence=costs.ms_per_decode_sequence,
-                num_prefill_steps=costs.num_prefill_steps,
-                num_decode_steps=costs.num_decode_steps,
+                num_prefill_steps=model.num_prefill_steps,
+                num_decode_steps=model.num_decode_steps,
                 tokens_per_prefill_step=costs.tokens_per_prefill_step,
                 prefill_step=tally.prefill_step,
                 decode_step=tally.decode_step,

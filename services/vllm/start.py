@@ -109,7 +109,7 @@ class VllmStart:
     def count(self, step: JsonMessage) -> None:
         """Counts a step that has ended."""
         seconds = step["at"] - step["began"]
-        self.costs.observe(step["num_prefill"], step["num_decodes"], seconds * 1e3)
+        self.costs.observe(step["num_prefill"], step["num_decodes"], seconds * 1e3, step["at"])
         self.tally.ran(
             seconds,
             num_prefill_tokens=step["num_prefill"],

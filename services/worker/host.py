@@ -87,6 +87,7 @@ class WorkerHost:
         self.machine = machine
         self.clock = self.machine.clock
         self.awake = self.machine.awake
+        self._step_age = report.StepAge()
         self.incarnation = incarnation or new_incarnation()
         self.failing = False
         """Whether the last steps failed in a row, at least MAX_STEP_FAILURES of them.
@@ -372,8 +373,10 @@ class WorkerHost:
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:
         self._num_snapshots += 1
+        stats = self.engine.stats()
         return report.snapshot(
-            self.engine.stats(),
+            stats,
+            current_step_ms=self._step_age.ms(stats.num_steps, stats.current_step_ms, self.awake.missed_s()),
             number=self._num_snapshots,
             num_preparing=self._num_constraining + self.prefixes.num_bringing,
             preparing_tokens=self.prefixes.waiting_tokens,

@@ -13,6 +13,7 @@ import grpc
 
 from services.core.clock import Clock, MonotonicClock
 from services.core.daemon_threads import DaemonThreads
+from services.core.run_delay import RunDelay
 from services.core.timeouts import AwakeClock
 from services.engine.config import EngineInfo
 from services.kv.layout import Layout
@@ -41,7 +42,7 @@ class Machine:
         self._token = token or ""
         self.certificates = certificates
         self.clock: Clock = clock or MonotonicClock()
-        self.awake = AwakeClock(self.clock)
+        self.awake = AwakeClock(self.clock, RunDelay().since_last if clock is None else None)
         """The clock of awake time, by which peers are judged."""
 
     def dial(self, address: str) -> grpc.aio.Channel:

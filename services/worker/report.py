@@ -53,6 +53,7 @@ def describe(
 def snapshot(
     stats: EngineStats,
     *,
+    current_step_ms: float,
     number: int,
     num_preparing: int,
     preparing_tokens: int,
@@ -60,7 +61,8 @@ def snapshot(
     num_leases: int,
     draining: bool,
 ) -> types_pb2.LoadSnapshot:
-    """Returns the worker's load. `number` counts up: of two snapshots, the one with the higher number is newer.
+    """Returns the worker's load. `current_step_ms` is how long the step under way has run, as `StepAge` counts.
+    `number` counts up: of two snapshots, the one with the higher number is newer.
 
     `num_preparing` legs are not yet the engine's, since their constraints are being compiled or their prefixes brought.
     They count as running: without them the worker would seem to have nothing to do, and routers would give the legs up.
@@ -87,12 +89,29 @@ def snapshot(
         tokens_per_prefill_step=stats.tokens_per_prefill_step,
         prefill_step=_step_average(stats.prefill_step),
         decode_step=_step_average(stats.decode_step),
-        current_step_ms=stats.current_step_ms,
+        current_step_ms=current_step_ms,
         prefix_tokens_queried=stats.prefix_tokens_queried,
         prefix_tokens_hit=stats.prefix_tokens_hit,
         draining=draining,
         consecutive_step_failures=stats.consecutive_step_failures,
     )
+
+
+class StepAge:
+    """Tells how long the step under way has run, without the time for which this process was stopped or waited for a
+    processor: such a step is late, and not stuck."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._missed_before_s = 0.0
+        """What the process had missed when the step was new."""
+
+    def ms(self, num_steps: int, current_step_ms: float, missed_s: float) -> float:
+        """Returns milliseconds of awake time, 0 between steps. The step has run for `current_step_ms`, and `num_steps`
+        have ended before it; `missed_s` is what the awake clock has not counted so far. Call it at every heartbeat."""
+        if not current_step_ms or num_steps != self._num_steps:
+            self._num_steps, self._missed_before_s = num_steps, missed_s
+        return max(0.0, current_step_ms - (missed_s - self._missed_before_s) * 1e3)
 
 
 def _step_average(average: StepAverage) -> types_pb2.StepAverage | None:

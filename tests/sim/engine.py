@@ -71,7 +71,7 @@ class SimEngine(Engine):
         super().__init__(config, lambda _: Loaded(info_of(config, weights), _any(memory), runner, drafter), clock=node)
         self._costs = CostModel()  # warming up measured real time
         if says_token_ms:
-            self._costs.observe(16, 0, 16 * says_token_ms)
+            self._costs.calibrate(16, 0, 16 * says_token_ms)
         self._step_s = step_s
         self._plan: StepPlan | None = None
         self._histories: dict[int, History] = {}

@@ -235,9 +235,9 @@ class SchedulerDriver:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, take_events: bool = True) -> StepPlan:
+    def begin(self, *, take_events: bool = True, most_prompt_tokens: int | None = None) -> StepPlan:
         assert self.plan is None
-        plan = self.scheduler.schedule(self.now)
+        plan = self.scheduler.schedule(self.now, most_prompt_tokens)
         for seq_id in plan.preempted:
             assert self.records[seq_id].sequence.mode is Mode.GENERATE, "leased sequences are never preempted"
             self.records[seq_id].num_written = None

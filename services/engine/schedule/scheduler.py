@@ -143,16 +143,20 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan:
+    def schedule(self, now: float, most_prompt_tokens: int | None = None) -> StepPlan:
         """Returns the next step: decodes first, then unfinished prefills and recomputes in order of admission, then
-        newly admitted sequences. `now` is in seconds."""
+        newly admitted sequences. `now` is in seconds. With `most_prompt_tokens`, it computes no more than that of those
+        that do not decode yet."""
         assert not self._in_flight, "the last step is not absorbed"
         preempted = self._fill_batch(now)
         chosen: list[tuple[Sequence, int]] = []
         budget, to_score = self.config.max_num_batched_tokens, self.config.max_scored_tokens
+        to_prefill = budget if most_prompt_tokens is None else most_prompt_tokens
         prefills = [sequence for sequence in self._batch if not sequence.decoding]
         for sequence in chain(self.decoding, prefills, self._admissions(now)):
             num_tokens = min(budget, sequence.num_uncomputed)
+            if not sequence.decoding:
+                num_tokens = min(num_tokens, to_prefill)
             if not sequence.is_scored:
                 num_tokens = min(num_tokens, to_score)
                 to_score -= num_tokens
@@ -160,7 +164,8 @@ class Scheduler:
                     continue  # one before it is scored first, and goes on
             chosen.append((sequence, num_tokens))
             budget -= num_tokens
-            if not budget:
+            to_prefill -= 0 if sequence.decoding else num_tokens
+            if not budget or not to_prefill:
                 break  # before the next sequence is admitted: it would hold blocks without running
         parts: list[ScheduledSequence] = []
         for sequence, num_tokens in chosen:  # drafts only get what no sequence needs
@@ -246,8 +251,14 @@ class Scheduler:
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Returns how many tokens must be computed before their sequences decode, including running prefills."""
-        prefills = (sequence.num_uncomputed for sequence in self._batch if not sequence.decoding)
+        """Returns how many tokens must be computed before their sequences decode, including running prefills. Of what
+        was aborted it is at most a step, which may be under way."""
+        most_aborted = self.config.max_num_batched_tokens
+        prefills = (
+            min(sequence.num_uncomputed, most_aborted) if sequence.seq_id in self._aborted else sequence.num_uncomputed
+            for sequence in self._batch
+            if not sequence.decoding
+        )
         queued = chain(self._admission.preempted, self._admission.waiting)
         return sum(prefills) + sum(len(sequence.token_ids) for sequence in queued)
 

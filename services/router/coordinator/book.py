@@ -337,6 +337,8 @@ class Book:
         leg = request.prefill
         assert leg is not None
         request.prefill = None
+        if cancel and leg.sealed_s is None:
+            self.workers.cancel_prompt(leg.worker.worker_id, leg.leg, len(leg.token_ids), now)
         self._drop_leg(leg.leg, leg.worker.worker_id)
         if leg.sealed_s is None:
             self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, outcome))
@@ -348,6 +350,8 @@ class Book:
         leg = request.decode
         assert leg is not None
         request.decode = None
+        if cancel and not leg.has_handoff and len(request.output) == leg.output_base:
+            self.workers.cancel_prompt(leg.worker.worker_id, leg.leg, len(request.leg_tokens()), now)
         self._drop_leg(leg.leg, leg.worker.worker_id)
         self.actions.append(leg_stage(request, Stage.DECODE, leg, now, outcome))
         if cancel:

@@ -306,6 +306,11 @@ class Coordinator:
         with book.isolated("placement", None, now):
             place_all(book, now)
 
+    def delayed(self, seconds: float) -> None:
+        """Notes for how long the router has waited for a processor since the last tick, so that it judges workers as
+        much later."""
+        self._book.awake.delayed(seconds)
+
     def tick(self, now: float) -> None:
         """Does the timed work: ends what has waited too long, looks at health, runs canaries, forgets workers that are
         gone, and marks placement as due.

@@ -167,6 +167,15 @@ class Prediction:
     """How many prompts of higher priority were sent to the worker since this one has waited long."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Keeps what a cancelled prompt no longer takes, until the worker's snapshots show it. The worker says so when its
+    step has ended."""
+
+    tokens: int
+    cancelled_s: float
+
+
 @dataclass(slots=True)
 class Worker:
     info: WorkerInfo
@@ -185,6 +194,7 @@ class Worker:
     legs: dict[int, str] = field(default_factory=dict)
     """The requests' ids by the numbers of their current legs there."""
     predictions: dict[int, Prediction] = field(default_factory=dict)
+    cancelled: list[Cancelled] = field(default_factory=list)
     newest_leg: int = 0
     """The newest leg that was placed there from elsewhere; 0 for none."""
     cache: KnownCache | None = None
@@ -231,6 +241,7 @@ class Worker:
             load=self.load or Load(blocks_free=info.num_blocks),
             predicted_blocks=sum(prediction.blocks for prediction in self.predictions.values()),
             predicted_tokens=sum(prediction.tokens for prediction in self.predictions.values()),
+            cancelled_tokens=sum(cancelled.tokens for cancelled in self.cancelled),
             predicted_sequences=sum(prediction.num_sequences for prediction in self.predictions.values()),
             on_trial=self.state is WorkerState.READY and self.health.takes_one,
             ramp=self.health.ramp,
@@ -367,6 +378,7 @@ class WorkerTable:
     def lose(self, worker: Worker, now: float, reason: str, *, in_order: bool = False) -> None:
         """Notes that the worker's session is over; `in_order` says that the worker ended it as one that leaves."""
         worker.load = worker.load_s = worker.at_rest_since_s = None
+        worker.cancelled.clear()
         self._set_state(worker, WorkerState.LEFT if in_order else WorkerState.LOST, now, reason)
 
     def _set_state(self, worker: Worker, state: WorkerState, now: float, reason: str = "") -> None:
@@ -480,6 +492,7 @@ class WorkerTable:
             if prediction.tokens and now - prediction.sent_s >= REPORT_LAG_S:
                 prediction.tokens = 0
                 has_more_room = True
+        worker.cancelled = [each for each in worker.cancelled if now - each.cancelled_s < REPORT_LAG_S]
         self._stale[worker.info.worker_id] = None
         self.has_news = self.has_news or has_more_room
 
@@ -503,6 +516,14 @@ class WorkerTable:
         del worker.legs[leg]
         worker.predictions.pop(leg, None)
         self._has_more_room(worker_id)
+
+    def cancel_prompt(self, worker_id: str, leg: int, num_tokens: int, now: float) -> None:
+        """Notes that the worker need not compute the rest of a leg's prompt of `num_tokens`: it is about to be told.
+        Call it before `drop_leg`."""
+        worker = self._workers[worker_id]
+        prediction = worker.predictions.get(leg)
+        if prediction is None or not prediction.tokens:  # else no snapshot counts it yet
+            worker.cancelled.append(Cancelled(num_tokens, now))
 
     def forget(self, older_than_s: float) -> None:
         """Forgets workers that have been without a session since before the time `older_than_s`."""

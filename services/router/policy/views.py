@@ -162,6 +162,8 @@ class WorkerView:
     predicted_blocks: int = 0
     """Blocks that commands in flight will take and that the snapshot does not show yet."""
     predicted_tokens: int = 0
+    cancelled_tokens: int = 0
+    """Tokens of prompts that the snapshot counts and that were cancelled since."""
     predicted_sequences: int = 0
     on_trial: bool = False
     """Whether it takes only a single request, after failures. The handoff of that request may be adopted there."""
@@ -209,7 +211,7 @@ class WorkerView:
             ("available_blocks", max(0, load.available_blocks - self.predicted_blocks)),
             ("idle", load.idle and not self.predicted_sequences),
             ("num_sequences", load.num_running + load.num_importing + self.predicted_sequences),
-            ("queued_tokens", load.queued_prefill_tokens + self.predicted_tokens),
+            ("queued_tokens", max(0, load.queued_prefill_tokens - self.cancelled_tokens) + self.predicted_tokens),
             ("num_requests", max(self.num_legs, load.num_running + load.num_waiting + load.num_importing)),
         ):
             object.__setattr__(self, name, value)

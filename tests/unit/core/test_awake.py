@@ -37,6 +37,58 @@ def test_one_that_is_held_up_again_and_again_still_judges() -> None:
     assert last - first == pytest.approx(10 * GAP_S)
 
 
+def test_waits_for_a_processor_are_taken_off() -> None:
+    time = AwakeTime()
+    first = time.at(0.0)
+    for tenths in range(1, 41):
+        if tenths % 4 == 0:
+            time.delayed(0.2)
+        last = time.at(tenths / 10)
+    assert last - first == pytest.approx(2.0, abs=0.2)
+    assert time.missed_s == pytest.approx(2.0, abs=0.2)
+
+
+def test_a_starved_process_judges_in_the_end_all_the_same() -> None:
+    time = AwakeTime()
+    first = time.at(0.0)
+    for tenths in range(1, 401):
+        time.delayed(0.1)
+        last = time.at(tenths / 10)
+    assert last - first == pytest.approx(40 / 4, rel=0.01), "four times as late"
+    for tenths in range(401, 421):
+        last = time.at(tenths / 10)
+    assert last - first == pytest.approx(10 + 2 - GAP_S, abs=0.1), "and at once at full speed when it runs again"
+
+
+def test_the_clock_looks_now_and_then_for_how_long_it_has_waited() -> None:
+    clock, looks = ManualClock(), list[float]()
+
+    def waited() -> float:
+        looks.append(clock.now())
+        return 0.3
+
+    awake = AwakeClock(clock, waited)
+    first = awake.now()
+    for _ in range(40):
+        clock.advance(0.1)
+        awake.tick()
+    assert 4 <= len(looks) <= 10
+    assert awake.now() - first == pytest.approx(4.0 - 0.3 * len(looks), abs=0.3)
+    assert awake.missed_s() == pytest.approx(0.3 * len(looks), abs=0.3)
+
+
+@given(st.lists(st.floats(0.0, 2.0), min_size=1, max_size=30), st.lists(st.floats(0.0, 5.0), min_size=30, max_size=30))
+def test_no_wait_makes_it_go_back(gaps: list[float], waits: list[float]) -> None:
+    time, now = AwakeTime(), 100.0
+    before = time.at(now)
+    for gap, wait in zip(gaps, waits, strict=False):
+        time.delayed(wait)
+        now += gap
+        after = time.at(now)
+        assert after - before >= min(gap, GAP_S) / 4 - 1e-6
+        before = after
+
+
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
 def test_it_never_goes_back_nor_faster_than_the_clock(gaps: list[float]) -> None:
     clock = ManualClock()

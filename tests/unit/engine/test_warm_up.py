@@ -64,8 +64,8 @@ def test_a_slow_device_is_not_asked_for_long(ms_per_token: float, monkeypatch: p
     device = SlowDevice(ms_per_token / 1e3)
     costs = warmed_up(device, monkeypatch)
     assert device.prefill_s <= max(5.0, 16 * ms_per_token / 1e3)
-    assert costs.ms_per_prefill_token == pytest.approx(ms_per_token)
-    assert costs.ms_per_decode_step == pytest.approx(DECODE_S * 1e3)
+    assert costs.at(0.0).ms_per_prefill_token == pytest.approx(ms_per_token)
+    assert costs.at(0.0).ms_per_decode_step == pytest.approx(DECODE_S * 1e3)
 
 
 def test_a_fast_device_runs_a_whole_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ def test_a_change_of_what_decides_whom_a_job_fits_is_never_missed(fact: str) -> 
         "untried": frozenset({"p"}),
         "predicted_blocks": 1,
         "predicted_tokens": 1,
+        "cancelled_tokens": 1,
         "predicted_sequences": 1,
         "ramp": 0.5,
         "handoff_times": {"p": HandoffTime()},

@@ -56,6 +56,23 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     settle(engine)
 
 
+def test_chunks_can_be_made_shorter_and_decodes_run_all_the_same() -> None:
+    engine = SchedulerDriver(64, 4, max_num_batched_tokens=32)
+    for stem in range(2):
+        engine.add(prompt(3, stem), max_tokens=10)
+    engine.step()
+    engine.add(prompt(9, 4), max_tokens=2)
+    engine.add(prompt(9, 5), max_tokens=2)
+    engine.begin(most_prompt_tokens=2)
+    assert parts(engine)[2:] == [(2, 0, 2)]
+    assert engine.scheduler.num_waiting == 1, "it is not admitted without a token to compute"
+    engine.finish()
+    engine.begin(most_prompt_tokens=9)
+    assert parts(engine)[2:] == [(2, 2, 7), (3, 0, 2)]
+    engine.finish()
+    settle(engine)
+
+
 def test_a_sequence_is_not_admitted_into_a_spent_budget() -> None:
     engine = SchedulerDriver(32, 4, max_num_batched_tokens=8)
     engine.add(prompt(8))
@@ -187,6 +204,20 @@ def test_an_abort_during_a_step_waits_for_it() -> None:
     assert engine.finish() == []
     assert engine.pool.ledger() == Ledger(0, 0, 0, 2, 6), "what the step completed is cached"
     assert engine.scheduler.abort(0) is False
+    settle(engine)
+
+
+def test_what_was_aborted_counts_as_a_step_at_most() -> None:
+    engine = SchedulerDriver(64, 4, max_num_batched_tokens=8)
+    engine.add(prompt(100), max_tokens=1)
+    engine.step()
+    engine.begin()
+    engine.add(prompt(5, 2), max_tokens=1)
+    assert engine.scheduler.queued_prefill_tokens == 92 + 5
+    engine.abort(0)
+    assert engine.scheduler.queued_prefill_tokens == 8 + 5
+    engine.finish()
+    assert engine.scheduler.queued_prefill_tokens == 5
     settle(engine)
 
 
