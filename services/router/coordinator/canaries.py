@@ -132,7 +132,7 @@ class Canaries:
         self._at_work: set[str] = set()
         """The workers that live canaries involve: each is in one at most."""
         self._num_sent = 0
-        self._answers = KnownAnswers()
+        self._answers = KnownAnswers(book.verdicts.num_of)
         self.checking = False
         """Whether a worker or a pair that is there has not been checked yet, and soon will be."""
 

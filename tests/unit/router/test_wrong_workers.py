@@ -17,13 +17,14 @@ from tests.support.canary_bench import Deep, is_canary
 from tests.support.router_bench import BUSY, Bench, parked, started, tokens
 
 INCARNATIONS = {"p1": 11, "p2": 12, "d1": 21, "d2": 22, "s": 31}
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "s": Role.STORE}
+"""By the first letters of names."""
 
 
 def joined(*worker_ids: str, **facts: Any) -> Bench:
-    roles = {"p": Role.PREFILL, "d": Role.DECODE, "s": Role.STORE}
     bench = Bench()
     for worker_id in worker_ids:
-        bench.join(worker_id, roles[worker_id[0]], incarnation=INCARNATIONS[worker_id], **facts)
+        bench.join(worker_id, ROLES[worker_id[0]], incarnation=INCARNATIONS[worker_id], **facts)
     return bench
 
 
@@ -44,13 +45,17 @@ def health(bench: Bench, worker_id: str) -> Health:
 
 
 class Judged(Deep):
-    """Has a prefill worker and a decode worker whose canaries agree, until the prefill worker's answer is another."""
+    """Answers its workers' canaries, all alike but for the first tokens of "p1"."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_token: int = 7) -> None:
         super().__init__(health=HealthConfig(canaries=True, recheck_s=30.0))
-        self.first_token = 7
-        for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE)):
-            self.join(worker_id, role, incarnation=INCARNATIONS[worker_id])
+        self.first_token = first_token
+        """What "p1" answers."""
+
+    def meet(self, *worker_ids: str) -> None:
+        """Has workers join one after the other, and answer."""
+        for worker_id in worker_ids:
+            self.join(worker_id, ROLES[worker_id[0]], incarnation=INCARNATIONS[worker_id])
             self.reply()
 
     def reply(self) -> None:
@@ -88,6 +93,7 @@ class Judged(Deep):
 
 def test_a_worker_that_has_computed_for_requests_is_judged_once_until_it_does_so_again() -> None:
     bench = Judged()
+    bench.meet("p1", "p2", "d1")
     prefill, decode = bench.decoding(max_tokens=2)
     bench.say(decode.worker_id, tokens(decode, 101, at=1, finish=FinishReason.LENGTH))
     assert (prefill.worker_id, bench.coordinator.epoch) == ("p1", "")
@@ -103,6 +109,7 @@ def test_a_worker_that_has_computed_for_requests_is_judged_once_until_it_does_so
 
 def test_a_worker_that_was_never_used_spoils_nothing() -> None:
     bench = Judged()
+    bench.meet("p1", "p2", "d1")
     bench.first_token = 9
     bench.judge()
     assert bench.coordinator.epoch == ""
@@ -280,3 +287,17 @@ def test_a_verdict_on_a_worker_that_is_not_known_here_may_concern_every_cache(be
     bench.coordinator.verdicts_heard({99: 1}, bench.now)
     bench._absorb()
     assert isinstance(bench.failed["r"], WrongOutput)
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_a_worker_under_a_verdict_gives_no_first_answer_at_a_router_that_starts(is_mended: bool) -> None:
+    """Else it would be right, and all others wrong."""
+    bench = Judged(first_token=7 if is_mended else 9)
+    hear(bench, "p1")
+    bench.meet("p1", "d1")
+    assert health(bench, "p1") is not Health.UP
+    for _ in range(20):
+        bench.wait(1.0)
+        bench.reply()
+    assert health(bench, "d1") is Health.UP
+    assert (health(bench, "p1") in (Health.UP, Health.RISING)) is is_mended
