@@ -223,7 +223,7 @@ class SimRequest:
         self._world.note("request ended", self.request_id, outcome, len(self.received))
 
     def _require_right(self, what: str) -> None:
-        """Requires that all that has come so far can be right, or that nobody has found the worker yet that is wrong."""
+        """Requires that all that has come so far can be right, or that nobody has found the wrong worker yet."""
         self.is_wrong = self.is_wrong or not self.answers
         self._require(not self.is_wrong or self.may_be_wrong(), what)
 

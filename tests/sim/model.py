@@ -149,8 +149,10 @@ class Truth:
         return computed
 
     def may_hold(self, weights: str, hash: BlockHash, block: bytes | memoryview) -> bool:
-        """Returns whether a block of that name may hold this: what is right, or something that was computed wrong."""
-        return self.kv_of[weights].get(hash) == block or self.has_wrong(block)
+        """Returns whether a block of that name may hold this: what is right, or something that was computed wrong. What
+        is right behind wrong tokens, nobody knows."""
+        right = self.kv_of[weights].get(hash)
+        return right == block or self.has_wrong(block) or (right is None and bool(self.wrong))
 
     def has_wrong(self, kv: bytes | memoryview) -> bool:
         return bool(self.wrong) and any(digest in self.wrong for digest, _ in _SLOT.iter_unpack(kv))

@@ -91,7 +91,7 @@ class SimRouter:
         def watched(num_of: Mapping[int, int]) -> list[int]:
             news: list[int] = merge(num_of)
             if news:
-                self.heard_in_turn.update({each: self._cluster.world.num_turns for each in news})
+                self.heard_in_turn.update(dict.fromkeys(news, self._cluster.world.num_turns))
                 self._cluster.world.note("verdicts", self.node.name, sorted(verdicts.num_of.values()))
                 self._cluster.truth.enter(verdicts.epoch)
             return news

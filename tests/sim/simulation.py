@@ -25,8 +25,8 @@ from tests.sim.outcomes import check_outcomes, copies_may_stall
 from tests.sim.recovery import recovery_s
 from tests.sim.tier_faults import TierFaults
 from tests.sim.worker import SimWorker
-from tests.sim.wrong_workers import WrongWorkers
 from tests.sim.world import Violation, World
+from tests.sim.wrong_workers import WrongWorkers
 
 ENDS_WITHIN_S = 40.0
 """Of the end of the last fault, every request has ended."""

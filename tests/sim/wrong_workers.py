@@ -29,10 +29,12 @@ class WrongWorkers:
             self._world.at(self._world.random.uniform(0.3, 2.0), self._damage)
 
     def disarm(self) -> None:
-        """Mends the worker, and damages no other."""
+        """Damages no worker any more. A damaged one is started anew: to a router that has not seen it before, and knows
+        no other that computes the same, it may be wrong still."""
         self._over = True
-        if (wrong := self._cluster.wrong_worker) is not None:
-            self._mend(wrong)
+        wrong = self._cluster.wrong_worker
+        if wrong is not None and self._cluster.workers[wrong.plan.name] is wrong and wrong.node.running:
+            self._cluster.restart(wrong.plan.name)
 
     def _damage(self) -> None:
         fit = [worker for worker in self._cluster.present if self._has_answered_all(worker)]

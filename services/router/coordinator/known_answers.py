@@ -9,8 +9,8 @@ A process has one vote, its first answer. The answer with the most votes is righ
 that was given first. So a new worker that disagrees with one other is right only if a third agrees with it, a process
 whose answer changes is wrong, and one vote does not outweigh two.
 
-A process on which there is a verdict, from before this router started or from another one, cannot give the first answer:
-it is right only if it says what another has said.
+A process on which there is a verdict, from before this router started or from another one, cannot give the first
+answer: it is right only if it says what another has said.
 
 Votes are counted when one is given, and only those of processes that are there. So the answer of a worker that is gone
 is not held against one that comes later; yet an answer that was found wrong does not become right only because a worker
