@@ -90,7 +90,7 @@ def has_tiers(seed: int) -> bool:
 def computes_wrong(seed: int) -> bool:
     """Returns whether a worker computes wrong from some moment on: in three clusters out of twenty-one, all of which
     have canaries. The seed itself decides, as in `policy_of`."""
-    return seed % 21 in (0, 12, 18)
+    return seed % 21 in (0, 12, 18) and seed % 16 != 9  # where all that happens is pauses
 
 
 def _num_tier_slots(seed: int, at: int) -> tuple[int, int]:

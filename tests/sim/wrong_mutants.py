@@ -50,10 +50,6 @@ def finds_it_where_sequences_are_not_split() -> Bug:
     return _keeps_names(frozenset({Role.DECODE}), with_handoff=False)
 
 
-def names_nothing_anew_in_the_queue() -> Bug:
-    return replaced(Request, "name_blocks", lambda self, epoch: None)
-
-
 def uses_what_is_found_by_older_names() -> Bug:
     return replaced(Book, "begin_again", _begin_again_only_in(Book.begin_again, "_carry_out"))
 
@@ -187,7 +183,6 @@ MUTANTS: list[Mutant] = [
     finds_it_where_prompts_are_computed,
     finds_it_where_handoffs_are_taken_over,
     finds_it_where_sequences_are_not_split,
-    names_nothing_anew_in_the_queue,
     uses_what_is_found_by_older_names,
     is_in_one_epoch_for_each_worker,
     lets_output_of_it_go_on,
