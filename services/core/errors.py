@@ -183,6 +183,12 @@ class CorruptBlock(BatonError):
     reason = "CHECKSUM"
 
 
+class WrongOutput(BatonError):
+    """The output may come from a worker that was found to compute wrong, and the client has some of it already."""
+
+    reason = "WRONG_OUTPUT"
+
+
 class DeadlineExceeded(BatonError):
     reason = "DEADLINE_EXCEEDED"
 

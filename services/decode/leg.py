@@ -21,6 +21,7 @@ from services.engine.schedule.sequence import (
     Mode,
     Preempted,
     PromptScored,
+    Resumed,
     Sequence,
     SequenceEvent,
     Token,
@@ -255,6 +256,8 @@ class DecodeLeg:
                 self._token(event, report)
             case Preempted():
                 self._record.preempted(event.now)
+            case Resumed():
+                self._admitted(event.num_cached)  # for the router it is as when it began: others may have computed that
             case Failed():
                 if not self._begun or self._index_of[event.seq_id] in self._open:  # before, the first is there for all
                     self._fail(event.error)

@@ -255,6 +255,8 @@ class Conductor:
             with self.isolated("event"):
                 load = wire.load(message.load) if message.HasField("load") else None
                 info, now = link.info, self._clock.now()
+                if message.verdicts:
+                    self.coordinator.verdicts_heard({each.incarnation: each.number for each in message.verdicts}, now)
                 events = self._read(info, message.events)
                 self.coordinator.worker_events(info.worker_id, info.incarnation, events, load, now)
                 if message.HasField("cache"):
@@ -273,14 +275,14 @@ class Conductor:
                     self.coordinator.live_legs(info.worker_id, info.incarnation, listed.newest_leg, legs, now)
             self.act()
 
-    def held_leases(self, link: WorkerLink) -> list[bytes]:
-        """Returns the leases that the link's next heartbeat lists.
-
-        A defect here must not end the session: the list is then empty.
-        """
+    def heartbeat(self, link: WorkerLink) -> worker_pb2.RouterHeartbeat:
+        """Returns the link's next heartbeat. A defect here must not end the session: the heartbeat is then empty."""
+        heartbeat = worker_pb2.RouterHeartbeat()
         with self.isolated("event"):
-            return self.coordinator.held_leases(link.info.worker_id) if self._is_current(link) else []
-        return []
+            heartbeat.verdicts.extend(wire.verdicts(self.coordinator.verdicts))
+            if self._is_current(link):
+                heartbeat.held_leases.extend(self.coordinator.held_leases(link.info.worker_id))
+        return heartbeat
 
     def _read(self, info: WorkerInfo, events: Iterable[worker_pb2.LegEvent]) -> list[LegEvent]:
         """Reads a worker's events. An event that cannot be read ends its own request only."""

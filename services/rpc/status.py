@@ -54,6 +54,7 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.ProtocolViolation: _Code.FAILED_PRECONDITION,
     errors.TransferFailed: _Code.UNAVAILABLE,
     errors.CorruptBlock: _Code.DATA_LOSS,
+    errors.WrongOutput: _Code.DATA_LOSS,
     errors.DeadlineExceeded: _Code.DEADLINE_EXCEEDED,
     errors.Cancelled: _Code.CANCELLED,
     # A client may try again later: the crashes need not be the request's fault. The router bounds each attempt.

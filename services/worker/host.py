@@ -105,6 +105,7 @@ class WorkerHost:
         )
         self.imports = ImportTable(on_freed=self._import_freed)
         self.board = LeaseBoard(self.leases, self.awake)
+        self.verdicts = self.machine.verdicts(config, self.worker_id)
         self.sessions = SessionHost(
             self.incarnation,
             self.awake,
@@ -112,6 +113,7 @@ class WorkerHost:
             load=self.load_snapshot,
             describe=self.describe,
             index_changes=self._index_changes,
+            verdicts=self.verdicts,
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
         )
@@ -400,6 +402,7 @@ class WorkerHost:
                 session.cancel(cancel.leg, cancel.index if cancel.HasField("index") else None)
             case "heartbeat":
                 self.leases.hold(session, request.heartbeat.held_leases, self.awake.now())
+                self.verdicts.merge({each.incarnation: each.number for each in request.heartbeat.verdicts})
             case "leave":
                 self.leave(request.leave.remaining_ms / 1000, "a router asks for it")
 

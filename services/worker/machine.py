@@ -18,6 +18,7 @@ from services.core.timeouts import AwakeClock
 from services.engine.config import EngineInfo
 from services.kv.layout import Layout
 from services.kv.regions import BlockMemory
+from services.kv.verdicts import Verdicts
 from services.kvtransfer.tiers.tier import Tier
 from services.kvtransfer.transports.nixl import NixlDestination, NixlSource
 from services.kvtransfer.transports.shm import ShmServer
@@ -29,6 +30,7 @@ from services.rpc.authentication import ROUTER, WORKER
 from services.rpc.certificates import Certificates
 from services.rpc.channels import dial
 from services.worker.constraints import ConstraintCompiler
+from services.worker.kept_verdicts import KeptVerdicts
 from services.worker.tier_config import LowerTierConfig
 from services.worker.tier_setup import tiers_of
 
@@ -104,6 +106,12 @@ class Machine:
     def tiers(self, config: LowerTierConfig, layout: Layout, worker_id: str) -> list[Tier]:
         """Returns what the worker has below its pool, the fastest first. Raises ConfigError."""
         return tiers_of(config, layout, worker_id)
+
+    def verdicts(self, config: object, worker_id: str) -> Verdicts:
+        """Returns the verdicts on workers that this one is to pass on."""
+        if isinstance(config, LowerTierConfig) and config.kv_disk:
+            return KeptVerdicts(Path(config.kv_disk) / f"{worker_id}.verdicts")
+        return Verdicts()
 
     def mappings(self, block_bytes: int) -> MappingCache:
         return MappingCache(block_bytes, clock=self.awake)

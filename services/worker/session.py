@@ -19,6 +19,7 @@ from services.core.clock import Clock
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
 from services.kv.index_log import IndexChanges
+from services.kv.verdicts import Verdicts
 from services.rpc.silence import PeerWatch
 from services.worker.cache_follower import CacheFollower
 
@@ -173,7 +174,8 @@ class SessionHost:
     """Answers the Session RPC of every router: at most one session for each.
 
     `accept(session, request)` handles whatever follows the hello; `load()` returns the worker's newest snapshot,
-    `describe()` what it is, and `index_changes(after)` what has changed in its prefix cache.
+    `describe()` what it is, and `index_changes(after)` what has changed in its prefix cache. `verdicts` are those that
+    it has heard of.
     `clock` is of awake time, since it judges routers.
     """
 
@@ -186,6 +188,7 @@ class SessionHost:
         load: Callable[[], types_pb2.LoadSnapshot],
         describe: Callable[[], control_pb2.WorkerDescription],
         index_changes: Callable[[int | None], IndexChanges | None],
+        verdicts: Verdicts,
         heartbeat_s: float,
         silence_s: float,
     ) -> None:
@@ -195,6 +198,7 @@ class SessionHost:
         self._load = load
         self._describe = describe
         self._index_changes = index_changes
+        self._verdicts = verdicts
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._sessions: dict[int, RouterSession] = {}
@@ -258,6 +262,7 @@ class SessionHost:
                     live_legs=live_legs,
                     worker=None if live_legs is None else self._describe(),
                     num_routers=None if live_legs is None else len(self._sessions),
+                    verdicts=() if live_legs is None else _as_messages(self._verdicts),
                     cache=None if cache is None else cache.take(),
                 )
                 await write(message)
@@ -318,3 +323,7 @@ class SessionHost:
                 self._accept(session, request)
         finally:
             session.end()
+
+
+def _as_messages(verdicts: Verdicts) -> list[worker_pb2.Verdict]:
+    return [worker_pb2.Verdict(incarnation=each, number=number) for each, number in verdicts.num_of.items()]

@@ -5,13 +5,14 @@ Stands for the router's `Answer`, with the real search for stop strings.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import BatonError, ConstraintUnsatisfied
 from services.core.hashing import block_hashes, short_hashes
+from services.kv.verdicts import salt_in
 from services.router.coordinator.actions import EmitFinished, EmitPromptTokens, EmitStarted
 from services.router.coordinator.events import FinishReason, RequestSpec
 from services.router.tenants.tenant import TokenUsage
@@ -71,6 +72,10 @@ class SimRequest:
         """When it was refused or crowded out, or at any other time that it lived."""
         self.reason = FinishReason.STOP
         self.on_tokens: Any = lambda request: None
+        self.may_be_wrong: Callable[[], bool] = lambda: False
+        """Returns whether what comes now may come from a worker that computes wrong and was not found yet."""
+        self.is_wrong = False
+        """Something has come that is not what must come."""
         self._world = world
 
     @property
@@ -117,10 +122,10 @@ class SimRequest:
     def usage(self) -> TokenUsage:
         return TokenUsage(len(self.message.token_ids.ids), 0, len(self.received)) if self.has_begun else TokenUsage()
 
-    def spec(self, now: float, block_sizes: Collection[int] = ()) -> RequestSpec:
+    def spec(self, now: float, block_sizes: Collection[int] = (), epoch: str = "") -> RequestSpec:
         """Returns the request as `Intake` submits it, with the hashes of its blocks of these sizes."""
         message = self.message
-        ids, salt = message.token_ids.ids, message.cache_salt
+        ids, salt = message.token_ids.ids, salt_in(epoch, message.cache_salt)
         if self.is_scored:
             block_sizes = ()  # no cache is of use
         return RequestSpec(
@@ -130,6 +135,7 @@ class SimRequest:
             priority=message.priority,
             deadline_s=None if self.deadline_s is None else now + self.deadline_s,
             cache_salt=message.cache_salt,
+            epoch=epoch,
             conversation=message.session,
             block_hashes={size: short_hashes(block_hashes(ids, size, salt)) for size in block_sizes},
             model="sim",
@@ -151,7 +157,7 @@ class SimRequest:
         wanted = {name: answer.scores[at : at + len(own)] for name, answer in self.answers.items()}
         first = self.parts[0]
         first.expected = {name: answer for name, answer in self.answers.items() if wanted[name] == own}
-        self._require(self.answers, f"got {own} at {at} instead of {wanted}")
+        self._require_right(f"got {own} at {at} instead of {wanted}")
         self.scores += own
 
     def tokens(
@@ -170,7 +176,7 @@ class SimRequest:
         own, at = tuple(token_ids[: piece.num_tokens]), len(part.received)
         wanted = {name: answer.token_ids[at : at + len(own)] for name, answer in part.expected.items()}
         part.expected = {name: answer for name, answer in part.expected.items() if wanted[name] == own}
-        self._require(self.answers, f"got {list(own)} of {index} at {at} instead of {wanted}")
+        self._require_right(f"got {list(own)} of {index} at {at} instead of {wanted}")
         part.received += own
         part.stop_string = piece.stop
         self.on_tokens(self)
@@ -180,6 +186,11 @@ class SimRequest:
         part = self.parts[action.index]
         self._require(not self.over and not part.over, "ends twice")
         part.over = True
+        if self.is_wrong:
+            self._require_right("ends with what is wrong")
+            if action.is_last:
+                self._end(action.reason.value)
+            return
         whole = [answer for answer in part.whole if not answer.unsatisfied]
         self._require(whole, f"ends early: {len(part.received)} tokens")
         expected = whole[0]
@@ -196,7 +207,7 @@ class SimRequest:
 
     def failed(self, error: BatonError) -> None:
         self._require(not self.over, "ends twice")
-        if isinstance(error, ConstraintUnsatisfied):
+        if isinstance(error, ConstraintUnsatisfied) and not self.is_wrong:
             whole = (answer for part in self.parts if not part.over for answer in part.whole)
             nothing_left = any(answer.unsatisfied for answer in whole)
             self._require(nothing_left, f"is not satisfied after {len(self.received)} tokens")
@@ -212,6 +223,11 @@ class SimRequest:
     def _end(self, outcome: str) -> None:
         self.outcome, self.ended_s = outcome, self._world.now_s
         self._world.note("request ended", self.request_id, outcome, len(self.received))
+
+    def _require_right(self, what: str) -> None:
+        """Requires that all that has come so far can be right, or that nobody has found the wrong worker yet."""
+        self.is_wrong = self.is_wrong or not self.answers
+        self._require(not self.is_wrong or self.may_be_wrong(), what)
 
     def _require(self, condition: object, what: str) -> None:
         self._world.require(condition, f"request {self.request_id} {what}")

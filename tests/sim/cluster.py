@@ -48,7 +48,11 @@ class Cluster:
         self.fabric = Fabric(network)
         self.disks: dict[str, SimDisk] = {}
         """Those of workers with a disk tier, which outlive them."""
+        self.kept_verdicts: dict[str, dict[int, int]] = {}
+        """What they keep of verdicts, by name."""
         self.workers: dict[str, SimWorker] = {}
+        self.wrong_worker: SimWorker | None = None
+        """The one that has computed wrong from some moment on."""
         self.routers: dict[str, SimRouter] = {}
         self.requests: list[SimRequest] = []
         self.released_by: dict[bytes, int] = {}
@@ -75,7 +79,15 @@ class Cluster:
     def submit(self, request: SimRequest) -> None:
         """Submits a request at its router, at its time."""
         self.requests.append(request)
+        request.may_be_wrong = lambda: self._may_be_wrong(request)
         self.world.at(request.arrival_s, lambda: self._arrive(request))
+
+    def _may_be_wrong(self, request: SimRequest) -> bool:
+        """Returns whether some worker has computed wrong, and the request's router has not found it yet."""
+        wrong, heard_in_turn = self.wrong_worker, self.routers[request.router].heard_in_turn
+        # What it had passed on before the verdict may be told of in the same turn.
+        now = self.world.num_turns
+        return wrong is not None and heard_in_turn.get(wrong.host.incarnation, now) == now
 
     def _arrive(self, request: SimRequest) -> None:
         router = self.routers[request.router]

@@ -33,6 +33,7 @@ from tests.sim.model import (
     OTHER_ENGINE,
     VOCAB_SIZE,
     History,
+    Truth,
     choice_of,
     digest_after,
     next_token,
@@ -57,6 +58,7 @@ class SimEngine(Engine):
         memory: SimMemory,
         step_s: float,
         weights: str,
+        truth: Truth,
         *,
         drafts: bool = False,
         says_token_ms: float = 0.0,
@@ -66,6 +68,9 @@ class SimEngine(Engine):
         self._node = node
         self._memory = memory
         self._weights = weights
+        self._truth = truth
+        self.is_wrong = False
+        """It computes wrong: all it does, from now on."""
         runner = FakeRunner()  # only ever asked to warm up
         drafter = SimDrafter(node, weights) if drafts else None
         super().__init__(config, lambda _: Loaded(info_of(config, weights), _any(memory), runner, drafter), clock=node)
@@ -142,7 +147,7 @@ class SimEngine(Engine):
             digest = self._read(part)
             digests, kv = [], bytearray()
             for position, token_id in enumerate(part.token_ids, part.start):
-                digest = digest_after(digest, token_id)
+                digest = self._truth.after(digest, token_id, is_wrong=self.is_wrong)
                 digests.append(digest)
                 kv += slot(digest, position)
             self._memory.write_slots(part.block_ids, part.start, bytes(len(kv)) if fails else bytes(kv))
@@ -172,7 +177,7 @@ class SimEngine(Engine):
             return root_digest(sequence.cache_salt, self._weights)
         held = self._memory.read_slots(part.block_ids, part.start)
         world.require(
-            held == history.kv[: len(held)],
+            held == history.kv[: len(held)] or self._truth.has_wrong(held),
             f"{self._node.name}: sequence {part.seq_id} reads KV that is not its own in {part.block_ids}",
         )
         return self._memory.digest_at(part.block_ids, part.start - 1)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.hashing import BlockHash, block_hashes
+from services.kv.verdicts import salt_in
 
 VOCAB_SIZE = 53
 OTHER_ENGINE = "vllm"
@@ -30,6 +31,7 @@ CANARY_SALT = "canary"
 
 
 def root_digest(cache_salt: str, weights: str) -> int:
+    cache_salt = cache_salt.partition("\x1f")[0]  # an epoch names blocks, and changes no value
     if cache_salt.startswith(CANARY_SALT):
         cache_salt = CANARY_SALT
     return zlib.crc32(f"{weights}/{cache_salt}".encode()) or 1
@@ -125,7 +127,35 @@ class Truth:
 
     def __init__(self, block_sizes: Collection[int], weights: Sequence[str]) -> None:
         self.block_sizes = sorted(block_sizes)
+        self.epochs = [""]
+        """All that blocks were ever named in."""
+        self.wrong: set[int] = set()
+        """The digests that a worker has computed wrong, and those that anybody has computed behind them."""
+        self._remembered: list[tuple[str, list[int], History, str]] = []
         self.kv_of: dict[str, dict[BlockHash, bytes]] = {name: {} for name in weights}
+
+    def enter(self, epoch: str) -> None:
+        """Names all blocks in one more epoch."""
+        if epoch not in self.epochs:
+            self.epochs.append(epoch)
+            for weights, token_ids, history, cache_salt in self._remembered:
+                self._name(weights, token_ids, history, salt_in(epoch, cache_salt))
+
+    def after(self, digest: int, token_id: int, *, is_wrong: bool = False) -> int:
+        """Returns what a worker computes behind a digest; `is_wrong` says that it computes wrong."""
+        computed = digest_after(digest, token_id) ^ (0x5A5A5A5A if is_wrong else 0)
+        if is_wrong or digest in self.wrong:
+            self.wrong.add(computed)
+        return computed
+
+    def may_hold(self, weights: str, hash: BlockHash, block: bytes | memoryview) -> bool:
+        """Returns whether a block of that name may hold this: what is right, or something that was computed wrong. What
+        is right behind wrong tokens, nobody knows."""
+        right = self.kv_of[weights].get(hash)
+        return right == block or self.has_wrong(block) or (right is None and bool(self.wrong))
+
+    def has_wrong(self, kv: bytes | memoryview) -> bool:
+        return bool(self.wrong) and any(digest in self.wrong for digest, _ in _SLOT.iter_unpack(kv))
 
     def add(
         self,
@@ -184,6 +214,11 @@ class Truth:
         return Expected(tuple(output), stop_token_id, scores=tuple(scores[1:]), unsatisfied=unsatisfied)
 
     def _remember(self, weights: str, token_ids: list[int], history: History, cache_salt: str) -> None:
+        self._remembered.append((weights, token_ids, history, cache_salt))
+        for epoch in self.epochs:
+            self._name(weights, token_ids, history, salt_in(epoch, cache_salt))
+
+    def _name(self, weights: str, token_ids: list[int], history: History, cache_salt: str) -> None:
         for block_size in self.block_sizes:
             size = block_size * SLOT_BYTES
             for at, hash in enumerate(block_hashes(token_ids, block_size, cache_salt)):

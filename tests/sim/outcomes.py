@@ -64,8 +64,10 @@ def check_outcomes(world: World, cluster: Cluster, *, num_faults: int, num_blows
             world.require(request.num_tokens_at_most > smallest, what)
         elif outcome == "WORKER_FAILED":
             world.require(num_blows >= _CRASHES or copies_may_stall(cluster), what)
+        elif outcome == "WRONG_OUTPUT":
+            world.require(cluster.wrong_worker is not None, what)
         elif outcome in ("router lost", "DRAINING"):
-            world.require(num_faults, what)
+            world.require(num_faults or cluster.wrong_worker is not None, what)
         else:
             world.require(outcome in _NOT_SERVED, what)
             _check_refusal(world, cluster, request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ class SimRouter:
         node, network = self.node, self._cluster.network
         metrics: Any = _StrictMetrics(self._cluster)
         self.coordinator = Coordinator(self.config)
+        self._watch_verdicts()
         watch_placements(self._cluster.world, self.coordinator._book)
         watch_turns(self._cluster.world, self.coordinator)
         self.timelines = Timelines()
@@ -78,6 +80,23 @@ class SimRouter:
         self._ticking = node.loop.create_task(self.catalogue.tick_forever(), name="tick")
         self.stopping = False
         self.admits_no_more = False
+
+    def _watch_verdicts(self) -> None:
+        """Tells the cluster's `Truth` of each epoch that this router is in."""
+        self.heard_in_turn: dict[int, int] = {}
+        """The turn in which it has heard of the newest verdict on each incarnation, or reached it."""
+        verdicts: Any = self.coordinator._book.verdicts
+        merge = verdicts.merge
+
+        def watched(num_of: Mapping[int, int]) -> list[int]:
+            news: list[int] = merge(num_of)
+            if news:
+                self.heard_in_turn.update(dict.fromkeys(news, self._cluster.world.num_turns))
+                self._cluster.world.note("verdicts", self.node.name, sorted(verdicts.num_of.values()))
+                self._cluster.truth.enter(verdicts.epoch)
+            return news
+
+        verdicts.merge = watched
 
     async def close(self) -> None:
         """Ends the router as `main` does, when the requests are over."""
@@ -109,7 +128,7 @@ class SimRouter:
             timelines=self.timelines,
             times=TokenTimes(),
         )
-        spec = request.spec(self.node.now(), self.coordinator.block_sizes_to_hash())
+        spec = request.spec(self.node.now(), self.coordinator.block_sizes_to_hash(), self.coordinator.epoch)
         self.conductor.submit(spec, _any(request), trace, _any(NullMetrics()))
 
     def cancel(self, request: SimRequest) -> None:

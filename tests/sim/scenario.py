@@ -87,6 +87,12 @@ def has_tiers(seed: int) -> bool:
     return seed % 14 in (2, 7, 12)
 
 
+def computes_wrong(seed: int) -> bool:
+    """Returns whether a worker computes wrong from some moment on: in three clusters out of twenty-one, all of which
+    have canaries. The seed itself decides, as in `policy_of`."""
+    return seed % 21 in (0, 12, 18) and seed % 16 != 9  # where all that happens is pauses
+
+
 def _num_tier_slots(seed: int, at: int) -> tuple[int, int]:
     """Returns how many blocks fit into the host tier and onto the disk of a worker: few, or many."""
     if not has_tiers(seed):
@@ -142,7 +148,12 @@ def build(world: World, load: Load) -> Cluster:
         max_queue=1 if world.seed % 10 == 4 else 1024,
         park_after_s=(0.0, 0.02, 0.1)[world.seed % 3],
         # By the seed itself, so that the other draws are the same with and without.
-        health=HealthConfig(canaries=world.seed % 3 == 0, recheck_s=5.0, max_pause_s=MAX_PAUSE_S, starts_slowly=True),
+        health=HealthConfig(
+            canaries=world.seed % 3 == 0,
+            recheck_s=1.0 if computes_wrong(world.seed) else 5.0,
+            max_pause_s=MAX_PAUSE_S,
+            starts_slowly=True,
+        ),
     )
     num_routers = 2 if world.chance(0.2) else 1
     for at, name in enumerate(ROUTERS[:num_routers]):
@@ -265,20 +276,31 @@ def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
         made[-1].message.session = ("", "a", "b")[number % 3]
     if has_tiers(world.seed):
         made += _again(world, cluster, made, load)
+    if computes_wrong(world.seed):
+        for name in ("w", "x"):
+            made += _again(world, cluster, made, load, name, longest_s=8.0)
     return made
 
 
-def _again(world: World, cluster: Cluster, made: list[SimRequest], load: Load) -> list[SimRequest]:
+def _again(
+    world: World,
+    cluster: Cluster,
+    made: list[SimRequest],
+    load: Load,
+    name: str = "a",
+    longest_s: float = BUSY_S,
+) -> list[SimRequest]:
     """Returns requests that go on where others ended: their prompts begin with those of the others."""
     choose, again = world.random, list[SimRequest]()
     context = min(worker.engine.info.max_model_len for worker in cluster.workers.values() if not worker.plan.is_store)
+    context = min(context, 40)
     for number in range(choose.randint(3, 12)):
         before = choose.choice(made).message
         prompt = list(before.token_ids.ids)[: context - 4]
         num_new = choose.randint(0, min(3, context - 4 - len(prompt)))
         prompt += [choose.randrange(1, VOCAB_SIZE) for _ in range(num_new)]
-        arrival_s = 0.3 + choose.random() * BUSY_S
-        request = _request(world, cluster, f"a{number}", arrival_s, prompt, min(context, 40), load, before.cache_salt)
+        arrival_s = 0.3 + choose.random() * longest_s
+        request = _request(world, cluster, f"{name}{number}", arrival_s, prompt, context, load, before.cache_salt)
         again.append(request)
     return again
 

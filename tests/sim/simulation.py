@@ -26,6 +26,7 @@ from tests.sim.recovery import recovery_s
 from tests.sim.tier_faults import TierFaults
 from tests.sim.worker import SimWorker
 from tests.sim.world import Violation, World
+from tests.sim.wrong_workers import WrongWorkers
 
 ENDS_WITHIN_S = 40.0
 """Of the end of the last fault, every request has ended."""
@@ -61,6 +62,7 @@ class _Run:
         self._cluster.on_lease_end = Clocks(world, self._cluster).ended
         self._faults = Faults(world, self._cluster)
         self._tier_faults = TierFaults(world, self._cluster, self._faults)
+        self._wrong_workers = WrongWorkers(world, self._cluster)
         world.after_turn = self._watch.after_turn
 
     def to_the_end(self) -> Result:
@@ -70,11 +72,13 @@ class _Run:
                 cluster.submit(request)
             planned.plan()
             self._tier_faults.plan()
+            self._wrong_workers.plan()
             self._until(scenario.BUSY_S + 0.1)
             while world.now_s < planned.quiet_s or (self._live() and self._armed_may_strike()):
                 self._until(world.now_s + 0.25)
             planned.disarm()
             self._tier_faults.disarm()
+            self._wrong_workers.disarm()
             self._all_end()
             self._all_rest()
             self._probe()

@@ -17,9 +17,10 @@ from tests.sim import (
     tier_mutants,
     transport_mutants,
     waiting_mutants,
+    wrong_mutants,
 )
 from tests.sim.campaign import end_with_parent
-from tests.sim.scenario import has_tiers, num_stores, shares_prefixes, transport_of
+from tests.sim.scenario import computes_wrong, has_tiers, num_stores, shares_prefixes, transport_of
 from tests.sim.simulation import simulate
 
 MUTANTS = {
@@ -33,6 +34,7 @@ MUTANTS = {
         prefix_mutants,
         tier_mutants,
         transport_mutants,
+        wrong_mutants,
     )
     for mutant in mutants.MUTANTS
 }
@@ -54,7 +56,10 @@ SOCKETS = [seed for seed in SEEDS if transport_of(seed) == "tcp"]
 """Of these, clusters whose workers read blocks from each other's sockets."""
 ONE_SIDED = [seed for seed in SEEDS if transport_of(seed) == "nixl"]
 """Of these, clusters whose workers read each other's pools by NIXL."""
+WRONG = [seed for seed in SEEDS if computes_wrong(seed)]
+"""Of these, clusters in which a worker computes wrong."""
 SEEDS_OF = {
+    **{mutant.__name__: WRONG for mutant in wrong_mutants.MUTANTS},
     **{mutant.__name__: SOCKETS for mutant in transport_mutants.OF_SOCKETS},
     **{mutant.__name__: ONE_SIDED for mutant in transport_mutants.OF_ONE_SIDED_READS},
     **{mutant.__name__: TIERED for mutant in tier_mutants.MUTANTS},

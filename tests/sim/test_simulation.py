@@ -21,6 +21,7 @@ from tests.sim.scenario import (
     Load,
     build,
     choose_load,
+    computes_wrong,
     has_tiers,
     shares_prefixes,
     split_of,
@@ -54,6 +55,18 @@ def test_prefixes_are_lent_where_clusters_share_them(monkeypatch: pytest.MonkeyP
     for seed in seeds:
         simulate(seed)
     assert len(lent) > len(seeds) / 8
+
+
+def test_a_worker_that_computes_wrong_spoils_nothing_after_its_verdict() -> None:
+    """That nobody is told anything wrong after it, every seed requires. Here: that there are verdicts, and requests
+    that end by them."""
+    notes, outcomes = list[str](), list[str]()
+    seeds = [seed for seed in range(64) if computes_wrong(seed)]
+    for seed in seeds:
+        outcomes += simulate(seed, on_note=notes.append).outcomes
+    assert sum(" computes wrong " in note for note in notes) >= len(seeds) / 2
+    assert sum(" verdicts " in note for note in notes) >= len(seeds) / 2
+    assert "WRONG_OUTPUT" in outcomes
 
 
 def test_clusters_have_blocks_of_different_sizes() -> None:

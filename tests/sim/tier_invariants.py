@@ -24,7 +24,7 @@ def check_tiers(world: World, worker: SimWorker) -> None:
         tier._index.check()
         held = _in_host_memory(worker, tier) if isinstance(tier, HostTier) else _on_disk(world, worker, tier)
         for slot, hash, block in held:
-            right = worker.kv_of.get(hash) == block
+            right = worker.may_hold(hash, block)
             world.require(right, f"{worker.plan.name}: slot {slot} of its {tier.name} tier holds another block")
 
 

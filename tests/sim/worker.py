@@ -17,6 +17,7 @@ from services.engine.config import EngineConfig, EngineInfo
 from services.kv.layout import Layout
 from services.kv.lease import Lease
 from services.kv.regions import BlockMemory
+from services.kv.verdicts import Verdicts
 from services.kvtransfer.client import FetchOrder, FetchOutcome
 from services.kvtransfer.tiers.disk import DiskTier
 from services.kvtransfer.tiers.host import HostTier
@@ -199,8 +200,27 @@ class SimMachine(Machine):
             tiers.append(DiskTier(file, layout.fingerprint, layout.block_bytes, num_bytes, readers=AtOnce()))
         return tiers
 
+    def verdicts(self, config: object, worker_id: str) -> Verdicts:
+        if not self._plan.num_disk_slots:
+            return Verdicts()
+        return _VerdictsOnDisk(self._cluster.kept_verdicts.setdefault(worker_id, {}))
+
     def mappings(self, block_bytes: int) -> MappingCache:
         return SimMappingCache(self._cluster.shared_memory, block_bytes)
+
+
+class _VerdictsOnDisk(Verdicts):
+    """Stands for `KeptVerdicts`."""
+
+    def __init__(self, kept: dict[int, int]) -> None:
+        super().__init__()
+        self._kept = kept
+        super().merge(kept)
+
+    def merge(self, num_of: Mapping[int, int]) -> list[int]:
+        news = super().merge(num_of)
+        self._kept.update(self.num_of)
+        return news
 
 
 class SimWorker:
@@ -246,6 +266,7 @@ class SimWorker:
                 self.memory,
                 plan.step_s,
                 plan.weights,
+                self._cluster.truth,
                 drafts=plan.drafts,
                 says_token_ms=plan.says_token_ms,
             )
@@ -270,10 +291,9 @@ class SimWorker:
     def disk(self) -> SimDisk | None:
         return self._cluster.disks.get(self.plan.name)
 
-    @property
-    def kv_of(self) -> dict[BlockHash, bytes]:
-        """Returns what every block that it may keep holds."""
-        return self._cluster.truth.kv_of[self.plan.weights]
+    def may_hold(self, hash: BlockHash, block: bytes) -> bool:
+        """Returns whether a block that it keeps under that name may hold this."""
+        return self._cluster.truth.may_hold(self.plan.weights, hash, block)
 
     def left_over(self) -> list[str]:
         """Returns what a stopped worker should not have."""

@@ -36,8 +36,8 @@ class Owner:
     def link_defect(self, link: WorkerLink, error: Exception) -> None:
         raise error
 
-    def held_leases(self, link: WorkerLink) -> list[bytes]:
-        return []
+    def heartbeat(self, link: WorkerLink) -> worker_pb2.RouterHeartbeat:
+        return worker_pb2.RouterHeartbeat()
 
 
 class FakeChannel:

@@ -87,6 +87,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """How many commands to accept next and lose without a word: they are not listed."""
         self.num_routers: int | None = None
         """How many routers it says it has; None to say nothing."""
+        self.verdicts: dict[int, int] = {}
+        """Those of which it tells, by incarnation."""
+        self.verdicts_heard: dict[int, int] = {}
         self.phantom_legs: list[int] = []
         """Listed, although no router ever sent them."""
         self.claim: control_pb2.WorkerDescription | None = None
@@ -182,6 +185,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                         live_legs=session.live_legs(),
                         worker=self.says_it_is(),
                         num_routers=self.num_routers,
+                        verdicts=[
+                            worker_pb2.Verdict(incarnation=each, number=number)
+                            for each, number in self.verdicts.items()
+                        ],
                     )
                 try:
                     async with asyncio.timeout(0.05):
@@ -261,6 +268,7 @@ class _Session:
                     worker.leaving = asyncio.create_task(worker.leave())
             case "heartbeat":
                 worker.held_leases = list(request.heartbeat.held_leases)
+                worker.verdicts_heard = {each.incarnation: each.number for each in request.heartbeat.verdicts}
 
     def _start(self, leg: int, work: Any) -> None:
         self.newest_leg = leg

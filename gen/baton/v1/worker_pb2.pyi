@@ -52,20 +52,22 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelLeg, _Mapping]] = ..., heartbeat: _Optional[_Union[RouterHeartbeat, _Mapping]] = ..., leave: _Optional[_Union[LeaveCommand, _Mapping]] = ..., park: _Optional[_Union[ParkCommand, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("events", "load", "live_legs", "worker", "cache", "num_routers")
+    __slots__ = ("events", "load", "live_legs", "worker", "cache", "num_routers", "verdicts")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LIVE_LEGS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[LegEvent]
     load: _types_pb2.LoadSnapshot
     live_legs: LiveLegs
     worker: _control_pb2.WorkerDescription
     cache: CacheEvents
     num_routers: int
-    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ..., worker: _Optional[_Union[_control_pb2.WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., num_routers: _Optional[int] = ...) -> None: ...
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    def __init__(self, events: _Optional[_Iterable[_Union[LegEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.LoadSnapshot, _Mapping]] = ..., live_legs: _Optional[_Union[LiveLegs, _Mapping]] = ..., worker: _Optional[_Union[_control_pb2.WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., num_routers: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("number", "whole", "stored", "removed")
@@ -264,10 +266,20 @@ class CancelLeg(_message.Message):
     def __init__(self, leg: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class RouterHeartbeat(_message.Message):
-    __slots__ = ("held_leases",)
+    __slots__ = ("held_leases", "verdicts")
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
     held_leases: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, held_leases: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    def __init__(self, held_leases: _Optional[_Iterable[bytes]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("incarnation", "number")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    number: int
+    def __init__(self, incarnation: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class LeaveCommand(_message.Message):
     __slots__ = ("remaining_ms",)

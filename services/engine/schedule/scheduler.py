@@ -24,6 +24,7 @@ from services.engine.schedule.sequence import (
     Preempted,
     Progress,
     PromptScored,
+    Resumed,
     SampledToken,
     ScheduledSequence,
     Sequence,
@@ -401,6 +402,8 @@ class Scheduler:
             self._batch.enter(sequence, room)
             if not comes_back:
                 self._admitted(sequence, now)
+            elif sequence.num_computed:
+                self._events.append(Resumed(sequence.seq_id, sequence.num_computed))
             yield sequence
 
     def _admitted(self, sequence: Sequence, now: float) -> None:

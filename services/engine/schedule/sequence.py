@@ -384,10 +384,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The sequence's blocks went to others. It waits, is computed again and goes on; no further event reports that."""
+    """The sequence's blocks went to others. It waits, is computed again and goes on."""
 
     seq_id: int
     now: float
 
 
-SequenceEvent = Admitted | Progress | PromptScored | Token | Failed | Preempted
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A preempted sequence got blocks again, and found some of its KV in the prefix cache: `num_cached` tokens'."""
+
+    seq_id: int
+    num_cached: int
+
+
+SequenceEvent = Admitted | Progress | PromptScored | Token | Failed | Preempted | Resumed

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from services.core.errors import BatonError, WorkerFailed, unforeseen
 from services.core.hashing import num_blocks_for
+from services.kv.verdicts import Verdicts
 from services.router.coordinator.actions import (
     Action,
     CancelLeg,
@@ -119,6 +120,7 @@ class Book:
         self.prefixes = PrefixSources(config.policy.share_prefixes, self.workers, self.legs)
         self.output_lengths = OutputLengths()
         self.long_prompts = LongPrompts(config.long_prompts)
+        self.verdicts = Verdicts()
         self.longest_output = 0
         """The most output tokens that were seen before the first request was complete."""
         self.outlook: Outlook | None = None
@@ -155,6 +157,7 @@ class Book:
             self.deadlines.set(request.spec.deadline_s, request.key)
 
     def _wait(self, request: Request) -> None:
+        request.name_blocks(self.verdicts.epoch)
         if self.queue.add(request):
             request.share.begins_to_wait()
 
@@ -222,6 +225,7 @@ class Book:
             attempt=request.story.num_prefills,
             sent_s=now,
             heard_s=self.awake.at(now),
+            origins={worker.info.incarnation},
         )
         request.story.vain_attempt = None
         command = _command(request, Role.PREFILL, request.prefill, token_ids, now, choice)
@@ -267,6 +271,7 @@ class Book:
             heard_s=self.awake.at(now),
             asked_s=self.awake.at(now),
             has_handoff=handoff is not None,
+            origins={worker.info.incarnation, *(source.origins if source is not None else ())},
         )
         command = _command(request, Role.DECODE, request.decode, token_ids, now, choice)
         command = replace(command, handoff=handoff, age_s=age_s)
@@ -327,6 +332,7 @@ class Book:
             sealed_s=source.sealed_s,
             sampled=source.sampled,
             num_ended=source.num_ended,
+            origins=source.origins,
         )
         self.actions.append(leg_stage(request, Stage.PARK, leg, now, "done"))
         self.placement_is_due = True
@@ -440,6 +446,16 @@ class Book:
             request.waiting_since_s = now
             request.story.vain_attempt = None  # of another wait
 
+    def begin_again(self, request: Request, now: float) -> None:
+        """Ends all legs of the request, so that it is computed anew from its prompt and the output received."""
+        if request.decode is not None:
+            self.end_decode(request, now, "begun again")
+        if request.park is not None:
+            self.end_park(request, now, "begun again")
+        if request.prefill is not None:
+            self.end_prefill(request, now, "begun again")
+        self.settle(request, now)
+
     def _come_apart(self, request: Request, now: float) -> None:
         """Replaces a request without legs by a request for each answer that is not over."""
         self.forget_released(request)
@@ -459,6 +475,7 @@ class Book:
                 answers=[answer],
                 is_part=True,
                 num_scored=request.num_scored,
+                output_from=set(request.output_from),
                 fingerprint=request.fingerprint,
                 waiting_since_s=now,
                 setbacks=replace(request.setbacks, crashes=list(request.setbacks.crashes), refusals={}),

@@ -32,9 +32,10 @@ from services.router.coordinator.events import (
     Tokens,
     WorkerInfo,
 )
-from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs, leaves, migrate, takes_no_more
+from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs, leaves, takes_no_more
 from services.router.coordinator.known_answers import KnownAnswers, Said, said
 from services.router.coordinator.workers import Worker, WorkerState
+from services.router.coordinator.wrong_workers import found_wrong
 from services.router.policy import Role
 from services.router.policy.health import Health, HealthRecord
 
@@ -131,7 +132,7 @@ class Canaries:
         self._at_work: set[str] = set()
         """The workers that live canaries involve: each is in one at most."""
         self._num_sent = 0
-        self._answers = KnownAnswers()
+        self._answers = KnownAnswers(book.verdicts.num_of)
         self.checking = False
         """Whether a worker or a pair that is there has not been checked yet, and soon will be."""
 
@@ -304,8 +305,7 @@ class Canaries:
 
     def _wrong(self, info: WorkerInfo, reason: str, now: float) -> None:
         """Takes a worker whose answer is wrong out of use: its weights or its computation cannot be trusted."""
-        self._book.workers.failed(info.worker_id, reason, now, at_once=True)
-        migrate(self._book, self._book.workers.get(info.worker_id), now)
+        found_wrong(self._book, self._book.workers.get(info.worker_id), reason, now)
 
     def _recheck_outvoted(self, heard: WorkerInfo, now: float) -> None:
         """Has those workers checked again at once whose answers are wrong by the votes as they now are."""

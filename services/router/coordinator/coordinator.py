@@ -9,7 +9,7 @@ are in `admission.py`, `placement.py`, `handoff.py` (events of workers), `silent
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from services.core.errors import (
     BatonError,
@@ -20,7 +20,7 @@ from services.core.errors import (
 )
 from services.core.hashing import ShortHash
 from services.router import policy
-from services.router.coordinator import admission, handoff, invariants, parking, silent_legs
+from services.router.coordinator import admission, handoff, invariants, parking, silent_legs, wrong_workers
 from services.router.coordinator.actions import Action, GroupsChanged, KVGroup
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
@@ -118,6 +118,11 @@ class Coordinator:
         if not rules.hash_prompts:
             return frozenset()
         return self._book.workers.block_sizes(shared=not rules.looks_at_prompts)
+
+    @property
+    def epoch(self) -> str:
+        """Returns the epoch in which the blocks of new requests are named."""
+        return self._book.verdicts.epoch
 
     def stop_admission(self, why: BatonError | None = None) -> None:
         """Refuses all requests from now on with the error `why`; by default it says that the router is stopping."""
@@ -246,6 +251,17 @@ class Coordinator:
         worker = self._book.workers.current(worker_id, incarnation)
         if worker is not None and worker.cache is not None:
             worker.cache.tell(whole=whole, stored=stored, removed=removed)
+
+    @property
+    def verdicts(self) -> Mapping[int, int]:
+        """Returns the number of verdicts on each incarnation of a worker, all that were reached here or heard of."""
+        return self._book.verdicts.num_of
+
+    def verdicts_heard(self, num_of: Mapping[int, int], now: float) -> None:
+        """Takes over what others have found of workers: what one router finds wrong is wrong for all."""
+        with self._book.isolated("event", None, now):
+            for worker_id in wrong_workers.heard(self._book, num_of, now):
+                self._canaries.worker_gone(worker_id)  # what it was to answer must not be the first answer
 
     def live_legs(self, worker_id: str, incarnation: int, newest_leg: int, legs: Collection[int], now: float) -> None:
         """Compares the legs that a worker's heartbeat lists with those that the router believes to be there.

@@ -197,6 +197,8 @@ class RequestSpec:
     deadline_s: float | None = None
     """The deadline on the coordinator's clock; None for none."""
     cache_salt: str = ""
+    epoch: str = ""
+    """The epoch in which its blocks are named (`Verdicts`)."""
     block_hashes: Mapping[int, tuple[ShortHash, ...]] = field(default_factory=dict, hash=False)
     """The short hashes of the full blocks of its prompt, for each size of `Coordinator.block_sizes_to_hash`."""
     conversation: str = ""

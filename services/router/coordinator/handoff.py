@@ -101,7 +101,7 @@ def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegE
         case PrefillStarted():
             _prefill_started(book, request, leg, event, now)
         case PromptTokens():
-            if leg.lease is None or not _take_scores(book, request, event):
+            if leg.lease is None or not _take_scores(book, request, leg, event):
                 prefill_failed(
                     book, request, leg, ProtocolViolation("log-probabilities out of place"), now, cancel=True
                 )
@@ -128,7 +128,7 @@ def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worke
         case ImportFailed():
             _import_failed(book, request, leg, worker, event, now)
         case PromptTokens():
-            if leg.has_handoff or leg.admitted_s is None or not _take_scores(book, request, event):
+            if leg.has_handoff or leg.admitted_s is None or not _take_scores(book, request, leg, event):
                 decode_failed(book, request, leg, ProtocolViolation("log-probabilities out of place"), now, cancel=True)
         case Tokens():
             _decode_tokens(book, request, leg, event, now)
@@ -141,7 +141,7 @@ def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worke
 # Prefill legs
 
 
-def _began(book: Book, request: Request, leg: PlacedLeg, cached_tokens: int, now: float) -> None:
+def _began(book: Book, request: Request, leg: PlacedPrefill | PlacedDecode, cached_tokens: int, now: float) -> None:
     """Notes that a worker has reserved the leg's blocks. The first time, the client is told."""
     book.workers.answered(leg.worker.worker_id, leg.leg)
     book.prefixes.over(leg.leg)
@@ -151,6 +151,10 @@ def _began(book: Book, request: Request, leg: PlacedLeg, cached_tokens: int, now
     book.announce(request)
     book.settle(request, now)
     request.setbacks.refusals.clear()  # after `settle`, which reports them with the placement that has ended
+    if cached_tokens:
+        leg.origins.add(leg.worker.fingerprint.kv)
+        if request.spec.epoch != book.verdicts.epoch:  # they may come from a worker that was found wrong since
+            book.begin_again(request, now)
 
 
 def _released_leg_event(book: Book, request: Request, event: LegEvent, now: float) -> None:
@@ -177,7 +181,7 @@ def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tok
     if too_early_or_late or not is_token_0 or not _fits(request, event, book.config.vocab_size):
         prefill_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
-    if _receive(book, request, event, now):
+    if _receive(book, request, leg, event, now):
         _made_progress(request, Role.PREFILL)
     book.workers.succeeded(leg.worker.worker_id, now)
     _note_timings(request, event.timings)
@@ -222,7 +226,8 @@ def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseE
 
 
 def _decode_admitted(book: Book, request: Request, leg: PlacedDecode, event: DecodeAdmitted, now: float) -> None:
-    leg.admitted_s = now
+    if leg.admitted_s is None:  # else it was preempted, and has blocks again
+        leg.admitted_s = now
     _began(book, request, leg, event.cached_tokens, now)
 
 
@@ -293,7 +298,7 @@ def _decode_tokens(book: Book, request: Request, leg: PlacedDecode, event: Token
         decode_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
     book.announce(request)
-    fresh = _receive(book, request, event, now)
+    fresh = _receive(book, request, leg, event, now)
     book.workers.succeeded(leg.worker.worker_id, now)
     if fresh and len(request.answers[event.index].output) > leg.output_base + 1:
         # Its first token is the prefill's work: a prompt that kills decode workers must not count as progress.
@@ -353,7 +358,7 @@ def _fits(request: Request, event: Tokens, vocab_size: int) -> bool:
     )
 
 
-def _take_scores(book: Book, request: Request, event: PromptTokens) -> bool:
+def _take_scores(book: Book, request: Request, leg: PlacedPrefill | PlacedDecode, event: PromptTokens) -> bool:
     """Sends those of the prompt's log-probabilities to the client that it does not have yet: a replay repeats some.
     Returns False if they cannot be this request's."""
     have, end = request.num_scored, event.position + len(event.logprobs)
@@ -363,11 +368,12 @@ def _take_scores(book: Book, request: Request, event: PromptTokens) -> bool:
     if fresh:
         book.announce(request)
         request.num_scored = end
+        request.output_from |= leg.origins
         book.actions.append(EmitPromptTokens(request.request_id, have, fresh))
     return True
 
 
-def _receive(book: Book, request: Request, event: Tokens, now: float) -> bool:
+def _receive(book: Book, request: Request, leg: PlacedPrefill | PlacedDecode, event: Tokens, now: float) -> bool:
     """Adds the new tokens to the answer and sends them to the client. Returns False if there were none."""
     answer = request.answers[event.index]
     have = len(answer.output)
@@ -375,6 +381,7 @@ def _receive(book: Book, request: Request, event: Tokens, now: float) -> bool:
     if not fresh:
         return False
     answer.output.extend(fresh)
+    request.output_from |= leg.origins
     book.received(request, len(fresh))
     request.setbacks.num_fruitless_starts = 0
     if request.story.first_token_s is None:

@@ -9,6 +9,9 @@ A process has one vote, its first answer. The answer with the most votes is righ
 that was given first. So a new worker that disagrees with one other is right only if a third agrees with it, a process
 whose answer changes is wrong, and one vote does not outweigh two.
 
+A process on which there is a verdict, from before this router started or from another one, cannot give the first
+answer: it is right only if it says what another has said.
+
 Votes are counted when one is given, and only those of processes that are there. So the answer of a worker that is gone
 is not held against one that comes later; yet an answer that was found wrong does not become right only because a worker
 has gone. If the worker comes back with its answer, that one is still the earlier of the two.
@@ -19,7 +22,7 @@ Owns: votes, and which answers agree. Never: what follows for a worker (`canarie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -109,10 +112,12 @@ class _Tally:
         self._num_answers = 0
         self._right: _Answer | None = None
 
-    def hear(self, worker: WorkerInfo, answer: Said) -> str | None:
+    def hear(self, worker: WorkerInfo, answer: Said, *, may_vote: bool) -> str | None:
         mine = next((known for known in self._answers() if agree(known.said, answer, self._margin)), None)
         voted = self.votes.get(worker.worker_id)
         if voted is None or voted.incarnation != worker.incarnation:
+            if not may_vote and (mine is None or mine is not self._right):
+                return f"token {answer.token_id}, from a worker that was found wrong, and no other says so"
             if mine is None:
                 self._num_answers += 1
                 mine = _Answer(answer, self._num_answers)
@@ -148,7 +153,10 @@ class _Tally:
 
 
 class KnownAnswers:
-    def __init__(self) -> None:
+    def __init__(self, distrusted: Container[int] = frozenset()) -> None:
+        """`distrusted` has the incarnations on which there are verdicts: without a vote from before, each needs another
+        worker that says what it says."""
+        self._distrusted = distrusted
         self._tallies: dict[tuple[Fingerprint, tuple[int, ...]], _Tally] = {}
 
     def wrong(self, worker: WorkerInfo, context: tuple[int, ...], answer: Sequence[Said]) -> str | None:
@@ -159,7 +167,8 @@ class KnownAnswers:
         for each in answer:
             key = (worker.fingerprint, context)
             tally = self._tallies.setdefault(key, _Tally(margin_of(worker.fingerprint)))
-            if (reason := tally.hear(worker, each)) is not None:
+            may_vote = worker.incarnation not in self._distrusted
+            if (reason := tally.hear(worker, each, may_vote=may_vote)) is not None:
                 return f"wrong answer: {reason}"
             context = (*context, each.token_id)
         return None

@@ -7,7 +7,7 @@ the phase, and `handoff.py` notes in the record what workers report.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.router.coordinator.actions import Stage, StageEnded, Summary
@@ -46,6 +46,10 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 _NOBODY: frozenset[str] = frozenset()
 
+Origin = int | str
+"""Who may have computed what a leg has: a worker, by its incarnation, or, of what was found in a cache, any worker of a
+`kv` fingerprint."""
+
 Order = tuple[int, int, int]
 
 
@@ -80,6 +84,7 @@ class PlacedPrefill:
     """The answers whose token 0 has arrived, as the leg counts them."""
     num_ended: int = 0
     """How many of these it has ended. With all of them the source closes the lease."""
+    origins: set[Origin] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -104,6 +109,7 @@ class PlacedDecode:
     """The source, if it was the first to say that this leg has released its lease."""
     lapsed_source: WorkerInfo | None = None
     """The source, if its lease expired or was aborted while this leg had it."""
+    origins: set[Origin] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -123,6 +129,10 @@ class PlacedPark:
     orphaned_s: float | None = None
     """When the leg that it takes over ended before the store said that it has everything, in awake time. It may still
     say so, but only for `orphan_timeout_s`."""
+
+    @property
+    def origins(self) -> set[Origin]:
+        return self.handoff.origins
 
 
 PlacedLeg = PlacedPrefill | PlacedPark | PlacedDecode
@@ -273,6 +283,8 @@ class Request:
     """The number of tokens with which it counts among the handoffs in flight; 0 if it does not."""
     tokens_unoffered: int = 0
     """As many while no decode worker has been offered its handoff."""
+    output_from: set[Origin] = field(default_factory=set)
+    """The origins of all that was received of the answers."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     story: Story = field(default_factory=Story)
     _first_job: Job | None = None
@@ -332,6 +344,17 @@ class Request:
     def awaits_scores(self) -> bool:
         """Returns whether log-probabilities of the prompt are wanted that were not received yet."""
         return self.spec.scores_prompt and self.num_scored < len(self.spec.token_ids)
+
+    def name_blocks(self, epoch: str) -> None:
+        """Has the blocks of a request without legs be named as they are in this epoch."""
+        if self.spec.epoch != epoch:
+            self.spec = replace(self.spec, epoch=epoch, block_hashes={})
+            self._first_job = None
+
+    @property
+    def legs(self) -> list[PlacedLeg]:
+        """Returns the current legs."""
+        return [leg for leg in (self.prefill, self.park, self.decode) if leg is not None]
 
     def leg(self, number: int) -> PlacedLeg | None:
         """Returns the leg of that number, if it is current or was the last one released."""

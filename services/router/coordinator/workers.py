@@ -201,6 +201,8 @@ class Worker:
     """What is known of its prefix cache; None if prompts are not hashed."""
     bring_times: BringTimes = field(init=False)
     """What it takes it to bring prefixes."""
+    has_computed: bool = False
+    """Whether it was given a request since it joined, or since the last verdict on it."""
     draining: bool = False
     proven: bool = False
     """Whether it has had a session, so that its description is more than an unchecked statement."""
@@ -328,6 +330,7 @@ class WorkerTable:
             if (info.roles is Role.STORE) == (known.info.roles is Role.STORE):
                 worker.health = known.health
             if same:
+                worker.has_computed = known.has_computed
                 worker.sources, worker.ejection = known.sources, known.ejection
             else:
                 self._outliers.forget(info.worker_id)
@@ -501,6 +504,7 @@ class WorkerTable:
     ) -> None:
         """Notes a leg that was sent to the worker; `in_place` says that it adopts a lease of the worker's own."""
         worker.legs[leg] = request_id
+        worker.has_computed = True
         if not in_place:
             worker.newest_leg = leg
         worker.predictions[leg] = prediction

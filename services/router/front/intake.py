@@ -21,6 +21,7 @@ from services.core.config import DAY_S
 from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 from services.core.hashing import ShortHash, block_hashes, short_hashes
 from services.core.ids import new_request_id, new_seed
+from services.kv.verdicts import salt_in
 from services.router.answer import Answer, echoes_only, num_answers, skips_special_tokens
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
@@ -224,7 +225,8 @@ class Intake:
         if call.in_one_message:
             check_fits_one_message(incoming.request, model.context_tokens, len(token_ids))
         cache_salt = tenant.salt(incoming.request.cache_salt)
-        hashes = await _hashed(model, incoming.request, token_ids, cache_salt)
+        epoch = model.conductor.coordinator.epoch
+        hashes = await _hashed(model, incoming.request, token_ids, salt_in(epoch, cache_salt))
         form = output_form(incoming.request, model.facts.forms, is_thinking=model.text.is_thinking(token_ids))
         constrain_calls(incoming.request, form, model.facts.forms, model.text.special_ids)
         echoed = _echoed(model, incoming.request, token_ids)
@@ -253,6 +255,7 @@ class Intake:
             priority=request.priority,
             deadline_s=deadline_s,
             cache_salt=cache_salt,
+            epoch=epoch,
             block_hashes=hashes,
             conversation=request.session,
             tenant=tenant.name,

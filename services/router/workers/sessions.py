@@ -65,7 +65,7 @@ class LinkOwner(Protocol):
 
     def worker_message(self, link: WorkerLink, message: worker_pb2.SessionResponse) -> None: ...
 
-    def held_leases(self, link: WorkerLink) -> list[bytes]: ...
+    def heartbeat(self, link: WorkerLink) -> worker_pb2.RouterHeartbeat: ...
 
 
 class _Ended(Exception):
@@ -214,8 +214,7 @@ class WorkerLink:
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     return  # the call has ended; its reader says how
             if loop.time() >= due_s:
-                held = worker_pb2.RouterHeartbeat(held_leases=self._owner.held_leases(self))
-                request = worker_pb2.SessionRequest(heartbeat=held)
+                request = worker_pb2.SessionRequest(heartbeat=self._owner.heartbeat(self))
                 due_s = loop.time() + self._times.heartbeat_s
                 continue
             try:

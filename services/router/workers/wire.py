@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from baton.v1 import control_pb2, inference_pb2, types_pb2, worker_pb2
@@ -17,6 +18,7 @@ from services.core.errors import InvalidRequest, ProtocolViolation
 from services.core.seeds import answer_seed
 from services.core.step_average import StepAverage
 from services.kv.layout import TORCH
+from services.kv.verdicts import salt_in
 from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -200,7 +202,7 @@ def _fill(message: Any, command: SendLeg, traceparent: str) -> None:
     if command.scores_prompt:
         message.prompt_logprobs = request.response.prompt_logprobs
     message.priority = command.priority
-    message.cache_salt = command.spec.cache_salt
+    message.cache_salt = salt_in(command.spec.epoch, command.spec.cache_salt)
     message.traceparent = traceparent
     if command.remaining_s is not None:
         message.remaining_ms = milliseconds(command.remaining_s)
@@ -209,6 +211,11 @@ def _fill(message: Any, command: SendLeg, traceparent: str) -> None:
             # What it offers comes with its answers: the router knows of none.
             named.address, named.incarnation = described.address, described.incarnation
             named.layout.CopyFrom(described.layout)
+
+
+def verdicts(num_of: Mapping[int, int]) -> list[worker_pb2.Verdict]:
+    """Returns the numbers of verdicts by incarnation as they travel."""
+    return [worker_pb2.Verdict(incarnation=incarnation, number=number) for incarnation, number in num_of.items()]
 
 
 def leg_event(event: worker_pb2.LegEvent) -> LegEvent:

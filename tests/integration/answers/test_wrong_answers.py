@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from torch.utils.hooks import RemovableHandle
 
 from baton.v1 import control_pb2
 from services.engine.runner import DeviceRunner
@@ -27,16 +28,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
-def damage(host: WorkerHost) -> None:
+def damage(host: WorkerHost) -> RemovableHandle:
     """Damages a worker as a bit flip in memory or a bad copy would: after load, so that no fingerprint shows it. The
     embeddings of tokens are turned around; everything goes on working. (Layers may be computed as a whole by native
-    code, which no hook of a module within them sees.)"""
+    code, which no hook of a module within them sees.) What is returned mends it."""
     engine = engine_of(host)
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
     embeddings = runner._model.module.get_input_embeddings()
     with engine._lock:
-        embeddings.register_forward_hook(lambda module, inputs, output: output.flip(-1))
+        return embeddings.register_forward_hook(lambda module, inputs, output: output.flip(-1))
 
 
 def health(cluster: Cluster, worker_id: str) -> Health:
@@ -67,6 +68,37 @@ async def test_a_worker_with_damaged_weights_is_taken_out(model: Path, place: in
         assert status.state == control_pb2.WORKER_STATE_DOWN
         assert "wrong answer" in status.reason
         assert health(cluster, good) is Health.UP
+
+
+async def test_nothing_that_a_wrong_worker_has_computed_is_found_again(model: Path) -> None:
+    """It has prefilled prompts whose blocks the decode worker has cached, as it has itself, when it is found."""
+    reference = GreedyReference(model)
+    checks = {"canaries": True, "canary_period_s": 3.0}
+    async with running_cluster(model, [PREFILL, PREFILL, DECODE], router=checks, heartbeat_s=0.1) as cluster:
+        await all_up(cluster)
+        mend = damage(cluster.workers[0])
+        prompts = [[*PROMPT, 5 + number] for number in range(12)]
+        right = [reference.generate(prompt, 8) for prompt in prompts]
+        before = await asyncio.gather(*(cluster.greedy(prompt, 8) for prompt in prompts))
+        assert health(cluster, "w0") is not Health.DOWN
+        assert [answer.token_ids for answer in before] != right, "it has computed some of them"
+        await until(lambda: health(cluster, "w0") is Health.DOWN, "it is found out", SECONDS)
+        for prompt in prompts:
+            answer = await cluster.greedy(prompt, 8)
+            reference.check(prompt, answer.token_ids)
+        mend.remove()
+        await until(lambda: health(cluster, "w0") is Health.UP, "it is mended", SECONDS)
+        used = set[str]()
+        for _ in range(3):
+            answers = await asyncio.gather(*(cluster.greedy(prompt, 8) for prompt in prompts))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                reference.check(prompt, answer.token_ids)
+                assert answer.completion is not None
+                used.add(answer.completion.workers.prefill)
+        assert used == {"w0", "w1"}
+        # The only one that was wrong, and once.
+        assert cluster.router.coordinator.verdicts == {cluster.workers[0].incarnation: 1}
+        assert cluster.workers[2].verdicts.num_of == cluster.router.coordinator.verdicts
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -27,8 +27,8 @@ class Asked(Deep):
     def __init__(self) -> None:
         super().__init__(health=HealthConfig(canaries=True, recheck_s=30.0))
         self.answer = {"d": (7, 8), "e": (7, 8), "f": (7, 8)}
-        for worker_id in self.answer:
-            self.join(worker_id, Role.DECODE)
+        for number, worker_id in enumerate(self.answer, 1):
+            self.join(worker_id, Role.DECODE, incarnation=number)
             self.reply()
 
     def reply_once(self) -> list[str]:
@@ -74,15 +74,16 @@ def test_requests_of_a_worker_that_was_found_wrong_are_moved() -> None:
     bench.submit()
     begun = bench.take_leg(Role.DECODE)
     assert begun.worker_id == "d"
-    bench.say("d", DecodeAdmitted(begun.leg), tokens(begun, 100))
+    bench.say("d", DecodeAdmitted(begun.leg))
     bench.answer["d"] = (7, 9)
     moved: list[SendLeg] = []
-    while not moved:
+    for _ in range(60):
         bench.wait(1.0)
         asked = bench.take_legs(Role.DECODE)
         bench.actions += [each for each in asked if is_canary(each)]
         bench.reply_once()
-        moved = [each for each in bench.actions if is_leg(each, Role.DECODE) and not is_canary(each)]
+        if moved := [each for each in bench.actions if is_leg(each, Role.DECODE) and not is_canary(each)]:
+            break
     assert bench.health("d") is Health.DOWN
     assert [each.worker_id for each in moved] == ["e"]
     assert bench.take(CancelLeg).leg == begun.leg

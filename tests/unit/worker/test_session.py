@@ -10,6 +10,7 @@ from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import ManualClock
 from services.core.errors import DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation, WorkerFailed
 from services.kv.index_log import IndexChanges, IndexLog
+from services.kv.verdicts import Verdicts
 from services.worker.session import MOST_SESSIONS, Outbox, RouterSession, SessionHost
 
 Request = worker_pb2.SessionRequest
@@ -84,6 +85,7 @@ class Harness:
             load=types_pb2.LoadSnapshot,
             describe=control_pb2.WorkerDescription,
             index_changes=self.index_changes,
+            verdicts=Verdicts(),
             heartbeat_s=0.01,
             silence_s=silence_s,
         )

@@ -69,6 +69,7 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.LayoutMismatch: _INTERNAL,
     errors.ProtocolViolation: _INTERNAL,
     errors.CorruptBlock: _INTERNAL,
+    errors.WrongOutput: _INTERNAL,
     errors.StepFailed: _INTERNAL,
     errors.ConfigError: _INTERNAL,
 }

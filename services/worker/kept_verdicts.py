@@ -1,0 +1,43 @@
+"""Keeps verdicts beside a worker's KV on disk, which outlives the process as that does.
+
+Without them, a cluster that was stopped as a whole would find on its disks, under their first names, blocks that a
+wrong worker has computed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.core.ids import new_incarnation
+from services.kv.verdicts import Verdicts
+
+log = logging.getLogger(__name__)
+
+
+class KeptVerdicts(Verdicts):
+    """Is what was heard of by this process and, as its file says, by those before it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        try:
+            super().merge({int(incarnation): number for incarnation, number in json.loads(path.read_text()).items()})
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, AttributeError) as error:
+            log.warning("%s cannot be read, so what the disk holds is not used: %s", path, error)
+            self.add(new_incarnation())  # an epoch that nothing on the disk is named in
+
+    def merge(self, num_of: Mapping[int, int]) -> list[int]:
+        if news := super().merge(num_of):
+            written = self._path.with_suffix(".new")
+            try:
+                written.write_text(json.dumps(self.num_of))
+                os.replace(written, self._path)
+            except OSError as error:
+                log.warning("a verdict on a worker is not kept: %s", error)
+        return news

@@ -1,0 +1,197 @@
+"""Plants deliberate bugs in what becomes of all that a wrong worker has computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from baton.v1 import worker_pb2
+from services.decode.leg import DecodeLeg
+from services.engine.schedule.sequence import Resumed
+from services.kv.verdicts import Verdicts
+from services.router.coordinator import wrong_workers
+from services.router.coordinator.book import Book
+from services.router.coordinator.request import Origin, PlacedDecode, PlacedPark, PlacedPrefill, Request
+from services.router.policy import Role
+from services.router.workers import wire
+from services.worker.host import WorkerHost
+from tests.sim.mutation import Bug, Mutant, both, replaced
+
+# What is cached: at the worker itself, at those that took it over, behind it, at stores and in tiers.
+
+
+def _keeps_names(roles: frozenset[Role], *, with_handoff: bool) -> Bug:
+    """Has legs of these roles find blocks by the names of before all verdicts; of decode legs, those with a handoff or
+    those without."""
+    fill = wire._fill
+
+    def fill_in(message: Any, command: Any, traceparent: str) -> None:
+        fill(message, command, traceparent)
+        if command.phase in roles and (command.handoff is not None) == with_handoff:
+            message.cache_salt = command.spec.cache_salt
+
+    return replaced(wire, "_fill", fill_in)
+
+
+def finds_what_a_wrong_worker_has_computed() -> Bug:
+    return replaced(wire, "salt_in", lambda epoch, cache_salt: cache_salt)
+
+
+def finds_it_where_prompts_are_computed() -> Bug:
+    return _keeps_names(frozenset({Role.PREFILL}), with_handoff=False)
+
+
+def finds_it_where_handoffs_are_taken_over() -> Bug:
+    return _keeps_names(frozenset({Role.DECODE}), with_handoff=True)
+
+
+def finds_it_where_sequences_are_not_split() -> Bug:
+    return _keeps_names(frozenset({Role.DECODE}), with_handoff=False)
+
+
+def uses_what_is_found_by_older_names() -> Bug:
+    return replaced(Book, "begin_again", _begin_again_only_in(Book.begin_again, "_carry_out"))
+
+
+def _begin_again_only_in(begin_again: Any, caller: str) -> Any:
+    def only_there(self: Book, request: Request, now: float) -> None:
+        if sys._getframe(1).f_code.co_name == caller:
+            begin_again(self, request, now)
+
+    return only_there
+
+
+def is_in_one_epoch_for_each_worker() -> Bug:
+    """The second verdict on a worker that was mended names nothing anew."""
+
+    def add(self: Verdicts, incarnation: int) -> None:
+        self.merge({incarnation: 1})
+
+    return replaced(Verdicts, "add", add)
+
+
+# What runs.
+
+
+def lets_output_of_it_go_on() -> Bug:
+    class Forgetful(set[Origin]):
+        def isdisjoint(self, others: Any) -> bool:
+            return True
+
+    return _with_output_from(Forgetful)
+
+
+def _without(kind: type[Any]) -> Bug:
+    """Has the router forget the origins of that kind."""
+
+    class Few(set[Origin]):
+        def isdisjoint(self, others: Any) -> bool:
+            return super().isdisjoint({each for each in others if not isinstance(each, kind)})
+
+    legs = [_with_origins(leg, Few) for leg in (PlacedPrefill, PlacedDecode)]
+    return both(*legs, _with_output_from(Few))
+
+
+def _with_origins(leg: Any, few: Any) -> Bug:
+    initialise = leg.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self.origins = few(self.origins)
+
+    return replaced(leg, "__init__", init)
+
+
+def _with_output_from(few: Any) -> Bug:
+    initialise = Request.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self.output_from = few(self.output_from)
+
+    return replaced(Request, "__init__", init)
+
+
+def forgets_who_has_computed() -> Bug:
+    return _without(int)
+
+
+def forgets_who_has_found_something_cached() -> Bug:
+    return _without(str)
+
+
+def keeps_the_legs_of_requests_without_output() -> Bug:
+    return replaced(Book, "begin_again", _begin_again_only_in(Book.begin_again, "_began"))
+
+
+def forgets_whose_kv_a_handoff_is() -> Bug:
+    open_decode = Book.open_decode
+
+    def opened(self: Book, request: Request, at: Any, now: float, choice: Any = None) -> None:
+        open_decode(self, request, at, now, choice)
+        if request.decode is not None:
+            request.decode.origins = {at.info.incarnation}
+
+    return replaced(Book, "open_decode", opened)
+
+
+def forgets_whose_handoff_a_store_has() -> Bug:
+    take_parked = Book.take_parked
+
+    def taken(self: Book, request: Request, event: Any, now: float) -> None:
+        take_parked(self, request, event, now)
+        if request.prefill is not None:
+            request.prefill.origins = set()
+
+    return both(replaced(Book, "take_parked", taken), replaced(PlacedPark, "origins", property(lambda self: set())))
+
+
+def says_nothing_of_what_preempted_sequences_find() -> Bug:
+    on_event = DecodeLeg.on_event
+
+    def quiet(self: DecodeLeg, event: Any, report: Any) -> None:
+        if not isinstance(event, Resumed):
+            on_event(self, event, report)
+
+    return replaced(DecodeLeg, "on_event", quiet)
+
+
+# Who hears of it.
+
+
+def workers_pass_no_verdict_on() -> Bug:
+    accept = WorkerHost._accept
+
+    def deaf(self: WorkerHost, session: Any, request: worker_pb2.SessionRequest) -> None:
+        request.heartbeat.ClearField("verdicts") if request.HasField("heartbeat") else None
+        accept(self, session, request)
+
+    return replaced(WorkerHost, "_accept", deaf)
+
+
+def goes_on_using_what_another_router_has_found_wrong() -> Bug:
+    def heard(book: Book, num_of: Mapping[int, int], now: float) -> list[str]:
+        book.verdicts.merge(num_of)
+        return []
+
+    return replaced(wrong_workers, "heard", heard)
+
+
+MUTANTS: list[Mutant] = [
+    finds_what_a_wrong_worker_has_computed,
+    finds_it_where_prompts_are_computed,
+    finds_it_where_handoffs_are_taken_over,
+    finds_it_where_sequences_are_not_split,
+    uses_what_is_found_by_older_names,
+    is_in_one_epoch_for_each_worker,
+    lets_output_of_it_go_on,
+    forgets_who_has_computed,
+    forgets_who_has_found_something_cached,
+    keeps_the_legs_of_requests_without_output,
+    forgets_whose_kv_a_handoff_is,
+    forgets_whose_handoff_a_store_has,
+    says_nothing_of_what_preempted_sequences_find,
+    workers_pass_no_verdict_on,
+    goes_on_using_what_another_router_has_found_wrong,
+]

@@ -1,0 +1,77 @@
+"""Has a worker compute wrong from some moment on, in the clusters that `scenario.computes_wrong` names.
+
+It is damaged once every router has its right answer to a canary, and mended some time after all have found it. Then its
+caches, and those of all others, still hold what it has computed, and routers and workers may be started anew.
+"""
+
+from __future__ import annotations
+
+from tests.sim.cluster import Cluster
+from tests.sim.engine import SimEngine
+from tests.sim.network import FOR_EVER_S
+from tests.sim.scenario import computes_wrong
+from tests.sim.worker import SimWorker
+from tests.sim.world import World
+
+_LOOKS_EVERY_S = 0.25
+_HEARD_S = 1.5
+"""After so long all workers have heard of a verdict."""
+
+
+class WrongWorkers:
+    def __init__(self, world: World, cluster: Cluster) -> None:
+        self._world = world
+        self._cluster = cluster
+        self._over = not computes_wrong(world.seed)
+
+    def plan(self) -> None:
+        if not self._over:
+            self._world.at(self._world.random.uniform(0.3, 2.0), self._damage)
+
+    def disarm(self) -> None:
+        """Damages no worker any more. A damaged one is started anew: to a router that has not seen it before, and knows
+        no other that computes the same, it may be wrong still."""
+        self._over = True
+        wrong = self._cluster.wrong_worker
+        if wrong is not None and self._cluster.workers[wrong.plan.name] is wrong and wrong.node.running:
+            self._cluster.restart(wrong.plan.name)
+
+    def _damage(self) -> None:
+        fit = [worker for worker in self._cluster.present if self._has_answered_all(worker)]
+        if self._over or not fit:
+            if not self._over:
+                self._world.after(_LOOKS_EVERY_S, self._damage)
+            return
+        wrong = self._cluster.wrong_worker = self._world.random.choice(fit)
+        self._world.note("computes wrong", wrong.plan.name)
+        assert isinstance(wrong.engine, SimEngine)
+        wrong.engine.is_wrong = True
+        # It is nobody's fault what is refused from now on: the only worker of a kind may be out of use.
+        self._cluster.record.disturb(self._world.now_s, self._world.now_s + FOR_EVER_S, *self._cluster.workers)
+        self._world.after(_LOOKS_EVERY_S, lambda: self._look(wrong))
+
+    def _has_answered_all(self, worker: SimWorker) -> bool:
+        """Returns whether each router has an answer of this process, and knows it for right."""
+        if worker.plan.is_store or not worker.node.running:
+            return False
+        known = [router.coordinator._canaries._answers._tallies.values() for router in self._cluster.present_routers]
+        votes = [[vote for tally in tallies if (vote := tally.votes.get(worker.plan.name))] for tallies in known]
+        return all(any(vote.incarnation == worker.host.incarnation for vote in found) for found in votes)
+
+    def _look(self, wrong: SimWorker) -> None:
+        if self._over:
+            return
+        found = [wrong.host.incarnation in router.coordinator.verdicts for router in self._cluster.present_routers]
+        if not all(found):
+            self._world.after(_LOOKS_EVERY_S, lambda: self._look(wrong))
+            return
+        self._world.after(_HEARD_S, lambda: self._mend(wrong))
+        if self._world.chance(0.5):
+            name = self._world.random.choice([router.node.name for router in self._cluster.present_routers])
+            self._world.after(_HEARD_S, lambda: self._cluster.restart(name))
+
+    def _mend(self, wrong: SimWorker) -> None:
+        assert isinstance(wrong.engine, SimEngine)
+        if wrong.engine.is_wrong:
+            self._world.note("mended", wrong.plan.name)
+        wrong.engine.is_wrong = False
