@@ -181,7 +181,10 @@ def cases() -> list[tuple[str, Any]]:
     response = worker_pb2.SessionResponse()
     found = [(what, message) for what, message in extremes(response) if not what.endswith("leg=1")]
     ending = ("worker", "cache")  # what they tell must be whole and in order, or the session ends
-    return [(what, message) for what, message in found if not any(map(message.HasField, ending))]
+    # A verdict ends what may be wrong by it, whoever says so.
+    return [
+        (what, message) for what, message in found if not message.verdicts and not any(map(message.HasField, ending))
+    ]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
