@@ -305,11 +305,16 @@ async def test_refusals_are_as_other_answers_are(stage: Stage) -> None:
     """They have the request's id, and what a page of another origin needs to read them."""
     named = b"x-request-id: mine\r\norigin: %b\r\n" % PAGE.encode()
     long = b"GET / HTTP/1.1\r\n" + HOST + named + b"a: b\r\n" * MAX_LINES
-    for sent, status in ((long, 431), (b"GET / HTTP/2.0\r\n" + named + b"\r\n", 505), (CHUNKED_BY % named, 400)):
+    cases = [(long, 431), (b"GET / HTTP/2.0\r\n" + named + b"\r\n", 505), (CHUNKED_BY % named, 400)]
+    cases += [(b"GET / HTTP/1.1\r\n" + named + b"bad header\r\n\r\n", 400), (LONG + named + b"y" * 70_000, 431)]
+    for sent, status in cases:
         seen, _, headers = await (await stage.client(sent)).refusal()
         assert (seen, headers["x-request-id"], headers["access-control-allow-origin"]) == (status, "mine", PAGE)
     _, _, headers = await (await stage.client(b"nonsense")).refusal()
     assert headers["x-request-id"].startswith("req-")
+    odd = b"GET / HTTP/1.1\r\nx-request-id: a\x9b\x01b\r\nbad header\r\n\r\n"
+    _, _, headers = await (await stage.client(odd)).refusal()
+    assert headers["x-request-id"] == "a??b"
 
 
 CHUNKED_BY = b"POST / HTTP/1.1\r\n" + HOST + b"%btransfer-encoding: chunked\r\n\r\nx"

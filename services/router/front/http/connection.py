@@ -47,6 +47,8 @@ _CLOSE_WAIT = 8
 """The state of a TCP connection whose peer sends no more, in Linux's TCP_INFO."""
 _ESTABLISHED = 1
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)(?:#.*)?", re.IGNORECASE)
+_KEPT = re.compile(rb"^(?:%b|origin):[^\r\n]*" % REQUEST_ID.encode(), re.IGNORECASE | re.MULTILINE)
+_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]")
 _OTHER_VERSION = re.compile(rb"\S+ +\S+ +HTTP/(?!1\.[01]\s)")
 _FULL = plain_error(
     503, "the router has all the connections it can serve", "overloaded", {"retry-after": "1", **_CLOSE}
@@ -176,9 +178,8 @@ class Request:
     def replacement(self) -> bytes:
         """Returns a head in the place of one that is refused, with which uvicorn can answer."""
         method = b"HEAD" if self.head.startswith(b"HEAD ") else b"GET"
-        kept = [(name, self._header(name)) for name in (REQUEST_ID.encode(), b"origin")]
-        lines = [b"%b: %b\r\n" % (name, value) for name, value in kept if value is not None]
-        return b"%b / HTTP/1.1\r\nconnection: close\r\n%b\r\n" % (method, b"".join(lines))
+        kept = b"".join(_UNPRINTABLE.sub(b"?", line) + b"\r\n" for line in _KEPT.findall(self.head))
+        return b"%b / HTTP/1.1\r\nconnection: close\r\n%b\r\n" % (method, kept)
 
     def _header(self, wanted: bytes) -> bytes | None:
         return next((value for name, value in self._headers if name == wanted), None)
