@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import pytest
+import uvloop
 from starlette.types import Message, Receive, Scope, Send
 
 from services.router.front.http.app import guarded
@@ -136,8 +138,8 @@ class Stage:
             client.writer.transport.abort()
 
 
-@pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
+@contextlib.asynccontextmanager
+async def staged() -> AsyncIterator[Stage]:
     app = App()
     around = partial(guarded, bound="127.0.0.1", origins=[PAGE])
     server = HttpServer(app, "127.0.0.1", 0, LIMITS, around=around)
@@ -148,6 +150,12 @@ async def stage() -> AsyncIterator[Stage]:
         stage.close()
         await stage.until(lambda: not len(server.connections))
         await server.stop()
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with staged() as stage:
+        yield stage
 
 
 # -- requests
@@ -314,7 +322,7 @@ async def test_refusals_are_as_other_answers_are(stage: Stage) -> None:
     assert headers["x-request-id"].startswith("req-")
     odd = b"GET / HTTP/1.1\r\nx-request-id: a\x9b\x01b\r\nbad header\r\n\r\n"
     _, _, headers = await (await stage.client(odd)).refusal()
-    assert headers["x-request-id"] == "a??b"
+    assert headers["x-request-id"] == "a%9B%01b"
 
 
 CHUNKED_BY = b"POST / HTTP/1.1\r\n" + HOST + b"%btransfer-encoding: chunked\r\n\r\nx"
@@ -471,3 +479,36 @@ async def test_health_is_answered_from_a_reserve(stage: Stage) -> None:
         assert (await (await stage.client(GET % b"health")).answer())[0] == 200
     stage.app.release.set()
     assert [(await client.answer())[0] for client in busy] == [200] * 4
+
+
+SCENARIOS: list[Callable[[Stage], Coroutine[Any, Any, None]]] = [
+    *(partial(test_pipelined_requests_are_answered_in_order, cut=cut) for cut in (1, 7, 1 << 20)),
+    test_more_than_is_kept_waits_in_the_socket,
+    test_http_1_0,
+    *(
+        partial(test_a_client_that_half_closes_after_its_last_request_reads_on, path=path)
+        for path in (b"held", b"stream")
+    ),
+    test_a_client_that_half_closes_while_a_stream_is_written_reads_on,
+    test_a_client_that_half_closes_after_pipelined_requests_reads_on,
+    *(
+        partial(test_a_client_that_leaves_is_noticed_at_once, more=more, how=how)
+        for more in (b"", GET % b"health")
+        for how in ("close", "abort", "half")
+    ),
+    test_a_client_that_leaves_after_more_than_is_kept_is_noticed,
+    test_a_client_that_leaves_during_its_body_is_noticed,
+    test_room_is_made_by_the_one_that_was_idle_for_longest,
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_on_the_routers_own_event_loop(scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
+    """It tells of a client's end in another way than asyncio's."""
+
+    async def run() -> None:
+        async with staged() as stage:
+            await scenario(stage)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())

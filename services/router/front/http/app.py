@@ -9,7 +9,6 @@ is (`tenants/`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -32,7 +31,7 @@ from services.router.front.byte_budget import ByteBudget
 from services.router.front.http import chat, completions
 from services.router.front.http.body import BodyLimits
 from services.router.front.http.generation import Generation, caller_of
-from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
+from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, plain_error, printable_header, refuse
 from services.router.front.http.responses.call import read_call as read_response_call
 from services.router.front.http.tokenise import Tokenisation, read_detokenize, read_tokenize
 from services.router.front.intake import Intake
@@ -41,7 +40,6 @@ from services.rpc.metrics import Rendering
 
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
 _REQUEST_ID = REQUEST_ID.encode()
-_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]")
 
 
 def guarded(app: ASGIApp, bound: str, *, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> ASGIApp:
@@ -66,7 +64,7 @@ def guarded(app: ASGIApp, bound: str, *, hosts: Sequence[str] = (), origins: Seq
 class _Identified:
     """Gives every request an id, unless it has one, and every answer that of its request.
 
-    Characters that cannot stand in a header or a log are replaced, so the rest of the process need not know of them.
+    Characters that cannot stand in a header or a log are escaped, so the rest of the process need not know of them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -74,7 +72,7 @@ class _Identified:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
-        header = (_REQUEST_ID, _UNPRINTABLE.sub(b"?", given) or new_request_id().encode())
+        header = (_REQUEST_ID, printable_header(given) or new_request_id().encode())
         others = [pair for pair in scope["headers"] if pair[0] != _REQUEST_ID]
 
         async def identified(message: Message) -> None:

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from services.core.addresses import network_of
 from services.router.front.http.connections import Connections, ConnectionStage
-from services.router.front.http.reply import REQUEST_ID, HttpError, plain_error, refuse
+from services.router.front.http.reply import REQUEST_ID, HttpError, plain_error, printable_header, refuse
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_LINES = 128
@@ -48,7 +48,6 @@ _CLOSE_WAIT = 8
 _ESTABLISHED = 1
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)(?:#.*)?", re.IGNORECASE)
 _KEPT = re.compile(rb"^(?:%b|origin):[^\r\n]*" % REQUEST_ID.encode(), re.IGNORECASE | re.MULTILINE)
-_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]")
 _OTHER_VERSION = re.compile(rb"\S+ +\S+ +HTTP/(?!1\.[01]\s)")
 _FULL = plain_error(
     503, "the router has all the connections it can serve", "overloaded", {"retry-after": "1", **_CLOSE}
@@ -178,7 +177,7 @@ class Request:
     def replacement(self) -> bytes:
         """Returns a head in the place of one that is refused, with which uvicorn can answer."""
         method = b"HEAD" if self.head.startswith(b"HEAD ") else b"GET"
-        kept = b"".join(_UNPRINTABLE.sub(b"?", line) + b"\r\n" for line in _KEPT.findall(self.head))
+        kept = b"".join(printable_header(line) + b"\r\n" for line in _KEPT.findall(self.head))
         return b"%b / HTTP/1.1\r\nconnection: close\r\n%b\r\n" % (method, kept)
 
     def _header(self, wanted: bytes) -> bytes | None:
@@ -267,6 +266,8 @@ class BoundedConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Returns whether the client may still read what it is answered, though it sends no more."""
+        if self._has_ended:
+            return True  # uvloop tells of it again when reading is resumed
         self._has_ended = True
         if self._transport.get_extra_info("sslcontext") is not None:
             return False  # the event loop's TLS cannot be half closed

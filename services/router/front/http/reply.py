@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,6 +137,15 @@ _DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _PARTS_AT_ONCE = 4096
 """Pieces of JSON that are made in one turn of the event loop, about a millisecond's work."""
+
+
+_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]")
+
+
+def printable_header(value: bytes) -> bytes:
+    """Returns a header's value with what cannot stand in a header or a log written as in a URL: values that differ
+    still do."""
+    return _UNPRINTABLE.sub(lambda found: b"%%%02X" % ord(found[0]), value)
 
 
 async def refuse(send: Send, error: HttpError) -> None:
