@@ -199,7 +199,6 @@ class Router:
         )
         routes = self._console.routes() if self._console is not None else []
         app: ASGIApp = make_app(intake, self.catalogue, gate, self._metrics.registry, budget, limits, routes)
-        app = guarded(app, config.host, hosts=config.http_allowed_host, origins=config.http_cors_origin)
         self._http = self._new_http_server(app)
         self._control = control.ControlServicer(
             self.catalogue,
@@ -217,7 +216,15 @@ class Router:
         config = self._config
         if config.http_port < 0:
             return None
-        return HttpServer(app, config.host, config.http_port, certificates=self._public_certificates)
+        return HttpServer(
+            app,
+            config.host,
+            config.http_port,
+            certificates=self._public_certificates,
+            around=lambda app: guarded(
+                app, config.host, hosts=config.http_allowed_host, origins=config.http_cors_origin
+            ),
+        )
 
     @property
     def port(self) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import socket
 import socketserver
 import threading
@@ -20,8 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import generate_latest as as_plain_text
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8, CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics.exposition import generate_latest as as_openmetrics
 from prometheus_client.registry import Collector
 
 from services.core.addresses import bare_host, host_names
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OPEN_METRICS, _PLAIN_TEXT = "application/openmetrics-text", "text/plain"
+_WEIGHT = re.compile(r"q=[01](\.[0-9]{0,3})?", re.ASCII)
 _EXPIRES = "Seconds until a certificate expires: the cluster's own, or the public one that clients are shown"
 _MAX_SCRAPES = 16
 _SCRAPE_WITHIN_S = 15.0
@@ -228,8 +234,11 @@ class Rendering:
         with self._lock:
             del self._asked[form]  # whoever asks from now on needs a newer one
         self._begun_s = time.monotonic()
-        encode, content_type = choose_encoder(form)
-        return encode(self._registry), content_type
+        if form == _OPEN_METRICS:
+            # As the names are: all can stand in either format, those with colons too.
+            text: bytes = as_openmetrics(self._registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
+            return text, CONTENT_TYPE_LATEST
+        return as_plain_text(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         method = environ.get("REQUEST_METHOD")
@@ -242,11 +251,14 @@ class Rendering:
 
 
 def known_format(accept: str) -> str:
-    """Returns the header value that stands for the format that `accept` asks for.
-
-    Clients can send any number of values; renderings are kept for these two only.
-    """
-    return "application/openmetrics-text; version=1.0.0" if "application/openmetrics-text" in accept else ""
+    """Returns the media type of the format that `accept` prefers, of the two that there are; plain text if it prefers
+    neither."""
+    weights = {_OPEN_METRICS: 0.0, _PLAIN_TEXT: 0.0}
+    for kind in accept.lower().split(","):
+        name, *parameters = (part.strip() for part in kind.split(";"))
+        found = next((part for part in parameters if _WEIGHT.fullmatch(part)), "q=1")
+        weights[name] = max(weights.get(name, 0.0), float(found[2:]))
+    return _OPEN_METRICS if 0 < weights[_OPEN_METRICS] >= weights[_PLAIN_TEXT] else _PLAIN_TEXT
 
 
 class _Scrape(wsgiref.simple_server.WSGIRequestHandler):

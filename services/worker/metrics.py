@@ -81,8 +81,8 @@ class _EngineCollector(Collector):
         yield _gauge(name.SEQUENCES_RUNNING, "Sequences that take part in steps", stats.num_running)
         yield _gauge(name.SEQUENCES_WAITING, "Sequences waiting for admission", stats.num_waiting)
         yield _gauge(name.QUEUED_PREFILL_TOKENS, "Prompt tokens not yet computed", stats.queued_prefill_tokens)
-        yield _gauge(name.MS_PER_PREFILL_TOKEN, "Measured cost of a prompt token, ms", stats.ms_per_prefill_token)
-        yield _gauge(name.MS_PER_DECODE_STEP, "Measured cost of a decode step, ms", stats.ms_per_decode_step)
+        yield _gauge(name.PREFILL_TOKEN_SECONDS, "Measured cost of a prompt token", stats.ms_per_prefill_token / 1000)
+        yield _gauge(name.DECODE_STEP_SECONDS, "Measured cost of a decode step", stats.ms_per_decode_step / 1000)
         yield _count(name.PREEMPTIONS, "Sequences whose blocks were taken for others", stats.num_preemptions)
         yield _count(
             name.PREFIX_TOKENS_QUERIED, "Prompt tokens looked up in the prefix cache", stats.prefix_tokens_queried

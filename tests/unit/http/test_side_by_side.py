@@ -87,7 +87,7 @@ class Called:
     def __init__(self, **fields: Any) -> None:
         self.door, self.client = Door(), Client()
         call = completions.read_call(Body({"prompt": PROMPTS, **fields}), TokenTexts(TOKENIZER))
-        self.reply = Reply(self.client.send, "call")
+        self.reply = Reply(self.client.send)
         take = call.writer("call", "m", self.reply).take
         door: Any = self.door
         no_model: Any = None

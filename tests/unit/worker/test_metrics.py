@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from services.core.clock import ManualClock
 from services.core.errors import StepFailed
@@ -20,6 +21,7 @@ from services.engine.schedule.sequence import (
 )
 from services.engine.step_tally import StepTally
 from services.kv.pool import Holder
+from services.rpc.metrics import Rendering
 from services.worker.metrics import WorkerMetrics
 from tests.support.models import tiny_model
 from tests.support.workers import PREFILL, running_worker, worker_config
@@ -37,8 +39,10 @@ async def test_figures_and_their_aliases(model: Path) -> None:
         with host.engine._lock:
             blocks = host.engine._pool.allocate(32, Holder.SEQUENCE)
         text = generate_latest(metrics.registry).decode()
+        strict = (await Rendering(metrics.registry).render("application/openmetrics-text"))[0].decode()
         host.engine.release(blocks, Holder.SEQUENCE)
         metrics.close()
+    assert {"vllm:num_requests_waiting", "baton_steps"} <= {family.name for family in parse_openmetrics(strict)}
     assert 'baton_blocks{class="active"} 32.0' in text
     assert 'baton_blocks{class="free"} 96.0' in text
     assert "baton_kv_usage_ratio 0.25" in text

@@ -1,8 +1,10 @@
 """Serves OpenAI-style HTTP: requests and answers have another form than over gRPC, and take the same way through the
 router.
 
-    server.py       uvicorn inside the router's event loop, and what its connections may cost
-    app.py          which path leads where; models, health, metrics; what pages in browsers may ask
+    server.py       uvicorn inside the router's event loop, and TLS
+    connection.py   one connection: what uvicorn is given of it, and what it may cost
+    connections.py  how many there may be, and which one makes room for another
+    app.py          which path leads where; models, health, metrics; request ids; what pages in browsers may ask
     generation.py   one call: body -> GenerateRequests -> front/intake.py, side by side -> JSON or events
     body.py         the bytes of a body, counted and parsed, and typed access to its fields
     content.py      the content of messages and items as text

@@ -10,6 +10,7 @@ is (`tenants/`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -20,16 +21,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.core.addresses import bare_host, host_names
 from services.core.errors import BatonError
+from services.core.ids import new_request_id
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.byte_budget import ByteBudget
 from services.router.front.http import chat, completions
 from services.router.front.http.body import BodyLimits
 from services.router.front.http.generation import Generation, caller_of
-from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, plain_error, refuse
+from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, plain_error, printable_header, refuse
 from services.router.front.http.responses.call import read_call as read_response_call
 from services.router.front.http.tokenise import Tokenisation, read_detokenize, read_tokenize
 from services.router.front.intake import Intake
@@ -37,22 +39,48 @@ from services.router.tenants.gate import Gate
 from services.rpc.metrics import Rendering
 
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
+_REQUEST_ID = REQUEST_ID.encode()
 
 
 def guarded(app: ASGIApp, bound: str, *, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> ASGIApp:
     """Wraps the app with the checks of host names and origins.
 
-    `bound` is the address it listens on. `hosts` are names by which clients may ask, beside those of loopback.
+    `bound` is the address it listens on. `hosts` are names by which clients may ask, beside those of loopback. Every
+    answer gets a request id, and those to pages of other `origins` what these need to read it.
     """
+    app = _Guard(app, host_names(bound, hosts))
     if origins:
         app = CORSMiddleware(
             app,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            allow_private_network=True,
             expose_headers=_EXPOSED,
         )
-    return _Guard(app, host_names(bound, hosts))
+    return _Identified(app)
+
+
+class _Identified:
+    """Gives every request an id, unless it has one, and every answer that of its request.
+
+    Characters that cannot stand in a header or a log are escaped, so the rest of the process need not know of them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+        header = (_REQUEST_ID, printable_header(given) or new_request_id().encode())
+        others = [pair for pair in scope["headers"] if pair[0] != _REQUEST_ID]
+
+        async def identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app({**scope, "headers": [*others, header]}, receive, identified)
 
 
 class _Guard:
@@ -66,7 +94,7 @@ class _Guard:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await refuse(scope, send, error)
+            await refuse(send, error)
 
     def _error(self, headers: Headers) -> HttpError | None:
         host = headers.get("host")
@@ -109,6 +137,8 @@ def make_app(
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/health", small.health),
             Route("/health/live", small.live),
+            Route("/ping", small.live),
+            Route("/version", small.version),
             *([Route("/metrics", small.metrics)] if gate.is_open else []),
             *console,
         ],
@@ -144,6 +174,9 @@ class _Small:
         """Answers 200 while the process serves: for supervisors. A router without workers must not be restarted."""
         return JSONResponse({"status": "live"})
 
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("baton-serving")})
+
     async def metrics(self, request: Request) -> Response:
         body, content_type = await self._rendering.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
@@ -155,6 +188,7 @@ def _model(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": int(model.created_s),
         "owned_by": "baton",
+        "root": model.model_id,
         "max_model_len": model.context_tokens,
     }
 

@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from services.core.addresses import network_of
 from services.core.errors import BatonError, InvalidKey, InvalidRequest, forget_frames
-from services.core.ids import new_request_id
 from services.core.printable import printable
 from services.router.answer import Answer, AnswerEvent
 from services.router.catalogue import Catalogue, ServedModel
@@ -178,8 +177,8 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        request_id = headers.get(REQUEST_ID) or new_request_id()
-        reply = Reply(send, request_id)
+        request_id = headers[REQUEST_ID]
+        reply = Reply(send)
         if (refusal := no_json(headers)) is not None:
             await reply.failed(refusal)
             return

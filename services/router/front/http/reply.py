@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.types import Scope, Send
+from starlette.types import Send
 
 from services.core import errors
-from services.core.ids import new_request_id
 from services.rpc.status import retry_after_s, to_status
 
 
@@ -141,15 +140,23 @@ _PARTS_AT_ONCE = 4096
 """Pieces of JSON that are made in one turn of the event loop, about a millisecond's work."""
 
 
-async def refuse(scope: Scope, send: Send, error: HttpError) -> None:
+_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]")
+
+
+def printable_header(value: bytes) -> bytes:
+    """Returns a header's value with what cannot stand in a header or a log written as in a URL: values that differ
+    still do."""
+    return _UNPRINTABLE.sub(lambda found: b"%%%02X" % ord(found[0]), value)
+
+
+async def refuse(send: Send, error: HttpError) -> None:
     """Answers a request that does not reach an endpoint."""
-    await Reply(send, Headers(scope=scope).get(REQUEST_ID) or new_request_id()).failed(error)
+    await Reply(send).failed(error)
 
 
 class Reply:
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._request_id = request_id
         self._started = False
         self.write_error: Callable[[HttpError], bytes] = _error_event
         """Makes what ends a stream that has begun and fails."""
@@ -192,7 +199,6 @@ class Reply:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        pairs.append((REQUEST_ID.encode(), self._request_id.encode("latin-1", "replace")))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
         self._started = True
 

@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest, Overloaded, forget_frames
-from services.core.ids import new_request_id
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.byte_budget import RETRY_AFTER_S, ByteBudget
 from services.router.front.http.answers import Json
@@ -29,7 +28,7 @@ from services.router.front.http.parameters import (
     read_special_tokens,
     refuse_unsupported,
 )
-from services.router.front.http.reply import REQUEST_ID, Reply, http_error
+from services.router.front.http.reply import Reply, http_error
 from services.router.front.http.tools import read_tools
 from services.router.front.intake import encoding
 from services.router.front.validation import check_token_ids, validate
@@ -113,7 +112,7 @@ class Tokenisation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        reply = Reply(send, headers.get(REQUEST_ID) or new_request_id())
+        reply = Reply(send)
         if (refusal := no_json(headers)) is not None:
             await reply.failed(refusal)
             return
