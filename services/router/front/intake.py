@@ -46,7 +46,6 @@ from services.router.tenants.quota import allowed_output, demand_tokens_together
 from services.router.tenants.tenant import Tenant, TokenUsage
 from services.router.text.chat import text_bytes
 from services.router.text.tokenisation import ModelText, too_long
-from services.rpc.logging import ids
 from services.rpc.telemetry import Tracer
 
 log = logging.getLogger(__name__)
@@ -137,14 +136,14 @@ class Intake:
                 trace.timeline.text_chars = MOST_TEXT_CHARS
                 prompt = _prompt(incoming.request)
                 trace.timeline.prompt = prompt[:MOST_TEXT_CHARS]
-                log.info("prompt: %s", prompt, extra=ids(incoming.request.request_id, trace.traceparent))
+                log.info("prompt: %s", prompt, extra=trace.log_ids)
             with self.refusals(trace, record):
                 deadline_s = None if timeout_s is None else arrived_s + min(timeout_s, DAY_S)
                 answer = await self._submit(call, visit, own_id, trace, record, deadline_s)
             try:
                 yield answer
             finally:
-                model.conductor.cancel(incoming.request.request_id, answer)
+                model.conductor.cancel(trace.timeline.request_id, answer)
                 bill.tokens = answer.usage
                 if text_chars:
                     bill.details.answer = answer.kept_text[:text_chars]
@@ -230,7 +229,7 @@ class Intake:
             special_ids=model.text.special_ids,
         )
         spec = RequestSpec(
-            request_id=request.request_id,
+            request_id=trace.timeline.request_id,
             token_ids=tuple(token_ids),
             max_tokens=_max_tokens(request),
             priority=request.priority,
@@ -244,6 +243,7 @@ class Intake:
             min_tokens=_fewest_tokens(request.stopping),
             scores_prompt=request.response.HasField("prompt_logprobs"),
             num_answers=num_answers(request),
+            label=request.request_id,
             payload=request,
         )
         record.asked(len(token_ids), spec.max_tokens, spec.priority)
@@ -448,7 +448,7 @@ def _bound_output(incoming: Incoming, tenant: Tenant, num_prompt_tokens: int, co
 
 def _complete(request: inference_pb2.GenerateRequest, tenant: Tenant) -> str:
     """Fills in what the request leaves to the router: its id and its seed. Returns its id as the client knows it; from
-    now on the request has the router's own name for it."""
+    now on the request has the label by which operators find it."""
     own_id = request.request_id if request.HasField("request_id") else new_request_id()
     request.request_id = tenant.scoped(own_id)
     if not request.sampling.HasField("seed"):
