@@ -4,7 +4,6 @@ from baton_client.aio import AsyncClient, AsyncResponseStream
 from baton_client.client import Client, ResponseStream
 from baton_client.constraints import choices, grammar, json_object, json_schema, regex
 from baton_client.errors import (
-    AlreadyExists,
     CallCancelled,
     CallFailed,
     CallTimedOut,
@@ -18,7 +17,6 @@ from baton_client.retries import ONCE, RetryPolicy
 
 __all__ = [
     "ONCE",
-    "AlreadyExists",
     "AsyncClient",
     "AsyncResponseStream",
     "CallCancelled",

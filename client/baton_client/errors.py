@@ -49,10 +49,6 @@ class NotFound(CallFailed):
     """The model is not served."""
 
 
-class AlreadyExists(CallFailed):
-    """A live request has the same request_id."""
-
-
 class ResourceExhausted(CallFailed):
     """The cluster is full, which passes (`retry_after_s`), or the request is too large, which does not."""
 
@@ -72,7 +68,6 @@ class CallCancelled(CallFailed):
 _KINDS: dict[grpc.StatusCode, type[CallFailed]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
     grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: CallTimedOut,

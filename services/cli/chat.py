@@ -18,6 +18,7 @@ from services.cli.arguments import Parser, add_target
 from services.cli.client import AnswerPrinter, explain, inference, tls_of
 from services.cli.generate import add_sampling, apply_sampling
 from services.cli.tables import clip, size
+from services.core.ids import random_hex
 from services.core.printable import printable
 from services.rpc.plain import plain
 
@@ -52,6 +53,7 @@ class _Conversation:
         self._client = client
         self._arguments = arguments
         self._messages: list[inference_pb2.ChatMessage] = []
+        self._session = f"chat-{random_hex(16)}"  # so that routers that look at it keep it where its cache is
         if arguments.system is not None:
             self._add("system", arguments.system)
 
@@ -86,7 +88,7 @@ class _Conversation:
             self._messages.pop()  # as if the question had not been asked
 
     def _answer(self) -> str:
-        request = inference_pb2.GenerateRequest()
+        request = inference_pb2.GenerateRequest(session=self._session)
         request.messages.messages.extend(self._messages)
         apply_sampling(self._arguments, request)
         text, completion, printer = "", None, AnswerPrinter()

@@ -50,6 +50,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--request-id", metavar="ID", help="label, also of the trace (default: drawn by the router)")
+    parser.add_argument("--session", metavar="ID", help="the conversation it belongs to: some policies place by it")
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="with --json: the likeliest N tokens at each position"
     )
@@ -106,6 +107,7 @@ def _request(arguments: argparse.Namespace) -> inference_pb2.GenerateRequest:
     else:
         _set_text(arguments, request)
     assign(request, "request_id", arguments.request_id, "--request-id")
+    assign(request, "session", arguments.session, "--session")
     assign(request, "priority", arguments.priority, "--priority")
     assign(request, "n", arguments.n, "--n")
     assign(request.response, "logprobs", arguments.logprobs, "--logprobs")

@@ -100,10 +100,7 @@ def read_requests(path: str) -> list[RecordedRequest]:
 
 
 def group(spans: Iterable[SpanRecord]) -> list[RecordedRequest]:
-    """Groups spans by trace and request id, the earliest request first.
-
-    A request id is unique only among live requests, so one pair of ids may have several roots in turn.
-    """
+    """Groups spans by trace, request id and root, the earliest request first: clients use an id as they like."""
     pairs: dict[tuple[str, str], list[SpanRecord]] = {}
     for span in spans:
         if span.request_id:
@@ -118,12 +115,19 @@ def _order(span: SpanRecord) -> tuple[int, int]:
 
 
 def _split(members: Sequence[SpanRecord]) -> Iterator[RecordedRequest]:
-    roots = [span for span in members if span.name == Span.REQUEST]
-    for index, root in enumerate(roots or [None]):
-        begin = root.start_ns if root and index else 0
-        end = roots[index + 1].start_ns if index + 1 < len(roots) else None
-        own = tuple(s for s in members if begin <= s.start_ns and (end is None or s.start_ns < end))
-        yield RecordedRequest(members[0].request_id, members[0].trace_id, root, own)
+    """Gives each root what is below it, and what hangs below no root to the last one that had begun, or the first."""
+    known = {span.span_id: span for span in members}
+    own: dict[str, list[SpanRecord]] = {span.span_id: [] for span in members if span.name == Span.REQUEST}
+    newest = next(iter(own), "")
+    for span in members:
+        above = span
+        while above.span_id not in own and above.parent_id in known:
+            above = known[above.parent_id]
+        if span.span_id in own:
+            newest = span.span_id
+        own.setdefault(above.span_id if above.span_id in own else newest, []).append(span)
+    for root_id, spans in own.items():
+        yield RecordedRequest(members[0].request_id, members[0].trace_id, known.get(root_id), tuple(spans))
 
 
 def _spans(path: str, number: int, line: str) -> Iterator[SpanRecord]:

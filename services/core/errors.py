@@ -106,10 +106,6 @@ class WorkerIdInUse(BatonError):
     reason = "WORKER_ID_IN_USE"
 
 
-class DuplicateRequest(BatonError):
-    reason = "DUPLICATE_REQUEST"
-
-
 class Overloaded(BatonError):
     """The queue is full or the blocks are full: the client may try again later."""
 

@@ -139,13 +139,13 @@ class Conductor:
         try:
             self.coordinator.submit(spec, now)
         except BatonError as error:
-            self.explanations.refused(spec.request_id, now, str(error))
+            self.explanations.refused(spec, now, str(error))
             raise
-        explained = self.explanations.begin(spec.request_id, now)
+        explained = self.explanations.begin(spec, now)
         self._live[spec.request_id] = _Live(answer, trace, record, explained)
         with self.isolated("action", spec.request_id):
             record.accepted(len(spec.token_ids))
-            log.info("request queued: %d tokens", len(spec.token_ids), extra=ids(spec.request_id, trace.traceparent))
+            log.info("request queued: %d tokens", len(spec.token_ids), extra=trace.log_ids)
         self.act()
 
     def cancel(self, request_id: str, answer: Answer) -> None:
@@ -431,8 +431,7 @@ class Conductor:
 
     def _defect(self, where: str, request_id: str, error: Exception) -> None:
         live = self._live.get(request_id)
-        traceparent = live.trace.traceparent if live is not None else UNTRACED
-        log.error("internal error (%s)", where, exc_info=error, extra=ids(request_id, traceparent))
+        log.error("internal error (%s)", where, exc_info=error, extra=live.trace.log_ids if live is not None else None)
         self._metrics.internal_error(where)
 
     def _send(self, command: SendLeg) -> None:
@@ -450,7 +449,7 @@ class Conductor:
             command.leg,
             kind,
             command.worker_id,
-            extra=ids(command.spec.request_id, traceparent),
+            extra=ids(command.spec.label, traceparent),
         )
         link = self._link(command.worker)
         if link is None:
@@ -490,7 +489,7 @@ class Conductor:
             "request finished: %d tokens, %s",
             num_output_tokens,
             reason.value,
-            extra=ids(action.request_id, live.trace.traceparent),
+            extra=live.trace.log_ids,
         )
         del self._live[action.request_id]
         self.explanations.end(live.explained)
@@ -510,7 +509,7 @@ class Conductor:
             live.trace.show_output(live.answer.kept_text)
             live.trace.failed(error, now, live.answer.usage)
         level = logging.INFO if isinstance(error, _CLIENT_ERRORS) else logging.WARNING
-        log.log(level, "request failed: %s: %s", error.reason, error, extra=ids(request_id, live.trace.traceparent))
+        log.log(level, "request failed: %s: %s", error.reason, error, extra=live.trace.log_ids)
 
     def _link(self, worker: WorkerInfo) -> WorkerLink | None:
         link = self.links.get(worker.worker_id)

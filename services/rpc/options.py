@@ -40,6 +40,11 @@ MAX_CONNECTION_IDLE_MS = 20_000
 MAX_CONNECTION_AGE_MS = 120_000
 # On one connection. The runtime makes a client that wants more wait.
 MAX_CONCURRENT_STREAMS = 2048
+# The most calls without the token that may be open at once, where no flag says it.
+MAX_CALLS = 1024
+# The runtime cancels calls that the event loop has not taken for this long, and tells nobody why. The default of 30 s
+# passes where thousands begin at once; each call is taken in its turn, and its client has a deadline if it wants one.
+MAX_UNTAKEN_S = 86_400
 
 
 def max_connections() -> int:
@@ -47,7 +52,8 @@ def max_connections() -> int:
     return share_of_descriptors(SHARE_OF_DESCRIPTORS, MAX_CONNECTIONS)
 
 
-def server_options(max_request_bytes: int = MAX_REQUEST_BYTES) -> Options:
+def server_options(max_request_bytes: int = MAX_REQUEST_BYTES, max_calls: int = MAX_CALLS) -> Options:
+    """`max_calls` is how many calls without the token may be open at once; more are refused with a reason."""
     return [
         # Without this, a second server on the port would silently share it.
         ("grpc.so_reuseport", 0),
@@ -60,6 +66,12 @@ def server_options(max_request_bytes: int = MAX_REQUEST_BYTES) -> Options:
         ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_MS),
         ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+        # Calls that the event loop has not taken yet, 16 KB each. From the first of these numbers on (1,000 by default)
+        # the runtime cancels some of them, and from the second all, without a reason. So a call is refused here only
+        # if so many begin at once that most would be refused with a reason.
+        ("grpc.server.max_pending_requests", 2 * max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * max_calls),
+        ("grpc.server_max_unrequested_time_in_server", MAX_UNTAKEN_S),
         *_keepalive(CLIENT_KEEPALIVE_TIME_MS),
     ]
 

@@ -20,10 +20,8 @@ from services.rpc.call_limits import CallInterceptor, most_arriving, most_held
 from services.rpc.certificates import Certificates
 from services.rpc.health import HealthServicer
 from services.rpc.interceptors import ErrorInterceptor
-from services.rpc.options import MAX_REQUEST_BYTES, max_connections, server_options
+from services.rpc.options import MAX_CALLS, MAX_REQUEST_BYTES, max_connections, server_options
 
-MAX_CALLS = 1024
-"""The most calls without the token that may be open at once."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -78,7 +76,7 @@ class GrpcServer:
         self._server = grpc.aio.server(
             # Errors are translated outside all but the guards.
             interceptors=[*guards, ErrorInterceptor(), access, limits, *interceptors],
-            options=server_options(max_request_bytes),
+            options=server_options(max_request_bytes, max_concurrent_rpcs),
         )
 
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:

@@ -40,7 +40,6 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.UnknownWorker: _Code.NOT_FOUND,
     errors.UnknownRequest: _Code.NOT_FOUND,
     errors.WorkerIdInUse: _Code.ALREADY_EXISTS,
-    errors.DuplicateRequest: _Code.ALREADY_EXISTS,
     errors.Overloaded: _Code.RESOURCE_EXHAUSTED,
     errors.QuotaExceeded: _Code.RESOURCE_EXHAUSTED,
     errors.NoWorker: _Code.UNAVAILABLE,

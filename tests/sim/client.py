@@ -130,6 +130,7 @@ class SimRequest:
             block_sizes = ()  # no cache is of use
         return RequestSpec(
             request_id=message.request_id,
+            label=message.request_id,
             token_ids=tuple(message.token_ids.ids),
             max_tokens=message.stopping.max_tokens,
             priority=message.priority,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2, worker_pb2
@@ -78,6 +79,7 @@ class FakeAnswer(Recorder):
 
 class FakeTrace(Recorder):
     traceparent = ""
+    log_ids = MappingProxyType[str, str]({})
 
     def leg_sent(self, command: Any, now: float) -> str:
         self.note("leg_sent")
@@ -164,7 +166,7 @@ class Bench:
         self.records[request_id] = Recorder(record)
         payload = inference_pb2.GenerateRequest(request_id=request_id)
         self.conductor.submit(
-            RequestSpec(request_id, tuple(range(20)), 3, payload=payload, **spec),
+            RequestSpec(request_id, tuple(range(20)), 3, label=request_id, payload=payload, **spec),
             as_any(self.answers[request_id]),
             as_any(self.traces[request_id]),
             as_any(self.records[request_id]),

@@ -179,7 +179,7 @@ def otlp_of(timeline: Timeline, bars: Sequence[Bar], arrived_unix_s: float) -> d
     The trace has the request's own id if it is traced. The ids of spans are made of the request's number, so that the
     same request has the same ones whenever it is asked for.
     """
-    seed = f"{timeline.request_id}\0{timeline.number}\0{arrived_unix_s:.0f}".encode()
+    seed = f"{timeline.label}\0{timeline.number}\0{arrived_unix_s:.0f}".encode()
     trace_id = timeline.trace_id or hashlib.blake2b(seed, digest_size=16).hexdigest()
     spans, parents = [], [""]
     for index, bar in enumerate(whole(bars)):
@@ -209,7 +209,7 @@ def _span(
     timeline: Timeline, bar: Bar, trace_id: str, span_id: str, parent_id: str, arrived_unix_s: float
 ) -> dict[str, Any]:
     assert bar.end_ms is not None
-    named: dict[str, Any] = {Attr.REQUEST_ID: timeline.request_id, Attr.WORKER: bar.worker, Attr.OUTCOME: bar.outcome}
+    named: dict[str, Any] = {Attr.REQUEST_ID: timeline.label, Attr.WORKER: bar.worker, Attr.OUTCOME: bar.outcome}
     named |= bar.attributes
     span: dict[str, Any] = {
         "traceId": trace_id,

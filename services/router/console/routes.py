@@ -193,12 +193,7 @@ class Console:
         if timeline is None:
             return _refused(404, "nothing is remembered of this request", "not_found")
         live, now = now_of(self._catalogue, timeline), self._clock.now()
-        lived_s = (timeline.ended_s or now) - timeline.arrived_s
-        placed = [  # others with the same id came before or after it
-            each
-            for each in explained(self._catalogue.all(), timeline.request_id, now)
-            if -1e-3 <= now - each.age_us / 1e6 - timeline.arrived_s <= lived_s + 1e-3
-        ]
+        placed = explained(self._catalogue.all(), timeline.label, now, timeline.request_id)
         answer: dict[str, Any] = {
             "row": rows.request_row(self._catalogue, timeline, self.feed.epoch_s),
             "bars": [bar.row() for bar in bars_of(timeline, stages(timeline, live))],

@@ -109,7 +109,7 @@ def request_row(catalogue: Catalogue, timeline: Timeline, epoch_s: float, *, in_
     live, times, arrived_s = now_of(catalogue, timeline), timeline.times, timeline.arrived_s
     return {
         "number": timeline.number,
-        "id": timeline.request_id,
+        "id": timeline.label,
         "model": timeline.model,
         "trace_id": timeline.trace_id,
         "arrived": round(epoch_s + arrived_s, 3),

@@ -95,14 +95,14 @@ def new_canary(
 ) -> Canary:
     """Returns a canary for a source, a target, or a pair.
 
-    `name` is unique; it is the canary's request id and its cache salt. `awake_s` is `now` in awake time.
+    `name` is unique; it is the canary's id, its label and its cache salt. `awake_s` is `now` in awake time.
     """
     workers = [worker for worker in (source, target) if worker is not None]
     room = min(worker.max_model_len for worker in workers) - _NUM_TOKENS
     num_tokens = max(1, min(workers[0].block_size + 1, room))
     token_ids = tuple(1 + index % (_NUM_TOKEN_IDS - 1) for index in range(num_tokens))
     model = workers[0].model_id
-    spec = RequestSpec(name, token_ids, _NUM_TOKENS, _PRIORITY, cache_salt=name, model=model)
+    spec = RequestSpec(name, token_ids, _NUM_TOKENS, _PRIORITY, cache_salt=name, model=model, label=name)
     return Canary(spec, source, target, now, awake_s)
 
 

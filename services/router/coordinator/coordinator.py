@@ -15,7 +15,6 @@ from services.core.errors import (
     BatonError,
     Cancelled,
     Draining,
-    DuplicateRequest,
     WorkerIdInUse,
 )
 from services.core.hashing import ShortHash
@@ -59,12 +58,11 @@ class Coordinator:
     def submit(self, spec: RequestSpec, now: float) -> None:
         """Queues a request.
 
-        Raises InvalidRequest, DuplicateRequest, Overloaded, DeadlineExceeded, or the error given to `stop_admission`;
-        then nothing is kept.
+        Raises InvalidRequest, Overloaded, DeadlineExceeded, or the error given to `stop_admission`; then nothing is
+        kept.
         """
         self._raise_if_stopping()
-        if self._book.of_id(spec.request_id):
-            raise DuplicateRequest(f"request {spec.request_id!r} is being served")
+        assert not self._book.of_id(spec.request_id), "the router never uses an id again"
         max_tokens = policy.resolve_max_tokens(len(spec.token_ids), spec.max_tokens, self.context_tokens())
         admission.admit(self._book, spec, max_tokens, now)
         self._book.add(spec, max_tokens, now)

@@ -190,6 +190,7 @@ class RequestSpec:
     """Describes a validated and tokenised request."""
 
     request_id: str
+    """The router's own id of it, which no other request ever has."""
     token_ids: tuple[int, ...]
     max_tokens: int | None = None
     """The most output tokens; None for as many as the context leaves."""
@@ -215,6 +216,8 @@ class RequestSpec:
     """Whether the log-probabilities of its prompt are wanted: of all its tokens but the first, which has none."""
     num_answers: int = 1
     """Answers to make of the one prompt."""
+    label: str = ""
+    """The id that its client gave or was given, for logs, traces and `baton explain`; others may have the same."""
     payload: inference_pb2.GenerateRequest | None = None
     """Sampling, stopping and response options, for the commands; pure code never reads them."""
 

@@ -293,12 +293,12 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """Returns the id that its client knows; parts of one request have it in common."""
+        """Returns the router's own id of the client's request; parts of it have that in common."""
         return self.spec.request_id
 
     @property
     def key(self) -> str:
-        """Returns the name by which the book has it: the id, for a part with a sign that no client's id may have."""
+        """Returns the name by which the book has it: the id, for a part with the index of its answer."""
         return f"{self.request_id}\x1f{self.answers[0].index}" if self.is_part else self.request_id
 
     @property

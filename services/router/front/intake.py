@@ -48,7 +48,6 @@ from services.router.tenants.tenant import Tenant, TokenUsage
 from services.router.text.chat import Ending, text_bytes
 from services.router.text.streaming import num_begun
 from services.router.text.tokenisation import ModelText, too_long
-from services.rpc.logging import ids
 from services.rpc.parameters import check_sampling
 from services.rpc.telemetry import Tracer
 
@@ -150,14 +149,14 @@ class Intake:
                 trace.timeline.text_chars = MOST_TEXT_CHARS
                 prompt = _prompt(incoming.request)
                 trace.timeline.prompt = prompt[:MOST_TEXT_CHARS]
-                log.info("prompt: %s", prompt, extra=ids(incoming.request.request_id, trace.traceparent))
+                log.info("prompt: %s", prompt, extra=trace.log_ids)
             with self.refusals(trace, record):
                 deadline_s = None if timeout_s is None else arrived_s + min(timeout_s, DAY_S)
                 answer = await self._submit(call, visit, own_id, trace, record, deadline_s)
             try:
                 yield answer
             finally:
-                model.conductor.cancel(incoming.request.request_id, answer)
+                model.conductor.cancel(trace.timeline.request_id, answer)
                 bill.tokens = answer.usage
                 if text_chars:
                     bill.details.answer = answer.kept_text[:text_chars]
@@ -249,7 +248,7 @@ class Intake:
             begins_in_prompt=echoed.begins_in_prompt,
         )
         spec = RequestSpec(
-            request_id=request.request_id,
+            request_id=trace.timeline.request_id,
             token_ids=tuple(token_ids),
             max_tokens=_max_tokens(request),
             priority=request.priority,
@@ -264,6 +263,7 @@ class Intake:
             min_tokens=_fewest_tokens(request.stopping),
             scores_prompt=request.response.HasField("prompt_logprobs"),
             num_answers=num_answers(request),
+            label=request.request_id,
             payload=request,
         )
         record.asked(len(token_ids), spec.max_tokens, spec.priority)
@@ -518,7 +518,7 @@ def _bound_output(incoming: Incoming, tenant: Tenant, num_prompt_tokens: int, co
 
 def _complete(request: inference_pb2.GenerateRequest, tenant: Tenant) -> str:
     """Fills in what the request leaves to the router: its id and its seed. Returns its id as the client knows it; from
-    now on the request has the router's own name for it."""
+    now on the request has the label by which operators find it."""
     own_id = request.request_id if request.HasField("request_id") else new_request_id()
     request.request_id = tenant.scoped(own_id)
     if not request.sampling.HasField("seed"):

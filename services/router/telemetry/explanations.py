@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from services.router.coordinator.events import RequestSpec
 from services.router.policy import PlacementChoice, VainAttempt
 
 MOST_REQUESTS = 4096
@@ -39,6 +40,9 @@ class ExplainedRequest:
     """Holds the choices that were made for one request."""
 
     request_id: str
+    """The router's own id of it."""
+    label: str
+    """The id that its client knows, by which it is found."""
     arrived_s: float
     choices: list[ExplainedChoice] = field(default_factory=list)
     """In the order in which they were made."""
@@ -56,16 +60,16 @@ class Explanations:
     def __init__(self, most_requests: int = MOST_REQUESTS, most_bytes: int = MOST_BYTES) -> None:
         self._most_requests = most_requests
         self._most_bytes = most_bytes
-        self._by_id: dict[str, list[ExplainedRequest]] = {}
+        self._by_label: dict[str, list[ExplainedRequest]] = {}
         """Each list in the order of arrival."""
         self._ended: deque[ExplainedRequest] = deque()
         self._refused: deque[ExplainedRequest] = deque()
         self.num_bytes = 0
 
-    def begin(self, request_id: str, now: float) -> ExplainedRequest:
+    def begin(self, spec: RequestSpec, now: float) -> ExplainedRequest:
         """Returns the record of a request that has arrived. It is kept at least until its `end`."""
-        request = ExplainedRequest(request_id, now)
-        self._by_id.setdefault(request_id, []).append(request)
+        request = ExplainedRequest(spec.request_id, spec.label, now)
+        self._by_label.setdefault(spec.label, []).append(request)
         self.num_bytes += request.num_bytes
         self._forget()
         return request
@@ -91,9 +95,9 @@ class Explanations:
         if request.is_live:
             self._end(request, failure, self._ended)
 
-    def refused(self, request_id: str, now: float, failure: str) -> None:
+    def refused(self, spec: RequestSpec, now: float, failure: str) -> None:
         """Notes a request that was refused at its arrival. Few of these are kept: a flood of them spares the others."""
-        self._end(self.begin(request_id, now), failure, self._refused)
+        self._end(self.begin(spec, now), failure, self._refused)
 
     def _end(self, request: ExplainedRequest, failure: str, kept: deque[ExplainedRequest]) -> None:
         request.is_live, request.failure = False, failure[:_MOST_FAILURE]
@@ -101,9 +105,9 @@ class Explanations:
         kept.append(request)
         self._forget()
 
-    def find(self, request_id: str) -> list[ExplainedRequest]:
-        """Returns the requests of that id which are remembered, the newest first; a client may use an id again."""
-        return self._by_id.get(request_id, [])[::-1]
+    def find(self, label: str) -> list[ExplainedRequest]:
+        """Returns the requests of that label which are remembered, the newest first: clients use one as they like."""
+        return self._by_label.get(label, [])[::-1]
 
     def _count(self, request: ExplainedRequest, num_bytes: int) -> None:
         request.num_bytes += num_bytes
@@ -114,7 +118,7 @@ class Explanations:
             while requests and (len(requests) > most or self.num_bytes > self._most_bytes):
                 request = requests.popleft()
                 self.num_bytes -= request.num_bytes
-                same_id = self._by_id[request.request_id]
-                same_id.remove(request)
-                if not same_id:
-                    del self._by_id[request.request_id]
+                namesakes = self._by_label[request.label]
+                namesakes.remove(request)
+                if not namesakes:
+                    del self._by_label[request.label]

@@ -20,7 +20,6 @@ from services.core.errors import (
     ConstraintUnsatisfied,
     ContextLengthExceeded,
     DeadlineExceeded,
-    DuplicateRequest,
     InvalidKey,
     InvalidRequest,
     MalformedMessage,
@@ -34,7 +33,7 @@ from services.router.coordinator.events import FinishReason
 
 UNFIT = (
     *(InvalidRequest, ContextLengthExceeded, ConstraintUnsatisfied, MalformedMessage, MessageTooLarge),
-    *(UnknownModel, DuplicateRequest, InvalidKey, TooManyWrongKeys, ModelNotAllowed, QuotaExceeded),
+    *(UnknownModel, InvalidKey, TooManyWrongKeys, ModelNotAllowed, QuotaExceeded),
 )
 ENDED_BY_CLIENT = (Cancelled, DeadlineExceeded)
 SUCCEEDED = frozenset(reason.value for reason in FinishReason)

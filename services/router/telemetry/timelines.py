@@ -80,8 +80,9 @@ class Timeline:
     """Keeps where one request spends its time."""
 
     number: int
-    """In the order of arrival, from 1: clients may use an id again."""
-    request_id: str
+    """In the order of arrival, from 1. The router's own id of the request is made of it."""
+    label: str
+    """The id that the client knows; others may have the same."""
     model: str
     arrived_s: float
     times: TokenTimes
@@ -111,6 +112,11 @@ class Timeline:
     was_queued: bool = False
     changed: int = 0
     """The number of its last change, its arrival or its end, among those of all requests."""
+
+    @property
+    def request_id(self) -> str:
+        """Returns the router's own id of the request, which no other ever has."""
+        return str(self.number)
 
     @property
     def is_live(self) -> bool:
@@ -174,10 +180,10 @@ class Timelines:
         self.newest = 0
         """The number of the last change."""
 
-    def begin(self, request_id: str, model: str, arrived_s: float, times: TokenTimes, priority: int = 0) -> Timeline:
+    def begin(self, label: str, model: str, arrived_s: float, times: TokenTimes, priority: int = 0) -> Timeline:
         """Returns the timeline of a request that has arrived. It is kept at least until its end."""
         self._number += 1
-        timeline = Timeline(self._number, request_id, model, arrived_s, times, priority)
+        timeline = Timeline(self._number, label, model, arrived_s, times, priority)
         self._live[timeline.number] = self._by_number[timeline.number] = timeline
         self._change(timeline)
         return timeline

@@ -15,6 +15,7 @@ from services.router.policy import PlacementChoice, Role
 from services.router.policy.explanation import ScoredWorker
 from services.router.telemetry.timelines import Timelines, TimelineStage, TokenTimes
 from services.router.tenants.tenant import OPEN, Tenant, TokenUsage
+from services.rpc.logging import ids
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Attributes, OpenSpan, Tracer
 
@@ -47,7 +48,7 @@ class RequestTrace:
         """Begins the root. `parent` is the caller's traceparent, or empty. The tenant's prices say what it costs."""
         self._tracer = tracer
         self._timelines = timelines
-        self._request_id = request.request_id
+        self._label = request.request_id
         self._arrived_s = arrived_s
         self._tenant = tenant
         self._legs: dict[int, OpenSpan] = {}
@@ -66,6 +67,11 @@ class RequestTrace:
     def traceparent(self) -> str:
         return self._root.traceparent
 
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """Returns the `extra` of the request's log records."""
+        return ids(self._label, self.traceparent)
+
     def tokenized(self, start_s: float, end_s: float, num_tokens: int) -> None:
         self.timeline.tokenized(start_s, end_s, num_tokens)
         self._root.set({Attr.INPUT_TOKENS: num_tokens})
@@ -80,7 +86,7 @@ class RequestTrace:
             Attr.ATTEMPT: command.attempt,
         }
         span = self._tracer.start(
-            stage, request_id=self._request_id, start_s=now, parent=self.traceparent, attributes=attributes
+            stage, request_id=self._label, start_s=now, parent=self.traceparent, attributes=attributes
         )
         if command.choice is not None and span.is_recorded:
             span.set(_why(command.choice))
@@ -174,7 +180,7 @@ class RequestTrace:
     def _child(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
         self._tracer.span(
             name,
-            request_id=self._request_id,
+            request_id=self._label,
             start_s=start_s,
             end_s=end_s,
             parent=self.traceparent,

@@ -107,8 +107,7 @@ class Tenant:
         return f"{namespace}\0{cache_salt}"
 
     def scoped(self, request_id: str) -> str:
-        """Returns the name that the router has for a request: ids of different tenants never meet. Names of tenants
-        contain no slash."""
+        """Returns the label by which operators find a request. Names of tenants contain no slash."""
         return f"{self.name}/{request_id}" if self.name else request_id
 
     def priority(self, asked: int | None) -> int:

@@ -26,7 +26,7 @@ from services.router.policy.explanation import Decider, Verdict, term_name
 from services.router.telemetry.explanations import ExplainedChoice, ExplainedRequest
 
 MOST_ANSWERED = 8
-"""The most requests of one id that are answered with."""
+"""The most requests of one label that are answered with."""
 
 _PHASES = {phase: f"PLACED_PHASE_{phase.name}" for phase in PlacedPhase}
 _REASONS = {why: f"LEFT_OUT_REASON_{why.name}" for why in WhyNot}
@@ -36,9 +36,17 @@ _COMPUTED = {why: f"PREFIX_COMPUTED_REASON_{why.name}" for why in WhyComputed}
 _DECIDERS = {decider: f"DECIDER_{decider.name}" for decider in Decider}
 
 
-def explained(models: list[ServedModel], request_id: str, now: float) -> list[control_pb2.ExplainedRequest]:
-    """Returns what the models remember of requests of that id, the newest first, at most `MOST_ANSWERED`."""
-    found = [(model, each) for model in models for each in model.conductor.explanations.find(request_id)]
+def explained(
+    models: list[ServedModel], label: str, now: float, request_id: str | None = None
+) -> list[control_pb2.ExplainedRequest]:
+    """Returns what the models remember of requests of that label, the newest first, at most `MOST_ANSWERED`; with the
+    router's own `request_id`, of that one only."""
+    found = [
+        (model, each)
+        for model in models
+        for each in model.conductor.explanations.find(label)
+        if request_id in (None, each.request_id)
+    ]
     found.sort(key=lambda pair: -pair[1].arrived_s)
     return [_request(model, each, now) for model, each in found[:MOST_ANSWERED]]
 
@@ -49,7 +57,7 @@ def _request(model: ServedModel, request: ExplainedRequest, now: float) -> contr
         waits = model.conductor.coordinator.wait_of(request.request_id)
         vain = waits[1] if waits is not None else None
     return control_pb2.ExplainedRequest(
-        request_id=request.request_id,
+        request_id=request.label,
         model=model.model_id,
         age_us=_us(now - request.arrived_s),
         live=request.is_live,

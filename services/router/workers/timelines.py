@@ -45,7 +45,7 @@ def told(timeline: Timeline, live: LiveStage | None, now: float) -> control_pb2.
     times, arrived_s = timeline.times, timeline.arrived_s
     return control_pb2.Timeline(
         number=timeline.number,
-        request_id=timeline.request_id,
+        request_id=timeline.label,
         model=timeline.model,
         trace_id=timeline.trace_id,
         age_us=_us(now - arrived_s),

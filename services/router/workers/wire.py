@@ -168,7 +168,7 @@ def _park_command(command: SendLeg, traceparent: str) -> worker_pb2.ParkCommand:
     assert command.handoff is not None, "a store computes nothing"
     return worker_pb2.ParkCommand(
         leg=command.leg,
-        request_id=command.spec.request_id,
+        request_id=command.spec.label,
         handoff=worker_pb2.Handoff(lease_id=command.handoff.lease_id, source=command.handoff.source),
         num_tokens=len(command.token_ids),
         n=command.num_answers if command.num_answers > 1 else None,
@@ -183,7 +183,7 @@ def _fill(message: Any, command: SendLeg, traceparent: str) -> None:
     """Fills in the fields that both commands have."""
     request = _CANARY if command.spec.payload is None else command.spec.payload
     message.leg = command.leg
-    message.request_id = command.spec.request_id
+    message.request_id = command.spec.label
     message.token_ids.extend(command.token_ids)
     message.output_base = command.output_base
     message.sampling.CopyFrom(request.sampling)

@@ -167,7 +167,8 @@ async def test_a_failure_ends_the_stream_with_an_event(cluster: Cluster) -> None
             events.append(event)
             if len(events) == 8:
                 error = WorkerFailed("injected", retry_after_s=1.0)
-                conductor.coordinator.cancel("r", conductor._clock.now(), error)
+                (live,) = conductor.explanations.find("r")
+                conductor.coordinator.cancel(live.request_id, conductor._clock.now(), error)
                 conductor.act()
         failed = events[-1]
         assert failed.type == "response.failed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from services.rpc.status import from_call
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.trusted import dial
-from tests.support.workers import DECODE, PREFILL, until
+from tests.support.workers import DECODE, PREFILL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -178,17 +177,6 @@ async def test_malformed_bytes_in_a_worker_session(cluster: Cluster) -> None:
         call = channel.stream_stream("/baton.v1.WorkerService/Session")()
         await call.write(b"\xff\xff\xff")
         assert await call.code() is Code.INVALID_ARGUMENT
-
-
-async def test_a_duplicate_live_request_id(cluster: Cluster) -> None:
-    request = greedy_request(PROMPT, 300, request_id="twice")
-    first = asyncio.create_task(cluster.stream(request))
-    await until(lambda: cluster.router.coordinator.num_live == 1, "the first is live")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await cluster.stream(request)
-    assert caught.value.code() is Code.ALREADY_EXISTS
-    assert len((await first).token_ids) == 300
-    assert len((await cluster.stream(greedy_request(PROMPT, 3, request_id="twice"))).token_ids) == 3
 
 
 async def test_unknown_enum_and_fields_do_no_harm(cluster: Cluster) -> None:

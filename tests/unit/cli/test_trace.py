@@ -172,9 +172,10 @@ def test_without_an_id_all_are_listed_and_the_latest_is_shown(tracers, tmp_path,
     assert len(json.loads(show(capsys, tmp_path / "trace.jsonl", "--json"))) == 25
 
 
-def test_an_id_used_again_in_the_same_trace_is_another_request(tracers, tmp_path, capsys):
+@pytest.mark.parametrize("second_s", [200.0, 100.05], ids=["later", "at once"])
+def test_an_id_used_again_in_the_same_trace_is_another_request(tracers, tmp_path, capsys, second_s):
     parent = tracers["router-0"].start("client", request_id="", start_s=1.0)
-    for start_s in (100.0, 200.0):
+    for start_s in (100.0, second_s):
         root = tracers["router-0"].start(
             Span.REQUEST, request_id="mine", start_s=start_s, parent=parent.traceparent, server=True
         )

@@ -16,7 +16,6 @@ from services.rpc.status import CODES, DETAILS_KEY, code_of, retry_after_s, to_s
 KINDS = {
     grpc.StatusCode.INVALID_ARGUMENT: baton_client.InvalidArgument,
     grpc.StatusCode.NOT_FOUND: baton_client.NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: baton_client.AlreadyExists,
     grpc.StatusCode.RESOURCE_EXHAUSTED: baton_client.ResourceExhausted,
     grpc.StatusCode.UNAVAILABLE: baton_client.Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: baton_client.CallTimedOut,

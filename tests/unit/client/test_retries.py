@@ -75,7 +75,6 @@ def test_what_was_refused_is_tried_again(error: errors.BatonError) -> None:
         errors.InvalidRequest("text", "no"),
         errors.MessageTooLarge("no"),  # RESOURCE_EXHAUSTED, and for good
         errors.UnknownModel("no"),
-        errors.DuplicateRequest("no"),
         errors.WorkerFailed("no"),  # UNAVAILABLE, but the request may be what workers die of
         errors.DeadlineExceeded("no"),
         errors.Cancelled("no"),

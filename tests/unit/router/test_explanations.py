@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from services.router.coordinator.events import RequestSpec
 from services.router.policy import Job, LeftOutWorkers, PlacedPhase, PlacementChoice, Ranking, explain_choice
 from services.router.policy.terms import TERMS
 from services.router.telemetry.explanations import MOST_CHOICES, ExplainedRequest, Explanations
@@ -19,8 +20,12 @@ def choice(worker_id: str = "p") -> PlacementChoice:
     )
 
 
-def served(explanations: Explanations, request_id: str, *, num_choices: int = 1, ends: bool = True) -> ExplainedRequest:
-    request = explanations.begin(request_id, 0.0)
+def asked(label: str) -> RequestSpec:
+    return RequestSpec("its own", (1,), label=label)
+
+
+def served(explanations: Explanations, label: str, *, num_choices: int = 1, ends: bool = True) -> ExplainedRequest:
+    request = explanations.begin(asked(label), 0.0)
     for leg in range(1, num_choices + 1):
         explanations.placed(request, leg, leg, choice())
     if ends:
@@ -34,7 +39,7 @@ def legs(request: ExplainedRequest) -> list[int]:
 
 def test_a_request_is_found_while_it_lives_and_after() -> None:
     explanations = Explanations()
-    request = explanations.begin("r", 0.0)
+    request = explanations.begin(asked("r"), 0.0)
     assert explanations.find("r") == [request]
     explanations.placed(request, 7, 1, choice())
     explanations.leg_ended(request, 7, "done")
@@ -75,7 +80,7 @@ def test_memory_is_bounded(num_live: int) -> None:
         served(explanations, f"r{number}", num_choices=2)
     for request in live:
         explanations.placed(request, 9, 9, choice())
-    kept = [each for requests in explanations._by_id.values() for each in requests]
+    kept = [each for requests in explanations._by_label.values() for each in requests]
     assert explanations.num_bytes == sum(each.num_bytes for each in kept)
     if num_live:
         assert kept == live
@@ -93,19 +98,19 @@ def test_memory_is_bounded(num_live: int) -> None:
 def test_a_flood_of_refusals_is_bounded_and_leaves_the_others() -> None:
     explanations = Explanations()
     answered = served(explanations, "answered")
-    explanations.refused("first refused", 1.0, "full")
+    explanations.refused(asked("first refused"), 1.0, "full")
     for number in range(600):
-        explanations.refused(str(number), 1.0, "x" * 10_000)
+        explanations.refused(asked(str(number)), 1.0, "x" * 10_000)
     assert explanations.find("answered") == [answered]
     assert explanations.find("first refused") == []
     (newest,) = explanations.find("599")
     assert (newest.is_live, newest.choices, newest.failure) == (False, [], "x" * 500)
-    assert len(explanations._by_id) == 513
+    assert len(explanations._by_label) == 513
 
 
 def test_why_it_failed_is_remembered() -> None:
     explanations = Explanations()
-    request = explanations.begin("r", 0.0)
+    request = explanations.begin(asked("r"), 0.0)
     explanations.end(request, "no worker")
     explanations.end(request, "told twice")
     assert request.failure == "no worker"
@@ -115,4 +120,4 @@ def test_what_is_forgotten_leaves_nothing() -> None:
     explanations: Any = Explanations(most_requests=0)
     for _ in range(10):
         served(explanations, "r", num_choices=20)
-    assert (explanations._by_id, len(explanations._ended), explanations.num_bytes) == ({}, 0, 0)
+    assert (explanations._by_label, len(explanations._ended), explanations.num_bytes) == ({}, 0, 0)

@@ -10,7 +10,6 @@ from services.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     Draining,
-    DuplicateRequest,
     NoWorker,
     Overloaded,
 )
@@ -149,12 +148,10 @@ def test_a_stop_string_ends_all_legs(bench: Bench) -> None:
 # Admission
 
 
-def test_bounded_queue_and_duplicates() -> None:
+def test_bounded_queue() -> None:
     bench = Bench(max_queue=2)
     bench.submit("a")
     bench.submit("b")
-    with pytest.raises(DuplicateRequest):
-        bench.submit("a")
     with pytest.raises(Overloaded) as refused:
         bench.submit("c")
     assert refused.value.retry_after_s

@@ -102,7 +102,7 @@ def test_ended_requests_are_forgotten_the_oldest_first_and_live_ones_never() -> 
         timeline = begun(timelines, f"{number}")
         queued(timeline)
         timelines.end(timeline, "stop", 3.0)
-    assert [each.request_id for each in timelines.changed_since(0, 10)] == ["live", "3", "4"]
+    assert [each.label for each in timelines.changed_since(0, 10)] == ["live", "3", "4"]
     assert timelines.find(live.number) is live
 
 

@@ -31,6 +31,7 @@ from services.router.front.http.body import Body, BodyLimits, no_json, read_body
 from services.router.front.http.reply import REQUEST_ID, Reply, http_error
 from services.router.front.incoming import Incoming
 from services.router.front.intake import Intake
+from services.router.front.labels import check_label
 from services.router.tenants.gate import Gate
 from services.router.tenants.quota import demand_together
 from services.router.tenants.tenant import Tenant
@@ -135,6 +136,8 @@ def _client_name(field: str, prompt: AskedPrompt) -> str:
 
 log = logging.getLogger(__name__)
 
+SESSION = "x-session-id"
+"""Names the conversation of a body that does not. Many clients can add headers to every call, and no field."""
 # The client's timeout in seconds, and the time that Envoy will wait, in milliseconds.
 TIMEOUT, ENVOY_TIMEOUT_MS = "x-request-timeout", "x-envoy-expected-rq-timeout-ms"
 
@@ -229,7 +232,11 @@ class Generation:
             body = await read_body(receive, headers, self._limits, reading)
             model = self._catalogue.get(body.text("model"), tenant)
             call = self._read_call(body, model.token_texts)
+        session = headers.get(SESSION, "")
+        check_label(SESSION, session)
         for prompt in call.prompts:
+            if session and not prompt.incoming.request.HasField("session"):
+                prompt.incoming.request.session = session
             prompt.incoming.charge = charges.enter_context(self._budget.charge())
             prompt.incoming.charge.grow(prompt.incoming.request.ByteSize())
         if unknown := body.unknown():

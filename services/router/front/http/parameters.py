@@ -52,6 +52,9 @@ def read_shared(body: Body, request: inference_pb2.GenerateRequest) -> tuple[Str
         request.priority = priority
     if cache_salt is not None:
         request.cache_salt = cache_salt
+    session = body.text("session")
+    if session is not None:
+        request.session = session
     _answers(body, request)
     skip_special_tokens, include_stop = body.boolean("skip_special_tokens"), body.boolean("include_stop_str_in_output")
     if skip_special_tokens is not None:

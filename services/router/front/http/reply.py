@@ -44,7 +44,6 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.UnknownModel: Kind(404, _INVALID, "model_not_found"),
     errors.UnknownWorker: Kind(404, _INVALID),
     errors.UnknownRequest: Kind(404, _INVALID),
-    errors.DuplicateRequest: Kind(409, _INVALID),
     # As OpenAI answers: its clients look for these types and codes.
     errors.InvalidKey: Kind(401, _INVALID, "invalid_api_key"),
     errors.TooManyWrongKeys: Kind(429, _INVALID, "invalid_api_key"),

@@ -286,8 +286,6 @@ async def test_request_ids_and_caches_of_tenants_do_not_meet(
     await cluster.until(lambda: asyncio.sleep(0, len(pair[0].commands) == 1))
     second = cluster.inference.Generate(asked, metadata=file.metadata("other"))
     await cluster.until(lambda: asyncio.sleep(0, len(pair[0].commands) == 2))
-    error = await refused(cluster, file.metadata("acme"), asked)
-    assert code_of(error) is Code.ALREADY_EXISTS, "but not in one tenant"
     salts = [command.cache_salt for command in pair[0].commands]
     assert salts == ["tenant:acme\0s", "tenant:other\0s"]
     first.cancel()
