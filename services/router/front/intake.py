@@ -419,7 +419,7 @@ def _adds_special_tokens(request: inference_pb2.GenerateRequest) -> bool:
     has them."""
     if request.HasField("add_special_tokens"):
         return request.add_special_tokens
-    return request.WhichOneof("prompt") == "text"
+    return bool(request.WhichOneof("prompt") == "text")
 
 
 def _ending(chat: inference_pb2.ChatMessages) -> Ending:

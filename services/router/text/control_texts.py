@@ -87,7 +87,8 @@ class ControlTexts:
         twin.encode_special_tokens = True
         ids = {token.content: token_id for token_id, token in self._added.items()}
         ids |= {alias: self._controls[text] for text, alias in aliases.items()}
-        return twin, aliases, {twin.token_to_id(text): token_id for text, token_id in ids.items()}
+        own_ids = {text: twin.token_to_id(text) for text in ids}
+        return twin, aliases, {own_id: ids[text] for text, own_id in own_ids.items() if own_id is not None}
 
     def _marked(self, value: Any) -> Any:
         match value:

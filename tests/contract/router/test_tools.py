@@ -107,7 +107,7 @@ async def test_what_is_no_call_is_text_without_its_special_token(tmp_path: Path)
         whole = await generate(tool_request())
         assert (whole.output.text, whole.completion.finish_reason) == ('[{"name": "unknown"}]', STOP)
         shown = await generate(tool_request(response=inference_pb2.ResponseOptions(skip_special_tokens=False)))
-        assert shown.output.text == '[TOOL_CALLS][{"name": "unknown"}]'
+        assert shown.output.text == '[TOOL_CALLS][{"name": "unknown"}]', "but never the token that ended it"
 
 
 async def test_without_tools_nothing_is_looked_for(tmp_path: Path) -> None:

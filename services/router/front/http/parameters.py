@@ -207,6 +207,7 @@ NOT_SERVED: Neutral = {
     "audio": (),
     "web_search_options": (),
     "verbosity": ("medium",),
+    "reasoning_effort": ("medium",),
     # vLLM's
     "logprob_token_ids": ([],),
     "thinking_token_budget": (),
