@@ -12,6 +12,7 @@ cannot correct it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _WEIGHT = 0.05
@@ -199,4 +200,4 @@ class _FittedLine:
 
 def _left(seconds: float) -> float:
     """Returns what is left of the weight of a point after so long."""
-    return 0.5 ** (max(0.0, seconds) / _HALF_LIFE_S)
+    return math.exp2(-max(0.0, seconds) / _HALF_LIFE_S)
