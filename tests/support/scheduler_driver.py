@@ -64,6 +64,9 @@ class Lease:
     sealed: bool = False
 
 
+_MOST_STEPS = 100_000
+
+
 class SchedulerDriver:
     def __init__(
         self,
@@ -91,6 +94,7 @@ class SchedulerDriver:
         self.leases: dict[int, Lease] = {}
         self.foreign: list[list[int]] = []
         self.plan: StepPlan | None = None
+        self.num_begun = 0
         self.all_heard = True
         self.now = 100.0
 
@@ -237,6 +241,8 @@ class SchedulerDriver:
 
     def begin(self, *, take_events: bool = True) -> StepPlan:
         assert self.plan is None
+        self.num_begun += 1
+        assert self.num_begun < _MOST_STEPS, "a test that waits for something waits for ever"
         plan = self.scheduler.schedule(self.now)
         for seq_id in plan.preempted:
             assert self.records[seq_id].sequence.mode is Mode.GENERATE, "leased sequences are never preempted"
