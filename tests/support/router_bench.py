@@ -43,6 +43,7 @@ BUSY = {"num_running": 1, "blocks_active": 64, "num_waiting": 1, "blocks_free": 
 class Bench:
     def __init__(self, **config: Any) -> None:
         self.clock = ManualClock()
+        self.num_waits = 0
         self.coordinator = Coordinator(CoordinatorConfig(**{"model_context_tokens": 1024, **config}))
         self.infos: dict[str, WorkerInfo] = {}
         self.loads: dict[str, Load] = {}
@@ -118,6 +119,8 @@ class Bench:
 
     def wait(self, seconds: float) -> None:
         """The router runs meanwhile, but its next tick is at the end."""
+        self.num_waits += 1
+        assert self.num_waits < 100_000, "a test that waits for something waits for ever"
         for slice_number in range(1 + int(seconds / 0.4)):
             self.coordinator._book.awake.at(self.now + 0.4 * slice_number)
         self.clock.advance(seconds)

@@ -19,6 +19,7 @@ from services.engine.schedule.sequence import (
     Mode,
     Preempted,
     Progress,
+    Resumed,
     SamplingParams,
     Sequence,
     SequenceEvent,
@@ -46,6 +47,8 @@ class Record:
     num_written: int | None = None
     """Positions computed since (re-)admission; None: out of the pool."""
     progress: int = 0
+    found: list[int] = field(default_factory=list)
+    """Tokens whose KV it has found in the prefix cache, each time that it came back after a preemption."""
     decodes: bool = False
     """Its newest token came from its last step, or from elsewhere."""
     first: Record | None = None
@@ -62,6 +65,9 @@ class Lease:
     record: Record
     block_ids: list[int]
     sealed: bool = False
+
+
+_MOST_STEPS = 100_000
 
 
 class SchedulerDriver:
@@ -91,6 +97,7 @@ class SchedulerDriver:
         self.leases: dict[int, Lease] = {}
         self.foreign: list[list[int]] = []
         self.plan: StepPlan | None = None
+        self.num_begun = 0
         self.all_heard = True
         self.now = 100.0
 
@@ -237,6 +244,8 @@ class SchedulerDriver:
 
     def begin(self, *, take_events: bool = True, most_prompt_tokens: int | None = None) -> StepPlan:
         assert self.plan is None
+        self.num_begun += 1
+        assert self.num_begun < _MOST_STEPS, "a test that waits for something waits for ever"
         plan = self.scheduler.schedule(self.now, most_prompt_tokens)
         for seq_id in plan.preempted:
             assert self.records[seq_id].sequence.mode is Mode.GENERATE, "leased sequences are never preempted"
@@ -320,10 +329,14 @@ class SchedulerDriver:
         self.all_heard = True
         for event in events:
             record = self.records[event.seq_id]
-            assert isinstance(event, Admitted | Preempted) or not record.aborted, "an aborted sequence is silent"
+            assert isinstance(event, Admitted | Preempted | Resumed) or not record.aborted, (
+                "an aborted sequence is silent"
+            )
             match event:
                 case Admitted():
                     self._hear_admitted(record, event)
+                case Resumed():
+                    record.found.append(event.num_cached)
                 case Progress():
                     assert record.progress < event.num_computed <= len(record.given)
                     record.progress = event.num_computed

@@ -201,8 +201,9 @@ class Worker:
     """What is known of its prefix cache; None if prompts are not hashed."""
     bring_times: BringTimes = field(init=False)
     """What it takes it to bring prefixes."""
-    has_computed: bool = False
-    """Whether it was given a request since it joined, or since the last verdict on it."""
+    was_usable: bool = False
+    """Whether anything could be placed there since its process is known, or since the last verdict on it. If so,
+    another router may have had it compute something, even if this one had not."""
     draining: bool = False
     proven: bool = False
     """Whether it has had a session, so that its description is more than an unchecked statement."""
@@ -330,7 +331,7 @@ class WorkerTable:
             if (info.roles is Role.STORE) == (known.info.roles is Role.STORE):
                 worker.health = known.health
             if same:
-                worker.has_computed = known.has_computed
+                worker.was_usable = known.was_usable
                 worker.sources, worker.ejection = known.sources, known.ejection
             else:
                 self._outliers.forget(info.worker_id)
@@ -474,6 +475,8 @@ class WorkerTable:
     def _watch(self, worker_id: str, source_id: str, health: HealthRecord) -> Iterator[None]:
         before, failures, ramp = health.state, health.num_failures, health.ramp
         yield
+        if not source_id and health.usable:
+            self._workers[worker_id].was_usable = True
         if (health.state, health.num_failures, health.ramp) != (before, failures, ramp):
             self._workers[worker_id].sources.changed()
             self._changed(worker_id)
@@ -504,7 +507,6 @@ class WorkerTable:
     ) -> None:
         """Notes a leg that was sent to the worker; `in_place` says that it adopts a lease of the worker's own."""
         worker.legs[leg] = request_id
-        worker.has_computed = True
         if not in_place:
             worker.newest_leg = leg
         worker.predictions[leg] = prediction

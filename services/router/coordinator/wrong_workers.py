@@ -19,9 +19,9 @@ from services.router.coordinator.workers import Worker
 
 
 def found_wrong(book: Book, worker: Worker, reason: str, now: float) -> None:
-    """Takes a worker out of use whose answer is wrong. One that has computed nothing since the last time, since it was
-    not used, is a new verdict for nobody."""
-    if worker.has_computed:
+    """Takes a worker out of use whose answer is wrong. For one that was not used since the last time, it is no new
+    verdict."""
+    if worker.was_usable:
         book.verdicts.add(worker.info.incarnation)
         _carry_out(book, worker.info.incarnation, worker, reason, now)
     else:
@@ -45,7 +45,7 @@ def _carry_out(book: Book, incarnation: int, worker: Worker | None, reason: str,
     origins: set[Origin] = {incarnation, *(each.info.fingerprint.kv for each in affected)}
     if worker is not None:
         book.workers.failed(worker.info.worker_id, reason, now, at_once=True)
-        worker.has_computed = False
+        worker.was_usable = False
     for request in book.queue:
         request.name_blocks(book.verdicts.epoch)
     for request in list(book.requests.values()):

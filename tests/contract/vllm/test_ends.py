@@ -12,6 +12,7 @@ import pytest
 from baton.v1 import inference_pb2, types_pb2, worker_pb2
 from services.vllm.engine import VllmEngine
 from tests.support.cluster import Cluster, greedy_request, running_cluster
+from tests.support.patience import HANG_S, Patience
 from tests.support.scripted_memory import script
 from tests.support.scripted_vllm_engine import VOCAB_SIZE, ScriptedVllm
 from tests.support.workers import (
@@ -91,7 +92,9 @@ async def test_the_last_token_and_the_end_of_the_last_step_come_in_any_order(
         for _ in range(2):
             vllm.controls.set(order)
             answer = asyncio.create_task(cluster.greedy(PROMPT, NUM_TOKENS))
+            patience = Patience(HANG_S)
             while not answer.done():
+                assert not patience.is_over()
                 if vllm.controls.is_held(order):
                     await asyncio.sleep(0.03)  # the other one comes meanwhile
                     vllm.controls.clear(order)

@@ -24,6 +24,7 @@ from services.rpc.serving import GrpcServer
 from services.worker.host import WorkerHost
 from services.worker.session import WORKER_SERVICE, RouterSession
 from tests.support.link_owner import Owner
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import PREFILL, ScriptedRouter, running_worker, until, worker_config
 
@@ -58,9 +59,10 @@ class NeverReads:
             stopping=types_pb2.StoppingParams(max_tokens=8, ignore_eos=True),
         )
         await self.call.write(Request(prefill=command))
-        while not self.lease_id:
-            for event in (await self.call.read()).events:
-                self.lease_id = event.started.lease_id or self.lease_id
+        async with asyncio.timeout(HANG_S):
+            while not self.lease_id:
+                for event in (await self.call.read()).events:
+                    self.lease_id = event.started.lease_id or self.lease_id
         await self.beat()
         await until(lambda: any(lease.held for lease in host.leases), "the lease is held")
 

@@ -166,6 +166,7 @@ def test_closing_ends_a_chat_that_is_being_rendered() -> None:
     template = TemplateProcess(EQUAL, {}, within_s=300.0)
     thread, failures = rendering(template)
     while (pid := template.pid) is None:
+        assert thread.is_alive()
         thread.join(0.01)
     template.close()
     thread.join(PATIENCE_S)

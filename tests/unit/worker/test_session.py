@@ -12,6 +12,7 @@ from services.core.errors import DeadlineExceeded, Overloaded, ProtocolViolation
 from services.kv.index_log import IndexChanges, IndexLog
 from services.kv.verdicts import Verdicts
 from services.worker.session import MOST_SESSIONS, Outbox, RouterSession, SessionHost
+from tests.support.patience import HANG_S
 
 Request = worker_pb2.SessionRequest
 
@@ -77,6 +78,8 @@ class Harness:
 
     def __init__(self, silence_s: float = 5.0) -> None:
         self.clock = ManualClock()
+        self.verdicts = Verdicts()
+        self.verdicts_told: dict[int, int] = {}
         self.accepted: list[tuple[RouterSession, Any]] = []
         self.host = SessionHost(
             7,
@@ -85,7 +88,7 @@ class Harness:
             load=types_pb2.LoadSnapshot,
             describe=control_pb2.WorkerDescription,
             index_changes=self.index_changes,
-            verdicts=Verdicts(),
+            verdicts=self.verdicts,
             heartbeat_s=0.01,
             silence_s=silence_s,
         )
@@ -109,6 +112,8 @@ class Harness:
         await self.reads.wait()
         if response.HasField("cache"):
             self.told.append(response.cache)
+        if response.HasField("live_legs"):
+            self.verdicts_told = {each.incarnation: each.number for each in response.verdicts}
         self.responses.put_nowait(list(response.events))
 
     def serve(self, host: SessionHost | None = None) -> asyncio.Task[None]:
@@ -124,8 +129,9 @@ class Harness:
 
     async def events(self) -> list[Any]:
         """Returns the next events that are not only a heartbeat."""
-        while not (events := await self.responses.get()):
-            pass
+        async with asyncio.timeout(HANG_S):
+            while not (events := await self.responses.get()):
+                pass
         return events
 
     def hello(self, number: int = 1, router: int = 1, worker: int = 7) -> Request:
@@ -143,8 +149,9 @@ async def test_commands_are_passed_on_and_the_end_cancels_every_leg(harness: Har
     harness.requests.put_nowait(Request(cancel=worker_pb2.CancelLeg(leg=3)))
     harness.requests._queue.appendleft(harness.hello())  # type: ignore[attr-defined]
     task = harness.serve()
-    while not harness.accepted:
-        await harness.responses.get()
+    async with asyncio.timeout(HANG_S):
+        while not harness.accepted:
+            await harness.responses.get()
     session, request = harness.accepted[0]
     assert request.cancel.leg == 3
     leg = FakeLeg()
@@ -255,10 +262,11 @@ async def test_a_router_that_takes_nothing_loses_its_session_though_it_speaks() 
     task, session = await harness.serving()
     session.legs[1] = leg = FakeLeg()
     harness.reads.clear()
-    while not task.done():
-        harness.requests.put_nowait(Request(heartbeat=worker_pb2.RouterHeartbeat()))
-        await asyncio.sleep(0.01)
-        harness.clock.advance(0.01)
+    async with asyncio.timeout(HANG_S):
+        while not task.done():
+            harness.requests.put_nowait(Request(heartbeat=worker_pb2.RouterHeartbeat()))
+            await asyncio.sleep(0.01)
+            harness.clock.advance(0.01)
     await task
     assert leg.cancelled == 1
     assert harness.clock.now() < 1000.0 + 4 * 0.05
@@ -312,3 +320,12 @@ async def test_a_router_that_asks_for_it_is_told_of_the_cache(harness: Harness, 
     await task
     told = [(events.number, events.whole, events.stored, events.removed) for events in harness.told]
     assert told == ([(1, True, b"", b""), (2, False, first[:8], b""), (3, False, second[:8], first[:8])] * follows)
+
+
+async def test_a_router_is_told_of_all_verdicts_with_the_first_message(harness: Harness) -> None:
+    """So a router that starts knows them before anything is placed."""
+    harness.verdicts.merge({7: 1, 8: 2})
+    task, session = await harness.serving()
+    assert harness.verdicts_told == {7: 1, 8: 2}
+    session.end()
+    await task
