@@ -418,7 +418,7 @@ def _adds_special_tokens(request: inference_pb2.GenerateRequest) -> bool:
     """Returns whether the model's special tokens are added: by default to a text, and not to messages, whose template
     has them."""
     if request.HasField("add_special_tokens"):
-        return request.add_special_tokens
+        return bool(request.add_special_tokens)
     return bool(request.WhichOneof("prompt") == "text")
 
 

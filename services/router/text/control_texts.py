@@ -87,8 +87,8 @@ class ControlTexts:
         twin.encode_special_tokens = True
         ids = {token.content: token_id for token_id, token in self._added.items()}
         ids |= {alias: self._controls[text] for text, alias in aliases.items()}
-        own_ids = {text: twin.token_to_id(text) for text in ids}
-        return twin, aliases, {own_id: ids[text] for text, own_id in own_ids.items() if own_id is not None}
+        theirs = {own_id: id for text, id in ids.items() if (own_id := twin.token_to_id(text)) is not None}
+        return twin, aliases, theirs
 
     def _marked(self, value: Any) -> Any:
         match value:

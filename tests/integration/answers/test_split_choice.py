@@ -22,10 +22,10 @@ class SameCosts(CostModel):
 
     def __init__(self) -> None:
         super().__init__()
-        super().observe(100, 0, 100.0)
-        super().observe(0, 1, 5.0)
+        super().observe(100, 0, 100.0, 0.0)
+        super().observe(0, 1, 5.0, 0.0)
 
-    def observe(self, num_prefill_tokens: int, num_decodes: int, ms: float) -> None:
+    def observe(self, *_: object, **__: object) -> None:
         pass
 
 
