@@ -80,6 +80,8 @@ class PlacedPrefill:
     """The answers whose token 0 has arrived, as the leg counts them."""
     num_ended: int = 0
     """How many of these it has ended. With all of them the source closes the lease."""
+    num_computed: int | None = None
+    """How much of the prompt is computed, in tokens, as far as its worker tells."""
 
 
 @dataclass(slots=True)

@@ -228,6 +228,7 @@ class Intake:
             form=form,
             special_ids=model.text.special_ids,
         )
+        answer.progress = lambda: model.conductor.coordinator.progress_of(trace.timeline.request_id, self._clock.now())
         spec = RequestSpec(
             request_id=trace.timeline.request_id,
             token_ids=tuple(token_ids),
