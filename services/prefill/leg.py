@@ -108,6 +108,8 @@ class PrefillLeg:
             case Progress() if self._lease is not None:
                 self._chunks.append((Event.CHUNK, event.now, {Attr.NUM_TOKENS: event.num_computed}))
                 self._host.leases.publish(self._lease.lease_id, event.num_computed, self._host.awake.now())
+                computed = worker_pb2.PromptComputed(leg=self.number, num_tokens=event.num_computed)
+                self._session.emit(worker_pb2.LegEvent(prompt_computed=computed))
             case PromptScored() if self._lease is not None:
                 self._session.emit(prompt_tokens_of(self.number, event))
             case Token() if self._lease is not None:

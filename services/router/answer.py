@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,20 @@ from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import BatonError
 from services.router.coordinator.actions import EmitFinished, EmitPromptTokens, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
+from services.router.coordinator.progress import LiveProgress
+from services.router.front.progress import message
 from services.router.tenants.tenant import TokenUsage
 from services.router.text.output.parts import Parsed
 from services.router.text.streaming import CONTEXT_TOKENS, Piece, TextStream
 from services.router.workers.wire import FINISH_REASONS
 
-AnswerEvent = inference_pb2.PromptInfo | inference_pb2.PromptLogprobs | inference_pb2.Chunk | inference_pb2.Completion
+AnswerEvent = (
+    inference_pb2.PromptInfo
+    | inference_pb2.PromptLogprobs
+    | inference_pb2.Chunk
+    | inference_pb2.Completion
+    | inference_pb2.Progress
+)
 
 MAX_CHUNK_TOKENS = 256
 """The most tokens in one chunk.
@@ -211,7 +219,7 @@ class Answer:
     """Holds the answer to one request. Iterate over it once.
 
     It yields PromptInfo, PromptLogprobs if asked for, Chunks and a Completion for each output, or raises the error that
-    ended it.
+    ended it; and Progress, where `progress_after_s` is set.
     """
 
     def __init__(
@@ -257,6 +265,10 @@ class Answer:
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
         self._over = asyncio.Event()
+        self.progress: Callable[[], LiveProgress | None] = lambda: None
+        """Returns where the request is; None once it has ended."""
+        self.progress_after_s: float | None = None
+        """Seconds without an event after which the client is told its progress; None for never."""
 
     @property
     def over(self) -> bool:
@@ -346,6 +358,10 @@ class Answer:
 
     async def __aiter__(self) -> AsyncIterator[AnswerEvent]:
         while True:
+            if self.progress_after_s is not None and not await self._changes_within(self.progress_after_s):
+                if (progress := self.progress()) is not None:
+                    yield message(progress)
+                continue
             await self._changed.wait()
             self._changed.clear()
             if self._announced:
@@ -363,6 +379,14 @@ class Answer:
                 raise self._error
             if all(output.taken for output in self._outputs):
                 return
+
+    async def _changes_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 def skips_special_tokens(request: inference_pb2.GenerateRequest) -> bool:

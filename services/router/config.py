@@ -94,6 +94,12 @@ class RouterConfig(MembershipConfig, TenantConfig):
         (),
         "name HTTP clients may ask for, beside those of loopback; repeatable (default: none on loopback, else any)",
     )
+    http_keepalive_s: float = option(
+        5.0,
+        "seconds without a byte after which a stream over HTTP gets a comment with its request's progress; 0: none",
+        check=lambda v: 0 <= v <= 3600,
+        must="must be in [0, 3600]",
+    )
     http_cors_origin: tuple[str, ...] = option(
         (),
         "origin whose pages may use HTTP from a browser, such as https://app.example, or * for any; repeatable",

@@ -198,7 +198,9 @@ class Router:
             lambda: (self.address, join(config.host, self.http_port)),
         )
         routes = self._console.routes() if self._console is not None else []
-        app: ASGIApp = make_app(intake, self.catalogue, gate, self._metrics.registry, budget, limits, routes)
+        app: ASGIApp = make_app(
+            intake, self.catalogue, gate, self._metrics.registry, budget, limits, routes, config.http_keepalive_s
+        )
         self._http = self._new_http_server(app)
         self._control = control.ControlServicer(
             self.catalogue,

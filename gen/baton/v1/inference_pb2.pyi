@@ -14,10 +14,23 @@ class ToolMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_MODE_AUTO: _ClassVar[ToolMode]
     TOOL_MODE_NONE: _ClassVar[ToolMode]
     TOOL_MODE_REQUIRED: _ClassVar[ToolMode]
+
+class ProgressState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROGRESS_STATE_UNSPECIFIED: _ClassVar[ProgressState]
+    PROGRESS_STATE_QUEUED: _ClassVar[ProgressState]
+    PROGRESS_STATE_PREFILLING: _ClassVar[ProgressState]
+    PROGRESS_STATE_HANDOFF: _ClassVar[ProgressState]
+    PROGRESS_STATE_DECODING: _ClassVar[ProgressState]
 TOOL_MODE_UNSPECIFIED: ToolMode
 TOOL_MODE_AUTO: ToolMode
 TOOL_MODE_NONE: ToolMode
 TOOL_MODE_REQUIRED: ToolMode
+PROGRESS_STATE_UNSPECIFIED: ProgressState
+PROGRESS_STATE_QUEUED: ProgressState
+PROGRESS_STATE_PREFILLING: ProgressState
+PROGRESS_STATE_HANDOFF: ProgressState
+PROGRESS_STATE_DECODING: ProgressState
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "messages", "sampling", "stopping", "response", "priority", "session", "cache_salt", "truncate_prompt", "constraint", "n", "tools", "tool_choice", "parallel_tool_calls", "truncate_prompt_tokens", "add_special_tokens")
@@ -136,20 +149,22 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("logprobs", "echo_token_ids", "skip_special_tokens", "prompt_logprobs", "echo_text", "include_stop_text")
+    __slots__ = ("logprobs", "echo_token_ids", "skip_special_tokens", "prompt_logprobs", "echo_text", "include_stop_text", "progress")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_TEXT_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     logprobs: int
     echo_token_ids: bool
     skip_special_tokens: bool
     prompt_logprobs: int
     echo_text: bool
     include_stop_text: bool
-    def __init__(self, logprobs: _Optional[int] = ..., echo_token_ids: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., echo_text: _Optional[bool] = ..., include_stop_text: _Optional[bool] = ...) -> None: ...
+    progress: bool
+    def __init__(self, logprobs: _Optional[int] = ..., echo_token_ids: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., echo_text: _Optional[bool] = ..., include_stop_text: _Optional[bool] = ..., progress: _Optional[bool] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
     __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "token_ids", "prefill_worker")
@@ -166,6 +181,16 @@ class PromptInfo(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefill_worker: str
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_worker: _Optional[str] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("state", "position", "of")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    state: ProgressState
+    position: int
+    of: int
+    def __init__(self, state: _Optional[_Union[ProgressState, str]] = ..., position: _Optional[int] = ..., of: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("text", "token_ids", "logprobs", "index", "reasoning", "tool_calls")
@@ -252,16 +277,18 @@ class FurtherAnswer(_message.Message):
     def __init__(self, output: _Optional[_Union[Chunk, _Mapping]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("prompt_info", "chunk", "completion", "prompt_logprobs")
+    __slots__ = ("prompt_info", "chunk", "completion", "prompt_logprobs", "progress")
     PROMPT_INFO_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     prompt_info: PromptInfo
     chunk: Chunk
     completion: Completion
     prompt_logprobs: PromptLogprobs
-    def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

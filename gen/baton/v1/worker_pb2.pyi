@@ -82,7 +82,7 @@ class CacheEvents(_message.Message):
     def __init__(self, number: _Optional[int] = ..., whole: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class LegEvent(_message.Message):
-    __slots__ = ("started", "lease_ended", "admitted", "refused", "ready", "import_failed", "tokens", "failed", "prompt_tokens", "parked", "prefix_brought")
+    __slots__ = ("started", "lease_ended", "admitted", "refused", "ready", "import_failed", "tokens", "failed", "prompt_tokens", "parked", "prefix_brought", "prompt_computed")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     LEASE_ENDED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class LegEvent(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_BROUGHT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     lease_ended: LeaseEnded
     admitted: DecodeAdmitted
@@ -105,7 +106,16 @@ class LegEvent(_message.Message):
     prompt_tokens: PromptTokens
     parked: Parked
     prefix_brought: PrefixBrought
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., admitted: _Optional[_Union[DecodeAdmitted, _Mapping]] = ..., refused: _Optional[_Union[DecodeRefused, _Mapping]] = ..., ready: _Optional[_Union[ImportReady, _Mapping]] = ..., import_failed: _Optional[_Union[ImportFailed, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[LegFailed, _Mapping]] = ..., prompt_tokens: _Optional[_Union[PromptTokens, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ..., prefix_brought: _Optional[_Union[PrefixBrought, _Mapping]] = ...) -> None: ...
+    prompt_computed: PromptComputed
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., admitted: _Optional[_Union[DecodeAdmitted, _Mapping]] = ..., refused: _Optional[_Union[DecodeRefused, _Mapping]] = ..., ready: _Optional[_Union[ImportReady, _Mapping]] = ..., import_failed: _Optional[_Union[ImportFailed, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[LegFailed, _Mapping]] = ..., prompt_tokens: _Optional[_Union[PromptTokens, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ..., prefix_brought: _Optional[_Union[PrefixBrought, _Mapping]] = ..., prompt_computed: _Optional[_Union[PromptComputed, _Mapping]] = ...) -> None: ...
+
+class PromptComputed(_message.Message):
+    __slots__ = ("leg", "num_tokens")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    leg: int
+    num_tokens: int
+    def __init__(self, leg: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefixBrought(_message.Message):
     __slots__ = ("leg", "num_tokens", "num_bytes", "ms")

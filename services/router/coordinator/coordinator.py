@@ -26,6 +26,7 @@ from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import ExpectedRequest, LegEvent, RequestSpec, WorkerInfo
 from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all
+from services.router.coordinator.progress import LiveProgress, QueuePlaces, progress_of
 from services.router.coordinator.request import LiveStage, Phase, PlacedPark, Request
 from services.router.coordinator.unsplit import split_break_even
 from services.router.coordinator.workers import Worker, WorkerState
@@ -43,6 +44,7 @@ class Coordinator:
         self._book = Book(config)
         self._config = config
         self._canaries = Canaries(self._book)
+        self._places = QueuePlaces(self._book)
         self._stopping: BatonError | None = None
         """The error that new requests get; None while requests are admitted."""
         self._ready = False
@@ -424,6 +426,11 @@ class Coordinator:
         if request.phase in (Phase.PARKED, Phase.BINDING) and request.placing_since_s is not None:
             since_s = request.placing_since_s
         return LiveStage(request.phase, since_s, request.story.cached_tokens, request.story.num_retries)
+
+    def progress_of(self, request_id: str, now: float) -> LiveProgress | None:
+        """Returns how far a live request has come, of one that has come apart its first part; None if it has ended."""
+        request = next(iter(self._book.of_id(request_id)), None)
+        return None if request is None else progress_of(request, self._places, len(self._book.queue), now)
 
     @property
     def num_live(self) -> int:

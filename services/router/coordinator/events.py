@@ -105,6 +105,14 @@ class PrefillStarted:
     cached_tokens: int = 0
 
 
+@record
+class PromptComputed:
+    """Says how much of a prefill leg's prompt has been computed, for clients that wait."""
+
+    leg: int
+    num_tokens: int
+
+
 class LeaseEnd(enum.Enum):
     RELEASED = "released"
     EXPIRED = "expired"
@@ -173,6 +181,7 @@ LegEvent = (
     | ImportFailed
     | Parked
     | PrefixBrought
+    | PromptComputed
     | PromptTokens
     | Tokens
     | LegFailed

@@ -44,6 +44,7 @@ from services.router.coordinator.events import (
     Parked,
     PrefillStarted,
     PrefixBrought,
+    PromptComputed,
     PromptTokens,
     Tokens,
     WorkerInfo,
@@ -69,7 +70,9 @@ def leg_event(book: Book, worker: Worker, event: LegEvent, found: tuple[Request,
     """Handles one event of a worker. `found` is what `Book.leg_at` says of the event's leg, unless that is a store's
     (`parking.py`)."""
     if found is None:
-        goes_on = isinstance(event, PrefillStarted | DecodeAdmitted | ImportReady | Parked | PromptTokens)
+        goes_on = isinstance(
+            event, PrefillStarted | PromptComputed | DecodeAdmitted | ImportReady | Parked | PromptTokens
+        )
         if goes_on or (isinstance(event, Tokens) and event.finish is None):
             book.cancel_leg(worker.info, event.leg)
         return
@@ -98,6 +101,8 @@ def _reached(request: Request, leg: PlacedPrefill | PlacedDecode) -> tuple[bool,
 
 def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegEvent, now: float) -> None:
     match event:
+        case PromptComputed():
+            leg.num_computed = event.num_tokens
         case PrefillStarted():
             _prefill_started(book, request, leg, event, now)
         case PromptTokens():

@@ -85,6 +85,8 @@ class PlacedPrefill:
     num_ended: int = 0
     """How many of these it has ended. With all of them the source closes the lease."""
     origins: set[Origin] = field(default_factory=set)
+    num_computed: int | None = None
+    """How much of the prompt is computed, in tokens, as far as its worker tells."""
 
 
 @dataclass(slots=True)

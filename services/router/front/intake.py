@@ -247,6 +247,7 @@ class Intake:
             special_texts=model.token_texts.special,
             begins_in_prompt=echoed.begins_in_prompt,
         )
+        answer.progress = lambda: model.conductor.coordinator.progress_of(trace.timeline.request_id, self._clock.now())
         spec = RequestSpec(
             request_id=trace.timeline.request_id,
             token_ids=tuple(token_ids),

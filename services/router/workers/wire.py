@@ -33,6 +33,7 @@ from services.router.coordinator.events import (
     Parked,
     PrefillStarted,
     PrefixBrought,
+    PromptComputed,
     PromptTokens,
     SequenceEnd,
     Tokens,
@@ -228,6 +229,8 @@ def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
         case "prefix_brought":
             brought = event.prefix_brought
             return PrefixBrought(brought.leg, max(0, brought.num_tokens), _figure(brought.ms))
+        case "prompt_computed":
+            return PromptComputed(event.prompt_computed.leg, max(0, event.prompt_computed.num_tokens))
         case "started":
             return _started(event.started)
         case "parked":

@@ -51,6 +51,7 @@ async def test_the_handoff_equals_one_worker(model: Path, transport: str) -> Non
             decode_leg = router.new_leg()
             await decode.send(decode=decode_command(decode_leg, started))
             await decode.next("admitted", decode_leg)
+            assert 0 < (await prefill.next("prompt_computed", leg)).num_tokens <= len(PROMPT)
             first, _ = await prefill.tokens(leg, count=1)
             await decode.next("ready", decode_leg)
             ids, finish = await decode.tokens(decode_leg)

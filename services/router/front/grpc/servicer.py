@@ -16,10 +16,15 @@ from services.router.tenants.gate import Gate
 from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.InferenceService"
+PROGRESS_AFTER_S = 5.0
+"""Seconds without a message after which a client that has asked for it is told its progress."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, intake: Intake, catalogue: Catalogue, gate: Gate) -> None:
+    def __init__(
+        self, intake: Intake, catalogue: Catalogue, gate: Gate, progress_after_s: float = PROGRESS_AFTER_S
+    ) -> None:
+        self._progress_after_s = progress_after_s
         self._intake = intake
         self._catalogue = catalogue
         self._gate = gate
@@ -27,7 +32,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateStream(
         self, incoming: Incoming, context: CallContext
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
+        tells_progress = incoming.request.response.progress
         async with self._answer(incoming, context, stream=True) as answer:
+            answer.progress_after_s = self._progress_after_s if tells_progress else None
             async for event in answer:
                 match event:
                     case inference_pb2.Chunk():
@@ -40,6 +47,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         yield inference_pb2.GenerateStreamResponse(prompt_logprobs=event)
                     case inference_pb2.Completion():
                         yield inference_pb2.GenerateStreamResponse(completion=event)
+                    case inference_pb2.Progress():
+                        yield inference_pb2.GenerateStreamResponse(progress=event)
 
     async def Generate(self, incoming: Incoming, context: CallContext) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()

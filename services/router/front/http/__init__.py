@@ -17,6 +17,7 @@ router.
     tokenise.py     /tokenize and /detokenize
     answers.py      calls of completions and chats, and their answers as one JSON object or as the events of a stream
     prompt_scores.py  log-probabilities of prompts, in OpenAI's form and in vLLM's
+    keepalive.py    comments in a stream that is silent for long
     reply.py        what goes out: JSON, events, errors and their statuses
 
 Ranges are checked where gRPC's are (services/router/front/validation.py); here only types are.

@@ -1,9 +1,9 @@
 """Turns a parsed body into requests, and their answers into OpenAI's JSON.
 
 An `HttpCall` has requests as the router knows them, each with the `Style` in which its endpoint writes choices. A
-writer makes one JSON object of all answers, or the chunks of one stream; nothing is written before the first token, so
-an error until then is reported by the status. Owns: what is written when, and the usage of all answers together. Never:
-bytes on the wire (reply.py).
+writer makes one JSON object of all answers, or the chunks of one stream; no event is written before the first token, so
+an error until then is reported by the status, unless a wait was long (keepalive.py). Owns: what is written when, and
+the usage of all answers together. Never: bytes on the wire (reply.py).
 """
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ class _Stream:
                 usage = self._usages[index, 0]
                 usage.prompt_tokens, usage.cached_tokens = event.prompt_tokens, event.cached_tokens
                 return []
-            case inference_pb2.PromptLogprobs():
-                return []  # a stream that asks for them is refused
+            case inference_pb2.PromptLogprobs() | inference_pb2.Progress():
+                return []  # a stream that asks for the first is refused, and nobody asks for the other over HTTP
             case inference_pb2.Completion():
                 place = (index, event.index)
                 opening = self._opening(place)

@@ -115,15 +115,16 @@ def make_app(
     budget: ByteBudget,
     limits: BodyLimits,
     console: Sequence[Route] = (),
+    keepalive_s: float = 0.0,
 ) -> Starlette:
     """Returns the application. `console` are the routes of the console, if there is one.
 
     Where callers need keys there are no metrics: they tell of all tenants, and have a port of their own.
     """
     small = _Small(catalogue, gate, registry)
-    complete = Generation(intake, catalogue, gate, completions.read_call, budget, limits)
-    chat_complete = Generation(intake, catalogue, gate, chat.read_call, budget, limits)
-    respond = Generation(intake, catalogue, gate, read_response_call, budget, limits)
+    complete = Generation(intake, catalogue, gate, completions.read_call, budget, limits, keepalive_s)
+    chat_complete = Generation(intake, catalogue, gate, chat.read_call, budget, limits, keepalive_s)
+    respond = Generation(intake, catalogue, gate, read_response_call, budget, limits, keepalive_s)
     tokenize = Tokenisation(catalogue, gate, read_tokenize, budget, limits)
     detokenize = Tokenisation(catalogue, gate, read_detokenize, budget, limits)
     app = Starlette(

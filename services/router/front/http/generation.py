@@ -28,10 +28,12 @@ from services.router.front.byte_budget import ByteBudget
 from services.router.front.call import Call, Caller, Together
 from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, BodyLimits, no_json, read_body
+from services.router.front.http.keepalive import kept_alive
 from services.router.front.http.reply import REQUEST_ID, Reply, http_error
 from services.router.front.incoming import Incoming
 from services.router.front.intake import Intake
 from services.router.front.labels import check_label
+from services.router.front.progress import words
 from services.router.tenants.gate import Gate
 from services.router.tenants.quota import demand_together
 from services.router.tenants.tenant import Tenant
@@ -77,11 +79,17 @@ Take = Callable[[int, AnswerEvent], Awaitable[None]]
 
 
 async def answer_all(
-    intake: Intake, prompts: Sequence[AskedPrompt], request_id: str, take: Take, call_of: Callable[[Incoming], Call]
+    intake: Intake,
+    prompts: Sequence[AskedPrompt],
+    request_id: str,
+    take: Take,
+    call_of: Callable[[Incoming], Call],
+    submitted: Callable[[Answer], object] = lambda answer: None,
 ) -> None:
     """Submits the prompts, each as the call that `call_of` makes of it, and passes their answers to `take`.
 
-    Raises the error of the first prompt that fails, with its field as the client wrote it.
+    `submitted` is told of each answer that begins. Raises the error of the first prompt that fails, with its field as
+    the client wrote it.
     """
     # All prompts are validated and admitted before a token of any of them is written.
     admitted = asyncio.Barrier(len(prompts))
@@ -91,6 +99,7 @@ async def answer_all(
         taken = intake.answer(call_of(prompt.incoming))
         with _with_client_names(prompt):
             async with taken as answer:
+                submitted(answer)
                 await admitted.wait()
                 if len(prompts) > 1:
                     group.create_task(fail_with(answer, prompt), name=f"http prompt {index}, its end")
@@ -169,8 +178,11 @@ class Generation:
         read_call: ReadCall,
         budget: ByteBudget,
         limits: BodyLimits,
+        keepalive_s: float,
     ) -> None:
-        """`budget` bounds all bytes of requests in the process."""
+        """`budget` bounds all bytes of requests in the process. `keepalive_s` is how long a stream may be silent; 0 for
+        as long as it likes."""
+        self._keepalive_s = keepalive_s
         self._intake = intake
         self._catalogue = catalogue
         self._gate = gate
@@ -201,6 +213,7 @@ class Generation:
                         demand_together(tenant, num_prompts)
                         party = charges.enter_context(self._gate.party(tenant, num_prompts))
                         together = Together(num_prompts, party)
+                answers: list[Answer] = []
                 answering = answer_all(
                     self._intake,
                     call.prompts,
@@ -214,8 +227,10 @@ class Generation:
                         stream=call.is_stream,
                         together=together,
                     ),
+                    answers.append,
                 )
-                await while_connected(receive, answering)
+                async with kept_alive(reply, self._keepalive_s if call.is_stream else 0, lambda: _where(answers)):
+                    await while_connected(receive, answering)
         except Exception as error:  # the outermost handler: whatever it is, the client gets an answer and no traceback
             answer = http_error(error)
             forget_frames(error)
@@ -242,6 +257,12 @@ class Generation:
         if unknown := body.unknown():
             log.debug("fields ignored: %s", ", ".join(unknown)[:200], extra=ids(request_id, ""))
         return model, call
+
+
+def _where(answers: Sequence[Answer]) -> str:
+    """Returns in words where the first of the requests is that has not ended."""
+    live = (progress for answer in answers if (progress := answer.progress()) is not None)
+    return words(progress) if (progress := next(live, None)) is not None else "waiting for the tokenizer"
 
 
 def _timeout_s(headers: Headers) -> float | None:

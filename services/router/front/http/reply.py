@@ -157,6 +157,11 @@ class Reply:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._started = False
+        self._ended = False
+        self._turn = asyncio.Lock()
+        """Is held while a part of a stream is sent: comments come beside the rest."""
+        self.touched_s = asyncio.get_running_loop().time()
+        """When a part was last begun, or a comment due, on the event loop's clock."""
         self.write_error: Callable[[HttpError], bytes] = _error_event
         """Makes what ends a stream that has begun and fails."""
 
@@ -181,13 +186,26 @@ class Reply:
 
     async def framed(self, events: Sequence[bytes], *, more: bool = True) -> None:
         """Sends events as they are on the wire."""
-        if not self._started:
-            await self._start(200, {"content-type": _EVENTS, **_EVENT_HEADERS})
-        await self._body(b"".join(events), more=more)
+        await self._part(b"".join(events), more=more)
+
+    async def comment(self, words: str) -> None:
+        """Sends a comment, which clients of event streams ignore, unless another part is on its way to the client."""
+        self.touched_s = asyncio.get_running_loop().time()
+        if not self._turn.locked() and not self._ended:
+            await self._part(f": {words}\n\n".encode(), more=True)
 
     async def done(self) -> None:
         """Ends a stream that is complete."""
-        await self._body(_DONE, more=False)
+        await self._part(_DONE, more=False)
+
+    async def _part(self, data: bytes, *, more: bool) -> None:
+        """Sends a part of a stream, after its headers."""
+        async with self._turn:
+            self.touched_s = asyncio.get_running_loop().time()
+            self._ended = not more
+            if not self._started:
+                await self._start(200, {"content-type": _EVENTS, **_EVENT_HEADERS})
+            await self._body(data, more=more)
 
     async def failed(self, error: HttpError) -> None:
         """Sends the error with its status, or, in a stream, as an event that ends it without [DONE]."""
