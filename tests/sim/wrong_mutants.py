@@ -9,7 +9,6 @@ from typing import Any
 from baton.v1 import worker_pb2
 from services.decode.leg import DecodeLeg
 from services.engine.schedule.sequence import Resumed
-from services.kv.verdicts import Verdicts
 from services.router.coordinator import wrong_workers
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import Origin, PlacedDecode, PlacedPark, PlacedPrefill, Request
@@ -60,15 +59,6 @@ def _begin_again_only_in(begin_again: Any, caller: str) -> Any:
             begin_again(self, request, now)
 
     return only_there
-
-
-def is_in_one_epoch_for_each_worker() -> Bug:
-    """The second verdict on a worker that was mended names nothing anew."""
-
-    def add(self: Verdicts, incarnation: int) -> None:
-        self.merge({incarnation: 1})
-
-    return replaced(Verdicts, "add", add)
 
 
 # What runs.
@@ -184,7 +174,6 @@ MUTANTS: list[Mutant] = [
     finds_it_where_handoffs_are_taken_over,
     finds_it_where_sequences_are_not_split,
     uses_what_is_found_by_older_names,
-    is_in_one_epoch_for_each_worker,
     lets_output_of_it_go_on,
     forgets_who_has_computed,
     forgets_who_has_found_something_cached,
