@@ -23,6 +23,7 @@ from services.cli.child import Lifeline
 from services.cli.worker_packages import demand_torch
 from services.core.errors import UnknownModel
 from services.core.home import baton_home
+from services.core.own_files import FOR_ALL, opened
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ENTRY_FILE = "baton.json"
@@ -67,7 +68,7 @@ def new_entry(target: pathlib.Path, model_id: str, source: str) -> Iterator[path
     The directory's `model` subdirectory becomes the entry when the block ends without an error.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.parent / f".{target.name}.lock", "w") as lock:
+    with open(opened(target.parent / f".{target.name}.lock", os.O_WRONLY | os.O_CREAT, FOR_ALL), "wb") as lock:
         _lock(lock.fileno(), model_id)
         if read_entry(target) is not None:
             yield None

@@ -20,6 +20,7 @@ from collections import deque
 
 from services.core.errors import ConfigError
 from services.core.home import baton_state
+from services.core.own_files import opened
 from services.core.printable import printable
 
 MOST_BYTES = 32 << 20
@@ -131,8 +132,8 @@ class RunLog:
     def _turn(self) -> None:
         """Moves what is there aside. The processes append, so they go on at the beginning of the emptied file; what one
         writes in the moment between is lost."""
-        with contextlib.suppress(OSError), open(self.path.with_suffix(".log.1"), "wb") as aside:
-            os.fchmod(aside.fileno(), 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with contextlib.suppress(OSError), open(opened(self.path.with_suffix(".log.1"), flags), "wb") as aside:
             aside.write(self._read_from(0))
         os.truncate(self.fd, 0)
         self._read_to = 0

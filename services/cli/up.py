@@ -386,7 +386,7 @@ def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int
 def _require_writable(trace_file: str) -> None:
     if trace_file:
         try:
-            open(trace_file, "ab").close()
+            os.close(os.open(trace_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise ConfigError(f"--trace-file: {printable(trace_file)}: {error.strerror}") from error
 

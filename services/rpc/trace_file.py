@@ -47,7 +47,7 @@ class TraceFileExporter(SpanExporter):
     def __init__(self, path: str) -> None:
         """Opens or creates the file. Raises a ConfigError that names --trace-file if it cannot be written."""
         try:
-            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"--trace-file: cannot write {path}: {error.strerror}") from error
         self._path = path

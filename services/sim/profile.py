@@ -207,7 +207,9 @@ def write_profile(path: Path, profile: WorkerProfile) -> None:
     """Writes the profile. What stands at `path` is replaced once the new one is whole. Raises OSError with `path`."""
     beside = path.with_name(f".{path.name}.new")
     try:
-        beside.write_text(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
+        beside.unlink(missing_ok=True)
+        with beside.open("x") as file:  # which follows no link
+            file.write(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
         beside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -8,20 +8,19 @@ module does not import torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
-import secrets
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
+
+from services.core.own_files import FOR_ALL, opened, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def cpu_fields(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 def _read(entry: Path, read: Callable[[Any], T | None], what: str, level: int) -> T | None:
     """Returns None if there is nothing, or what is there is out of date or makes no sense; the last is logged."""
     try:
-        with open(_opened(entry, os.O_RDONLY), "rb") as file:
+        with open(opened(entry, os.O_RDONLY), "rb") as file:
             content = file.read(_MOST_BYTES)
     except OSError:
         return None
@@ -117,22 +116,12 @@ def _read(entry: Path, read: Callable[[Any], T | None], what: str, level: int) -
         return None
 
 
-def _opened(path: Path, flags: int) -> int:
-    """Opens a plain file, which no link stands for: others may write to the folder. Raises OSError for anything else,
-    and never waits, as a pipe without a writer would have it do."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "is no plain file", str(path))
-
-
 @contextlib.contextmanager
 def _only_one(entry: Path, limit_s: float, what: str, level: int) -> Iterator[bool]:
     """Waits until no other process makes the same entry. Yields whether it can be kept."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(_opened(entry.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT), "wb")  # noqa: SIM115 closed below
+        lock = open(opened(entry.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT, FOR_ALL), "wb")  # noqa: SIM115 closed below
     except OSError as error:
         logger.log(level, "%s cannot be kept: %s", what, error)
         yield False
@@ -159,13 +148,7 @@ def _locked(fd: int, what: str) -> bool:
 
 def _write(entry: Path, content: Mapping[str, object], what: str, level: int) -> None:
     """Writes the content whole or not at all, since readers take no lock."""
-    # Containers that share the folder may have processes of one number.
-    partial = entry.with_suffix(f".{secrets.token_hex(8)}.partial")
     try:
-        with open(_opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-        partial.replace(entry)
+        write_whole(entry, json.dumps(content, indent=1).encode() + b"\n", FOR_ALL)
     except OSError as error:
         logger.log(level, "%s cannot be kept: %s", what, error)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.core.home import baton_home
+from services.core.own_files import FOR_ALL, write_whole
 from services.engine.native.instruction_sets import (
     SOURCES_SYMBOL,
     WITHOUT_KERNELS,
@@ -216,11 +217,9 @@ def _copy_kept(compiler: Compiler) -> bool:
 
 def _copy(library: Path, to: Path) -> bool:
     """Puts a copy in place of what is there: a process that has the old library loaded keeps it."""
-    copy = to.with_name(f"copying-{os.getpid()}-{to.name}")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, copy)
-        os.replace(copy, to)
+        write_whole(to, library.read_bytes(), FOR_ALL)
     except OSError:
         return False
     return True

@@ -135,14 +135,12 @@ def test_there_is_no_picture_of_requests_that_all_failed(
 def test_a_profile_is_replaced_only_by_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
     write_profile(path, WorkerProfile("first", 1.0, 1.0, 0.1))
-    write = Path.write_text
 
-    def full_disk(self: Path, text: str) -> int:
-        write(self, text[:10])
+    def full_disk(self: Path, to: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full_disk)
+        patched.setattr(Path, "replace", full_disk)
         with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
             write_profile(path, WorkerProfile("second", 1.0, 1.0, 0.1))
     assert read_profile(path).name == "first"

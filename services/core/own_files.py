@@ -1,0 +1,34 @@
+"""Opens the files that Baton makes in folders of its own, where somebody else may have put a link or a pipe."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import secrets
+import stat
+
+FOR_ALL = 0o666
+"""The mode of files without text of clients: the umask decides who else may read them."""
+
+
+def opened(path: pathlib.Path, flags: int, mode: int = 0o600) -> int:
+    """Returns the descriptor of a plain file, which no link stands for. Raises OSError for anything else, and never
+    waits, as a pipe without a writer would have it do."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is no plain file", str(path))
+
+
+def write_whole(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
+    """Writes the file whole or not at all, in the place of what is there. Raises OSError."""
+    # Containers that share the folder may have processes of one number.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with open(opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

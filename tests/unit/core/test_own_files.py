@@ -1,0 +1,92 @@
+"""Tests that no link in a folder of Baton's makes it write elsewhere, and that files with text are private."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.cli.model_cache import new_entry
+from services.cli.run_log import RunLog
+from services.core.own_files import opened, write_whole
+from services.engine.cpu.kept_timings import once_per_host
+from services.engine.native.build import _copy
+from services.rpc.trace_file import TraceFileExporter
+from services.sim.profile import WorkerProfile, write_profile
+
+KEPT = "what somebody else's file has"
+
+
+def pull(folder: Path) -> None:
+    with new_entry(folder / "org--model", "org/model", "here") as workspace:
+        assert workspace is not None
+        (workspace / "model").mkdir()
+
+
+def keep_timing(folder: Path) -> None:
+    once_per_host(folder / "finding.json", dict, lambda: {"found": 1}, limit_s=1.0, what="a finding")
+
+
+def keep_profile(folder: Path) -> None:
+    write_profile(folder / "profile.json", WorkerProfile("made", 1.0, 1.0, 1.0))
+
+
+def keep_kernels(folder: Path) -> None:
+    (folder / "built").write_bytes(b"library")
+    assert _copy(folder / "built", folder / "kernels.so")
+
+
+PLACES: list[tuple[Callable[[Path], None], str]] = [
+    (pull, ".org--model.lock"),
+    (keep_timing, "finding.lock"),
+    (keep_timing, "finding.json"),
+    (keep_profile, "profile.json"),
+    (keep_profile, ".profile.json.new"),
+    (keep_kernels, "kernels.so"),
+    (keep_kernels, f"copying-{os.getpid()}-kernels.so"),
+]
+
+
+@pytest.mark.parametrize(("write", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("exists", [True, False], ids=["file", "nothing"])
+def test_a_link_leads_nowhere(tmp_path: Path, write: Callable[[Path], None], name: str, exists: bool) -> None:
+    other, folder = tmp_path / "other", tmp_path / "home"
+    folder.mkdir()
+    if exists:
+        other.write_text(KEPT)
+    (folder / name).symlink_to(other)
+    with contextlib.suppress(OSError):
+        write(folder)
+    assert other.exists() == exists
+    assert not exists or other.read_text() == KEPT
+
+
+def test_a_log_that_is_set_aside_goes_where_no_link_leads(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text(KEPT)
+    log = RunLog(tmp_path / "home")
+    log.path.with_suffix(".log.1").symlink_to(other)
+    log._turn()
+    assert other.read_text() == KEPT
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_plain_files_are_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "it"
+    {"link": lambda: path.symlink_to(tmp_path / "other"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    with pytest.raises(OSError, match=r"it"):
+        opened(path, os.O_WRONLY | os.O_CREAT)
+
+
+def test_what_has_text_is_its_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        TraceFileExporter(str(tmp_path / "trace.jsonl")).shutdown()
+        write_whole(tmp_path / "whole", b"text")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600, 0o600]
