@@ -6,15 +6,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from baton.v1 import worker_pb2
-from services.decode.leg import DecodeLeg
-from services.engine.schedule.sequence import Resumed
 from services.router.coordinator import wrong_workers
 from services.router.coordinator.book import Book
-from services.router.coordinator.request import Origin, PlacedDecode, PlacedPark, PlacedPrefill, Request
+from services.router.coordinator.request import Origin, PlacedDecode, PlacedPrefill, Request
 from services.router.policy import Role
 from services.router.workers import wire
-from services.worker.host import WorkerHost
 from tests.sim.mutation import Bug, Mutant, both, replaced
 
 # What is cached: at the worker itself, at those that took it over, behind it, at stores and in tiers.
@@ -47,10 +43,6 @@ def finds_it_where_handoffs_are_taken_over() -> Bug:
 
 def finds_it_where_sequences_are_not_split() -> Bug:
     return _keeps_names(frozenset({Role.DECODE}), with_handoff=False)
-
-
-def uses_what_is_found_by_older_names() -> Bug:
-    return replaced(Book, "begin_again", _begin_again_only_in(Book.begin_again, "_carry_out"))
 
 
 def _begin_again_only_in(begin_again: Any, caller: str) -> Any:
@@ -107,57 +99,11 @@ def forgets_who_has_computed() -> Bug:
     return _without(int)
 
 
-def forgets_who_has_found_something_cached() -> Bug:
-    return _without(str)
-
-
 def keeps_the_legs_of_requests_without_output() -> Bug:
     return replaced(Book, "begin_again", _begin_again_only_in(Book.begin_again, "_began"))
 
 
-def forgets_whose_kv_a_handoff_is() -> Bug:
-    open_decode = Book.open_decode
-
-    def opened(self: Book, request: Request, at: Any, now: float, choice: Any = None) -> None:
-        open_decode(self, request, at, now, choice)
-        if request.decode is not None:
-            request.decode.origins = {at.info.incarnation}
-
-    return replaced(Book, "open_decode", opened)
-
-
-def forgets_whose_handoff_a_store_has() -> Bug:
-    take_parked = Book.take_parked
-
-    def taken(self: Book, request: Request, event: Any, now: float) -> None:
-        take_parked(self, request, event, now)
-        if request.prefill is not None:
-            request.prefill.origins = set()
-
-    return both(replaced(Book, "take_parked", taken), replaced(PlacedPark, "origins", property(lambda self: set())))
-
-
-def says_nothing_of_what_preempted_sequences_find() -> Bug:
-    on_event = DecodeLeg.on_event
-
-    def quiet(self: DecodeLeg, event: Any, report: Any) -> None:
-        if not isinstance(event, Resumed):
-            on_event(self, event, report)
-
-    return replaced(DecodeLeg, "on_event", quiet)
-
-
 # Who hears of it.
-
-
-def workers_pass_no_verdict_on() -> Bug:
-    accept = WorkerHost._accept
-
-    def deaf(self: WorkerHost, session: Any, request: worker_pb2.SessionRequest) -> None:
-        request.heartbeat.ClearField("verdicts") if request.HasField("heartbeat") else None
-        accept(self, session, request)
-
-    return replaced(WorkerHost, "_accept", deaf)
 
 
 def goes_on_using_what_another_router_has_found_wrong() -> Bug:
@@ -173,14 +119,8 @@ MUTANTS: list[Mutant] = [
     finds_it_where_prompts_are_computed,
     finds_it_where_handoffs_are_taken_over,
     finds_it_where_sequences_are_not_split,
-    uses_what_is_found_by_older_names,
     lets_output_of_it_go_on,
     forgets_who_has_computed,
-    forgets_who_has_found_something_cached,
     keeps_the_legs_of_requests_without_output,
-    forgets_whose_kv_a_handoff_is,
-    forgets_whose_handoff_a_store_has,
-    says_nothing_of_what_preempted_sequences_find,
-    workers_pass_no_verdict_on,
     goes_on_using_what_another_router_has_found_wrong,
 ]

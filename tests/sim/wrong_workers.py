@@ -47,7 +47,8 @@ class WrongWorkers:
         assert isinstance(wrong.engine, SimEngine)
         wrong.engine.is_wrong = True
         # It is nobody's fault what is refused from now on: the only worker of a kind may be out of use.
-        self._cluster.record.disturb(self._world.now_s, self._world.now_s + FOR_EVER_S, *self._cluster.workers)
+        for name in self._cluster.workers:
+            self._cluster.record.disturb(self._world.now_s, FOR_EVER_S, name)
         self._world.after(_LOOKS_EVERY_S, lambda: self._look(wrong))
 
     def _has_answered_all(self, worker: SimWorker) -> bool:
