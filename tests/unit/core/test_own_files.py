@@ -47,7 +47,7 @@ PLACES: list[tuple[Callable[[Path], None], str]] = [
     (keep_profile, "profile.json"),
     (keep_profile, ".profile.json.new"),
     (keep_kernels, "kernels.so"),
-    (keep_kernels, f"copying-{os.getpid()}-kernels.so"),
+    pytest.param(keep_kernels, f"copying-{os.getpid()}-kernels.so", id="keep_kernels-copying"),
 ]
 
 
