@@ -23,7 +23,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = wire._fill
 
     def raises(message: Any, command: Any, traceparent: str) -> None:
-        if command.spec.request_id == POISONED:
+        if command.spec.label == POISONED:
             raise ValueError("Value out of range: secret")
         fill(message, command, traceparent)
 

@@ -199,17 +199,6 @@ async def test_an_unknown_model(cluster: Cluster) -> None:
     assert code_of(refused.value) is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_duplicate_live_request_id(cluster: Cluster, pair: Any) -> None:
-    pair[1].decode_gate.clear()
-    first = aiter(cluster.inference.GenerateStream(request(request_id="same")))
-    assert (await anext(first)).HasField("prompt_info")
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await cluster.inference.Generate(request(request_id="same"))
-    assert code_of(refused.value) is grpc.StatusCode.ALREADY_EXISTS
-    pair[1].decode_gate.set()
-    assert (await read(first))[1] == TEXT
-
-
 async def test_no_worker_in_time(model: str) -> None:
     cluster = Cluster(replace(CONFIG, model=model, no_worker_timeout_s=0.2))
     await cluster.start()

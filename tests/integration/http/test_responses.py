@@ -167,7 +167,7 @@ async def test_a_failure_ends_the_stream_with_an_event(cluster: Cluster) -> None
             events.append(event)
             if len(events) == 8:
                 error = WorkerFailed("injected", retry_after_s=1.0)
-                (live,) = conductor.explanations.find("r")
+                live, *_ = conductor.explanations.find("r")
                 conductor.coordinator.cancel(live.request_id, conductor._clock.now(), error)
                 conductor.act()
         failed = events[-1]

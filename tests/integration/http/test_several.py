@@ -174,7 +174,7 @@ async def test_one_that_is_refused_ends_all(cluster: Cluster, stream: bool) -> N
 
 def fail(cluster: Cluster, request_id: str) -> None:
     conductor = cluster.router.conductor
-    (live,) = conductor.explanations.find(request_id)
+    live, *_ = conductor.explanations.find(request_id)
     conductor.coordinator.cancel(live.request_id, MonotonicClock().now(), WorkerFailed("it was no use"))
     conductor.act()
 
