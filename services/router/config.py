@@ -97,8 +97,8 @@ class RouterConfig(MembershipConfig, TenantConfig):
     http_keepalive_s: float = option(
         5.0,
         "seconds without a byte after which a stream over HTTP gets a comment with its request's progress; 0: none",
-        check=lambda v: 0 <= v <= 3600,
-        must="must be in [0, 3600]",
+        check=log_interval,
+        must=A_LOG_INTERVAL,
     )
     http_cors_origin: tuple[str, ...] = option(
         (),

@@ -22,7 +22,7 @@ NO_NUMBERS = ["nan", "NaN", "inf", "-inf", "Infinity", "1e300", "9.3e15", "9" * 
 """For every kind of number. 1e300 and 9.3e15 are finite: milliseconds of the latter no longer fit 64 bits."""
 TOO_SHORT = ["0.0000001", "5e-324", "0"]
 """For durations that something waits for; a drain need not be waited for, and no line need be written."""
-ALLOWED = {"drain_s": TOO_SHORT, "log_interval_s": ["0"]}
+ALLOWED = {"drain_s": TOO_SHORT, "log_interval_s": ["0"], "http_keepalive_s": ["0"]}
 
 
 def _numbers() -> Iterator[tuple[type, str]]:
