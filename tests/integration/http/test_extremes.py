@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from services.router.text.token_texts import TokenTexts
 from tests.support.cluster import Cluster
 from tests.support.http_client import TIMEOUTS
+from tests.support.text_model import byte_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -150,7 +152,7 @@ NUMBERS_IN_JSON = [
 _OF_BOTH = [
     *["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"],
     *["frequency_penalty", "seed", "priority", "n", "best_of", "stop_token_ids", "logit_bias", "key of logit_bias"],
-    *["stream_options", "stop", "prompt_logprobs"],
+    *["stream_options", "stop", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"],
 ]
 NUMERIC_FIELDS = [
     *(("/v1/completions", name) for name in [*_OF_BOTH, "logprobs", "prompt"]),
@@ -163,6 +165,7 @@ WRITTEN = {
     "logit_bias": '"logit_bias": {"5": %s}',
     "key of logit_bias": '"logit_bias": {"%s": 1}',
     "stream_options": '"stream": true, "stream_options": {"include_usage": %s}',
+    "allowed_token_ids": '"allowed_token_ids": [%s]',
     "top_logprobs": '"logprobs": true, "top_logprobs": %s',
     "messages": '"messages": [{"role": "user", "content": %s}]',
 }
@@ -197,7 +200,7 @@ async def test_each_field_that_takes_a_number_is_tried() -> None:
             taken.add(name)
             return None
 
-    texts: Any = None
+    texts = TokenTexts(byte_tokenizer())
     for read_call, path in ((completions.read_call, "/v1/completions"), (chat.read_call, "/v1/chat/completions")):
         taken.clear()
         read_call(Noting(GOOD[path]), texts)

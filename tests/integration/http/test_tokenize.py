@@ -68,7 +68,6 @@ async def test_what_is_wrong_is_named(cluster: Cluster) -> None:
         ({"prompt": 3}, "prompt", "must be a string"),
         ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens", "true or false"),
         ({"prompt": "x" * (MOST_TOKENS * 8)}, "prompt", "are given back"),
-        ({"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt", "not supported"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "'robot'"),
         ({"prompt": "a", "model": "other"}, "model", "not served"),
     ]:
