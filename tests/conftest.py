@@ -7,6 +7,7 @@ test-all`'s, and `make proof`'s what takes hours.
 
 from __future__ import annotations
 
+import platform
 import signal
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what runs in the background with interrupts ignored, and so would each process that a test starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    platform.processor()  # Python asks `uname` once a process; libraries ask Python, whichever test comes first
     sys.addaudithook(_note)
 
 
