@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import resource
 import time
 from pathlib import Path
 
 from benchmarks.figure import Figure, Findings
 from benchmarks.result import Result
-from services.core.memory import peak_memory_bytes
 from services.sim.cluster import SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest, synthetic_trace
@@ -49,7 +49,7 @@ def measure(num_requests: int, names: list[str]) -> Findings:
         took_s = time.process_time() - began_s
         failed = sum(bool(served.error) for served in outcome.requests)
         busy = sum(outcome.busy.values()) / len(outcome.busy)
-        peak_mib = peak_memory_bytes() / (1 << 20)
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         found += [
             Figure(
                 f"simulator: {name}, {num_requests} requests", "requests/min", (num_requests / took_s * 60,), ">= 50000"

@@ -39,11 +39,9 @@ UNUSED_S = 60.0
 """How long a model that was brought is served without a worker that is known, in seconds."""
 FAILURE_PAUSE_S = 5.0
 """Between two attempts to have a model's text from a worker of the same name, in seconds: up to 64 MiB are fetched and
-vetted each time."""
+read each time."""
 _PATIENCE_S = 1.0
 """How long a worker that registers waits for the text of its model, in seconds: less than it waits for an answer."""
-MOST_FAILURES = 8
-"""The most attempts that may fail in that time, whatever models and workers they are for."""
 _MOST_REMEMBERED = 64
 _MOST_NAMED = 32
 
@@ -186,13 +184,11 @@ class Catalogue:
         name = info.model_id
         if self._stopping:
             raise Draining("the router is stopping")
-        failure, now = self._failures.get((name, info.worker_id)), self._clock.now()
-        if failure is not None and now < failure.until_s:
+        failure = self._failures.get((name, info.worker_id))
+        if failure is not None and self._clock.now() < failure.until_s:
             raise failure.error.with_traceback(None)
         task = self._learning.get(name)
         if task is None:
-            if sum(now < each.until_s for each in self._failures.values()) >= MOST_FAILURES:
-                raise NoWorker("the texts of too many models could not be had lately", retry_after_s=FAILURE_PAUSE_S)
             if len(self._models) + len(self._learning) >= self._max_models:
                 raise Overloaded(
                     f"model {name!r} is not served; {self._served()}, and no more models may be (--max-models)"
@@ -270,7 +266,7 @@ class Catalogue:
         # A request that has just found it must not wait there for ever.
         model.conductor.coordinator.stop_admission(UnknownModel(f"model {name!r} is served no longer"))
         del self._models[name], self._unused_since_s[name]
-        closing = asyncio.create_task(_close(model), name=f"close model {name}")
+        closing = asyncio.create_task(model.conductor.close(), name=f"close model {name}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         log.info("model %s: served no longer, it has no workers", name)
@@ -290,10 +286,3 @@ class Catalogue:
             task.cancel()
         await asyncio.gather(*learning, return_exceptions=True)
         await asyncio.gather(*(model.conductor.close() for model in self.all()), *self._closing)
-
-
-async def _close(model: ServedModel) -> None:
-    try:
-        await model.conductor.close()
-    finally:
-        await asyncio.to_thread(model.text.close)

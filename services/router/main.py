@@ -143,8 +143,6 @@ class Router:
             max_models=config.max_models,
             clock=clock,
         )
-        self._vetting = asyncio.Semaphore(1)
-        """Is held while a model that a worker brings is vetted, which takes a processor and memory."""
         self.gate = gate = Gate(config.tenants, clock)
         self._lines: list[JsonLines] = []
         usage_lines = self._open_lines("usage_log", self._metrics.usage_dropped)
@@ -331,7 +329,6 @@ class Router:
         await asyncio.gather(self._server.stop(grace_s=1.0), self._control_server.stop(grace_s=1.0))
         for model in self.catalogue.all():  # last: a text that came to a closed line would wait for ever
             model.line.close()
-            await asyncio.to_thread(model.text.close)
         self._trimmer.close()
         for lines in self._lines:  # after the servers, whose last requests end with them
             await asyncio.to_thread(lines.close)
@@ -388,7 +385,7 @@ class Router:
         assert worker.description is not None, "whoever registers has described itself"
         channel = self._dial(worker.description.address)
         try:
-            return await model_text_of(channel, within_s=_FETCH_TEXT_S, turn=self._vetting)
+            return await model_text_of(channel, within_s=_FETCH_TEXT_S)
         finally:
             await channel.close()
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from services.core.confinement import serve
 from services.core.errors import InvalidRequest, UnsupportedModel
 from services.engine.schedule.constraint import num_words
+from services.worker.confinement import serve
 from services.worker.grammar import Vocabulary, compile_grammar, grammar_of
 
 _MEMORY_BYTES = 2 << 30

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.core.confined_process import ConfinedFailure, ConfinedLoss
 from services.core.errors import InvalidRequest, Overloaded, UnsupportedModel
-from services.core.standing_child import Closed, StandingChild
+from services.worker.confined_process import ConfinedFailure, ConfinedLoss, ConfinedProcess
 from services.worker.grammar import FIELD, Matcher, Vocabulary, compile_grammar
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,10 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocabulary: Vocabulary | None = None
-        self._child = StandingChild(_CHILD, str(math.ceil(_PROCESSOR_S)))
+        self._changes = threading.Lock()
+        """Guards the two fields below, and is held for moments only."""
+        self._child: ConfinedProcess | None = None
+        self._closed = False
 
     def load(self) -> None:
         """Reads the vocabulary. Raises UnsupportedModel, as `Vocabulary` does."""
@@ -84,33 +86,24 @@ class GrammarCompiler:
 
     def interrupt(self) -> None:
         """Kills the child, and with it what waits for its answer. No other is started."""
-        self._child.kill()
+        with self._changes:
+            self._closed = True
+            if self._child is not None:
+                self._child.kill()
 
     def close(self) -> None:
         """Ends the child. Call it when `compile` runs no more."""
-        self._child.drop()
+        with self._changes:
+            child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
     def _vet(self, constraint: dict[str, str], *, again: bool = False) -> Any:
-        if (process := self._child.running()) is None:
-            try:
-                process = self._child.start()
-            except Closed:
-                raise Overloaded("the worker is about to stop") from None
-            vocabulary = {
-                "folder": str(self._folder),
-                "vocab_size": self._vocab_size,
-                "eos_token_ids": self._eos_token_ids,
-            }
-            try:
-                loaded = process.ask(vocabulary, within_s=_START_S, most_bytes=_MOST_GRAMMAR_BYTES)
-            except ConfinedFailure as failure:
-                message = f"the process that vets constraints did not start: it {failure}"
-                raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
-            if "refusal" in loaded:  # the file is another than the one this process has read
-                self._child.drop()
-                raise UnsupportedModel(f"the process that vets constraints did not start: {loaded['refusal']}")
+        child = self._child
+        if child is None or child.has_ended:
+            child = self._start()
         try:
-            answer = process.ask(constraint, within_s=_VET_S, most_bytes=_MOST_GRAMMAR_BYTES)
+            answer = child.ask(constraint, within_s=_VET_S, most_bytes=_MOST_GRAMMAR_BYTES)
         except ConfinedLoss as loss:  # not the constraint's fault, so it is tried once more
             if not again:
                 return self._vet(constraint, again=True)
@@ -121,6 +114,28 @@ class GrammarCompiler:
         if "refusal" in answer:
             raise InvalidRequest(FIELD, answer["refusal"])
         return answer
+
+    def _start(self) -> ConfinedProcess:
+        """Returns a new child that has the vocabulary."""
+        self.close()  # frees what the one before needed
+        with self._changes:
+            if self._closed:
+                raise Overloaded("the worker is about to stop")
+            child = self._child = ConfinedProcess(_CHILD, str(math.ceil(_PROCESSOR_S)))
+        vocabulary = {
+            "folder": str(self._folder),
+            "vocab_size": self._vocab_size,
+            "eos_token_ids": self._eos_token_ids,
+        }
+        try:
+            loaded = child.ask(vocabulary, within_s=_START_S, most_bytes=_MOST_GRAMMAR_BYTES)
+        except ConfinedFailure as failure:
+            message = f"the process that vets constraints did not start: it {failure}"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
+        if "refusal" in loaded:  # the file is another than the one this process has read
+            self.close()
+            raise UnsupportedModel(f"the process that vets constraints did not start: {loaded['refusal']}")
+        return child
 
 
 def _step_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from services.core.confinement import serve
+from services.worker.confinement import serve
 
 
 def _burn(seconds: float) -> float:

@@ -276,8 +276,8 @@ class Intake:
     ) -> list[int]:
         """Returns the prompt's token ids.
 
-        A short text is tokenised on the event loop, if the tokenizer is trusted; all others, and messages, which always
-        render a template, on a thread.
+        A short text is tokenised on the event loop; all others, and messages, which always render a template, on a
+        thread.
         """
         text, context_tokens = model.text, model.context_tokens
         keeps = _kept_tokens(request, context_tokens)
@@ -287,7 +287,7 @@ class Intake:
                 return _given_ids(model, request)
             case "text":
                 text.check_length("text", request.text, most_tokens)
-                if len(request.text) <= _INLINE_CHARS and text.is_trusted:
+                if len(request.text) <= _INLINE_CHARS:
                     token_ids = text.encode_text(request.text, most_tokens, special=_adds_special_tokens(request))
                 else:
                     num_bytes, work = encoding(text, request, most_tokens)

@@ -1,101 +1,41 @@
-"""Renders chat templates as Hugging Face tokenizers do: jinja2 in a sandbox, with the same helpers and trimming.
+"""Renders chat templates as Hugging Face tokenizers do: jinja2 in a sandbox, with the same tags, filters and functions.
 
-Templates come with models, so they are not trusted: the sandbox is immutable and there is no file access.
+A template is trusted as the model is that it belongs to. What clients give it is not, so the prompt is bounded in size.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.filters
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.core.errors import InvalidRequest
-from services.router.text.chat import Message, Tool
+from services.core.errors import ConfigError, InvalidRequest
+from services.router.text.chat import Message, Tool, text_bytes
 
-_MOST_CHARS = 1 << 20
-"""The most characters that one operation of a template may make."""
-_MOST_BITS = 4096
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses operations whose result would be huge: each holds the interpreter lock for as long as it runs, so a
-    template could stop the whole router with `7 ** 5000000`. Operations that are intercepted are not folded at load."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and not _is_small_product(left, right):
-            raise jinja2.TemplateRuntimeError("a product is too large")
-        if operator == "**" and _are_ints(left, right) and _bits(left) * abs(right) > _MOST_BITS:
-            raise jinja2.TemplateRuntimeError("a power is too large")
-        if operator == "%" and isinstance(left, str) and _has_long_number(left):
-            raise jinja2.TemplateRuntimeError("a formatted text is too large")
-        return super().call_binop(context, operator, left, right)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None and _has_long_number(str(value.__self__)):
-            raise jinja2.TemplateRuntimeError("a formatted text is too large")
-        return wrapped
-
-    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(getattr(function, "__self__", None), str | int):
-            _check_numbers(*arguments, *named.values())
-        return super().call(context, function, *arguments, **named)
+_MOST_GROWTH = 4
+_MOST_ADDED_CHARS = 1 << 20
+"""A prompt has at most so many characters more than `_MOST_GROWTH` times the bytes of the messages and tools."""
+_MOST_INDENTED_CHARS = 16 << 20
+"""The most characters of indented JSON: deep nesting in a call's arguments makes of each a thousand times as many."""
 
 
-def _are_ints(*values: Any) -> bool:
-    return all(isinstance(value, int) for value in values)
+class _Generation(Extension):
+    """Knows the tags `generation` and `endgeneration`, between which templates write what the assistant has said.
+    Training masks the rest of a prompt by them; here they have no effect."""
 
+    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
-def _bits(value: int) -> int:
-    return max(1, value.bit_length())
-
-
-def _is_small_product(left: Any, right: Any) -> bool:
-    if _are_ints(left, right):
-        return _bits(left) + _bits(right) <= _MOST_BITS
-    for sized, times in ((left, right), (right, left)):
-        if isinstance(sized, str | list | tuple) and isinstance(times, int):
-            return len(sized) * times <= _MOST_CHARS
-    return True
-
-
-def _has_long_number(form: str) -> bool:
-    """Returns whether a format has a width or precision of more than five digits, or one that its arguments give."""
-    return re.search(r"\d{6}|%[^a-zA-Z%]*\*|\{[^}]*:[^}]*\{", form) is not None
-
-
-def _check_numbers(*arguments: Any) -> None:
-    """Raises TemplateRuntimeError for a number that says how long a text is to become, and is too large."""
-    if any(isinstance(each, int) and abs(each) > _MOST_CHARS for each in arguments):
-        raise jinja2.TemplateRuntimeError("a number is too large")
-
-
-def _bounded(filter_: Any) -> Any:
-    """Returns the filter with a check of the numbers it is given, but not of the value that it filters."""
-
-    @functools.wraps(filter_)  # which keeps the marks by which jinja passes it what it needs besides
-    def bounded(*arguments: Any, **named: Any) -> Any:
-        _check_numbers(*(each for each in arguments[1:]), *named.values())
-        if any(isinstance(each, str) and _has_long_number(each) for each in arguments[:2]) and filter_ is _FORMAT:
-            raise jinja2.TemplateRuntimeError("a formatted text is too large")
-        return filter_(*arguments, **named)
-
-    return bounded
-
-
-_FORMAT = jinja2.filters.FILTERS["format"]
-_GROWING = ("batch", "center", "format", "indent", "round", "slice", "truncate", "wordwrap")
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _with_objects(message: Message) -> dict[str, Any]:
@@ -122,44 +62,55 @@ def _described(tool: Tool) -> dict[str, Any]:
 
 
 class ChatTemplate:
+    """Renders the chats of one model. Any thread may use it, and must expect to wait."""
+
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are bos_token, eos_token, ... by the names that the template uses."""
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False, finalize=_as_it_is
+        """`special_tokens` are bos_token, eos_token, ... by the names that the template uses.
+
+        Raises ConfigError if the source is no template.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
-        for name in _GROWING:
-            environment.filters[name] = _bounded(environment.filters[name])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the model's chat template cannot be compiled: {error}") from error
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_answer: bool = True) -> str:
         """Returns the prompt, with what opens the assistant's answer at its end or without.
 
-        Raises InvalidRequest if the template refuses the messages.
+        Raises InvalidRequest if the template refuses the messages, or makes too much of them.
         """
+        most_chars = _MOST_GROWTH * (text_bytes(messages) + text_bytes(tools)) + _MOST_ADDED_CHARS
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 messages=[_with_objects(message) for message in messages],
                 tools=[_described(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=opens_answer,
                 **self._special_tokens,
             )
-        except Exception as error:  # an untrusted template may raise anything
+            prompt = "".join(_up_to(most_chars, pieces))
+            prompt.encode()  # no tokenizer takes half of a surrogate pair, which JSON in a call can express
+        except Exception as error:  # a template may raise anything
             reason = str(error) or type(error).__name__
             raise InvalidRequest("messages", f"the model's chat template refuses them: {reason}") from error
-
-    def close(self) -> None:
-        """Does nothing: it keeps nothing that has to be given back."""
+        return prompt
 
 
-@jinja2.pass_context
-def _as_it_is(context: Any, value: Any) -> Any:
-    """Returns the value. That it asks for the context keeps jinja from computing constant output at load."""
-    return value
+def _up_to(most_chars: int, pieces: Iterable[str]) -> Iterator[str]:
+    """Yields the pieces. Raises ValueError where they become more than `most_chars` characters."""
+    num_chars = 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > most_chars:
+            raise ValueError(f"it makes more than {most_chars} characters of them")
+        yield piece
 
 
 def _to_json(
@@ -169,7 +120,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(value)
+    return "".join(_up_to(_MOST_INDENTED_CHARS, encoder.iterencode(value)))
 
 
 def _raise(message: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """Fetches the text side of a model that this router does not have from a worker that serves it.
 
 Owns: the router's end of GetModelText, and every check of what the worker sends: names, order and sizes. Never: what
-the files mean (`vetting`), or whether to ask another worker.
+the files mean (`tokenisation`), or whether to ask another worker.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, ProtocolViolation
 from services.core.model_files import MOST_OTHER_BYTES, MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES, TOKENIZER
 from services.core.printable import printable
-from services.router.text.tokenisation import ModelText
-from services.router.text.vetting import vetted_model_text
+from services.router.text.tokenisation import ModelText, load_model_text
 from services.rpc.status import from_call
 
 _MOST_QUOTED_CHARS = 80
 _MOST_REASON_CHARS = 400
 
 
-async def model_text_of(channel: grpc.aio.Channel, *, within_s: float, turn: asyncio.Semaphore) -> ModelText:
+async def model_text_of(channel: grpc.aio.Channel, *, within_s: float) -> ModelText:
     """Returns the text side of the worker's model: the files go where they vanish once they are read.
 
-    `turn` bounds how many models are vetted at once. Raises what `fetch_model_text` does, and InvalidRequest if the
-    files make no sense, or might harm the router.
+    Raises what `fetch_model_text` does, and InvalidRequest if the files make no sense.
     """
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
         await fetch_model_text(channel, pathlib.Path(folder), within_s=within_s)
         try:
-            async with turn:
-                return await vetted_model_text(pathlib.Path(folder))
-        except Exception as error:  # what a worker has sent may be wrong in any way
+            return await asyncio.to_thread(load_model_text, folder)
+        except Exception as error:  # a model's files may be wrong in any way
             reason = printable(str(error)[: 4 * _MOST_REASON_CHARS]).replace(f"{folder}/", "")[:_MOST_REASON_CHARS]
             raise InvalidRequest("worker.layout.model_id", f"its text cannot be used: {reason}") from None
 

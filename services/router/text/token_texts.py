@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from services.core.errors import InvalidRequest
 from services.router.panics import panics_are_errors
 
-_MOST_JOINED_CHARS = 64 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -29,10 +27,8 @@ class TokenTexts:
     """
 
     @panics_are_errors
-    def __init__(self, tokenizer: Tokenizer, longest_chars: float | None = None) -> None:
-        """`longest_chars` bounds the text of one token. None: the tokenizer is the router's own, and is trusted."""
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._longest_chars = longest_chars
         # Decoders drop the space at the beginning of a text, so each token is decoded after another one.
         self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self._decode(self._anchor)
@@ -49,12 +45,8 @@ class TokenTexts:
 
     @panics_are_errors
     def join(self, token_ids: Iterable[int], *, with_special: bool = False) -> str:
-        """Returns the text of a tokenised prompt, special tokens left out or not. Raises InvalidRequest if it might be
-        huge."""
-        ids = list(token_ids)
-        if self._longest_chars is not None and len(ids) * self._longest_chars > _MOST_JOINED_CHARS:
-            raise InvalidRequest("prompt", f"its {len(ids)} tokens may be too long a text to be given back")
-        return str(self.tokenizer.decode(ids, skip_special_tokens=not with_special))
+        """Returns the text of a tokenised prompt, special tokens left out or not."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special))
 
     @panics_are_errors
     def _look_up(self, token_id: int) -> TokenText:

@@ -6,13 +6,12 @@ it is made; tokenise long texts off the event loop.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -22,19 +21,12 @@ from services.router.panics import panics_are_errors
 from services.router.text.chat import Ending, Message, Tool
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.control_texts import ControlTexts, without_marks
-from services.router.text.growth import UnknownPart, decoder_growth, normaliser_growth
 from services.router.text.output.reasoning import BEGIN as THINKING
 from services.router.text.output.tags import TAGS
 from services.router.text.token_bounds import TextBound, text_bound
 from services.router.text.token_texts import TokenTexts
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-MOST_NORMALISED_GROWTH = 1024.0
-"""How many times as long a tokenizer's normaliser may make a text. A chain of those in use may reach some hundreds."""
-MOST_DECODED_GROWTH = 32.0
-"""How many times as long a tokenizer's decoder may make a text."""
-_MOST_GROWN_CHARS = 64 << 20
-"""The most characters that a text may become before it is cut into tokens; each takes some 17 bytes then."""
 _MOST_TOKENS = 1 << 30
 _MOST_QUOTED_CHARS = 80
 _MOST_OPENING_TOKENS = 16
@@ -44,19 +36,10 @@ _CUT = "6293158740"
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
-class MessageTemplate(Protocol):
-    """Renders chats for one model: a ChatTemplate, or a TemplateProcess. Any thread may use it, and must expect to
-    wait."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_answer: bool = True) -> str: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class ModelText:
     tokenizer: Tokenizer
-    template: MessageTemplate | None
+    template: ChatTemplate | None
     vocab_size: int
     """Number of the logits: token ids are below it."""
     context_tokens: int
@@ -64,21 +47,8 @@ class ModelText:
     bound: TextBound | None
     """How many characters one token may stand for at most; None if any number."""
     token_texts: TokenTexts
-    growth: float | None = None
-    """How many times as long a text may become before it is cut into tokens. None: the tokenizer is the router's own,
-    and is trusted."""
     template_text: str = ""
     """The chat template itself; empty if there is none."""
-
-    @property
-    def is_trusted(self) -> bool:
-        """Returns whether a short text is surely tokenised in no time: an expression of a tokenizer may take any."""
-        return self.growth is None
-
-    def close(self) -> None:
-        """Ends what renders its chats. It may block for moments."""
-        if self.template is not None:
-            self.template.close()
 
     def encode_text(self, text: str, most_tokens: int | None = None, *, special: bool = True) -> list[int]:
         """Returns the text's tokens, with the model's special tokens as for completion prompts, or without.
@@ -125,7 +95,6 @@ class ModelText:
         self.check_length("messages", text, most_tokens)
         if not has_marks or not self._controls.is_forged(rendered):
             return self._encode(text, most_tokens, special=special)
-        self._check_growth(text)
         return _checked(self._controls.encode(rendered, special=special), most_tokens)
 
     @panics_are_errors
@@ -154,13 +123,8 @@ class ModelText:
             asked = f"the prompt's {len(text)} characters are at least {fewest_tokens}"
             raise ContextLengthExceeded.of(field, most_tokens, asked)
 
-    def _check_growth(self, text: str) -> None:
-        if self.growth is not None and len(text) * self.growth > _MOST_GROWN_CHARS:
-            raise InvalidRequest("prompt", f"its {len(text)} characters may become too many in this model's tokenizer")
-
     @panics_are_errors
     def _encode(self, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
-        self._check_growth(text)
         # Encoded as a batch, since only that releases the interpreter lock meanwhile.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return _checked(encoding.ids, most_tokens)
@@ -186,44 +150,10 @@ def too_long(num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
     return ContextLengthExceeded.of("prompt", context_tokens, asked)
 
 
-@dataclass(frozen=True)
-class TextFacts:
-    """Keeps what the files beside a tokenizer say."""
-
-    vocab_size: int | None
-    """None if they do not say, and the tokenizer's own counts."""
-    context_tokens: int
-    template: str | None
-    special_tokens: dict[str, str]
-
-
 @panics_are_errors
 def load_model_text(directory: str | pathlib.Path) -> ModelText:
-    """Reads tokenizer.json, config.json and related files. Raises a ConfigError that names what is missing.
-
-    Call it for the router's own model; a model that a worker brings is read by `vetting`.
-    """
+    """Reads tokenizer.json, config.json and related files. Raises a ConfigError that names what is missing or wrong."""
     folder = pathlib.Path(directory)
-    facts = read_facts(folder)
-    template = ChatTemplate(facts.template, facts.special_tokens) if facts.template else None
-    tokenizer = load_tokenizer(folder)  # last, since a large one takes a second
-    content = json.loads(tokenizer.to_str())
-    with contextlib.suppress(UnknownPart):  # the router's own tokenizer may be newer than what is known here
-        check_growth(content, folder / TOKENIZER)
-    return ModelText(
-        tokenizer=tokenizer,
-        template=template,
-        vocab_size=facts.vocab_size or _size(folder / TOKENIZER, "vocabulary", tokenizer.get_vocab_size()),
-        context_tokens=facts.context_tokens,
-        bound=text_bound(content),
-        token_texts=TokenTexts(tokenizer),
-        template_text=facts.template or "",
-    )
-
-
-def read_facts(folder: pathlib.Path) -> TextFacts:
-    """Reads the files beside the tokenizer, which must be there too. Raises a ConfigError that names what is missing
-    or wrong."""
     if not (folder / TOKENIZER).is_file():
         raise ConfigError(f"{folder / TOKENIZER} does not exist")
     config = _read_json(folder / CONFIG)
@@ -233,18 +163,23 @@ def read_facts(folder: pathlib.Path) -> TextFacts:
     context_tokens = next((config[name] for name in _CONTEXT_NAMES if config.get(name)), None)
     if context_tokens is None:
         raise ConfigError(f"{folder / CONFIG} does not say how long a sequence may be")
-    vocab_size = config.get("vocab_size") or None
-    special = _read_json(folder / TOKENIZER_CONFIG)
-    return TextFacts(
-        vocab_size=None if vocab_size is None else _size(folder / CONFIG, "vocabulary", vocab_size),
-        context_tokens=_size(folder / CONFIG, "context", context_tokens),
-        template=_template(folder, special.get("chat_template")),
-        special_tokens={name: _token_text(special[name]) for name in _SPECIAL_TOKENS if special.get(name)},
+    context_tokens = _size(folder / CONFIG, "context", context_tokens)
+    vocab_size = _size(folder / CONFIG, "vocabulary", config["vocab_size"]) if config.get("vocab_size") else None
+    template_text = _template_text(folder)
+    template = ChatTemplate(template_text, _special_tokens(folder)) if template_text else None
+    tokenizer = _load_tokenizer(folder)  # last, since a large one takes a second
+    return ModelText(
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=vocab_size or _size(folder / TOKENIZER, "vocabulary", tokenizer.get_vocab_size()),
+        context_tokens=context_tokens,
+        bound=text_bound(json.loads(tokenizer.to_str())),
+        token_texts=TokenTexts(tokenizer),
+        template_text=template_text,
     )
 
 
-def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
-    """Reads the tokenizer itself. Raises ConfigError if it is none."""
+def _load_tokenizer(folder: pathlib.Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as error:  # the library raises nothing more special
@@ -254,29 +189,26 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
     return tokenizer
 
 
-def check_growth(content: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Raises ConfigError if a tokenizer.json's content says that it makes texts many times as long, UnknownPart if it
-    has parts that are not known."""
-    for part, growth, most in (
-        ("normalizer", normaliser_growth, MOST_NORMALISED_GROWTH),
-        ("decoder", decoder_growth, MOST_DECODED_GROWTH),
-    ):
-        if (times := growth(content.get(part))) > most:
-            raise ConfigError(f"{path}: its {part} makes texts {times:.3g} times as long")
-
-
 def _size(path: pathlib.Path, name: str, size: Any) -> int:
     if not (isinstance(size, int) and 0 < size <= _MOST_TOKENS):
         raise ConfigError(f"{path}: its {name} is {str(size)[:_MOST_QUOTED_CHARS]!r}")
     return size
 
 
-def _template(folder: pathlib.Path, configured: Any) -> str | None:
+def _template_text(folder: pathlib.Path) -> str:
+    """Returns the chat template; an empty text if there is none."""
     path = folder / CHAT_TEMPLATE
-    source = path.read_text(encoding="utf-8") if path.is_file() else configured
-    if isinstance(source, list):  # several templates, by name
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return source or None
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    configured = _read_json(folder / TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(configured, list):  # several templates, by name
+        configured = next((entry["template"] for entry in configured if entry["name"] == "default"), None)
+    return configured or ""
+
+
+def _special_tokens(folder: pathlib.Path) -> dict[str, str]:
+    special = _read_json(folder / TOKENIZER_CONFIG)
+    return {name: _token_text(special[name]) for name in _SPECIAL_TOKENS if special.get(name)}
 
 
 def _token_text(token: Any) -> str:

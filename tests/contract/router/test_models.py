@@ -22,8 +22,6 @@ from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, read, r
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 from tests.support.text_model import write_model
 
-pytestmark = pytest.mark.process
-
 OTHER = "other"
 
 
@@ -75,6 +73,18 @@ async def test_a_worker_brings_its_model(several: Cluster, text: Path) -> None:
     error = await refused(several.inference.Generate(said))
     assert "no chat template" in (error.details() or ""), "the template is its model's, and it has none"
     assert second.num_texts_given == 1
+
+
+async def test_a_chat_is_rendered_by_its_models_template(several: Cluster, tmp_path: Path) -> None:
+    await several.add("mixed", worker_id="first")
+    worker = await several.add(
+        "mixed", worker_id="second", model_id=OTHER, text=write_model(tmp_path, template="{{ messages[0].content }}!")
+    )
+    said = inference_pb2.GenerateRequest(model=OTHER)
+    said.messages.messages.add(role="user", content="hi")
+    assert (await several.inference.Generate(said)).output.text == TEXT
+    tokenizer = several.router.catalogue.get(OTHER).text.tokenizer
+    assert tokenizer.decode(worker.commands[0].token_ids) == "hi!"
 
 
 async def test_each_model_has_a_policy_of_its_own(model: str, text: Path) -> None:
@@ -344,6 +354,23 @@ async def test_a_name_is_one_workers_whatever_the_model(several: Cluster, text: 
     await second.start()
     assert code_of(await refused(second.register(several.control_channel))) is grpc.StatusCode.ALREADY_EXISTS
     assert await generate(several) == TEXT
+
+
+async def test_a_worker_that_may_not_join_takes_no_name_away(model: str, text: Path) -> None:
+    """A worker of another model is forgotten for the sake of one that joins, and not of one that is refused."""
+    cluster = Cluster(replace(CONFIG, model=model, max_models=2, max_workers=1))
+    await cluster.start()
+    lost = await cluster.add("mixed", worker_id="same")
+    await cluster.add("mixed", worker_id="second", model_id=OTHER, text=text)
+    lost.cut()
+    own = cluster.router.catalogue.own.conductor
+    await cluster.until(lambda: _is(not own.links))
+    third = ScriptedWorker("mixed", [], worker_id="same", model_id=OTHER, text=text)
+    cluster.workers.append(third)
+    await third.start()
+    assert code_of(await refused(third.register(cluster.control_channel))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert own.coordinator.worker_ids() == {"same"}
+    await cluster.stop()
 
 
 async def test_a_worker_of_another_model_is_drained(several: Cluster, text: Path) -> None:

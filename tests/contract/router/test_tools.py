@@ -246,9 +246,8 @@ async def test_a_model_that_knows_no_tools(tmp_path: Path, template: str, flags:
         assert (await tools.cluster.inference.Generate(tool_request(tool_choice=none))).output.text == "Hm."
 
 
-@pytest.mark.process
 async def test_tools_of_a_model_that_a_worker_has_brought(tmp_path: Path) -> None:
-    """Its template runs in a process of its own, and says how its calls are read."""
+    """Its template says how its calls are read."""
     brought = write_model(tmp_path / "brought", template=MISTRAL_TEMPLATE, special_tokens=["[TOOL_CALLS]"])
     async with tool_cluster(tmp_path / "own", NO_TOOLS) as tools:
         await tools.add("mixed", worker_id="m", model_id="brought", text=brought, num_blocks=128)

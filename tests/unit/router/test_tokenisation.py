@@ -119,6 +119,43 @@ def test_template_helpers() -> None:
     assert rendered == '{"role": "user", "content": "é"}</s>4'
 
 
+def test_what_the_assistant_has_said_may_be_tagged() -> None:
+    """Templates of models that are to be trained on chats tag it."""
+    source = "{%- for m in messages -%}{%- generation -%}{{- m.content + '.' -}}{%- endgeneration -%}{%- endfor -%}"
+    assert ChatTemplate(source, {}).render([{"role": "assistant", "content": "a"}] * 2) == "a.a."
+
+
+def test_a_template_that_is_none_is_told_when_it_is_read(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="chat template cannot be compiled"):
+        load_model_text(write_model(tmp_path, template="{% for %}"))
+
+
+def test_a_chat_is_bounded_by_what_is_made_of_it() -> None:
+    """A client may send as many messages as it likes, and a template write each of them as often."""
+    template = ChatTemplate("{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}", {})
+    few, many = ([{"role": "user", "content": "x" * 100}] * count for count in (100, 300))
+    assert len(template.render(few)) == 1_000_000
+    with pytest.raises(InvalidRequest, match=r"refuses them: it makes more than \d+ characters of them") as refused:
+        template.render(many)
+    assert refused.value.field == "messages"
+
+
+def test_indented_json_is_bounded_by_what_is_made_of_it() -> None:
+    nested = ", ".join(["[" * 900 + "]" * 900] * 20)
+    call = {"function": {"name": "f", "arguments": '{"a": [' + nested + "]}"}}
+    template = ChatTemplate("{{ (messages[0].tool_calls[0].function.arguments | tojson(indent=4)) | length }}", {})
+    with pytest.raises(InvalidRequest, match="it makes more than 16777216 characters"):
+        template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def test_half_a_surrogate_pair_is_the_requests_error() -> None:
+    """The arguments of a call are JSON, whose escapes can express it, and no tokenizer takes it."""
+    call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}", {})
+    with pytest.raises(InvalidRequest, match="surrogates"):
+        template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from services.core.confinement import LENGTH
+from services.worker.confinement import LENGTH
 
 _PIECE_BYTES = 1 << 18
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
@@ -39,7 +39,7 @@ class ConfinedLoss(ConfinedFailure):
 
 
 class ConfinedProcess:
-    """Asks one child process, which runs `services.core.confinement.serve`. One thread at a time may use it;
+    """Asks one child process, which runs `services.worker.confinement.serve`. One thread at a time may use it;
     `kill` alone may be called by others, and ends what waits for an answer."""
 
     def __init__(self, module: str, *arguments: str) -> None:

@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from services.core.confined_process import ConfinedLoss, ConfinedProcess
-from services.core.errors import InvalidRequest, Overloaded
-from services.router.text.template_process import TemplateProcess
+from services.core.errors import Overloaded
 from services.worker import grammar_process
+from services.worker.confined_process import ConfinedLoss, ConfinedProcess
 from services.worker.grammar_process import GrammarCompiler
 from tests.support.text_model import byte_tokenizer, write_model
 
 pytestmark = pytest.mark.process
 
-CHILD = "services.router.text.template_child"
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+CHILD = "services.worker.grammar_child"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -56,7 +54,7 @@ def compiler(tmp_path: Path) -> Iterator[GrammarCompiler]:
 
 def test_a_constraint_is_vetted_by_another(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.compile("regex", "[a-z]+")
-    assert compiler._child.pid is not None
+    assert compiler._child is not None
     os.kill(compiler._child.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(grammar_process, "_VET_S", 2.0)
@@ -73,17 +71,3 @@ def test_a_constraint_whose_processes_are_all_lost_is_refused_for_now(
     monkeypatch.setattr(ConfinedProcess, "ask", lost)
     with pytest.raises(Overloaded, match="ended by signal 9"):
         compiler.compile("regex", "[0-9]+")
-
-
-def test_a_chat_whose_process_is_lost_is_refused_for_now() -> None:
-    template = TemplateProcess(ENDLESS, {}, within_s=60.0)
-    with ThreadPoolExecutor(1) as aside:
-        rendered = aside.submit(template.render, [])
-        while template.pid is None:
-            pass
-        os.kill(template.pid, signal.SIGKILL)
-        with pytest.raises(Overloaded, match="ended by signal 9"):
-            rendered.result()
-    template.close()
-    with pytest.raises(InvalidRequest, match="no longer"):
-        template.render([])

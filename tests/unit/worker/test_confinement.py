@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.core.confined_process import ConfinedFailure, ConfinedProcess
+from services.worker.confined_process import ConfinedFailure, ConfinedProcess
 
 pytestmark = pytest.mark.process
 
