@@ -121,7 +121,7 @@ class MetricsServer(ThreadingWSGIServer):
     def __init__(self, registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0) -> None:
         """Starts listening. Raises ConfigError if the port cannot be bound."""
         self._open: dict[socket.socket, None] = {}
-        """Open connections, the oldest first."""
+        """Keeps the open connections, the oldest first."""
         self._lock = threading.Lock()
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]

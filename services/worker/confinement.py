@@ -25,14 +25,12 @@ _NICENESS = 5
 _MOST_QUESTION_BYTES = 1 << 30
 
 
-def serve(
-    answer: Callable[[Any], Any], *, memory_bytes: int, processor_s: int, first_processor_s: int | None = None
-) -> None:
+def serve(answer: Callable[[Any], Any], *, memory_bytes: int, processor_s: int, first_processor_s: int) -> None:
     """Answers each question on stdin on stdout, until stdin ends. Call it once, at the end of `main`.
 
     The end of stdin ends the process, whatever it is doing then: its other end is the parent's, which is gone. A
-    question that takes more processor time than `processor_s` seconds ends the process too; the first one may take
-    `first_processor_s`, if it brings what answers to the others need.
+    question that takes more processor time than `processor_s` seconds ends the process too; the first one, which brings
+    what answers to the others need, may take `first_processor_s`.
     """
     answers = os.fdopen(os.dup(1), "wb")
     _silence()
@@ -43,7 +41,7 @@ def serve(
     _limit(resource.RLIMIT_AS, memory_bytes)
     questions: SimpleQueue[bytes] = SimpleQueue()
     Thread(target=_read, args=(os.fdopen(0, "rb"), questions), daemon=True).start()
-    allowed_s = processor_s if first_processor_s is None else first_processor_s
+    allowed_s = first_processor_s
     while True:
         question = questions.get()
         used = os.times()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 from collections.abc import Collection
@@ -121,7 +120,7 @@ class GrammarCompiler:
         with self._changes:
             if self._closed:
                 raise Overloaded("the worker is about to stop")
-            child = self._child = ConfinedProcess(_CHILD, str(math.ceil(_PROCESSOR_S)))
+            child = self._child = ConfinedProcess(_CHILD, str(_PROCESSOR_S))
         vocabulary = {
             "folder": str(self._folder),
             "vocab_size": self._vocab_size,

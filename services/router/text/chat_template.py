@@ -21,10 +21,11 @@ from services.core.errors import ConfigError, InvalidRequest
 from services.router.text.chat import Message, Tool, text_bytes
 
 _MOST_GROWTH = 4
+"""Characters of a prompt for each byte of its messages and tools, at most."""
 _MOST_ADDED_CHARS = 1 << 20
-"""A prompt has at most so many characters more than `_MOST_GROWTH` times the bytes of the messages and tools."""
+"""Characters of a prompt beyond these, at most."""
 _MOST_INDENTED_CHARS = 16 << 20
-"""The most characters of indented JSON: deep nesting in a call's arguments makes of each a thousand times as many."""
+"""Characters of one value that `tojson` indents, at most: deep nesting in a call's arguments grows a thousandfold."""
 
 
 class _Generation(Extension):

@@ -18,6 +18,7 @@ from services.core.ids import new_incarnation
 from services.router.catalogue import UNUSED_S
 from services.router.front.call import Call, Caller
 from services.router.front.incoming import Incoming
+from tests.support.patience import HANG_S
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, read, request
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 from tests.support.text_model import write_model
@@ -110,7 +111,7 @@ async def test_no_model_waits_for_another(several: Cluster, text: Path) -> None:
     waiting = [asyncio.create_task(generate(several, model=OTHER, text="x" * 40)) for _ in range(12)]
     await several.until(lambda: _is(any(task.done() for task in waiting)))
     for _ in range(5):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             assert await generate(several) == TEXT
     slow.prefill_gate.set()
     slow.decode_gate.set()
@@ -311,7 +312,7 @@ async def test_a_tokenizer_that_panics_when_it_is_read(several: Cluster, tmp_pat
     worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
     several.workers.append(worker)
     await worker.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -322,7 +323,7 @@ async def test_a_tokenizer_that_panics_on_an_answer(several: Cluster, tmp_path: 
     bad: Any = several.router.catalogue.get(OTHER).text.tokenizer.token_to_id("z")
     good = worker.output
     worker.output = [bad, bad, good[-1]]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         assert code_of(await refused(generate(several, model=OTHER))) is grpc.StatusCode.INTERNAL
     worker.output = [*several.router.catalogue.get(OTHER).text.tokenizer.encode("bcd").ids[1:], good[-1]]
     assert await generate(several, model=OTHER)
