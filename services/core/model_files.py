@@ -14,8 +14,5 @@ TEXT_FILES = (TOKENIZER, TOKENIZER_CONFIG, CONFIG, CHAT_TEMPLATE)
 """All files of a model directory that `services/router/text/tokenisation.py` reads. Not every model has each."""
 MOST_TEXT_BYTES = 64 << 20
 """The most bytes of all these files together. The largest tokenizers in use have half of it."""
-MOST_OTHER_BYTES = 4 << 20
-"""The most bytes of one of these files but the tokenizer, which alone is parsed without stopping all else. The largest
-in use has a third of it."""
 MOST_PART_BYTES = 256 << 10
 """The most bytes of a file in one message."""

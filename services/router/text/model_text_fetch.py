@@ -1,6 +1,6 @@
 """Fetches the text side of a model that this router does not have from a worker that serves it.
 
-Owns: the router's end of GetModelText, and every check of what the worker sends: names, order and sizes. Never: what
+Owns: the router's end of GetModelText, and that only files of known names are written, in a bounded size. Never: what
 the files mean (`tokenisation`), or whether to ask another worker.
 """
 
@@ -15,7 +15,7 @@ import grpc
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, ProtocolViolation
-from services.core.model_files import MOST_OTHER_BYTES, MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FILES, TOKENIZER
+from services.core.model_files import MOST_TEXT_BYTES, TEXT_FILES
 from services.core.printable import printable
 from services.router.text.tokenisation import ModelText, load_model_text
 from services.rpc.status import from_call
@@ -66,46 +66,21 @@ async def fetch_model_text(channel: grpc.aio.Channel, folder: pathlib.Path, *, w
 
 
 async def _receive(call: Any, folder: pathlib.Path) -> None:
-    arrivals = _Arrivals()
+    num_bytes = 0
     async for part in call:
-        is_new = arrivals.take(part)
-        await _write(folder / part.name, part.data, is_new=is_new)
-
-
-class _Arrivals:
-    """Holds what has come so far of one answer."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._num_bytes = 0
-        self._num_bytes_before = 0
-        """Those of the files before the newest."""
-
-    def take(self, part: worker_pb2.GetModelTextResponse | None) -> bool:
-        """Returns whether the part begins a file. Raises ProtocolViolation if it may not come now."""
         if part is None:  # grpc.aio's word for bytes that are no such message
             raise ProtocolViolation("the worker sent bytes that are not a part of a model's text")
         if part.name not in TEXT_FILES:
             raise ProtocolViolation(f"{part.name[:_MOST_QUOTED_CHARS]!r} is no file of a model's text")
-        is_new = part.name not in self._names
-        if not is_new and part.name != self._names[-1]:
-            raise ProtocolViolation(f"{part.name} comes again after {self._names[-1]}")
-        if len(part.data) > MOST_PART_BYTES or not (part.data or is_new):
-            raise ProtocolViolation(f"a part of {part.name} has {len(part.data)} bytes")
-        self._num_bytes += len(part.data)
-        if is_new:
-            self._names.append(part.name)
-            self._num_bytes_before = self._num_bytes - len(part.data)
-        if self._num_bytes > MOST_TEXT_BYTES:
+        num_bytes += len(part.data)
+        if num_bytes > MOST_TEXT_BYTES:
             raise ProtocolViolation(f"the model's text has more than {MOST_TEXT_BYTES} bytes")
-        if part.name != TOKENIZER and self._num_bytes - self._num_bytes_before > MOST_OTHER_BYTES:
-            raise ProtocolViolation(f"{part.name} has more than {MOST_OTHER_BYTES} bytes")
-        return is_new
+        await _write(folder / part.name, part.data)
 
 
-async def _write(path: pathlib.Path, data: bytes, *, is_new: bool) -> None:
-    """Writes off the event loop. If it is cancelled it waits for the write, so that none comes later."""
-    writing = asyncio.ensure_future(asyncio.to_thread(_append, path, data, "xb" if is_new else "ab"))
+async def _write(path: pathlib.Path, data: bytes) -> None:
+    """Appends to the file off the event loop. If it is cancelled it waits for the write, so that none comes later."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_append, path, data))
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
@@ -113,6 +88,6 @@ async def _write(path: pathlib.Path, data: bytes, *, is_new: bool) -> None:
         raise
 
 
-def _append(path: pathlib.Path, data: bytes, mode: str) -> None:
-    with path.open(mode) as file:
+def _append(path: pathlib.Path, data: bytes) -> None:
+    with path.open("ab") as file:
         file.write(data)
