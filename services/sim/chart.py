@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 
@@ -124,25 +123,6 @@ class Chart:
         if self.markers:
             parts += [f"<circle cx='{x}' cy='{y}' r='4' fill='{colour}'/>" for x, y in points]
         return parts
-
-
-def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Returns one picture of several that charts have drawn: rows from above, the pictures of a row from the left."""
-    parts, top, width = list[str](), 0, 0
-    for row in rows:
-        sizes = [_size(picture) for picture in row]
-        left = 0
-        for picture, (across, _) in zip(row, sizes, strict=True):
-            parts.append(picture.replace("<svg ", f"<svg x='{left}' y='{top}' ", 1).rstrip())
-            left += across
-        width, top = max(width, left), top + max(down for _, down in sizes)
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{top}' viewBox='0 0 {width} {top}'>"
-    return "\n".join([head, f"<rect width='{width}' height='{top}' fill='white'/>", *parts, "</svg>", ""])
-
-
-def _size(picture: str) -> tuple[int, int]:
-    root = ElementTree.fromstring(picture)
-    return int(root.attrib["width"]), int(root.attrib["height"])
 
 
 def _legend(names: Sequence[str]) -> list[str]:
