@@ -20,7 +20,7 @@ plan        a plan against the cluster it names; not part of a run without --onl
 tiers       conversations that left the pool, with each tier below it; not part of a run without --only
 fair_shares a tenant's first tokens beside another's flood; not part of a run without --only
 wrong_keys  what calls without a valid key cost the router, and those who have one; not part of a run without --only
-dtype       what --dtype auto chooses between, on lesser CPUs too; not part of a run without --only
+dtype       what --dtype auto is a rule for, on lesser CPUs too; not part of a run without --only
 
 Beside other engines: `python -m benchmarks.peers`. Pictures of results: `python -m benchmarks.plots`.
 """

@@ -1,8 +1,8 @@
 """Measures the CPU kernels as different C compilers make them, on one thread.
 
 `python -m benchmarks.compilers gcc "python -m ziglang cc -target x86_64-linux-gnu.2.28" [--limit avx2] [--repeats 3]`.
-Each compiler builds the kernels in a copy of the code; then these time a model's layers in turns
-(`services.engine.cpu.dtype_timing`: processor time, so that it does not matter what else the machine does).
+Each compiler builds the kernels in a copy of the code; then these time a prompt and a decode in turns
+(`benchmarks.dtype`: processor time, so that it does not matter what else the machine does).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from services.core.config import KEPT_BLOCKS_FILE
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LIMITS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+_PROMPT_TOKENS = "512"
 _WORKS = ("ms a prompt token", "ms a decode")
 
 
@@ -41,7 +42,7 @@ def measure(compilers: list[str], model: Path, repeats: int, limits: dict[str, s
         for _ in range(repeats):
             for compiler, environment in zip(compilers, copies, strict=True):
                 for way in ways:
-                    found = _timings(environment | limits, model, saved, way)
+                    found = _timings(environment | limits, model, way)
                     for work, time in zip(_WORKS, found, strict=True):
                         times.setdefault((way, work, compiler), []).append(time)
     figures = []
@@ -55,7 +56,7 @@ def measure(compilers: list[str], model: Path, repeats: int, limits: dict[str, s
 
 def _copy(folder: Path, compiler: str) -> dict[str, str]:
     """Copies the code and builds its kernels with the compiler. Returns the environment that uses the copy."""
-    for name in ("services", "gen"):
+    for name in ("services", "gen", "benchmarks"):
         shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder / name) for name in ("", "gen"))}
     build = [sys.executable, "-m", "services.engine.native.build"]
@@ -63,12 +64,13 @@ def _copy(folder: Path, compiler: str) -> dict[str, str]:
     return environment
 
 
-def _timings(environment: dict[str, str], model: Path, saved: str, way: str) -> list[float]:
-    command = [sys.executable, "-m", "services.engine.cpu.dtype_timing", str(model), saved, way]
+def _timings(environment: dict[str, str], model: Path, way: str) -> list[float]:
+    dtype, _, weights = way.partition("+")
+    command = [sys.executable, "-m", "benchmarks.dtype", str(model), dtype, weights or "none", _PROMPT_TOKENS, "1"]
     child = subprocess.run(command, env=environment, cwd=environment["PYTHONPATH"].split(os.pathsep)[0], check=True,
                            stdout=subprocess.PIPE, text=True)  # fmt: skip
-    found: list[float] = json.loads(child.stdout.strip().splitlines()[-1])["timings"][way]
-    return found
+    found = json.loads(child.stdout.strip().splitlines()[-1])
+    return [found["prefill_ms"][0], found["decode_ms"][0]]
 
 
 def main() -> None:

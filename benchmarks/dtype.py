@@ -1,8 +1,10 @@
-"""Measures what `--dtype auto` chooses between: a prompt and a decode in the type a model was saved in and in float32,
-on this CPU, and on the lesser CPUs that torch makes of it when some of its instructions are switched off.
+"""Measures what `--dtype auto` is a rule for: a prompt and a decode in each type, over the weights as saved and as a
+GGUF file, GPTQ or AWQ checkpoint has them, on this CPU and on the lesser CPUs that torch, oneDNN and Baton's kernels
+make of it when some of its instructions are switched off.
 
-`python -m benchmarks.dtype MODEL DTYPE PROMPT_TOKENS REPEATS` measures one type in this process and prints JSON: torch
-reads the variables that switch instructions off only once, so each measurement has a process of its own.
+`python -m benchmarks.dtype MODEL DTYPE QUANTIZATION PROMPT_TOKENS REPEATS` measures one way in this process, on one
+thread, and prints JSON: torch reads the variables that switch instructions off only once, so each measurement has a
+process of its own. It counts the process's processor time, so it does not matter what else the machine does.
 """
 
 from __future__ import annotations
@@ -11,17 +13,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.engine import Load
 from benchmarks.figure import Figure
-from services.cli.dtype_choice import Timings, decide, saved_dtype
+from services.cli.dtype_choice import choose_dtype, kept_weights
 from services.engine.config import EngineConfig
 from services.engine.loading import torch_engine
+from services.engine.native.instruction_sets import cpu_flags
 
-# A kind of CPU, the flag in /proc/cpuinfo that a CPU must have to be one, and the variables that make it one.
+DTYPES = ("bfloat16", "float16", "float32")
 _KINDS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    ("AMX", "amx_bf16", {}),
+    ("AVX-512 with bfloat16", "avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}),
     (
         "AVX-512 alone",
         "avx512f",
@@ -37,65 +44,63 @@ _KINDS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
         {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     ),
 )
-_NUM_DECODES = 16
+"""A kind of CPU, the flag in /proc/cpuinfo that a CPU must have to be one, and the variables that make it one."""
+_NUM_DECODES = 32
 
 
 def measure(model: Path, prompt_tokens: int, repeats: int) -> list[Figure]:
-    """Raises SystemExit if the model was saved in float32: there is nothing to choose."""
-    saved = saved_dtype(model)
-    if saved not in ("bfloat16", "float16"):
-        raise SystemExit(f"{model} is saved in {saved or 'an unknown type'}: --dtype auto has nothing to choose")
-    flags = Path("/proc/cpuinfo").read_text().split()
-    kinds: list[tuple[str, Mapping[str, str]]] = [("AMX" if "amx_bf16" in flags else "as it is", {})]
-    kinds += [(name, variables) for name, flag, variables in _KINDS if flag in flags]
-    return [
-        figure for name, variables in kinds for figure in _kind(name, variables, model, saved, prompt_tokens, repeats)
-    ]
-
-
-def _kind(
-    name: str, variables: Mapping[str, str], model: Path, saved: str, prompt_tokens: int, repeats: int
-) -> list[Figure]:
-    found = _child(variables, "services.engine.cpu.dtype_timing", str(model), saved, saved, "float32")
-    timings = {dtype: (float(prefill), float(decode)) for dtype, (prefill, decode) in found["timings"].items()}
-    chosen = decide(saved, Timings(timings, str(found["capability"]))).dtype
+    kept = kept_weights(model)
+    ways = [(dtype, weights) for weights in ("none", *([kept] if kept else [])) for dtype in DTYPES]
     figures = []
-    for dtype in (saved, "float32"):
-        run = _child(variables, "benchmarks.dtype", str(model), dtype, str(prompt_tokens), str(repeats))
-        target = "the type that auto chooses" if dtype == chosen else ""
-        timed = "auto's timing of a {} (processor time)"
-        figures += [
-            Figure(f"{name}, {dtype}: prompt of {prompt_tokens} tokens", "s", tuple(run["prompt_s"]), target),
-            Figure(f"{name}, {dtype}: decode", "ms", tuple(run["decode_ms"])),
-            Figure(f"{name}, {dtype}: {timed.format('prompt token')}", "ms", (timings[dtype][0],)),
-            Figure(f"{name}, {dtype}: {timed.format('decode')}", "ms", (timings[dtype][1],)),
-        ]
+    for kind, flag, variables in _KINDS:
+        for dtype, weights in ways if flag in cpu_flags() else ():
+            found = run(model, dtype, weights, prompt_tokens, repeats, variables)
+            name = f"{kind}, {dtype}" + (f" over {weights}" if weights != "none" else "")
+            target = "what auto chooses" if found["auto"] == [dtype, weights] else ""
+            figures.append(Figure(f"{name}: a token of a prompt of {prompt_tokens}", "ms", tuple(found["prefill_ms"])))
+            figures.append(Figure(f"{name}: decode", "ms", tuple(found["decode_ms"]), target))
     return figures
 
 
-def _child(variables: Mapping[str, str], module: str, *arguments: str) -> dict[str, dict[str, list[float]]]:
-    command = [sys.executable, "-m", module, *arguments]
-    child = subprocess.run(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=True)
-    answer: dict[str, dict[str, list[float]]] = json.loads(child.stdout.strip().splitlines()[-1])
+def run(
+    model: Path, dtype: str, quantization: str, prompt_tokens: int, repeats: int, variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns milliseconds of processor time a prompt token, and a decode, in a process with these variables."""
+    command = [sys.executable, "-m", "benchmarks.dtype", str(model), dtype, quantization, str(prompt_tokens)]
+    child = subprocess.run(
+        [*command, str(repeats)], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    answer = json.loads(child.stdout.strip().splitlines()[-1])
+    assert isinstance(answer, dict)
     return answer
 
 
+def _processor_s(load: Load, num_prompt_tokens: int, max_tokens: int) -> float:
+    began_s = time.process_time()
+    load.run(1, num_prompt_tokens, max_tokens)
+    return time.process_time() - began_s
+
+
 def main() -> None:
-    model, dtype, prompt_tokens, repeats = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    config = EngineConfig(model, "m", dtype=dtype, num_blocks=256, threads=1, max_num_batched_tokens=512)
+    model, dtype, quantization = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    prompt_tokens, repeats = int(sys.argv[4]), int(sys.argv[5])
+    config = EngineConfig(
+        str(model), "m", dtype=dtype, quantization=quantization, num_blocks=256, threads=1, max_num_batched_tokens=256
+    )
     engine = torch_engine(config)
     load = Load(engine)
-    prompt_s, decode_ms = [], []
+    prefill_ms, decode_ms = [], []
     try:
+        load.run(1, prompt_tokens, 2)  # what is allocated or compiled once
         for _ in range(repeats):
-            prompt_s.append(load.run(1, prompt_tokens, 1))
-            load.run(1, 16, 1 + _NUM_DECODES)
-            times = load.token_times_s
-            decode_ms.append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
+            prefill_ms.append(_processor_s(load, prompt_tokens, 1) / prompt_tokens * 1e3)
+            short_s = _processor_s(load, 16, 1)
+            decode_ms.append((_processor_s(load, 16, 1 + _NUM_DECODES) - short_s) / _NUM_DECODES * 1e3)
     finally:
         engine.stop()
         engine.cache.close()
-    print(json.dumps({"prompt_s": prompt_s, "decode_ms": decode_ms}))
+    choice = choose_dtype("auto", "cpu", model)
+    print(json.dumps({"prefill_ms": prefill_ms, "decode_ms": decode_ms, "auto": [choice.dtype, choice.quantization]}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from services.engine.native.instruction_sets import cpu_flags, usable
+from services.engine.native.instruction_sets import cpu_flags, cpu_name, usable
 
 _ROOT = Path(__file__).resolve().parents[1]
 _AMX_FLAGS = ("amx_tile", "amx_bf16", "amx_int8", "amx_fp16")
@@ -34,7 +34,7 @@ _KIND_FIELDS = ("cpu family", "model", "stepping", "CPU implementer", "CPU part"
 def describe() -> dict[str, object]:
     """Returns what is true of this machine and this checkout whatever runs on it."""
     return {
-        "cpu": cpu_name(),
+        "cpu": cpu_name() or platform.processor(),
         "cpu_kind": cpu_kind(),
         "instruction_sets": [*(each.name for each in usable()), *(flag for flag in _AMX_FLAGS if flag in cpu_flags())],
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -46,12 +46,6 @@ def describe() -> dict[str, object]:
         "torch": _version("torch"),
         "baton_commit": baton_commit(),
     }
-
-
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the processor's name as the kernel tells it."""
-    fields = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-    return next((value.strip() for name, _, value in fields if name.strip() == "model name"), platform.processor())
 
 
 def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:

@@ -24,7 +24,7 @@ class Precision:
 
     def chosen_for(self, model: Path) -> Precision:
         """Returns it with what `auto` means on this machine."""
-        choice = choose_dtype(self.dtype, "cpu", model, self.quantization, kv_dtype=self.kv_dtype, tell=print)
+        choice = choose_dtype(self.dtype, "cpu", model, self.quantization)
         return Precision(choice.dtype, choice.quantization, self.kv_dtype)
 
     def up_flags(self) -> list[str]:

@@ -6,8 +6,6 @@ Never: how torch's types are chosen (`dtype_choice`), or where vLLM is found (`s
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +18,6 @@ from services.engine.config import EngineConfig
 from services.vllm.arguments import engine_arguments
 from services.vllm.environment import vllm_python
 from services.worker.engine_choice import VLLM
-
-logger = logging.getLogger(__name__)
 
 _SHARDED = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments of vLLM by which one engine takes several GPUs."""
@@ -82,13 +78,11 @@ def demand_one_gpu_each(flags: EngineFlags) -> None:
         )
 
 
-def choose_types(flags: EngineFlags, model: Path, tell: Callable[[str], None] = logger.info) -> Choice:
-    """Returns what `--dtype` and `--quantization` mean for the model in this directory; `tell` is that of
-    `choose_dtype`. vLLM gets the type the model was saved in: the timings of `choose_dtype` are torch's. Raises
-    ConfigError."""
+def choose_types(flags: EngineFlags, model: Path) -> Choice:
+    """Returns what `--dtype` and `--quantization` mean for the model in this directory. vLLM gets the type the model
+    was saved in: the rule of `choose_dtype` is for the torch engine. Raises ConfigError."""
     if flags.engine != VLLM:
-        asked = flags.dtype, flags.device, model, flags.quantization
-        return choose_dtype(*asked, kv_dtype=flags.kv_dtype, tell=tell)
+        return choose_dtype(flags.dtype, flags.device, model, flags.quantization)
     dtype, reason = flags.dtype, ""
     if dtype == "auto" and (saved := saved_dtype(model)) in DTYPES:
         dtype, reason = saved, "as saved"

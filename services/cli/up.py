@@ -68,7 +68,6 @@ from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, is_web_address
 from services.core.listening import require_free
 from services.core.printable import printable
 from services.core.sizes import A_SIZE, is_size, parse_size
-from services.core.start_progress import StartProgress
 from services.router.config import (
     CLIENT_CA_HELP,
     CONSOLE_HELP,
@@ -298,13 +297,8 @@ def _output(
 
 def _with_dtype(config: UpConfig, model: ResolvedModel, output: ClusterOutput) -> UpConfig:
     """Returns the configuration with types that are chosen here, so that all workers have the same."""
-
-    def tell(line: str) -> None:
-        output.fact(f"{'dtype':<12} {line}")
-        output.progressed("dtype", StartProgress("timing", "which types are fast here, once for this model"))
-
     output.begun("dtype")
-    choice = choose_types(config, model.path, tell)
+    choice = choose_types(config, model.path)
     if choice.reason:
         output.fact(f"dtype        {choice.dtype}  ({choice.reason})")
     weights = f" over {choice.quantization} weights" if choice.quantization != "none" else ""

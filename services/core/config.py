@@ -32,7 +32,7 @@ LOG_INTERVAL_HELP = "seconds between lines about what this process does, while i
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_HELP = (
     "type of weights, activations and KV cache, the same on all workers; auto: as the model was saved, or on a CPU "
-    "float32 where a timing shows that to be faster"
+    "float32 where the CPU has no instructions for bfloat16"
 )
 KV_DTYPES = (*DTYPES, "int8")
 KV_DTYPE_HELP = (
@@ -46,7 +46,7 @@ QUANTIZATION = ("auto", "none", "int8", "int4", *KEPT_WEIGHTS)
 QUANTIZATION_HELP = (
     "bits of weights on a CPU, the same on all workers; none: as saved, and quantised ones in the type of --dtype; "
     "int8 and int4 round them at load; gguf, gptq and awq: those of a GGUF file or of a checkpoint of that kind stay "
-    "as they are there; auto: one of these where a timing shows that to be faster and --dtype is auto too, else none"
+    "as they are there; auto: one of these where --dtype is auto too, else none"
 )
 KEPT_BLOCKS_FILE = "gguf-blocks"
 """The file in a model's directory with the weights of the GGUF file that it was converted from, as safetensors. Its

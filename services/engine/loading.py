@@ -17,13 +17,11 @@ import torch
 
 from services.core.config import demand_kv_dtype
 from services.core.errors import ConfigError
-from services.core.home import baton_home
 from services.core.start_progress import StartProgress, TellProgress, tell_nobody
 from services.engine.attention import choice
 from services.engine.config import EngineConfig, EngineInfo
 from services.engine.cpu.fast_paths import use_fast_paths
 from services.engine.cpu.host_memory import keep_freed_memory
-from services.engine.cpu.kept_timings import cpu_fields
 from services.engine.cpu.quantisation import num_weight_bytes, quantise
 from services.engine.engine import Engine
 from services.engine.model import fingerprint, servable, verification, weights
@@ -31,6 +29,7 @@ from services.engine.model.cuda_graph import CudaCapture
 from services.engine.model.decode_graphs import DecodeGraphs
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.model.paged_model import ModelShape, PagedModel, register_attention
+from services.engine.native.instruction_sets import cpu_name
 from services.engine.runner import DeviceRunner
 from services.engine.warm_up import Loaded
 
@@ -75,7 +74,7 @@ def load(config: EngineConfig, tell: TellProgress = tell_nobody) -> Loaded:
     expected = verification.plain_logits(module, shape.vocab_size)
     kv_dtype = weights.kv_dtype_of(config.kv_dtype, shape.dtype)
     _tell_part(tell, "kernels")
-    fast_paths = use_fast_paths(module, kv_dtype, baton_home() / "kernels")
+    fast_paths = use_fast_paths(module, kv_dtype)
     kv_shape = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, kv_dtype)
     attention, backend = choice.select(
         device,
@@ -127,7 +126,7 @@ def _tell_part(tell: TellProgress, part: str) -> None:
 
 def _device_name(device: torch.device) -> str:
     """Returns what the processor is called, on one line: routers compare the speed of like ones only."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_fields().get("model name", "")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     printable = "".join(filter(str.isprintable, name or platform.machine()))
     return " ".join(printable.split())[:64]
 

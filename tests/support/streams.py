@@ -47,7 +47,7 @@ class Job:
             token_ids=inference_pb2.TokenIds(ids=self.prompt),
             sampling=sampling,
             stopping=types_pb2.StoppingParams(max_tokens=self.max_tokens, ignore_eos=True),
-            cache_salt=self.cache_salt,
+            cache_salt=self.cache_salt or None,
         )
 
     def check(self, reference: GreedyReference, answer: Answer) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +23,17 @@ from services.engine.native.bindings import DTYPES, Kernels, kernels
 logger = logging.getLogger(__name__)
 
 
-def use_fast_paths(module: nn.Module, kv_dtype: torch.dtype, keep_in: Path | None = None) -> str:
+def use_fast_paths(module: nn.Module, kv_dtype: torch.dtype) -> str:
     """Replaces modules of the model by faster ones for this machine, where they compute the same; returns in words what
     computes what. A model on another device than the CPU is left as it is.
 
     kv_dtype: the type of the pool's keys and values, which layers in one call write in the type they compute in.
-    keep_in: a folder for what timings have found on this host; without it, each call times anew.
     """
     if not any(each.device.type == "cpu" for each in module.parameters()):
         return "as loaded"
     num_parts, num_layers = use_native_modules(module)  # first, since it looks for linear layers that are not packed
     num_quantised = sum(isinstance(each, QuantisedLinear) for each in module.modules())
-    ways = {**pack_linears(module, keep_in), "quantised.c": num_quantised}
+    ways = {**pack_linears(module), "quantised.c": num_quantised}
     linears = ", ".join(f"{count} by {way}" for way, count in sorted(ways.items()) if count)
     native = kernels()
     named = ""

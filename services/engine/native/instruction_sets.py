@@ -106,11 +106,26 @@ def usable(
     return tuple(each for each in known[first:] if each.needs <= present)
 
 
+def has_amx(environment: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Returns whether oneDNN may multiply bfloat16 by the tiles of AMX."""
+    limits = {environment.get(variable, "") for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")}
+    return "amx_bf16" in cpu_flags(cpuinfo) and all("AMX" in limit for limit in limits - {"", "DEFAULT", "ALL"})
+
+
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Returns the flags of the first processor; none where the kernel does not list them."""
+    return frozenset(_first(cpuinfo, "flags").split())
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns what the kernel calls the first processor; an empty string where it does not say."""
+    return _first(cpuinfo, "model name")
+
+
+def _first(cpuinfo: Path, field: str) -> str:
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return frozenset()
+        return ""
     fields = (line.partition(":") for line in lines)
-    return next((frozenset(value.split()) for name, _, value in fields if name.strip() == "flags"), frozenset())
+    return next((value.strip() for name, _, value in fields if name.strip() == field), "")

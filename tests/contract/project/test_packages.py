@@ -209,7 +209,6 @@ def test_a_router_serves_without_the_extra(model: str) -> None:
         (("prefill",), "a worker"),
         (("up", "--port", "0"), "a worker"),
         (("models", "pull"), "converting smollm2-135m-instruct"),
-        (("models", "pull", "--time-dtypes"), "timing types"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

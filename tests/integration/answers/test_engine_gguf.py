@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.core.config import KEPT_BLOCKS_FILE
 from services.core.errors import ConfigError, UnsupportedModel
 from services.engine.config import EngineConfig, EngineInfo
-from services.engine.cpu import dtype_timing, quantisation
+from services.engine.cpu import quantisation
 from services.engine.loading import load
 from services.engine.model import kept_blocks
 from services.engine.model.gguf_conversion import convert_gguf
@@ -221,19 +221,6 @@ def test_without_kernels_they_are_served_too(
     loaded.cache.close()
     assert loaded.info.numerics.startswith("GGUF Q4_0")
     assert "gguf is slower than none" in caplog.text
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["kernels", "no kernels"])
-def test_they_are_timed_beside_the_others(quantised: Path, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernels they are never faster, so they are not timed."""
-    if not native:
-        monkeypatch.setattr(dtype_timing, "kernels", lambda: None)
-    elif kernels() is None:
-        pytest.skip("the kernels were not built here")
-    ways = ("bfloat16", "float32", "bfloat16+gguf", "float32+gguf")
-    found = dtype_timing.time_ways(quantised, "bfloat16", ways)["timings"]
-    assert tuple(found) == (ways if native else ways[:2])
-    assert all(ms > 0 for timing in found.values() for ms in timing)
 
 
 def test_blocks_of_another_file_are_refused(quantised: Path, tmp_path: Path) -> None:

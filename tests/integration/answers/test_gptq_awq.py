@@ -15,12 +15,11 @@ import torch
 
 from services.core.errors import ConfigError
 from services.engine.config import EngineConfig, EngineInfo
-from services.engine.cpu import dtype_timing, quantisation, quantised_linear
+from services.engine.cpu import quantisation, quantised_linear
 from services.engine.cpu.quantisation import quantise
 from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.loading import load
 from services.engine.model.weights import load_model
-from services.engine.native.bindings import kernels
 from tests.support.checkpoints import Form, write_checkpoint
 from tests.support.cluster import split_and_whole
 from tests.support.engine_driver import drive
@@ -152,14 +151,3 @@ def test_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
         (found,) = driver.generate(prompts()[2:3], MAX_TOKENS)
     reference.check(prompts()[2], found)
     assert "without the CPU kernels, which were not built, gptq is slower than none" in caplog.text
-
-
-def test_they_are_timed_as_they_are(tmp_path: Path) -> None:
-    if kernels() is None:
-        pytest.skip("the kernels were not built here")
-    saved, _ = write_checkpoint(tiny_model("llama", tmp_path, torch.float16), Form("awq"))
-    ways = ("float16", "float32", "float16+awq", "float32+awq")
-    with mock.patch.object(quantisation, "round_weights", side_effect=AssertionError("of the file, not rounded")):
-        found = dtype_timing.time_ways(saved, "float16", ways)["timings"]
-    assert tuple(found) == ways
-    assert all(ms > 0 for timing in found.values() for ms in timing)

@@ -104,7 +104,6 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         ),
         (["models"], 2, "required: list|pull"),
         (["models", "pull", "/no/such/model"], 2, "--model: "),
-        (["models", "pull", "--kv-dtype", "int8"], 2, "--kv-dtype says what --time-dtypes times over: give both"),
     ],
 )
 def test_one_line_and_a_status(arguments: list[str], status: int, words: str) -> None:

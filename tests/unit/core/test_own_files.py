@@ -13,7 +13,6 @@ import pytest
 from services.cli.model_cache import new_entry
 from services.cli.run_log import RunLog
 from services.core.own_files import opened, write_whole
-from services.engine.cpu.kept_timings import once_per_host
 from services.engine.native.build import _copy
 from services.rpc.trace_file import TraceFileExporter
 from services.sim.profile import WorkerProfile, write_profile
@@ -27,10 +26,6 @@ def pull(folder: Path) -> None:
         (workspace / "model").mkdir()
 
 
-def keep_timing(folder: Path) -> None:
-    once_per_host(folder / "finding.json", dict, lambda: {"found": 1}, limit_s=1.0, what="a finding")
-
-
 def keep_profile(folder: Path) -> None:
     write_profile(folder / "profile.json", WorkerProfile("made", 1.0, 1.0, 1.0))
 
@@ -42,8 +37,6 @@ def keep_kernels(folder: Path) -> None:
 
 PLACES: list[tuple[Callable[[Path], None], str]] = [
     (pull, ".org--model.lock"),
-    (keep_timing, "finding.lock"),
-    (keep_timing, "finding.json"),
     (keep_profile, "profile.json"),
     (keep_profile, ".profile.json.new"),
     (keep_kernels, "kernels.so"),
