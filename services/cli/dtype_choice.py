@@ -49,10 +49,10 @@ def choose_dtype(dtype: str, device: str, model: pathlib.Path, quantization: str
     if dtype != "auto" or device.partition(":")[0] != "cpu" or saved not in _CHOOSABLE:
         return Choice(dtype, "", explicit)
     best = sets[0].name
-    if saved == "bfloat16" and best == "avx512_bf16":
-        chosen, reason = saved, f"as saved, which this {best} CPU multiplies"
+    if saved == "bfloat16" and instruction_sets.multiplies_bfloat16():
+        chosen, reason = saved, f"as saved, which this {best} CPU multiplies fast"
     else:
-        chosen, reason = "float32", f"this {best} CPU does not multiply {saved}, the type it was saved in"
+        chosen, reason = "float32", f"this {best} CPU does not multiply {saved}, the type it was saved in, as fast"
     are_built = any(each.shared_object.exists() for each in sets)
     kept = kept_weights(model) if quantization == "auto" and are_built else ""
     if kept:

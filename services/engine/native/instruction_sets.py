@@ -112,6 +112,13 @@ def has_amx(environment: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/
     return "amx_bf16" in cpu_flags(cpuinfo) and all("AMX" in limit for limit in limits - {"", "DEFAULT", "ALL"})
 
 
+def multiplies_bfloat16(environment: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Returns whether a model computes faster in bfloat16 than in float32: by the tiles of AMX, and by AVX-512's dot
+    products on AMD's processors. On Intel's a prompt takes 1.8 times as long by these."""
+    by_dot_products = usable(environment, cpuinfo)[0].name == "avx512_bf16"
+    return by_dot_products and (has_amx(environment, cpuinfo) or _first(cpuinfo, "vendor_id") == "AuthenticAMD")
+
+
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Returns the flags of the first processor; none where the kernel does not list them."""
     return frozenset(_first(cpuinfo, "flags").split())

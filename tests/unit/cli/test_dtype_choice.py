@@ -32,6 +32,7 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(InstructionSet, "shared_object", library)
     best = tuple(each for each in instruction_sets.instruction_sets("x86_64") if each.name == name)
     monkeypatch.setattr(instruction_sets, "usable", lambda: best)
+    monkeypatch.setattr(instruction_sets, "multiplies_bfloat16", lambda: name == "avx512_bf16")
 
 
 def write_model(path: pathlib.Path, config: dict[str, object]) -> pathlib.Path:

@@ -9,7 +9,13 @@ import pytest
 from services.core.errors import ConfigError
 from services.engine.native import bindings
 from services.engine.native.bindings import Kernels
-from services.engine.native.instruction_sets import instruction_sets, sources_digest, usable
+from services.engine.native.instruction_sets import (
+    has_amx,
+    instruction_sets,
+    multiplies_bfloat16,
+    sources_digest,
+    usable,
+)
 
 ZEN4 = "fma movbe avx f16c abm bmi1 avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16 avx512_vnni"
 SKYLAKE = "fma movbe avx f16c abm bmi1 avx2 bmi2 avx512f avx512dq avx512cd avx512bw avx512vl"
@@ -19,9 +25,14 @@ SANDY_BRIDGE = "avx"
 pytestmark = pytest.mark.skipif(len(instruction_sets()) == 1, reason="this architecture has one instruction set")
 
 
+def write(cpuinfo: Path, flags: str, vendor: str = "AuthenticAMD") -> Path:
+    first = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags}\nbugs\t\t: x\n"
+    cpuinfo.write_text(f"{first}\nprocessor\t: 1\nflags\t\t: none\n")
+    return cpuinfo
+
+
 def names(cpuinfo: Path, flags: str, **environment: str) -> list[str]:
-    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\nbugs\t\t: x\n\nprocessor\t: 1\nflags\t\t: none\n")
-    return [each.name for each in usable(environment, cpuinfo)]
+    return [each.name for each in usable(environment, write(cpuinfo, flags))]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +46,27 @@ def names(cpuinfo: Path, flags: str, **environment: str) -> list[str]:
 )
 def test_what_the_processor_lacks_is_left_out(tmp_path: Path, flags: str, expected: list[str]) -> None:
     assert names(tmp_path / "cpuinfo", flags) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "vendor", "limit", "tiles", "expected"),
+    [
+        (f"{ZEN4} amx_bf16", "GenuineIntel", "", True, True),
+        (f"{ZEN4} amx_bf16", "GenuineIntel", "AVX512_CORE_AMX", True, True),
+        (f"{ZEN4} amx_bf16", "GenuineIntel", "AVX512_CORE_BF16", False, False),
+        (f"{ZEN4} amx_bf16", "GenuineIntel", "AVX2", False, False),
+        (ZEN4, "GenuineIntel", "", False, False),
+        (ZEN4, "AuthenticAMD", "", False, True),
+        (ZEN3, "AuthenticAMD", "", False, False),
+    ],
+)
+def test_which_processors_multiply_bfloat16_fast(
+    tmp_path: Path, flags: str, vendor: str, limit: str, tiles: bool, expected: bool
+) -> None:
+    cpuinfo = write(tmp_path / "cpuinfo", flags, vendor)
+    environment = {"ONEDNN_MAX_CPU_ISA": limit}
+    assert has_amx(environment, cpuinfo) == tiles
+    assert multiplies_bfloat16(environment, cpuinfo) == expected
 
 
 @pytest.mark.parametrize("hidden", ["fma", "movbe", "abm", "bmi1"])
