@@ -48,16 +48,15 @@ def choose_dtype(dtype: str, device: str, model: pathlib.Path, quantization: str
     saved = saved_dtype(model)
     if dtype != "auto" or device.partition(":")[0] != "cpu" or saved not in _CHOOSABLE:
         return Choice(dtype, "", explicit)
-    best = sets[0].name
-    if saved == "bfloat16" and instruction_sets.multiplies_bfloat16():
-        chosen, reason = saved, f"as saved, which this {best} CPU multiplies fast"
-    else:
-        chosen, reason = "float32", f"this {best} CPU does not multiply {saved}, the type it was saved in, as fast"
-    are_built = any(each.shared_object.exists() for each in sets)
+    best, are_built = sets[0].name, any(each.shared_object.exists() for each in sets)
     kept = kept_weights(model) if quantization == "auto" and are_built else ""
-    if kept:
-        reason += f"; over {_IN_WORDS[kept]}"
-    return Choice(chosen, reason, kept or explicit)
+    over = f"; over {_IN_WORDS[kept]}" if kept else ""
+    quantization = kept or explicit
+    # Products over weights of few bits are of integers, whatever the activations' type is.
+    has_few_bits = are_built and quantization != "none"
+    if saved == "bfloat16" and (has_few_bits or instruction_sets.multiplies_bfloat16()):
+        return Choice(saved, f"as saved{over}, fast on this {best} CPU", quantization)
+    return Choice("float32", f"faster on this {best} CPU than {saved} as saved{over}", quantization)
 
 
 def _demand_quantization(quantization: str, device: str, model: pathlib.Path) -> None:

@@ -57,14 +57,13 @@ def test_as_saved_where_this_cpu_multiplies_it(
     ("dtype", "quantization", "expected"),
     [
         ("auto", "auto", ("bfloat16", "gguf")),
-        ("auto", "none", ("bfloat16", "none")),
         ("auto", "int8", ("bfloat16", "int8")),
         ("auto", "gguf", ("bfloat16", "gguf")),
         ("float32", "auto", ("float32", "none")),  # an explicit type is exact
         ("bfloat16", "gguf", ("bfloat16", "gguf")),
     ],
 )
-@pytest.mark.parametrize("cpu", ["avx512_bf16"], indirect=True)
+@pytest.mark.parametrize("cpu", ["avx512_bf16", "avx2"], indirect=True)
 def test_weights_of_a_gguf_file(
     cpu: None, model: pathlib.Path, dtype: str, quantization: str, expected: tuple[str, str]
 ) -> None:
@@ -77,6 +76,7 @@ def test_weights_of_a_gguf_file(
 def test_without_kernels_weights_of_few_bits_are_not_kept(cpu: None, model: pathlib.Path) -> None:
     (model / KEPT_BLOCKS_FILE).write_bytes(b"")
     assert choose_dtype("auto", "cpu", model).quantization == "none"
+    assert choose_dtype("auto", "cpu", model).dtype == "float32"
     assert choose_dtype("auto", "cpu", model, "gguf").quantization == "gguf", "asked for"
 
 
@@ -87,7 +87,7 @@ def test_weights_of_a_quantised_checkpoint(cpu: None, tmp_path: pathlib.Path, me
     model = write_model(tmp_path / "model", fields)
     choice = choose_dtype("auto", "cpu", model)
     assert (choice.dtype, choice.quantization) == ("float32", method)
-    assert choice.reason.endswith(f"over the {method.upper()} weights")
+    assert choice.reason == f"faster on this avx2 CPU than float16 as saved; over the {method.upper()} weights"
     assert choose_dtype("bfloat16", "cpu", model) == Choice("bfloat16", "")
 
 
