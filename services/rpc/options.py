@@ -45,8 +45,8 @@ MAX_CALLS = 1024
 # The runtime cancels calls that the event loop has not taken for this long, and tells nobody why. The default of 30 s
 # passes where thousands begin at once; each call is taken in its turn, and its client has a deadline if it wants one.
 MAX_UNTAKEN_S = 86_400
-# The fewest calls that may wait until the event loop takes them, 16 KB each: so however few may be open at once, of some
-# thousands that begin together each is refused with a reason.
+# The fewest calls that may wait until the event loop takes them, 16 KB each: so however few may be open at once, of
+# some thousands that begin together each is refused with a reason.
 LEAST_UNTAKEN = 8192
 
 
