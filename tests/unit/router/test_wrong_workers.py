@@ -304,3 +304,19 @@ def test_a_worker_under_a_verdict_gives_no_first_answer_at_a_router_that_starts(
         bench.reply()
     assert health(bench, "d1") is Health.UP
     assert (health(bench, "p1") in (Health.UP, Health.RISING)) is is_mended
+
+
+@pytest.mark.parametrize("num_others", [1, 2])
+def test_what_a_worker_under_a_verdict_answered_first_makes_no_other_wrong(num_others: int) -> None:
+    """This router has begun while the worker computed wrong already, and had no other to compare it with."""
+    bench = Judged(first_token=9)
+    bench.meet("p1")
+    hear(bench, "p1")
+    others = ["p2", "d1"][:num_others]
+    bench.meet(*others)
+    for _ in range(240):
+        bench.wait(1.0)
+        bench.reply()
+    assert bench.coordinator.verdicts == {INCARNATIONS["p1"]: 1}
+    assert [health(bench, worker_id) for worker_id in others] == [Health.UP] * num_others
+    assert health(bench, "p1") not in (Health.UP, Health.RISING)
