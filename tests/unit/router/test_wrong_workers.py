@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from baton.v1 import types_pb2
 from services.core.errors import WrongOutput
 from services.core.hashing import block_hashes, short_hashes
 from services.router.coordinator.actions import CancelLeg, SendLeg
-from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
+from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady, PromptTokens
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from services.router.policy.health import Health, HealthConfig
@@ -268,6 +269,46 @@ def test_a_handoff_at_a_store_is_the_source_s_still() -> None:
     bench.say("s", DecodeAdmitted(park.leg), parked(park))
     hear(bench, "p1")
     assert isinstance(bench.failed["r"], WrongOutput), "its first token was the source's"
+    bench.assert_idle()
+
+
+def test_what_is_found_later_is_begun_again_from_a_store_too() -> None:
+    """The store's handoff has an older name as well, and would be found there again and again."""
+    bench = joined("p1", "p2", "d1", "s")
+    bench.load("d1", **BUSY)
+    bench.submit()
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p1", started(prefill), tokens(prefill, 100))
+    bench.wait(0.2)
+    park = bench.take_leg(Role.STORE)
+    bench.say("s", DecodeAdmitted(park.leg), parked(park))
+    bench.load("d1", num_running=0, blocks_active=0, num_waiting=0, blocks_free=64)
+    decode = bench.take_leg(Role.DECODE)
+    hear(bench, "p2")
+    bench.say("d1", DecodeAdmitted(decode.leg, 16))
+    again = bench.take_leg(Role.PREFILL)
+    assert again.spec.epoch == bench.coordinator.epoch
+    bench.finish(again, [100, 201, 202])
+
+
+def test_tokens_of_a_decode_worker_are_its_source_s_too(bench: Bench) -> None:
+    """Its events may be the first to come, and then repeat nothing."""
+    bench.submit()
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p1", started(prefill))
+    decode = bench.take_leg(Role.DECODE)
+    bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 100))
+    hear(bench, "p1")
+    assert isinstance(bench.failed["r"], WrongOutput)
+    bench.assert_idle()
+
+
+def test_log_probabilities_of_a_prompt_are_output(bench: Bench) -> None:
+    bench.submit(scores_prompt=True)
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p1", started(prefill), PromptTokens(prefill.leg, 1, [types_pb2.TokenLogprobs(logprob=-1.0)]))
+    hear(bench, "p1")
+    assert isinstance(bench.failed["r"], WrongOutput)
     bench.assert_idle()
 
 
