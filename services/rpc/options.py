@@ -45,6 +45,9 @@ MAX_CALLS = 1024
 # The runtime cancels calls that the event loop has not taken for this long, and tells nobody why. The default of 30 s
 # passes where thousands begin at once; each call is taken in its turn, and its client has a deadline if it wants one.
 MAX_UNTAKEN_S = 86_400
+# The fewest calls that may wait until the event loop takes them, 16 KB each: so however few may be open at once, of
+# some thousands that begin together each is refused with a reason.
+LEAST_UNTAKEN = 8192
 
 
 def max_connections() -> int:
@@ -54,6 +57,7 @@ def max_connections() -> int:
 
 def server_options(max_request_bytes: int = MAX_REQUEST_BYTES, max_calls: int = MAX_CALLS) -> Options:
     """`max_calls` is how many calls without the token may be open at once; more are refused with a reason."""
+    most_untaken = max(LEAST_UNTAKEN, 2 * max_calls)
     return [
         # Without this, a second server on the port would silently share it.
         ("grpc.so_reuseport", 0),
@@ -66,11 +70,11 @@ def server_options(max_request_bytes: int = MAX_REQUEST_BYTES, max_calls: int = 
         ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_MS),
         ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
-        # Calls that the event loop has not taken yet, 16 KB each. From the first of these numbers on (1,000 by default)
-        # the runtime cancels some of them, and from the second all, without a reason. So a call is refused here only
-        # if so many begin at once that most would be refused with a reason.
-        ("grpc.server.max_pending_requests", 2 * max_calls),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * max_calls),
+        # Calls that the event loop has not taken yet. From the first of these numbers on (1,000 by default) the runtime
+        # cancels some of them, and from the second all, without a reason. So a call is refused here only if so many
+        # begin at once that most would be refused with a reason.
+        ("grpc.server.max_pending_requests", most_untaken),
+        ("grpc.server.max_pending_requests_hard_limit", most_untaken),
         ("grpc.server_max_unrequested_time_in_server", MAX_UNTAKEN_S),
         *_keepalive(CLIENT_KEEPALIVE_TIME_MS),
     ]

@@ -344,7 +344,8 @@ class Book:
         assert leg is not None
         request.prefill = None
         if cancel and leg.sealed_s is None:
-            self.workers.cancel_prompt(leg.worker.worker_id, leg.leg, len(leg.token_ids), now)
+            num_left = len(leg.token_ids) - (leg.num_computed or 0)
+            self.workers.cancel_prompt(leg.worker.worker_id, leg.leg, num_left, now)
         self._drop_leg(leg.leg, leg.worker.worker_id)
         if leg.sealed_s is None:
             self.actions.append(leg_stage(request, Stage.PREFILL, leg, now, outcome))

@@ -10,7 +10,7 @@ that was given first. So a new worker that disagrees with one other is right onl
 whose answer changes is wrong, and one vote does not outweigh two.
 
 A process on which there is a verdict, from before this router started or from another one, cannot give the first
-answer: it is right only if it says what another has said.
+answer: it is right only if it says what another has said. Nor does its vote come back if it had one.
 
 Votes are counted when one is given, and only those of processes that are there. So the answer of a worker that is gone
 is not held against one that comes later; yet an answer that was found wrong does not become right only because a worker
@@ -123,7 +123,7 @@ class _Tally:
                 mine = _Answer(answer, self._num_answers)
             self.votes[worker.worker_id] = _Vote(worker.incarnation, mine)
             self._right = self._count()
-        elif voted.gone:
+        elif voted.gone and may_vote:
             voted.gone = False
             self._right = self._count()
         right = self._right

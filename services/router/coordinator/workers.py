@@ -524,7 +524,7 @@ class WorkerTable:
         self._has_more_room(worker_id)
 
     def cancel_prompt(self, worker_id: str, leg: int, num_tokens: int, now: float) -> None:
-        """Notes that the worker need not compute the rest of a leg's prompt of `num_tokens`: it is about to be told.
+        """Notes that the worker need not compute the rest of a leg's prompt, of `num_tokens`: it is about to be told.
         Call it before `drop_leg`."""
         worker = self._workers[worker_id]
         prediction = worker.predictions.get(leg)

@@ -13,6 +13,7 @@ The twin has the tokenizer's own model, so it takes no memory. Any thread may us
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -23,6 +24,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from services.core.errors import InvalidRequest
 from services.router.panics import panics_are_errors
 from services.router.text.chat import Message, Tool
 from services.router.text.output.tags import TAGS
@@ -55,8 +57,12 @@ class ControlTexts:
         self._longest = max(map(len, folded), default=0)
 
     def marked(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], list[Tool]]:
-        """Returns the messages and tools with marks where they could make the text of a control token."""
-        return [self._marked(message) for message in messages], [self._marked(tool) for tool in tools]
+        """Returns the messages and tools with marks where they could make the text of a control token. Raises
+        InvalidRequest for JSON that is nested too deeply to be looked through."""
+        try:
+            return [self._marked(message) for message in messages], [self._marked(tool) for tool in tools]
+        except RecursionError:
+            raise InvalidRequest("messages", "they, or the tools, have JSON that is nested too deeply") from None
 
     def is_forged(self, rendered: str) -> bool:
         """Returns whether a rendered prompt, without its marks, has texts of control tokens that the template has not
@@ -116,11 +122,13 @@ class ControlTexts:
         return marked + _BESIDE if any(text[-size:].lower() in self._beginnings for size in sizes) else marked
 
     def _in_json(self, text: str) -> str:
-        """Marks what is within the names and strings of JSON, which escapes may hide. Templates know some of them, and
-        write brackets and quotes beside them, so their ends are not marked."""
-        try:
+        """Marks what is within the names and strings of a JSON object, which escapes may hide. Templates know some of
+        them, and write brackets and quotes beside them, so their ends are not marked. Of a value that is no object,
+        templates are given the text itself."""
+        value = None
+        with contextlib.suppress(ValueError):
             value = json.loads(text)
-        except (ValueError, RecursionError):
+        if not isinstance(value, dict):
             return str(self._marked(text))
         marked = self._in_value(value)
         return text if marked == value else json.dumps(marked, ensure_ascii=False)

@@ -16,6 +16,7 @@ from services.core.own_files import opened, write_whole
 from services.engine.native.build import _copy
 from services.rpc.trace_file import TraceFileExporter
 from services.sim.profile import WorkerProfile, write_profile
+from services.worker.kept_verdicts import KeptVerdicts
 
 KEPT = "what somebody else's file has"
 
@@ -35,11 +36,16 @@ def keep_kernels(folder: Path) -> None:
     assert _copy(folder / "built", folder / "kernels.so")
 
 
+def keep_verdict(folder: Path) -> None:
+    KeptVerdicts(folder / "w.verdicts").add(7)
+
+
 PLACES: list[tuple[Callable[[Path], None], str]] = [
     (pull, ".org--model.lock"),
     (keep_profile, "profile.json"),
     (keep_profile, ".profile.json.new"),
     (keep_kernels, "kernels.so"),
+    (keep_verdict, "w.verdicts"),
     (keep_kernels, f"copying-{os.getpid()}-kernels.so"),
 ]
 

@@ -84,6 +84,18 @@ def test_the_tokens_of_a_character_begin_where_it_does_and_hidden_ones_take_no_r
     assert lists["text_offset"] == [0, 1, 1, 1, 1, 1, 2]
 
 
+def test_what_a_prompt_has_begun_takes_no_room_in_what_follows_it() -> None:
+    whole = encode("a🙂")
+    prompt, output_ids = whole[:-1], [*whole[-1:], *encode("bc")]
+    scores = PromptScores(TEXTS)
+    scores.begin(prompt)
+    output = _whole(_chunks(output_ids, prompt=prompt))
+    lists = CompletionStyle(TEXTS, 0, scores).whole(output, STOPPED)["logprobs"]
+    places = dict(zip(lists["tokens"], lists["text_offset"], strict=True))
+    assert output.text == "\ufffdbc"
+    assert places["c"] == 2
+
+
 @pytest.mark.parametrize("prompt", ["ab <|im_end|>c", "🙂b"])
 def test_a_prompt_that_is_echoed_counts(prompt: str) -> None:
     """A special token in front, which the prompt's text does not have, takes no room; one in the text does."""

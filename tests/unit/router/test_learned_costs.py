@@ -10,7 +10,7 @@ import pytest
 from services.core.errors import DeadlineExceeded, Overloaded
 from services.engine.cost_model import CostModel
 from services.router.coordinator.actions import CancelLeg
-from services.router.coordinator.events import DecodeAdmitted
+from services.router.coordinator.events import DecodeAdmitted, PromptComputed
 from services.router.policy import Role
 from tests.support.router_bench import Bench, started
 
@@ -185,3 +185,15 @@ def test_a_cancelled_prompt_is_in_nobodys_way(role: Role) -> None:
     bench.wait(0.5)
     learning.report(**busy)
     assert not learning.is_served(100, within_s=1.0), "a later snapshot says that there is other work"
+
+
+def test_of_a_cancelled_prompt_only_what_was_not_computed_is_no_work_any_more() -> None:
+    learning = Learning()
+    bench = learning.bench
+    bench.submit("long", LONG, max_tokens=1)
+    leg = bench.take_leg(Role.PREFILL)
+    bench.say("p", started(leg), PromptComputed(leg.leg, 6000))
+    bench.wait(0.5)
+    learning.report(queued_prefill_tokens=LONG - 6000 + 5000, num_running=2, blocks_active=900, blocks_free=3000)
+    bench.cancel("long")
+    assert not learning.is_served(100, within_s=1.0), "it is behind the other prompt"

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from baton.v1 import types_pb2
 from services.core.errors import WrongOutput
 from services.core.hashing import block_hashes, short_hashes
 from services.router.coordinator.actions import CancelLeg, SendLeg
-from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
+from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady, PromptTokens
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from services.router.policy.health import Health, HealthConfig
@@ -271,6 +272,46 @@ def test_a_handoff_at_a_store_is_the_source_s_still() -> None:
     bench.assert_idle()
 
 
+def test_what_is_found_later_is_begun_again_from_a_store_too() -> None:
+    """The store's handoff has an older name as well, and would be found there again and again."""
+    bench = joined("p1", "p2", "d1", "s")
+    bench.load("d1", **BUSY)
+    bench.submit()
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p1", started(prefill), tokens(prefill, 100))
+    bench.wait(0.2)
+    park = bench.take_leg(Role.STORE)
+    bench.say("s", DecodeAdmitted(park.leg), parked(park))
+    bench.load("d1", num_running=0, blocks_active=0, num_waiting=0, blocks_free=64)
+    decode = bench.take_leg(Role.DECODE)
+    hear(bench, "p2")
+    bench.say("d1", DecodeAdmitted(decode.leg, 16))
+    again = bench.take_leg(Role.PREFILL)
+    assert again.spec.epoch == bench.coordinator.epoch
+    bench.finish(again, [100, 201, 202])
+
+
+def test_tokens_of_a_decode_worker_are_its_source_s_too(bench: Bench) -> None:
+    """Its events may be the first to come, and then repeat nothing."""
+    bench.submit()
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p1", started(prefill))
+    decode = bench.take_leg(Role.DECODE)
+    bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 100))
+    hear(bench, "p1")
+    assert isinstance(bench.failed["r"], WrongOutput)
+    bench.assert_idle()
+
+
+def test_log_probabilities_of_a_prompt_are_output(bench: Bench) -> None:
+    bench.submit(scores_prompt=True)
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p1", started(prefill), PromptTokens(prefill.leg, 1, [types_pb2.TokenLogprobs(logprob=-1.0)]))
+    hear(bench, "p1")
+    assert isinstance(bench.failed["r"], WrongOutput)
+    bench.assert_idle()
+
+
 def test_answers_that_have_come_apart_end_together(bench: Bench) -> None:
     bench.submit(num_answers=2)
     prefill = bench.take_leg(Role.PREFILL)
@@ -304,3 +345,19 @@ def test_a_worker_under_a_verdict_gives_no_first_answer_at_a_router_that_starts(
         bench.reply()
     assert health(bench, "d1") is Health.UP
     assert (health(bench, "p1") in (Health.UP, Health.RISING)) is is_mended
+
+
+@pytest.mark.parametrize("num_others", [1, 2])
+def test_what_a_worker_under_a_verdict_answered_first_makes_no_other_wrong(num_others: int) -> None:
+    """This router has begun while the worker computed wrong already, and had no other to compare it with."""
+    bench = Judged(first_token=9)
+    bench.meet("p1")
+    hear(bench, "p1")
+    others = ["p2", "d1"][:num_others]
+    bench.meet(*others)
+    for _ in range(240):
+        bench.wait(1.0)
+        bench.reply()
+    assert bench.coordinator.verdicts == {INCARNATIONS["p1"]: 1}
+    assert [health(bench, worker_id) for worker_id in others] == [Health.UP] * num_others
+    assert health(bench, "p1") not in (Health.UP, Health.RISING)

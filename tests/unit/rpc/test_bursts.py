@@ -71,6 +71,7 @@ async def test_a_burst_below_the_limit_is_served(num_channels: int) -> None:
     assert await outcomes(4096, num_channels) == {SERVED: NUM_CALLS}
 
 
-async def test_what_is_above_the_limit_is_refused_with_a_reason() -> None:
-    found = await outcomes(1000, 8)
+@pytest.mark.parametrize("most", [1, 64, 1000])
+async def test_what_is_above_the_limit_is_refused_with_a_reason(most: int) -> None:
+    found = await outcomes(most, 8)
     assert found.keys() == {SERVED, REFUSED}
