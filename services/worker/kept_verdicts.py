@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from services.core.ids import new_incarnation
+from services.core.own_files import write_whole
 from services.kv.verdicts import Verdicts
 
 log = logging.getLogger(__name__)
 
 
 class KeptVerdicts(Verdicts):
-    """Is what was heard of by this process and, as its file says, by those before it."""
+    """Keeps the verdicts that this process has heard of and, as its file says, those before it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -34,10 +34,8 @@ class KeptVerdicts(Verdicts):
 
     def merge(self, num_of: Mapping[int, int]) -> list[int]:
         if news := super().merge(num_of):
-            written = self._path.with_suffix(".new")
             try:
-                written.write_text(json.dumps(self.num_of))
-                os.replace(written, self._path)
+                write_whole(self._path, json.dumps(self.num_of).encode())
             except OSError as error:
                 log.warning("a verdict on a worker is not kept: %s", error)
         return news
