@@ -518,8 +518,8 @@ def _bound_output(incoming: Incoming, tenant: Tenant, num_prompt_tokens: int, co
 
 
 def _complete(request: inference_pb2.GenerateRequest, tenant: Tenant) -> str:
-    """Fills in what the request leaves to the router: its id and its seed. Returns its id as the client knows it; from
-    now on the request has the label by which operators find it."""
+    """Fills in what the request leaves to the router, its id and its seed, and writes a top_p of 0 as what it means:
+    greedy. Returns its id as the client knows it; from now on the request has the label by which operators find it."""
     own_id = request.request_id if request.HasField("request_id") else new_request_id()
     request.request_id = tenant.scoped(own_id)
     if not request.sampling.HasField("seed"):
