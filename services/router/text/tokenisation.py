@@ -21,7 +21,7 @@ from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZE
 from services.router.panics import panics_are_errors
 from services.router.text.chat import Ending, Message, Tool
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.control_texts import ControlTexts, without_marks
+from services.router.text.control_texts import ControlTexts, unmarked
 from services.router.text.growth import UnknownPart, decoder_growth, normaliser_growth
 from services.router.text.output.reasoning import BEGIN as THINKING
 from services.router.text.output.tags import TAGS
@@ -120,7 +120,7 @@ class ModelText:
         rendered = self.template.render(marked, marked_tools, opens_answer=ending is Ending.OPEN_ANSWER)
         if ending is Ending.FINAL_MESSAGE:
             rendered = _up_to_cut(rendered)
-        text = without_marks(rendered) if has_marks else rendered
+        text = unmarked(rendered) if has_marks else rendered
         # Checked after rendering, since a template may leave out parts of the messages.
         self.check_length("messages", text, most_tokens)
         if not has_marks or not self._controls.is_forged(rendered):
