@@ -28,7 +28,7 @@ from tests.support import ROOT
 
 PARTS: dict[str, tuple[str, ...]] = {
     "faults": ("-m", "faults", "tests/integration/faults", "tests/contract"),
-    "seeds": ("-m", "proof", "tests/sim"),
+    "seeds": ("-m", "", "tests/sim/test_simulation.py"),
     "mutants": ("-m", "", "tests/sim/test_mutants.py"),
     "soak": ("-m", "", "tests/integration/endings/test_soak.py"),
     "times and memory": ("-m", "clock", "--ignore", "tests/integration/endings/test_soak.py"),
