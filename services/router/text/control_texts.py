@@ -78,7 +78,7 @@ class ControlTexts:
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             if (value := getattr(self._tokenizer, part)) is not None:
                 setattr(twin, part, value)
-        secret = secrets.token_hex(8)  # of which no client can write an alias
+        secret = secrets.token_hex(8)  # clients do not know it, so they cannot write an alias
         aliases = {text: f"<{secret}-{token_id}>" for text, token_id in self._controls.items()}
         in_order = [token for _, token in sorted(self._added.items())]
         for is_control, group in itertools.groupby(in_order, lambda token: token.content in self._controls):
