@@ -1,6 +1,6 @@
 # Everything runs in .venv, which is made on demand; only git, make and Python with venv are assumed.
 #   make demo                                 the whole system on this machine, with three real prompts
-#   make test                                 what needs no second process and no clock, within minutes
+#   make test                                 what gates a change: pure tests, the simulator, smokes with real processes
 #   make test-all                             and what takes longer: real clusters, processes killed, many seeds, mutants
 #   make proof                                hours of it: every fault in every phase, 2,000 seeds, soak, times and memory
 #   make soak MINUTES=10                      random faults and cancellations over a tiny model
@@ -46,7 +46,7 @@ IS_NEW_ENOUGH := 'import sys; sys.exit(3 * (sys.version_info < (3, 11)))'
 
 help:
 	@sed -n '2,13s/^#   //p' $(MAKEFILE_LIST)
-	@echo "also: bench model protos format lint types contracts clean"
+	@echo "also: faults bench model protos format lint types contracts clean"
 
 # A checkout may come to another processor: the kernels for this one are asked for each time, and mostly there.
 install: $(INSTALLED)
@@ -81,6 +81,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint
 	$(BIN)/python scripts/config_table.py --check
+	$(BIN)/python scripts/slo_rules.py --check
 
 types: $(INSTALLED)
 	$(BIN)/mypy
@@ -90,9 +91,9 @@ contracts: $(INSTALLED)
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python scripts/gen_protos.sh --check
 
-# Which test is in which tier: tests/conftest.py. Side by side where tests wait or compute; one by one where they start
-# processes or measure time or memory. What gates a landing measures nothing; a smoke for
-# whose failure a busy machine may be the reason is tried once more.
+# tests/conftest.py says which test is in which tier. Tests run side by side where they wait or compute, one by one where
+# they start processes or measure time or memory. No test of the gate measures anything; a smoke that may have failed
+# because the machine is busy runs once more (tests/smoke/conftest.py).
 test: install
 	$(BIN)/python -m pytest -m gate -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS) $(GATE)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest tests/smoke $(PYTEST_ARGS) || case $$? in \

@@ -1,4 +1,6 @@
-"""Writes deploy/prometheus/rules-slo.yml from deploy/slo.env. `--check` fails if they differ.
+"""Writes deploy/prometheus/rules-slo.yml from deploy/slo.env, and the dashboard's list of outcomes that are no errors.
+
+`--check` fails if a file differs.
 
 Latency alerts read the router's own verdicts (baton_slo_requests_total) and not a quantile of a histogram, which is a
 guess between two bucket bounds: with all requests at 2.6 s, the bounds 2.56 and 5.12 give a p95 of 4.99 s.
@@ -7,6 +9,7 @@ guess between two bucket bounds: with all requests at 2.6 s, the bounds 2.56 and
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +17,7 @@ from services.router.telemetry.slo import ENDED_BY_CLIENT, NEAR, UNFIT
 
 DEPLOY = pathlib.Path(__file__).resolve().parents[1] / "deploy"
 SETTINGS, RULES = DEPLOY / "slo.env", DEPLOY / "prometheus" / "rules-slo.yml"
+OVERVIEW = DEPLOY / "grafana" / "overview.json"
 AWAY, EVERY_S = "baton:away:max", 15
 """1 while no request would find a worker, at each evaluation."""
 # Outcomes that are no error of ours.
@@ -110,14 +114,16 @@ def _alert(name: str, severity: str, expression: str, wait: str, summary: str) -
 
 
 def main() -> int:
-    text = rendered(read(SETTINGS))
-    if sys.argv[1:] == ["--check"]:
-        if RULES.exists() and RULES.read_text() == text:
-            return 0
-        print(f"{RULES.name} is not what {SETTINGS.name} says: run scripts/slo_rules.py", file=sys.stderr)
-        return 1
-    RULES.write_text(text)
-    return 0
+    overview = re.sub(r'(?<=outcome!~\\")[^"\\]*', NO_ERROR, OVERVIEW.read_text())
+    wanted = {RULES: rendered(read(SETTINGS)), OVERVIEW: overview}
+    wrong = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    if sys.argv[1:] != ["--check"]:
+        for path in wrong:
+            path.write_text(wanted[path])
+        return 0
+    for path in wrong:
+        print(f"{path.name} is not what {SETTINGS.name} and the router say: run scripts/slo_rules.py", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Defines how the suite runs: which tier a test is in, what is the same in every run, and what pytest says at the end.
 
 `make test` gates a landing, so nothing in it measures the machine: tests of its folders that start no process, assert
-no time or memory, take seconds and need no model from elsewhere, and then the smokes. Everything else is `make
-test-all`'s, and `make proof`'s what takes hours.
+no time or memory, take seconds and need no model from elsewhere, and then the smokes. `make proof` has what asserts
+time or memory (`clock`) and what takes hours (`proof`), `make test-all` everything else.
 """
 
 from __future__ import annotations

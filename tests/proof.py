@@ -4,8 +4,8 @@ deliberate bug, a soak, and the bounds of time and memory.
     python -m tests.proof            (make proof)
 
 It takes hours, and goes on where it was ended: a part whose outcome is in the result file of the same commit is not run
-again. A test that failed is run by itself up to twice more. Its outcomes are all in the file: one that fails every time
-is a defect, one that fails once is a defect or a figure of the machine, to be explained.
+again. The tests that failed are run up to twice more, and the file has all of their outcomes: a test that fails every
+time shows a defect, one that fails once a defect or a figure of the machine, to be explained.
 Owns: the parts, the result file. Never: stops a landing.
 """
 
@@ -28,7 +28,7 @@ from tests.support import ROOT
 
 PARTS: dict[str, tuple[str, ...]] = {
     "faults": ("-m", "faults", "tests/integration/faults", "tests/contract"),
-    "seeds": ("-m", "proof", "tests/sim"),
+    "seeds": ("-m", "", "tests/sim/test_simulation.py"),
     "mutants": ("-m", "", "tests/sim/test_mutants.py"),
     "soak": ("-m", "", "tests/integration/endings/test_soak.py"),
     "times and memory": ("-m", "clock", "--ignore", "tests/integration/endings/test_soak.py"),
@@ -74,11 +74,13 @@ def _failed(attempts: Sequence[str]) -> bool:
 
 
 def result_file(commit: str) -> Path:
-    """Returns the newest result file if it is of this commit, else a new one's name."""
-    newest = max(RESULTS.glob("*-proof.json"), default=None)
-    if newest is not None and json.loads(newest.read_text())["machine"]["baton_commit"] == commit:
-        return newest
-    return RESULTS / f"{datetime.date.today()}-proof.json"
+    """Returns the result file of this commit, or a new one's name."""
+    for path in RESULTS.glob("*-proof.json"):
+        if json.loads(path.read_text())["machine"]["baton_commit"] == commit:
+            return path
+    today = datetime.date.today()
+    path = RESULTS / f"{today}-proof.json"
+    return RESULTS / f"{today}-{commit}-proof.json" if path.exists() else path
 
 
 def main() -> int:

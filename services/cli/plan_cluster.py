@@ -25,7 +25,7 @@ from services.cli.simulate import (
     router_of,
     scaled_as_asked,
     write_json,
-    write_whole,
+    write_named,
 )
 from services.core.errors import ConfigError
 from services.sim.chart import Axis, Chart, Curve
@@ -87,7 +87,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if arguments.plot and not found.tried:
         tell("--plot: nothing was simulated, so there is nothing to draw")
     elif arguments.plot:
-        write_whole(Path(arguments.plot), picture(found), "--plot")
+        write_named(Path(arguments.plot), picture(found), "--plot")
     return 0 if found.best is not None else 1
 
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if arguments.plot and all(served.total_s is None for served in outcome.requests):
         print("--plot: no request was served, so there is nothing to draw", file=sys.stderr)
     elif arguments.plot:
-        write_whole(Path(arguments.plot), picture(outcome), "--plot")
+        write_named(Path(arguments.plot), picture(outcome), "--plot")
     write_json(arguments, as_json(figures, indent=1))
     return 0
 
@@ -191,7 +191,7 @@ def check_writable(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag}: {path} cannot be written: it is a folder, or is not yours to write")
 
 
-def write_whole(path: Path, content: str, flag: str) -> None:
+def write_named(path: Path, content: str, flag: str) -> None:
     """Writes a file that a flag names. Raises ConfigError, which names the flag."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def write_whole(path: Path, content: str, flag: str) -> None:
 def write_json(arguments: argparse.Namespace, plain: str) -> None:
     """Writes JSON to the file that --json names, if it names one."""
     if arguments.json not in ("", "-"):
-        write_whole(Path(arguments.json), plain + "\n", "--json")
+        write_named(Path(arguments.json), plain + "\n", "--json")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -34,8 +34,8 @@ class AwakeTime:
         """All that was taken off."""
 
     def delayed(self, seconds: float) -> None:
-        """Notes that this process has waited for a processor for so long since the last call. Call it at least once in
-        each GAP_S."""
+        """Notes that this process has waited for a processor for `seconds` since the last call. Call it at least once
+        in each GAP_S."""
         self._owed_s = min(GAP_S, self._owed_s + seconds)
 
     def at(self, now: float) -> float:

@@ -13,8 +13,8 @@ FOR_ALL = 0o666
 
 
 def opened(path: pathlib.Path, flags: int, mode: int = 0o600) -> int:
-    """Returns the descriptor of a plain file, which no link stands for. Raises OSError for anything else, and never
-    waits, as a pipe without a writer would have it do."""
+    """Opens a plain file without following a link, and returns its descriptor. Raises OSError for anything else; a pipe
+    without a writer does not keep it waiting."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor

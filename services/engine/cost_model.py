@@ -3,11 +3,11 @@
 Owns: the estimates, which routers use to place work and to refuse what cannot be done in time. Never: clocks; durations
 and the present are arguments.
 
-Steps of each kind have a line: a fixed part, and a part for each prompt token or for each decoding sequence. A tiny
-step so says something of the fixed part, and little of what each token of a large one takes. The start-up's
-measurements always count for a few steps, and what was observed counts less with its age. So a worker that has had few
-steps, or none for some minutes, is taken to be as fast as it was at its start: what is refused because of an estimate
-cannot correct it.
+Steps of each kind have a line: a fixed part, and a part for each prompt token or for each decoding sequence. So a tiny
+step says something of the fixed part, and little of what each token of a large one takes. The start-up's measurements
+always count for a few steps, and what was observed counts less with its age. So a worker that has had few steps, or
+none for some minutes, is taken to be as fast as it was at its start: a refused request could not correct the estimate
+that refused it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 _WEIGHT = 0.05
 """Weight of the newest step beside those before it."""
 _START_STEPS = 4.0
-"""For how many of the newest steps the measurements of the start count, all together."""
+"""Weight of the measurements of the start, all together, in steps."""
 _HALF_LIFE_S = 60.0
 """Seconds after which a step counts half as much."""
 _MOST_TIMES = 3.0
-"""A step counts as at most so many times as long as was expected: a pause is no slowness. After steps that all take
-longer, the expectation does so too."""
+"""The longest time that a step counts as, in multiples of what was expected: a pause is no slowness. After steps that
+all take longer, more is expected."""
 _FEWEST_TOKENS = 16
 """Fewest prompt tokens of a step whose duration counts for their cost. A smaller step takes nearly as long as one with
 no prompt tokens."""
@@ -39,8 +39,8 @@ class StepCosts:
     """What a prompt token takes in a step of `tokens_per_prefill_step` of them, its share of the fixed part included.
     In smaller steps it takes more."""
     ms_per_further_prefill_token: float
-    """What each further prompt token adds to a step. That is less than its share, since a step takes some time for
-    however few; it is its share until steps of different lengths have shown more."""
+    """What each further prompt token adds to a step. That is less than its share, since a step has a fixed part; it is
+    its share until steps of different lengths have shown more."""
     tokens_per_prefill_step: float
     """Prompt tokens of the largest step so far."""
     ms_per_decode_step: float
@@ -199,5 +199,5 @@ class _FittedLine:
 
 
 def _left(seconds: float) -> float:
-    """Returns what is left of the weight of a point after so long."""
+    """Returns which part of a point's weight is left when it is `seconds` old."""
     return math.exp2(-max(0.0, seconds) / _HALF_LIFE_S)

@@ -35,10 +35,10 @@ _AT_REST_S = 0.1
 over what it computed."""
 
 _LONGEST_STEP_MS = 5000.0
-"""Milliseconds that a step should take at most: the chunks of prompts are made so short. It is a sixth of the time
-after which routers take a step for stuck unless told otherwise (`RouterConfig.step_timeout_s`)."""
+"""Milliseconds that a step should take at most, by which chunks of prompts are cut. It is a sixth of the time after
+which routers take a step for stuck unless told otherwise (`RouterConfig.step_timeout_s`)."""
 _HELD_UP = 3.0
-"""A step on this processor was held up if it took more than so many times as long as its thread ran."""
+"""The ratio of a step's time to the time that its thread ran, above which the step was held up (on a CPU)."""
 
 Loader = Callable[[EngineConfig], Loaded]
 
@@ -383,8 +383,8 @@ class Engine(PoolFace):
             return self._scheduler.update(plan, result, ended_s)
 
     def _was_held_up(self, seconds: float) -> bool:
-        """Returns whether the step that has just run in so many seconds was stopped, or waited for the processor, for
-        most of them."""
+        """Returns whether the step that has just ended, and took `seconds`, was stopped or waited for the processor for
+        most of that time."""
         if self._processor_s is None:
             return False
         return seconds > _HELD_UP * (self._processor_s() - self._step_began_processor_s)

@@ -21,7 +21,6 @@ from services.core.errors import BatonError
 from services.router.coordinator.actions import EmitFinished, EmitPromptTokens, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
 from services.router.coordinator.progress import LiveProgress
-from services.router.front.progress import message
 from services.router.tenants.tenant import TokenUsage
 from services.router.text.output.parts import Parsed
 from services.router.text.streaming import CONTEXT_TOKENS, Piece, TextStream
@@ -32,7 +31,7 @@ AnswerEvent = (
     | inference_pb2.PromptLogprobs
     | inference_pb2.Chunk
     | inference_pb2.Completion
-    | inference_pb2.Progress
+    | LiveProgress
 )
 
 MAX_CHUNK_TOKENS = 256
@@ -219,7 +218,7 @@ class Answer:
     """Holds the answer to one request. Iterate over it once.
 
     It yields PromptInfo, PromptLogprobs if asked for, Chunks and a Completion for each output, or raises the error that
-    ended it; and Progress, where `progress_after_s` is set.
+    ended it; and LiveProgress, where `progress_after_s` is set.
     """
 
     def __init__(
@@ -360,7 +359,7 @@ class Answer:
         while True:
             if self.progress_after_s is not None and not await self._changes_within(self.progress_after_s):
                 if (progress := self.progress()) is not None:
-                    yield message(progress)
+                    yield progress
                 continue
             await self._changed.wait()
             self._changed.clear()

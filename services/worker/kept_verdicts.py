@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class KeptVerdicts(Verdicts):
-    """Is what was heard of by this process and, as its file says, by those before it."""
+    """Keeps the verdicts that this process has heard of and, as its file says, those before it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

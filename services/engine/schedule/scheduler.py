@@ -146,8 +146,8 @@ class Scheduler:
 
     def schedule(self, now: float, most_prompt_tokens: int | None = None) -> StepPlan:
         """Returns the next step: decodes first, then unfinished prefills and recomputes in order of admission, then
-        newly admitted sequences. `now` is in seconds. With `most_prompt_tokens`, it computes no more than that of those
-        that do not decode yet."""
+        newly admitted sequences. `now` is in seconds. `most_prompt_tokens` bounds the tokens of
+        sequences that do not decode yet, all together; None for no bound but the step's."""
         assert not self._in_flight, "the last step is not absorbed"
         preempted = self._fill_batch(now)
         chosen: list[tuple[Sequence, int]] = []

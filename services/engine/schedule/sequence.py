@@ -392,7 +392,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A preempted sequence got blocks again, and found some of its KV in the prefix cache: `num_cached` tokens'."""
+    """A preempted sequence got blocks again, and found the KV of `num_cached` tokens in the prefix cache."""
 
     seq_id: int
     num_cached: int

@@ -186,8 +186,9 @@ LegEvent = (
     | Tokens
     | LegFailed
 )
-"""The first two come from prefill legs, the last three from legs of both phases, the others from decode legs. A store's
-leg has those of a decode leg up to `Parked`, and then those of a prefill leg whose lease is sealed."""
+"""Prefill legs have `PrefillStarted`, `LeaseEnded` and `PromptComputed`; decode legs have `DecodeAdmitted`,
+`DecodeRefused`, `ImportReady` and `ImportFailed`; both have `PrefixBrought`, `PromptTokens`, `Tokens` and `LegFailed`.
+A store's leg has those of a decode leg up to `Parked`, and then those of a prefill leg whose lease is sealed."""
 
 
 _AHEAD = 1000

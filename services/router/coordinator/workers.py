@@ -168,9 +168,8 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
-    """Keeps what a cancelled prompt no longer takes, until the worker's snapshots show it. The worker says so when its
-    step has ended."""
+class CancelledPrompt:
+    """Keeps how many tokens a cancelled prompt had. The worker's snapshots count them until its step has ended."""
 
     tokens: int
     cancelled_s: float
@@ -194,7 +193,7 @@ class Worker:
     legs: dict[int, str] = field(default_factory=dict)
     """The requests' ids by the numbers of their current legs there."""
     predictions: dict[int, Prediction] = field(default_factory=dict)
-    cancelled: list[Cancelled] = field(default_factory=list)
+    cancelled: list[CancelledPrompt] = field(default_factory=list)
     newest_leg: int = 0
     """The newest leg that was placed there from elsewhere; 0 for none."""
     cache: KnownCache | None = None
@@ -529,7 +528,7 @@ class WorkerTable:
         worker = self._workers[worker_id]
         prediction = worker.predictions.get(leg)
         if prediction is None or not prediction.tokens:  # else no snapshot counts it yet
-            worker.cancelled.append(Cancelled(num_tokens, now))
+            worker.cancelled.append(CancelledPrompt(num_tokens, now))
 
     def forget(self, older_than_s: float) -> None:
         """Forgets workers that have been without a session since before the time `older_than_s`."""

@@ -1,9 +1,9 @@
 """Carries out verdicts: what a worker that computes wrong has computed goes with it. Pure.
 
-From a verdict on, blocks have other names (`services.kv.verdicts`), so that nothing is found any more that the worker
-has computed, nor what others have computed behind it, in whatever cache. What is left is what runs. A request ends with
-`WrongOutput` if its client may have something from the worker, and is begun again if only its KV may be. Any block that
-was found in a cache may be: nobody keeps who has computed which.
+From a verdict on, blocks have other names (`services.kv.verdicts`), so no cache gives out what the worker has computed,
+or what others have computed behind it. This module judges the requests that are under way. A request ends with
+`WrongOutput` if its client may have something from the worker, and is begun again if only its KV may be from there. Any
+block that was found in a cache may be: nobody keeps who has computed which.
 
 Owns: what a verdict means for requests. Never: who is wrong (`canaries.py`).
 """

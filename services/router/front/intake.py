@@ -45,7 +45,7 @@ from services.router.telemetry.usage import RequestUsage
 from services.router.tenants.gate import Gate, Visit
 from services.router.tenants.quota import allowed_output, demand_tokens_together
 from services.router.tenants.tenant import Tenant, TokenUsage
-from services.router.text.chat import Ending, text_bytes
+from services.router.text.chat import PromptEnd, text_bytes
 from services.router.text.streaming import num_begun
 from services.router.text.tokenisation import ModelText, too_long
 from services.rpc.parameters import check_sampling
@@ -423,11 +423,11 @@ def _adds_special_tokens(request: inference_pb2.GenerateRequest) -> bool:
     return bool(request.WhichOneof("prompt") == "text")
 
 
-def _ending(chat: inference_pb2.ChatMessages) -> Ending:
+def _ending(chat: inference_pb2.ChatMessages) -> PromptEnd:
     if chat.continue_final_message:
-        return Ending.FINAL_MESSAGE
+        return PromptEnd.FINAL_MESSAGE
     opens_answer = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
-    return Ending.OPEN_ANSWER if opens_answer else Ending.MESSAGES
+    return PromptEnd.OPEN_ANSWER if opens_answer else PromptEnd.MESSAGES
 
 
 def _echoed(model: ServedModel, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> _Echo:
@@ -518,8 +518,8 @@ def _bound_output(incoming: Incoming, tenant: Tenant, num_prompt_tokens: int, co
 
 
 def _complete(request: inference_pb2.GenerateRequest, tenant: Tenant) -> str:
-    """Fills in what the request leaves to the router: its id and its seed. Returns its id as the client knows it; from
-    now on the request has the label by which operators find it."""
+    """Fills in what the request leaves to the router, its id and its seed, and writes a top_p of 0 as what it means:
+    greedy. Returns its id as the client knows it; from now on the request has the label by which operators find it."""
     own_id = request.request_id if request.HasField("request_id") else new_request_id()
     request.request_id = tenant.scoped(own_id)
     if not request.sampling.HasField("seed"):

@@ -12,7 +12,7 @@ Tool = Mapping[str, str]
 """Has the name of a function, its description if there is one, and the JSON Schema of its parameters, as JSON text."""
 
 
-class Ending(enum.Enum):
+class PromptEnd(enum.Enum):
     """Says where the prompt of a chat ends."""
 
     OPEN_ANSWER = "open answer"

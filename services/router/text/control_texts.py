@@ -67,13 +67,13 @@ class ControlTexts:
     def is_forged(self, rendered: str) -> bool:
         """Returns whether a rendered prompt, without its marks, has texts of control tokens that the template has not
         written."""
-        return self._whole.findall(rendered) != self._whole.findall(without_marks(rendered))
+        return self._whole.findall(rendered) != self._whole.findall(unmarked(rendered))
 
     @panics_are_errors
     def encode(self, rendered: str, *, special: bool) -> list[int]:
         """Returns the tokens of a prompt that is forged: what the template has not written stays text."""
         twin, aliases, ids = self._twin
-        aliased = without_marks(self._whole.sub(lambda found: aliases[found[0]], rendered))
+        aliased = unmarked(self._whole.sub(lambda found: aliases[found[0]], rendered))
         (encoding,) = twin.encode_batch_fast([aliased], add_special_tokens=special)
         return [ids.get(token_id, token_id) for token_id in encoding.ids]
 
@@ -84,7 +84,7 @@ class ControlTexts:
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             if (value := getattr(self._tokenizer, part)) is not None:
                 setattr(twin, part, value)
-        secret = secrets.token_hex(8)  # of which no client can write an alias
+        secret = secrets.token_hex(8)  # clients do not know it, so they cannot write an alias
         aliases = {text: f"<{secret}-{token_id}>" for text, token_id in self._controls.items()}
         in_order = [token for _, token in sorted(self._added.items())]
         for is_control, group in itertools.groupby(in_order, lambda token: token.content in self._controls):
@@ -144,7 +144,7 @@ class ControlTexts:
         return value
 
 
-def without_marks(rendered: str) -> str:
+def unmarked(rendered: str) -> str:
     return rendered.replace(_WITHIN, "").replace(_BESIDE, "")
 
 

@@ -26,8 +26,8 @@ _REPLACEMENT = "\ufffd"
 # Tokens may end within characters many times in a row; a character still incomplete after so many stays broken.
 _MAX_HELD_TOKENS = 32
 CONTEXT_TOKENS = 8
-"""The tokens before a new one are decoded with it. Their own text is kept, so that a token costs one call of the
-library and not two, until there are so many of them: then they are as few as can be again."""
+"""The most tokens before a new one that are decoded with it. Their own text is kept, so that a token costs one call of
+the library and not two; when there are more, only the newest stay."""
 _MOST_BEGUN_TOKENS = 3
 """The most tokens of a character that is not complete: it has at most four bytes."""
 

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from services.router.panics import panics_are_errors
-from services.router.text.chat import Ending, Message, Tool
+from services.router.text.chat import Message, PromptEnd, Tool
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.control_texts import ControlTexts, without_marks
+from services.router.text.control_texts import ControlTexts, unmarked
 from services.router.text.output.reasoning import BEGIN as THINKING
 from services.router.text.output.tags import TAGS
 from services.router.text.token_bounds import TextBound, text_bound
@@ -74,7 +74,7 @@ class ModelText:
         *,
         tools: Sequence[Tool] = (),
         special: bool = False,
-        ending: Ending = Ending.OPEN_ANSWER,
+        ending: PromptEnd = PromptEnd.OPEN_ANSWER,
     ) -> list[int]:
         """Returns the tokens of the messages rendered by the chat template, which adds the special tokens itself. No
         text in a message or tool becomes a control token.
@@ -85,12 +85,12 @@ class ModelText:
             raise InvalidRequest("messages", "this model has no chat template")
         marked, marked_tools = self._controls.marked(messages, tools)
         has_marks = marked != list(messages) or marked_tools != list(tools)
-        if ending is Ending.FINAL_MESSAGE:
+        if ending is PromptEnd.FINAL_MESSAGE:
             marked[-1] = {**marked[-1], "content": f"{marked[-1]['content']}{_CUT} "}
-        rendered = self.template.render(marked, marked_tools, opens_answer=ending is Ending.OPEN_ANSWER)
-        if ending is Ending.FINAL_MESSAGE:
+        rendered = self.template.render(marked, marked_tools, opens_answer=ending is PromptEnd.OPEN_ANSWER)
+        if ending is PromptEnd.FINAL_MESSAGE:
             rendered = _up_to_cut(rendered)
-        text = without_marks(rendered) if has_marks else rendered
+        text = unmarked(rendered) if has_marks else rendered
         # Checked after rendering, since a template may leave out parts of the messages.
         self.check_length("messages", text, most_tokens)
         if not has_marks or not self._controls.is_forged(rendered):

@@ -268,6 +268,13 @@ def test_every_error_has_a_status() -> None:
     assert late.headers == {"retry-after": "3", "retry-after-ms": "2300"}
 
 
+def test_a_wrong_output_is_told_by_its_reason() -> None:
+    answer = http_error(errors.WrongOutput("a worker was found to compute wrong"))
+    assert answer.status == 500
+    assert answer.body["error"]["code"] == "wrong_output"
+    assert answer.body["error"]["message"] == "a worker was found to compute wrong"
+
+
 def test_an_unforeseen_error_is_opaque(caplog: pytest.LogCaptureFixture) -> None:
     answer = http_error(ZeroDivisionError("secret"))
     assert answer.status == 500

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from services.core.errors import InvalidRequest
-from services.router.text.chat import Ending
+from services.router.text.chat import PromptEnd
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.token_texts import TokenTexts
 from services.router.text.tokenisation import ModelText
@@ -233,23 +233,24 @@ def test_texts_that_look_like_marks_are_kept() -> None:
 def test_a_final_message_is_continued(name: str, content: str, end: str) -> None:
     model = MODELS[name]
     messages = [_user("Sure: "), {"role": "assistant", "content": content}]
-    ids = model.encode_messages(messages, ending=Ending.FINAL_MESSAGE)
+    ids = model.encode_messages(messages, ending=PromptEnd.FINAL_MESSAGE)
     assert model.tokenizer.decode(ids, skip_special_tokens=False).endswith(end)
+    plain = [_user("x"), {"role": "assistant", "content": "x"}]
     assert _controls(model, ids) + Counter() == _controls(
-        model, model.encode_messages([_user("x"), {"role": "assistant", "content": "x"}], ending=Ending.FINAL_MESSAGE)
+        model, model.encode_messages(plain, ending=PromptEnd.FINAL_MESSAGE)
     )
 
 
 def test_a_prompt_may_end_with_the_messages() -> None:
     model = MODELS["chatml"]
-    ids = model.encode_messages([_user("hi")], ending=Ending.MESSAGES)
+    ids = model.encode_messages([_user("hi")], ending=PromptEnd.MESSAGES)
     assert model.tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
 def test_a_final_message_that_the_template_leaves_out_cannot_be_continued() -> None:
     model = _model("chatml", "{{ messages[0].content }}")
     with pytest.raises(InvalidRequest, match="does not write the last one"):
-        model.encode_messages([_user("a"), _user("b")], ending=Ending.FINAL_MESSAGE)
+        model.encode_messages([_user("a"), _user("b")], ending=PromptEnd.FINAL_MESSAGE)
 
 
 def test_bad_words_are_found_within_a_text_and_after_a_blank() -> None:

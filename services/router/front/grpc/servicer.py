@@ -8,10 +8,12 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.router.answer import Answer, append_chunk
 from services.router.catalogue import Catalogue
+from services.router.coordinator.progress import LiveProgress
 from services.router.front.call import Call, Caller
 from services.router.front.grpc.key import tenant_of
 from services.router.front.incoming import Incoming
 from services.router.front.intake import Intake
+from services.router.front.progress import message
 from services.router.tenants.gate import Gate
 from services.rpc.interceptors import CallContext
 
@@ -47,8 +49,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         yield inference_pb2.GenerateStreamResponse(prompt_logprobs=event)
                     case inference_pb2.Completion():
                         yield inference_pb2.GenerateStreamResponse(completion=event)
-                    case inference_pb2.Progress():
-                        yield inference_pb2.GenerateStreamResponse(progress=event)
+                    case LiveProgress():
+                        yield inference_pb2.GenerateStreamResponse(progress=message(event))
 
     async def Generate(self, incoming: Incoming, context: CallContext) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()

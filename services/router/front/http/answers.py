@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from baton.v1 import inference_pb2, types_pb2
 from services.router.answer import AnswerEvent, append_chunk
+from services.router.coordinator.progress import LiveProgress
 from services.router.front.http.parameters import StreamOptions
 from services.router.front.http.prompt_scores import PromptScores, finite, name_of
 from services.router.front.http.reply import Reply, dump, dump_in_turns
@@ -274,7 +275,7 @@ class _Stream:
                 usage = self._usages[index, 0]
                 usage.prompt_tokens, usage.cached_tokens = event.prompt_tokens, event.cached_tokens
                 return []
-            case inference_pb2.PromptLogprobs() | inference_pb2.Progress():
+            case inference_pb2.PromptLogprobs() | LiveProgress():
                 return []  # a stream that asks for the first is refused, and nobody asks for the other over HTTP
             case inference_pb2.Completion():
                 place = (index, event.index)

@@ -73,7 +73,7 @@ class PromptScores:
         self._texts = texts
         self.tokens = tokens
         self.places = TextPlaces(texts)
-        """Has the prompt's tokens, if they are in OpenAI's lists."""
+        """Where the output's tokens begin in the text: behind those of the prompt, if OpenAI's lists have these."""
         self._num_echoed = num_echoed
         self._num_top = num_top
         self._token_ids: Sequence[int] = ()

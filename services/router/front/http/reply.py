@@ -56,6 +56,7 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.DeadlineExceeded: Kind(504, "timeout_error"),
     # nginx's number for a client that went away; no one reads the response.
     errors.Cancelled: Kind(499, _INVALID),
+    errors.WrongOutput: Kind(500, "server_error"),
     # Errors between workers: none of them reaches a client except by a defect.
     errors.Unauthenticated: _INTERNAL,
     errors.WorkerIdInUse: _INTERNAL,
@@ -67,7 +68,6 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.LayoutMismatch: _INTERNAL,
     errors.ProtocolViolation: _INTERNAL,
     errors.CorruptBlock: _INTERNAL,
-    errors.WrongOutput: _INTERNAL,
     errors.StepFailed: _INTERNAL,
     errors.ConfigError: _INTERNAL,
 }

@@ -48,7 +48,7 @@ class Reader:
         return self._text[self._at : self._at + 1]
 
     def run(self, pattern: re.Pattern[str], most: int | None = None) -> str:
-        """Reads what matches here, at most so many characters and in this piece alone, and returns it without holding
+        """Reads what matches here, in this piece alone and at most `most` characters, and returns it without holding
         it."""
         match = pattern.match(self._text, self._at)
         return self.run_to(lambda text, at: at if match is None else match.end(), most)
