@@ -17,6 +17,7 @@ import pytest
 from baton.v1 import inference_pb2
 from services.router.catalogue import MOST_FAILURES
 from services.router.text.template_process import RENDER_S
+from tests.support.patience import HANG_S
 from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of
 from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
 from tests.support.text_model import TEMPLATE, write_model
@@ -57,10 +58,11 @@ async def test_the_chats_of_other_models_go_on(several: Cluster, tmp_path: pathl
     await several.add("mixed", worker_id="second", model_id=OTHER, text=write_model(tmp_path, template=template))
     hanging = asyncio.ensure_future(several.inference.Generate(chat(OTHER)))
     num_answers, longest_s = 0, 0.0
-    while not hanging.done():
-        began_s = time.monotonic()
-        assert (await several.inference.Generate(chat(MODEL_ID), timeout=10)).output.text == TEXT
-        num_answers, longest_s = num_answers + 1, max(longest_s, time.monotonic() - began_s)
+    async with asyncio.timeout(HANG_S):
+        while not hanging.done():
+            began_s = time.monotonic()
+            assert (await several.inference.Generate(chat(MODEL_ID), timeout=10)).output.text == TEXT
+            num_answers, longest_s = num_answers + 1, max(longest_s, time.monotonic() - began_s)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await hanging
     assert code_of(refused.value) is grpc.StatusCode.INVALID_ARGUMENT

@@ -16,6 +16,7 @@ from services.core.errors import InvalidRequest, Overloaded
 from services.router.text.template_process import TemplateProcess
 from services.worker import grammar_process
 from services.worker.grammar_process import GrammarCompiler
+from tests.support.patience import HANG_S, Patience
 from tests.support.text_model import byte_tokenizer, write_model
 
 pytestmark = pytest.mark.process
@@ -79,8 +80,9 @@ def test_a_chat_whose_process_is_lost_is_refused_for_now() -> None:
     template = TemplateProcess(ENDLESS, {}, within_s=60.0)
     with ThreadPoolExecutor(1) as aside:
         rendered = aside.submit(template.render, [])
+        patience = Patience(HANG_S)
         while template.pid is None:
-            pass
+            assert not patience.is_over()
         os.kill(template.pid, signal.SIGKILL)
         with pytest.raises(Overloaded, match="ended by signal 9"):
             rendered.result()

@@ -19,6 +19,7 @@ from services.core.errors import InvalidRequest
 from services.core.memory import peak_memory_bytes
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.template_process import TemplateProcess
+from tests.support.patience import Patience
 from tests.support.text_model import TEMPLATE
 
 pytestmark = pytest.mark.process
@@ -118,8 +119,9 @@ def test_other_threads_go_on_meanwhile() -> None:
     """The one operation would hold their interpreter's lock until its end."""
     with process(EQUAL, within_s=2.0) as template:
         thread, failures = rendering(template)
-        num_turns = 0
+        num_turns, patience = 0, Patience(PATIENCE_S)
         while thread.is_alive():
+            assert not patience.is_over()
             thread.join(0.01)
             num_turns += 1
         assert failures
@@ -165,8 +167,10 @@ def test_it_is_given_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closing_ends_a_chat_that_is_being_rendered() -> None:
     template = TemplateProcess(EQUAL, {}, within_s=300.0)
     thread, failures = rendering(template)
+    patience = Patience(PATIENCE_S)
     while (pid := template.pid) is None:
         assert thread.is_alive()
+        assert not patience.is_over()
         thread.join(0.01)
     template.close()
     thread.join(PATIENCE_S)
@@ -186,7 +190,7 @@ if sys.argv[2] == "idle":
     rendering.join()
 else:
     while template.pid is None or psutil.Process(template.pid).cpu_times().user < 0.4:
-        pass
+        assert rendering.is_alive()
 print(template.pid, flush=True)
 threading.Event().wait()
 """
