@@ -475,7 +475,7 @@ class Book:
                 answers=[answer],
                 is_part=True,
                 num_scored=request.num_scored,
-                output_from=set(request.output_from),
+                output_from=request.output_from,
                 fingerprint=request.fingerprint,
                 waiting_since_s=now,
                 setbacks=replace(request.setbacks, crashes=list(request.setbacks.crashes), refusals={}),

@@ -286,7 +286,7 @@ class Request:
     tokens_unoffered: int = 0
     """As many while no decode worker has been offered its handoff."""
     output_from: set[Origin] = field(default_factory=set)
-    """The origins of all that was received of the answers."""
+    """The origins of all that was received of the client's answers: all parts of a request have the same set."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     story: Story = field(default_factory=Story)
     _first_job: Job | None = None
