@@ -332,7 +332,6 @@ class Book:
             sealed_s=source.sealed_s,
             sampled=source.sampled,
             num_ended=source.num_ended,
-            origins=source.origins,
         )
         self.actions.append(leg_stage(request, Stage.PARK, leg, now, "done"))
         self.placement_is_due = True

@@ -132,10 +132,6 @@ class PlacedPark:
     """When the leg that it takes over ended before the store said that it has everything, in awake time. It may still
     say so, but only for `orphan_timeout_s`."""
 
-    @property
-    def origins(self) -> set[Origin]:
-        return self.handoff.origins
-
 
 PlacedLeg = PlacedPrefill | PlacedPark | PlacedDecode
 
