@@ -366,7 +366,9 @@ class Engine(PoolFace):
     def _absorb(
         self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float
     ) -> list[SequenceEvent]:
-        self.tally.step(plan, result, started_s, ended_s)
+        seconds = ended_s - started_s
+        held_up = self._was_held_up(seconds)
+        self.tally.step(plan, result, started_s, ended_s, held_up=held_up)
         if isinstance(result, Exception):
             self.consecutive_step_failures += 1
             logger.error("step %d failed: its sequences end", plan.step_number, exc_info=result)
@@ -376,8 +378,6 @@ class Engine(PoolFace):
             with self._lock:
                 return self._scheduler.fail(plan, StepFailed(f"step {plan.step_number} failed: {result}"), ended_s)
         self.consecutive_step_failures = 0
-        seconds = ended_s - started_s
-        held_up = self._was_held_up(seconds)
         with self._lock:
             self._costs.observe(plan.num_prefill_tokens, plan.num_decodes, seconds * 1e3, ended_s, held_up=held_up)
             return self._scheduler.update(plan, result, ended_s)

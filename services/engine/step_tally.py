@@ -68,9 +68,18 @@ class StepTally:
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
 
-    def step(self, plan: StepPlan, result: StepResult | Exception, started_s: float, ended_s: float) -> None:
+    def step(
+        self,
+        plan: StepPlan,
+        result: StepResult | Exception,
+        started_s: float,
+        ended_s: float,
+        *,
+        held_up: bool = False,
+    ) -> None:
         """Counts a step that has run or raised. `started_s` is when its scheduling began, and `ended_s` when the runner
-        returned or raised, before the result is absorbed; both are the engine clock's, in seconds."""
+        returned or raised, before the result is absorbed; both are the engine clock's, in seconds. `held_up` says that
+        it did not run for most of that time: it shows nothing of what steps take, and is in no average."""
         self.ran(
             ended_s - started_s,
             num_prefill_tokens=plan.num_prefill_tokens,
@@ -78,6 +87,7 @@ class StepTally:
             num_sequences=len(plan.sequences),
             attended_tokens=plan.attended_tokens,
             failed=isinstance(result, Exception),
+            held_up=held_up,
         )
         if isinstance(result, Exception):
             return
@@ -98,6 +108,7 @@ class StepTally:
         num_sequences: int,
         attended_tokens: int,
         failed: bool = False,
+        held_up: bool = False,
     ) -> None:
         """Counts a step of `seconds`, for what computes by itself and has no plan."""
         self.num_steps += 1
@@ -109,6 +120,7 @@ class StepTally:
         self.durations.add(seconds)
         if failed:
             self.num_failed += 1
+        if failed or held_up:
             return
         figures = (seconds * 1e3, num_prefill_tokens + num_decode_tokens, attended_tokens)
         if num_prefill_tokens:

@@ -1,8 +1,9 @@
 """Tests clients that nobody here wrote, each in a script of its own, against a split cluster.
 
 A case is a file in scripts/ (Python) or node/ (JavaScript). It is given the address and a model's name, and fails if it
-exits with an error. A Python script says in a line `# needs: a, b` what it imports: it runs in Baton's own environment
-if that is there, else in the one that `make clients` makes (requirements/clients.txt), else it is skipped.
+exits with an error. Each asks for a stream too, and is run again where comments stand in it (`--http-keepalive-s`).
+A Python script says in a line `# needs: a, b` what it imports: it runs in Baton's own environment if that is there,
+else in the one that `make clients` makes (requirements/clients.txt), else it is skipped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest_asyncio
 
 from tests.support import ROOT
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.commented_streams import commented_streams
 from tests.support.http_client import HTTP, address
 from tests.support.models import tiny_model
 from tests.support.tool_models import HERMES_TEMPLATE
@@ -65,11 +67,11 @@ def python_for(script: Path) -> str | Path:
     return OWN_ENVIRONMENT
 
 
-async def run(cluster: Cluster, *command: str | Path) -> None:
+async def run(base: str, *command: str | Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = await asyncio.create_subprocess_exec(
         *command,
-        f"{address(cluster)}/v1",
+        f"{base}/v1",
         "tiny-llama",
         env=environment | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         stdout=asyncio.subprocess.PIPE,
@@ -84,16 +86,40 @@ async def run(cluster: Cluster, *command: str | Path) -> None:
     assert process.returncode == 0, output.decode()
 
 
-@pytest.mark.parametrize("script", sorted((HERE / "scripts").glob("*.py")), ids=lambda path: path.stem)
+IN_PYTHON = pytest.mark.parametrize("script", sorted((HERE / "scripts").glob("*.py")), ids=lambda path: path.stem)
+IN_NODE = pytest.mark.parametrize("script", sorted((HERE / "node").glob("*.mjs")), ids=lambda path: path.stem)
+
+
+@IN_PYTHON
 async def test_python(cluster: Cluster, script: Path) -> None:
-    await run(cluster, python_for(script), script)
+    await run(address(cluster), python_for(script), script)
 
 
-@pytest.mark.parametrize("script", sorted((HERE / "node").glob("*.mjs")), ids=lambda path: path.stem)
+@IN_PYTHON
+async def test_python_ignores_comments_in_streams(cluster: Cluster, script: Path) -> None:
+    await run_with_comments(cluster, python_for(script), script)
+
+
+@IN_NODE
 async def test_node(cluster: Cluster, script: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
+    await run(address(cluster), node(), script)
+
+
+@IN_NODE
+async def test_node_ignores_comments_in_streams(cluster: Cluster, script: Path) -> None:
+    await run_with_comments(cluster, node(), script)
+
+
+async def run_with_comments(cluster: Cluster, *command: str | Path) -> None:
+    async with commented_streams(address(cluster)) as (base, streams):
+        await run(base, *command)
+    assert streams.num_comments, "the script asks for no stream"
+
+
+def node() -> str:
+    found = shutil.which("node")
+    if found is None:
         pytest.skip("there is no node")
     if not NODE_MODULES.is_dir():
         pytest.skip(f"there is no {NODE_MODULES}: make clients")
-    await run(cluster, node, script)
+    return found

@@ -23,7 +23,18 @@ from tests.support.certificates import certificates
 from tests.support.cluster import receive
 from tests.support.compose import DEPLOY, TLS_FILE
 from tests.support.processes import baton
-from tests.support.stack import IMAGE, ROUTER_IMAGE, Operator, Stack, build, docker, has_compose, missing_engine, ready
+from tests.support.stack import (
+    IMAGE,
+    ROUTER_IMAGE,
+    UP_WITHIN_S,
+    Operator,
+    Stack,
+    build,
+    docker,
+    has_compose,
+    missing_engine,
+    ready,
+)
 
 MISSING = missing_engine()
 pytestmark = [
@@ -205,9 +216,10 @@ class Load:
         """Waits for as many answers more as there are clients."""
         goal, more = self.num_done + NUM_CLIENTS, asyncio.Event()
         self.rounds.append(more)
-        while self.num_done < goal:
-            more.clear()
-            await more.wait()
+        async with asyncio.timeout(UP_WITHIN_S):
+            while self.num_done < goal:
+                more.clear()
+                await more.wait()
         self.rounds.remove(more)
 
 

@@ -134,8 +134,20 @@ def not_idle(cluster: Cluster) -> list[str]:
     checked = {name for name in tried if any(router.checks(name) for router in routers)}
     busy = [worker.plan.name for worker in cluster.present if not worker.idle and worker.plan.name not in checked]
     busy += [router.node.name for router in routers if router.coordinator.num_live or router.stopping]
-    busy += not_settled(cluster)
+    busy += not_settled(cluster) + _not_told_of_verdicts(cluster)
     return busy + [router.node.name + " links" for router in routers if not _joined(cluster, router)]
+
+
+def _not_told_of_verdicts(cluster: Cluster) -> list[str]:
+    """Returns who has not heard of all verdicts that are known to any router."""
+    if cluster.network.cut_for_ever:
+        return []  # some may hear of none
+    known: dict[int, int] = {}
+    for router in cluster.present_routers:
+        known |= {each: max(num, known.get(each, 0)) for each, num in router.coordinator.verdicts.items()}
+    heard = {router.node.name: router.coordinator.verdicts for router in cluster.present_routers}
+    heard |= {worker.plan.name: worker.host.verdicts.num_of for worker in cluster.present}
+    return [f"{name} verdicts" for name, num_of in heard.items() if num_of != known]
 
 
 def _joined(cluster: Cluster, router: SimRouter) -> bool:

@@ -174,6 +174,8 @@ def build(world: World, load: Load) -> Cluster:
             "weights": weights[at % len(weights)],
             "drafts": world.seed % 3 == 1,
             "says_token_ms": _says_token_ms(world.seed, plan),
+            # Streams still run when a worker is found that computes wrong.
+            "step_s": max(plan.step_s, 0.02) if computes_wrong(world.seed) else plan.step_s,
         }
         cluster.start_worker(dataclasses.replace(plan, **varied))
     for plan in _stores(world.seed, list(cluster.workers.values())):
@@ -277,8 +279,25 @@ def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
     if has_tiers(world.seed):
         made += _again(world, cluster, made, load)
     if computes_wrong(world.seed):
-        for name in ("w", "x"):
-            made += _again(world, cluster, made, load, name, longest_s=8.0)
+        made += _again(world, cluster, made, load, "w", longest_s=8.0)
+    return made
+
+
+def crowd(world: World, cluster: Cluster, load: Load, name: str) -> list[SimRequest]:
+    """Returns requests that arrive soon, begin as others did, so that much of them is cached, and run for long: some of
+    them still do when a worker is found to compute wrong."""
+    choose, computing = world.random, [worker for worker in cluster.workers.values() if not worker.plan.is_store]
+    context = min(40, *(worker.engine.info.max_model_len for worker in computing))
+    before, made = [request.message for request in cluster.requests], list[SimRequest]()
+    for number in range(choose.randint(3, 7)):
+        message, arrival_s = choose.choice(before), world.now_s + choose.random() * 0.3
+        prompt = list(message.token_ids.ids)[: context // 2] + choose.choices(range(1, VOCAB_SIZE), k=number % 2)
+        made.append(
+            _request(
+                world, cluster, f"{name}{number}", arrival_s, prompt, context, load, message.cache_salt, num_tokens=30
+            )
+        )
+        made[-1].deadline_s = made[-1].cancel_after_s = made[-1].cancel_at_token = None
     return made
 
 
@@ -321,11 +340,13 @@ def _request(
     context: int,
     load: Load,
     cache_salt: str | None = None,
+    num_tokens: int | None = None,
 ) -> SimRequest:
     choose = world.random
     message = inference_pb2.GenerateRequest(request_id=name, priority=choose.choice((0, 0, 0, 1)))
     message.token_ids.ids.extend(prompt)
-    num_tokens = 30 if load.growing else choose.choice((1, 3, 8, 16))
+    if num_tokens is None:
+        num_tokens = 30 if load.growing else choose.choice((1, 3, 8, 16))
     message.stopping.max_tokens = min(num_tokens, context - len(prompt))
     message.stopping.min_tokens = choose.choice((0, 0, 2))
     if choose.random() < 0.3:  # many stops: the first token may end it

@@ -62,7 +62,7 @@ class _Run:
         self._cluster.on_lease_end = Clocks(world, self._cluster).ended
         self._faults = Faults(world, self._cluster)
         self._tier_faults = TierFaults(world, self._cluster, self._faults)
-        self._wrong_workers = WrongWorkers(world, self._cluster)
+        self._wrong_workers = WrongWorkers(world, self._cluster, self._load)
         world.after_turn = self._watch.after_turn
 
     def to_the_end(self) -> Result:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.sim import campaign
 from tests.sim.campaign import MixedTrees, Progress, run_chunk
+from tests.support.patience import HANG_S, Patience
 
 pytestmark = pytest.mark.process
 
@@ -41,8 +42,10 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     with subprocess.Popen(
         _command(file, "--jobs", "2"), cwd=_ROOT, env=_environment(), stdout=subprocess.DEVNULL
     ) as process:
+        patience = Patience(2 * HANG_S)
         while not file.exists() or file.read_bytes().count(b"\n") < 2:  # the header, and a chunk
             assert process.poll() is None, "it ended by itself"
+            assert not patience.is_over(), "it notes nothing"
         jobs = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
     assert len(jobs) >= 2

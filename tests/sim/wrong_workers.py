@@ -9,19 +9,21 @@ from __future__ import annotations
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SimEngine
 from tests.sim.network import FOR_EVER_S
-from tests.sim.scenario import computes_wrong
+from tests.sim.scenario import Load, computes_wrong, crowd
 from tests.sim.worker import SimWorker
 from tests.sim.world import World
 
 _LOOKS_EVERY_S = 0.25
+_CHECK_LOOKS_EVERY_S = 0.01
 _HEARD_S = 1.5
 """After so long all workers have heard of a verdict."""
 
 
 class WrongWorkers:
-    def __init__(self, world: World, cluster: Cluster) -> None:
+    def __init__(self, world: World, cluster: Cluster, load: Load) -> None:
         self._world = world
         self._cluster = cluster
+        self._load = load
         self._over = not computes_wrong(world.seed)
 
     def plan(self) -> None:
@@ -49,7 +51,27 @@ class WrongWorkers:
         # It is nobody's fault what is refused from now on: the only worker of a kind may be out of use.
         for name in self._cluster.workers:
             self._cluster.record.disturb(self._world.now_s, FOR_EVER_S, name)
+        self._submit_crowd("c")
+        if self._world.chance(0.3):
+            self._hear_late(wrong)
         self._world.after(_LOOKS_EVERY_S, lambda: self._look(wrong))
+        self._await_check(wrong)
+
+    def _await_check(self, wrong: SimWorker) -> None:
+        """Has a second crowd come when the worker is asked what it will answer wrong."""
+        if any(router.checks(wrong.plan.name) for router in self._cluster.present_routers):
+            self._submit_crowd("d")
+        elif not self._over:
+            self._world.after(_CHECK_LOOKS_EVERY_S, lambda: self._await_check(wrong))
+
+    def _submit_crowd(self, name: str) -> None:
+        for request in crowd(self._world, self._cluster, self._load, name):
+            self._cluster.submit(request)
+
+    def _hear_late(self, wrong: SimWorker) -> None:
+        """Has routers hear of what it has computed from those first that have taken it over."""
+        for router in self._cluster.routers:
+            self._cluster.network.delay(wrong.plan.name, router, self._world.random.choice((0.03, 0.3)))
 
     def _has_answered_all(self, worker: SimWorker) -> bool:
         """Returns whether each router has an answer of this process, and knows it for right."""
@@ -75,4 +97,6 @@ class WrongWorkers:
         assert isinstance(wrong.engine, SimEngine)
         if wrong.engine.is_wrong:
             self._world.note("mended", wrong.plan.name)
+        for router in self._cluster.routers:
+            self._cluster.network.delay(wrong.plan.name, router, 0.0)
         wrong.engine.is_wrong = False

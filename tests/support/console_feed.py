@@ -24,6 +24,7 @@ from starlette.routing import Route
 from benchmarks.ports import free_ports
 from services.router.console.routes import POLICY
 from tests.support import ROOT
+from tests.support.patience import HANG_S, Patience
 
 STATIC = ROOT / "services/router/console/static"
 HOSTILE = (
@@ -313,8 +314,10 @@ def serving(feed: ConsoleFeed) -> Iterator[ConsoleFeed]:
 
     feed.end = end
     try:
+        patience = Patience(HANG_S)
         while not server.started:
             assert thread.is_alive(), "the server has ended"
+            assert not patience.is_over(), "the server does not start"
             time.sleep(0.01)
         yield feed
     finally:

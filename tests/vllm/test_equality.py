@@ -14,6 +14,7 @@ import pytest
 from services.engine.schedule.sequence import Finish, Mode, Progress, SamplingParams
 from services.kv.pool import Holder
 from tests.support.equality import GreedyReference
+from tests.support.patience import HANG_S, Patience
 from tests.support.vllm_driver import BLOCK, CHUNK, VllmDriver, config_of, load
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.default_model]
@@ -130,7 +131,9 @@ def test_kv_that_is_loaded_beside_the_steps_of_others_is_whole_before_it_is_used
 ) -> None:
     """Such a load takes several steps: some blocks are there long before the others."""
     other = driver.submit(prompt_of(40, 77), 1500)
+    patience = Patience(HANG_S)
     while not driver.outputs[other].tokens:
+        assert not patience.is_over(), "it gives no token"
         time.sleep(0.01)
     for number in range(2):
         prompt = prompt_of(701, 60 + number)

@@ -332,7 +332,6 @@ class Book:
             sealed_s=source.sealed_s,
             sampled=source.sampled,
             num_ended=source.num_ended,
-            origins=source.origins,
         )
         self.actions.append(leg_stage(request, Stage.PARK, leg, now, "done"))
         self.placement_is_due = True
@@ -476,7 +475,7 @@ class Book:
                 answers=[answer],
                 is_part=True,
                 num_scored=request.num_scored,
-                output_from=set(request.output_from),
+                output_from=request.output_from,
                 fingerprint=request.fingerprint,
                 waiting_since_s=now,
                 setbacks=replace(request.setbacks, crashes=list(request.setbacks.crashes), refusals={}),

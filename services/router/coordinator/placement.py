@@ -37,7 +37,7 @@ from services.router.coordinator.request import Phase, PlacedPark, PlacedPrefill
 from services.router.coordinator.unsplit import must_run_unsplit, start_unsplit, weigh_unsplit
 from services.router.coordinator.walk import Walk, has_waited_long, is_aged
 from services.router.coordinator.workers import Worker
-from services.router.policy import PlacedPhase, Ranking, Source, WorkerSubset, WorkerView
+from services.router.policy import PlacedPhase, Ranking, Source, Split, WorkerSubset, WorkerView
 
 
 def place_all(book: Book, now: float) -> None:
@@ -65,8 +65,10 @@ def place_all(book: Book, now: float) -> None:
         with book.isolated("placement", request, now):
             _place_handoff(book, request, claimed, now)
     _start_queued(book, claimed, now)
-    if len(book.parked) and (book.newest_leg, book.claims) != before:
-        # What was placed last may have moved the claim that an earlier handoff had to leave alone.
+    # What was placed last may have moved the claim that an earlier handoff had to leave alone, or taken the worker on
+    # which an earlier request would have cost more than apart from its decode.
+    may_go_now = len(book.parked) or (len(book.queue) and book.config.split is Split.AUTO)
+    if may_go_now and (book.newest_leg, book.claims) != before:
         book.placement_is_due = True
 
 

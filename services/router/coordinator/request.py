@@ -132,10 +132,6 @@ class PlacedPark:
     """When the leg that it takes over ended before the store said that it has everything, in awake time. It may still
     say so, but only for `orphan_timeout_s`."""
 
-    @property
-    def origins(self) -> set[Origin]:
-        return self.handoff.origins
-
 
 PlacedLeg = PlacedPrefill | PlacedPark | PlacedDecode
 
@@ -286,7 +282,7 @@ class Request:
     tokens_unoffered: int = 0
     """As many while no decode worker has been offered its handoff."""
     output_from: set[Origin] = field(default_factory=set)
-    """The origins of all that was received of the answers."""
+    """The origins of all that was received of the client's answers: all parts of a request have the same set."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     story: Story = field(default_factory=Story)
     _first_job: Job | None = None

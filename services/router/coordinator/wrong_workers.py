@@ -54,5 +54,6 @@ def _carry_out(book: Book, incarnation: int, worker: Worker | None, reason: str,
                 continue  # it has ended with another part of the same request
             if not request.output_from.isdisjoint(origins):
                 book.fail(request, WrongOutput("a worker that has computed some of it was found to compute wrong"), now)
-            elif any(not leg.origins.isdisjoint(origins) for leg in request.legs):
+            # What a store has, or is given, was sealed: whoever computed it has sent output too.
+            elif any(not leg.origins.isdisjoint(origins) for leg in (request.prefill, request.decode) if leg):
                 book.begin_again(request, now)

@@ -1,4 +1,4 @@
-"""Uses `instructor`: a pydantic model by JSON Schema."""
+"""Uses `instructor`: a pydantic model by JSON Schema, whole and as a stream of partial ones."""
 
 # needs: instructor, openai
 
@@ -18,12 +18,15 @@ class Review(BaseModel):
 
 
 client = instructor.from_openai(OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.JSON_SCHEMA)
-review = client.chat.completions.create(
-    model=model,
-    response_model=Review,
-    messages=[{"role": "user", "content": "It was a fine film. Review it."}],
-    max_tokens=120,
-    temperature=0,
-    max_retries=0,
-)
+asked = {
+    "model": model,
+    "response_model": Review,
+    "messages": [{"role": "user", "content": "It was a fine film. Review it."}],
+    "max_tokens": 120,
+    "temperature": 0,
+    "max_retries": 0,
+}
+review = client.chat.completions.create(**asked)
 assert isinstance(review, Review)
+*_, last = client.chat.completions.create_partial(**asked)
+assert last.model_dump() == review.model_dump()

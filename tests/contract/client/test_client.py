@@ -25,6 +25,7 @@ from baton_client import (
 from services.core.errors import BatonError, InvalidRequest, NoWorker, Overloaded, WorkerFailed
 from services.router.front.grpc.servicer import FULL_NAME
 from services.rpc.serving import GrpcServer
+from tests.support.patience import HANG_S
 from tests.support.router_harness import TEXT, Cluster, request
 
 SOON = RetryPolicy(max_attempts=4, first_pause_s=0.01, max_pause_s=1.0)
@@ -285,8 +286,9 @@ def _reading(client: Client) -> tuple[asyncio.Task[Any], ResponseStream]:
 
 
 async def _refused(told: Told, num_calls: int) -> None:
-    while len(told.calls) < num_calls:  # noqa: ASYNC110  # another thread's, or task's, call
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(HANG_S):
+        while len(told.calls) < num_calls:  # noqa: ASYNC110  # another thread's, or task's, call
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)  # the refusal is on its way
 
 

@@ -26,6 +26,7 @@ from tests.support import kv_harness
 from tests.support.kv_harness import Destination, running, until
 from tests.support.kv_memory import content
 from tests.support.nixl_source_process import BIG, Offered, SourceProcess, source_process
+from tests.support.patience import HANG_S, Patience
 
 pytestmark = [
     pytest.mark.faults,
@@ -139,7 +140,8 @@ async def test_a_cancelled_fetch_keeps_its_blocks_until_the_read_has_ended(
 
         def give_up() -> None:
             loop.call_soon_threadsafe(fetch.cancel)
-            while asked.import_.state is ImportState.COPYING:
+            patience = Patience(HANG_S)
+            while asked.import_.state is ImportState.COPYING and not patience.is_over():
                 time.sleep(0.001)
             states.append(asked.import_.state)
             if goes_on:

@@ -135,8 +135,9 @@ async def talking(cluster: Cluster) -> tuple[ScriptedWorker, Any]:
     call = cluster.inference.GenerateStream(request())
     await rogue.until(lambda: rogue.commands)
     events = aiter(call)
-    while (await anext(events)).WhichOneof("event") != "chunk":
-        pass
+    async with asyncio.timeout(HANG_S):
+        while (await anext(events)).WhichOneof("event") != "chunk":
+            pass
     return rogue, events
 
 

@@ -92,8 +92,9 @@ async def test_of_many_that_end_at_once_each_end_is_told(model: str, monkeypatch
             assert len(rows) == len(calls)
             for call in calls:
                 call.cancel()
-            while not all(each["phase"] == "ended" for each in rows.values()):
-                rows |= {each["id"]: each for each in (await until(events, "requests"))["requests"]}
+            async with asyncio.timeout(HANG_S):
+                while not all(each["phase"] == "ended" for each in rows.values()):
+                    rows |= {each["id"]: each for each in (await until(events, "requests"))["requests"]}
 
 
 async def test_nothing_is_looked_at_while_nobody_looks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from tests.support.cluster import Answer, Cluster, running_cluster
 from tests.support.equality import GreedyReference
 from tests.support.examples import combinations
 from tests.support.models import FAMILIES, VOCAB_SIZE, tiny_model
+from tests.support.patience import HANG_S
 from tests.support.workers import DECODE, MIXED, PREFILL, pools_that_cannot_be_mapped
 
 # Around the edges of blocks (16) and of every chunk size.
@@ -153,9 +154,10 @@ async def test_parked_handoffs(expected: Expected, transport: str, chunk: int) -
         prompts = [prompt_of(150 + n, seed=3) for n in range(6)]
         most_parked = 0
         together = asyncio.gather(*(cluster.greedy(prompt, 40) for prompt in prompts))
-        while not together.done():
-            most_parked = max(most_parked, cluster.router.coordinator.phases()[Phase.PARKED])
-            await asyncio.sleep(0)
+        async with asyncio.timeout(HANG_S):
+            while not together.done():
+                most_parked = max(most_parked, cluster.router.coordinator.phases()[Phase.PARKED])
+                await asyncio.sleep(0)
         answers = await together
         for prompt, answer in zip(prompts, answers, strict=True):
             expected.check(prompt, answer, 40)

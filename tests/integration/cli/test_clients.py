@@ -302,6 +302,7 @@ def start_chat(router: Router) -> subprocess.Popen[bytes]:
 def read_until(stream: IO[bytes], end: bytes) -> None:
     text = b""
     while not text.endswith(end):
+        assert select.select([stream], [], [], WAIT_S)[0], f"nothing after {text!r}"
         text += stream.read(1) or pytest.fail(f"ended after {text!r}")
 
 

@@ -14,6 +14,7 @@ import pytest
 from services.router.coordinator.request import Phase
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.patience import HANG_S
 from tests.support.workers import DECODE, MIXED, PREFILL, until
 
 LONG = random.Random(0).choices(range(3, VOCAB_SIZE), k=700)
@@ -91,8 +92,9 @@ async def test_a_mixed_worker(model: Path) -> None:
         for tokens in (0, 1, 2, 5):
             call = cluster.inference.GenerateStream(greedy_request(LONG, 200))
             received = 0
-            while received < tokens:
-                received += len((await call.read()).chunk.token_ids)
+            async with asyncio.timeout(HANG_S):
+                while received < tokens:
+                    received += len((await call.read()).chunk.token_ids)
             call.cancel()
             await cluster.idle()
 

@@ -22,6 +22,7 @@ from services.rpc.names import Attr, Span
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.http_client import HTTP, bare_client, events, openai_client, raw_request
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.patience import HANG_S
 from tests.support.recording import recording_tracer
 from tests.support.workers import DECODE, PREFILL, until
 
@@ -192,8 +193,9 @@ async def test_one_that_fails_ends_all(cluster: Cluster, stream: bool) -> None:
         headers = {"x-request-id": "mine"}
         async with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}, headers=headers) as answer:
             lines = answer.aiter_lines()
-            while json.loads((await anext(lines) or "data: null").removeprefix("data: ")) is None:
-                pass
+            async with asyncio.timeout(HANG_S):
+                while json.loads((await anext(lines) or "data: null").removeprefix("data: ")) is None:
+                    pass
             fail(cluster, "mine-1")
             *_, last = [json.loads(line.removeprefix("data: ")) async for line in lines if line]
     assert last["error"]["code"] == "worker_failed"

@@ -25,6 +25,7 @@ from benchmarks.ports import free_ports
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS
 from tests.support.cluster import greedy_request, receive
 from tests.support.models import tiny_model
+from tests.support.patience import HANG_S, Patience
 from tests.support.processes import BATON, environment
 from tests.support.trusted import dial
 from tests.support.workers import DECODE, PREFILL, running_worker, worker_config
@@ -248,7 +249,9 @@ async def newcomer(port: int) -> None:
     """Tries until it is let in."""
     refused = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
     code = grpc.StatusCode.UNAVAILABLE
+    patience = Patience(HANG_S)
     while code in refused:
+        assert not patience.is_over(), code
         async with dial(f"127.0.0.1:{port}") as channel:
             code = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2).code()
     assert code is grpc.StatusCode.OK

@@ -76,6 +76,18 @@ def test_a_step_that_was_held_up_teaches_nothing(driver: EngineDriver, runner: S
     assert driver.engine.stats().num_prefill_steps > before.num_prefill_steps
 
 
+def test_a_step_that_was_held_up_makes_no_outlier_of_the_worker(driver: EngineDriver, runner: SlowRunner) -> None:
+    """What it says of its steps, by which routers find who is slower than its peers, has no such step."""
+    run(driver, 1, 100)
+    before = driver.engine.stats().prefill_step
+    assert before.num_steps
+    runner.times_slower = [20.0]
+    run(driver, 2, 100)
+    assert driver.engine.stats().prefill_step == before
+    run(driver, 3, 100)
+    assert driver.engine.stats().prefill_step.num_steps > before.num_steps
+
+
 def test_a_step_that_is_slow_does(driver: EngineDriver, runner: SlowRunner) -> None:
     """A host with twice as much to do as it can is as slow as that."""
     before = driver.engine.stats()

@@ -12,6 +12,7 @@ from services.engine.engine import Engine
 from services.engine.loading import Loaded
 from services.engine.model.kv_cache import KVCache, KVShape
 from tests.support.fake_runner import FakeRunner
+from tests.support.patience import HANG_S, Patience
 
 
 class StoppedBetween(threading.Event):
@@ -40,8 +41,10 @@ def test_a_stop_right_before_the_event_is_cleared_ends_the_thread() -> None:
     assert wake.reached.wait(10)  # the thread has seen that it is not to stop
     stopping = threading.Thread(target=engine.stop, daemon=True)
     stopping.start()
+    patience = Patience(HANG_S)
     while not wake.is_set():  # what stop does before it joins
         assert stopping.is_alive()
+        assert not patience.is_over()
     wake.go.set()
     stopping.join(2)
     try:

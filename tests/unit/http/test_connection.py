@@ -125,8 +125,9 @@ class Stage:
         return json.loads(body)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0)
+        async with asyncio.timeout(HANG_S):
+            while not condition():  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0)
 
     def later(self, seconds: float) -> None:
         """Checks connections as if so much time had gone by."""
@@ -376,9 +377,10 @@ async def test_a_client_that_leaves_after_more_than_is_kept_is_noticed(stage: St
     await stage.app.begun.get()
     client.writer.write(b"x" * (MOST_EARLY_BYTES + 1000))
     client.writer.close()
-    while stage.app.left.empty():
-        stage.later(0.0)
-        await asyncio.sleep(0)
+    async with asyncio.timeout(HANG_S):
+        while stage.app.left.empty():
+            stage.later(0.0)
+            await asyncio.sleep(0)
 
 
 async def test_a_client_that_leaves_during_its_body_is_noticed(stage: Stage) -> None:

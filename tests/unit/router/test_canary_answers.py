@@ -45,6 +45,7 @@ class Asked(Deep):
         asked: list[str] = []
         while more := self.reply_once():
             asked += more
+            assert len(asked) < 1000, "they are asked for ever"
         return asked
 
     def watch(self, seconds: float) -> list[str]:

@@ -73,8 +73,9 @@ def test_refusals_of_what_never_began_are_not_counted() -> None:
     bench = Bench(max_fruitless_starts=4, queue_timeout_s=1000.0)
     bench.join("d", Role.DECODE)
     bench.submit()
-    num_refusals = 0
+    num_refusals, began_s = 0, bench.now
     while num_refusals < 20:
+        assert bench.now - began_s < 1000.0, "it is tried no more"
         for leg in bench.take_legs(Role.DECODE):
             bench.say("d", DecodeRefused(leg.leg))
             num_refusals += 1

@@ -32,6 +32,7 @@ from tests.support.isolation_bench import (
     as_any,
     started,
 )
+from tests.support.patience import HANG_S
 
 
 @pytest.fixture
@@ -314,9 +315,10 @@ async def test_the_ticking_task_survives() -> None:
     no: Any = None
     catalogue = Catalogue(model, text_of=no, serve=no, forget=no, max_models=1, clock=bench.clock)
     task = asyncio.create_task(catalogue.tick_forever())
-    while len(ticks) < 3:
-        assert not task.done(), "the tick is over"
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(HANG_S):
+        while len(ticks) < 3:
+            assert not task.done(), "the tick is over"
+            await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert bench.metrics.internal_errors["tick"] >= 2

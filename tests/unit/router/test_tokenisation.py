@@ -12,6 +12,7 @@ import pytest
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.tokenisation import load_model_text
+from tests.support.patience import HANG_S, Patience
 from tests.support.text_model import CONTEXT_TOKENS, write_model
 
 
@@ -61,7 +62,9 @@ def test_other_threads_run_while_a_text_is_tokenised(tmp_path: pathlib.Path) -> 
         thread = threading.Thread(target=encode)
         thread.start()
         begun.wait()
+        patience = Patience(HANG_S)
         while not over.is_set():
+            assert not patience.is_over()
             turns += 1
             time.sleep(0)  # gives the lock away; a step of this loop is far shorter than the text
         thread.join()

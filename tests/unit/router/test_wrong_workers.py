@@ -324,6 +324,23 @@ def test_answers_that_have_come_apart_end_together(bench: Bench) -> None:
     bench.assert_idle()
 
 
+def test_an_answer_that_has_ended_with_what_is_wrong_ends_those_that_it_came_apart_from(bench: Bench) -> None:
+    bench.submit(num_answers=2)
+    prefill = bench.take_leg(Role.PREFILL)
+    bench.say("p1", started(prefill), tokens(prefill, 100), tokens(prefill, 200, index=1))
+    decode = bench.take_leg(Role.DECODE)
+    bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
+    bench.lose(decode.worker_id)
+    first, second = bench.take_legs(Role.PREFILL)
+    assert {first.worker_id, second.worker_id} == {"p1", "p2"}
+    ended, runs = (first, second) if first.worker_id == "p2" else (second, first)
+    bench.say("p2", started(ended), tokens(ended, 101, at=1, finish=FinishReason.STOP))
+    bench.say("p1", started(runs), tokens(runs, 201, at=1))
+    hear(bench, "p2")
+    assert isinstance(bench.failed["r"], WrongOutput)
+    bench.assert_idle()
+
+
 def test_a_verdict_on_a_worker_that_is_not_known_here_may_concern_every_cache(bench: Bench) -> None:
     bench.submit()
     prefill = bench.take_leg(Role.PREFILL)

@@ -20,6 +20,7 @@ from services.kvtransfer.tiers import s3_tier
 from services.kvtransfer.tiers.s3_tier import S3Tier
 from services.kvtransfer.tiers.stack import TierStack
 from services.kvtransfer.tiers.tier import TierFailed, TierFull
+from tests.support.patience import HANG_S, Patience
 from tests.support.tiers import BLOCK_BYTES, FINGERPRINT, hashes_of, memory_of
 
 pytestmark = pytest.mark.clock
@@ -173,8 +174,9 @@ def test_while_a_server_is_silent_other_threads_go_on_and_the_tier_is_left_out(
         stack = TierStack([tier], clock)
         reading = threading.Thread(target=stack.num_held, args=(hashes_of([1]),))
         reading.start()
-        num_turns = 0
+        num_turns, patience = 0, Patience(HANG_S)
         while reading.is_alive():
+            assert not patience.is_over()
             num_turns += 1
             time.sleep(0.001)
         reading.join()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import HANG_S, Patience
 from tests.support.tiers import blocks_of, content, hashes_of, loaded_disk, memory_of
 
 pytestmark = pytest.mark.process
@@ -40,8 +41,9 @@ def test_a_writer_that_is_killed_leaves_only_whole_blocks(tmp_path: Path) -> Non
         )
         assert writer.stdout is not None
         assert writer.stdout.readline(), "it writes from now on"
+        patience = Patience(HANG_S)
         while not path.exists() or path.stat().st_size < 2 * 12288:
-            pass
+            assert not patience.is_over(), "it writes nothing"
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()

@@ -13,6 +13,7 @@ import pytest
 from services.core.clock import ManualClock
 from services.kvtransfer.tiers.host import HostTier
 from services.kvtransfer.tiers.stack import SILENCE_S, Reading, TierStack
+from tests.support.patience import HANG_S, Patience
 from tests.support.tiers import BLOCK_BYTES, blocks_of, content, faulty_disk, hashes_of, memory_of
 
 
@@ -124,8 +125,10 @@ def test_a_tier_is_left_out_that_took_the_time_of_who_gave_up(tiers: Tiers, wait
         assert tiers.file.asked.wait(10)
         tiers.clock.advance(waited_s)
         second = threads.submit(tiers.stack.read_by_tier, hashes_of([3, 1]), tiers.memory, [2, 1], hasty)
+        patience = Patience(HANG_S)
         while len(disk.asked) < 2:
             assert not second.done()
+            assert not patience.is_over()
         tiers.clock.advance(0.5 - waited_s)
         tiers.stack.too_slow(patient, 3.0)
         assert disk.reading.why is None
