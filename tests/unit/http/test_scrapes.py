@@ -3,98 +3,97 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import time
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
-import httpx2
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.rpc.metrics import SCRAPE_EVERY_S, MetricsServer, Rendering
+from services.rpc import metrics
+from services.rpc.metrics import SCRAPE_EVERY_S, Rendering
 
-pytestmark = pytest.mark.clock
+OPEN_METRICS = "application/openmetrics-text"
+
+
+class Turns:
+    """Stands for the thread that renders, which works when it is told to, and for the module `time`, by which it
+    sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        self.waiting.append((Future(), lambda: work(*arguments)))
+        return self.waiting[-1][0]
+
+    def work(self) -> None:
+        while self.waiting:
+            future, work = self.waiting.pop(0)
+            if future.set_running_or_notify_cancel():
+                future.set_result(work())
 
 
 class Counted(Collector):
-    """Counts how often it was collected and how many did so at once, and tells a figure."""
+    """Keeps when it was collected, and tells a figure."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, turns: Turns) -> None:
         self.value = 0
-        self.times = self.most_at_once = self._at_once = 0
+        self.collected_s: list[float] = []
+        self._turns = turns
         registry.register(self)
-        self.times = 0  # registering collects once
+        self.collected_s.clear()  # registering collects once
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        self.times += 1
-        self._at_once += 1
-        self.most_at_once = max(self.most_at_once, self._at_once)
-        time.sleep(0.005)
-        self._at_once -= 1
+        self.collected_s.append(self._turns.monotonic())
         yield GaugeMetricFamily("figure", "x", self.value)
 
 
-def bound(elapsed_s: float) -> int:
-    """Returns the most renderings of that time, and one at its beginning."""
-    return int(elapsed_s / SCRAPE_EVERY_S) + 1
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    turns = Turns()
+    monkeypatch.setattr(metrics, "time", turns)
+    monkeypatch.setattr(metrics, "ThreadPoolExecutor", lambda *_, **__: turns)
+    return turns
 
 
-async def test_the_router_renders_for_all_who_wait() -> None:
+async def test_the_router_renders_for_all_who_wait(turns: Turns) -> None:
     registry = CollectorRegistry()
-    counted = Counted(registry)
-    rendering = Rendering(registry)
-
-    async def scraper(accept: str) -> None:
-        for _ in range(5):
-            counted.value += 1
-            asked_at = counted.value
-            text, _ = await rendering.render(accept)
-            told = next(line for line in text.decode().splitlines() if line.startswith("figure "))
-            assert float(told.split()[1]) >= asked_at
-
-    begin_s = time.monotonic()
-    await asyncio.gather(*(scraper(accept) for accept in ("", "application/openmetrics-text") for _ in range(100)))
-    assert 10 <= counted.times <= 12, "five of each format, and those that began before all had asked"
-    assert counted.times <= bound(time.monotonic() - begin_s)
-    assert counted.most_at_once == 1
+    counted, rendering = Counted(registry, turns), Rendering(registry)
+    for value in range(1, 6):
+        counted.value = value
+        turns.now_s += SCRAPE_EVERY_S / 100
+        waiting = [asyncio.create_task(rendering.render(form)) for form in ("", OPEN_METRICS) for _ in range(100)]
+        await asyncio.sleep(0)
+        turns.work()
+        for text, _ in await asyncio.gather(*waiting):
+            assert f"figure {value}.0" in text.decode().splitlines(), "no older than the question"
+    assert len(counted.collected_s) == 10, "five of each format"
+    gaps_s = [later - earlier for earlier, later in itertools.pairwise(counted.collected_s)]
+    assert gaps_s == pytest.approx([SCRAPE_EVERY_S] * 9)
 
 
-async def test_who_leaves_takes_no_others_scrape_along() -> None:
+async def test_who_leaves_takes_no_others_scrape_along(turns: Turns) -> None:
     registry = CollectorRegistry()
-    counted = Counted(registry)
-    rendering = Rendering(registry)
-    await rendering.render("")  # so that the next one waits, and both have asked for it
+    counted, rendering = Counted(registry, turns), Rendering(registry)
     first, second = asyncio.create_task(rendering.render("")), asyncio.create_task(rendering.render(""))
     await asyncio.sleep(0)
     first.cancel()
+    await asyncio.sleep(0)
+    turns.work()
     text, kind = await second
     assert b"figure 0.0" in text
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
-    assert counted.times == 2
+    assert len(counted.collected_s) == 1
     with pytest.raises(asyncio.CancelledError):
         await first
-
-
-def test_a_metrics_port_renders_for_all_who_wait() -> None:
-    """No thread is left waiting by a client that has gone: three hundred in a second once kept a scrape waiting for
-    half a minute."""
-    registry = CollectorRegistry()
-    counted = Counted(registry)
-    server = MetricsServer(registry)
-    begin_s = time.monotonic()
-    try:
-        for _ in range(300):
-            with socket.create_connection(("127.0.0.1", server.port)) as gone:
-                gone.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        counted.value = 7
-        asked_s = time.monotonic()
-        answer = httpx2.get(f"http://127.0.0.1:{server.port}/metrics", trust_env=False, timeout=60)
-        end_s = time.monotonic()
-    finally:
-        server.close()
-    assert "figure 7.0" in answer.text
-    assert counted.times <= bound(end_s - begin_s), "so who waits shares one"
-    assert end_s - asked_s < 3.0, "three hundred in turns take thirty seconds"
-    assert counted.most_at_once == 1

@@ -19,8 +19,7 @@ from services.core.errors import LeaseInvalid
 from services.kv.lease import FetchEnd, Lease
 from services.kv.lease_table import LeaseTable
 from services.kvtransfer.board import LeaseBoard
-
-pytestmark = pytest.mark.clock
+from tests.support.patience import HANG_S
 
 NUM_LEASES = 300
 NUM_PROMPT_TOKENS = 2048
@@ -116,12 +115,12 @@ async def test_an_idle_worker_forgets_by_itself() -> None:
     party = Party(remember_s=0.05)
     for number in range(3):
         party.run(number)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while party.table.num_remembered:  # noqa: ASYNC110  (a timer of the board's; there is no event to wait for)
             await asyncio.sleep(0.005)
     # And again, after its timer had nothing left to do.
     party.run(3)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while party.table.num_remembered:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     party.board.close()

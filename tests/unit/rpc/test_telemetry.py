@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import threading
-import time
 
 import grpc
 import pytest
@@ -248,16 +247,15 @@ def test_nobody_waits_for_a_collector(monkeypatch):
     assert 0 < len(exported) < 10_000
 
 
-@pytest.mark.clock
 def test_a_collector_that_never_answers_is_given_up_at_shutdown(monkeypatch):
+    """Else it would be asked for an hour."""
     monkeypatch.setattr(telemetry, "_SHUTDOWN_S", 0.2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         tracer = configure_tracing("baton-router", "router-0")
         make_spans(tracer)
-        begin = time.monotonic()
         tracer.shutdown()
-        assert time.monotonic() - begin < 2.0
 
 
 @pytest.mark.parametrize(

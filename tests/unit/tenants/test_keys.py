@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 
 import pytest
 from hypothesis import given
@@ -78,19 +77,6 @@ def test_no_text_opens_by_chance(text: str) -> None:
         RING.tenant_of(f"Bearer {text}", 0.0)
     with pytest.raises(InvalidKey):
         RING.tenant_of(text, 0.0)
-
-
-@pytest.mark.clock
-def test_wrong_keys_are_cheap_however_long() -> None:
-    """A wrong key costs less than 0.1 ms, and a megabyte of one no more than a short one."""
-    for authorization in (WRONG["another secret"], WRONG["another id"], WRONG["a megabyte"]):
-        times = []
-        for _ in range(200):
-            began = time.perf_counter()
-            with pytest.raises(InvalidKey):
-                RING.tenant_of(authorization, 0.0)
-            times.append(time.perf_counter() - began)
-        assert sorted(times)[100] < 1e-4
 
 
 def test_a_text_that_is_no_key_is_not_kept() -> None:

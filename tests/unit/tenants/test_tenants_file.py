@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime
 
 import pytest
@@ -194,21 +193,3 @@ VALUES = st.recursive(
 def test_any_shape_ends_in_tenants_or_in_words(value: str, name: str) -> None:
     for text in (value, f"tenants: {value}", f"tenants: {{a: {value}}}", f"tenants: {{a: {{{name}: {value}}}}}"):
         assert outcome(text.encode()).startswith("t.yaml")
-
-
-def of_many(num_tenants: int) -> bytes:
-    one = (
-        "  tenant-{0}:\n    keys:\n      - id: key{0:09d}\n        sha256: {1}\n        expires: 2027-06-30\n"
-        "    limits:\n      requests_per_s: 20\n      tokens_per_min: 200_000\n      concurrent_requests: 32\n"
-        "    models: [one, two]\n    weight: 2\n"
-    )
-    return ("tenants:\n" + "".join(one.format(number, DIGEST) for number in range(num_tenants))).encode()
-
-
-@pytest.mark.clock
-def test_ten_thousand_tenants() -> None:
-    """They take a second or two of one core, and twice as many take about twice as long."""
-    data = of_many(10_000)
-    began_s = time.process_time()
-    assert len(read_tenants(data, "t.yaml")) == 10_000
-    assert time.process_time() - began_s < 10
