@@ -79,13 +79,14 @@ class WrongWorkers:
             return False
         known = [router.coordinator._canaries._answers._tallies.values() for router in self._cluster.present_routers]
         votes = [[vote for tally in tallies if (vote := tally.votes.get(worker.plan.name))] for tallies in known]
-        return all(any(vote.incarnation == worker.host.incarnation for vote in found) for found in votes)
+        judged = [any(vote.incarnation == worker.host.incarnation for vote in found) for found in votes]
+        return bool(judged) and all(judged)  # at moments there is no router
 
     def _look(self, wrong: SimWorker) -> None:
         if self._over:
             return
         found = [wrong.host.incarnation in router.coordinator.verdicts for router in self._cluster.present_routers]
-        if not all(found):
+        if not found or not all(found):  # at moments there is no router
             self._world.after(_LOOKS_EVERY_S, lambda: self._look(wrong))
             return
         self._world.after(_HEARD_S, lambda: self._mend(wrong))

@@ -93,7 +93,7 @@ def num_begun(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
     """Returns how many tokens at the end of a prompt begin a character that is not complete; 0 also for bytes that are
     none."""
     end = list(token_ids[-CONTEXT_TOKENS:])
-    for count in range(min(_MOST_BEGUN_TOKENS + 1, len(end))):
+    for count in range(min(_MOST_BEGUN_TOKENS, len(end)) + 1):
         if not str(tokenizer.decode(end[: len(end) - count], skip_special_tokens=False)).endswith(_REPLACEMENT):
             return count
     return 0

@@ -225,6 +225,13 @@ def test_a_character_that_the_prompt_begins_is_whole_only_with_echo() -> None:
     assert without == "\ufffdc"
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_a_prompt_may_be_nothing_but_the_beginning_of_a_character(num_tokens: int) -> None:
+    prompt, rest = encode("🙂")[:num_tokens], [*encode("🙂")[num_tokens:], *encode("c")]
+    assert num_begun(TOKENIZER, prompt) == num_tokens
+    assert run([rest], prompt=prompt, begins_in_prompt=True) == ("🙂c", None)
+
+
 @pytest.mark.parametrize(("text", "expected"), [("ab", 0), ("", 0), ("🙂", 0)])
 def test_a_whole_prompt_begins_no_character(text: str, expected: int) -> None:
     assert num_begun(TOKENIZER, encode(text)) == expected
