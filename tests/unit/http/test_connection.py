@@ -235,6 +235,18 @@ async def test_an_offer_of_another_protocol_is_declined(stage: Stage) -> None:
     assert [json.loads((await client.answer())[2])["bytes"] for _ in range(4)] == [2, 0, 2, 0]
 
 
+async def test_what_is_wrong_behind_an_offer_is_refused(stage: Stage) -> None:
+    offer = b"connection: Upgrade\r\nupgrade: h2c\r\n"
+    client = await stage.client(post(b"hi", more=offer) + b"GET / HTTP/1.1\r\n" + HOST + HOST + b"\r\n")
+    assert (await client.answer())[0] == 200
+    assert (await client.refusal())[0] == 400
+
+
+async def test_trailers_are_no_headers(stage: Stage) -> None:
+    told = await stage.asked(CHUNKED + b"2\r\nhi\r\n0\r\nhost: evil\r\n\r\n")
+    assert (told["host"], told["bytes"]) == ("localhost", 2)
+
+
 async def test_expecting_to_be_told_to_continue(stage: Stage) -> None:
     request = post(b"hi", more=b"expect: 100-continue\r\n")
     client = await stage.client(request[:-2])
@@ -333,6 +345,11 @@ async def test_refusals_are_as_other_answers_are(stage: Stage) -> None:
         assert (seen, headers["x-request-id"], headers["access-control-allow-origin"]) == (status, "mine", PAGE)
     _, _, headers = await (await stage.client(b"nonsense")).refusal()
     assert headers["x-request-id"].startswith("req-")
+    earlier = await stage.client(
+        b"GET / HTTP/1.1\r\n" + HOST + named + b"\r\n" + b"GET / HTTP/1.1\r\nbad header\r\n\r\n"
+    )
+    assert (await earlier.answer())[1]["x-request-id"] == "mine"
+    assert (await earlier.refusal())[2]["x-request-id"].startswith("req-"), "not that of the request before"
     odd = b"GET / HTTP/1.1\r\nx-request-id: a\x9b\x01b\r\nbad header\r\n\r\n"
     _, _, headers = await (await stage.client(odd)).refusal()
     assert headers["x-request-id"] == "a%9B%01b"

@@ -15,7 +15,7 @@ import re
 import types
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -85,11 +85,6 @@ class Request:
     """Ends the app's work on it if it is refused while its body arrives."""
 
 
-class _RefusedError(Exception):
-    def __init__(self, error: HttpError) -> None:
-        self.error = error
-
-
 class Requests:
     """Parses what a client sends, and keeps its requests in their order until they are done with."""
 
@@ -135,10 +130,9 @@ class Requests:
             # Java's client offers HTTP/2 beside a body, which httptools takes for the other protocol's. In what is
             # written for uvicorn there is no offer.
             self._parse_piece(bytes(self.all.pop().out) + piece[offer.args[0] :])
-        except httptools.HttpParserCallbackError as stopped:
-            if not isinstance(stopped.__context__, _RefusedError):
+        except httptools.HttpParserCallbackError:
+            if not self.is_refused:
                 raise
-            self.refuse(stopped.__context__.error)
         except httptools.HttpParserError as error:
             self.refuse(_VERSION if str(error) in _OTHER_VERSION else _MALFORMED)
 
@@ -153,12 +147,16 @@ class Requests:
         request.error = error
         if not request.is_passed:
             method = b"HEAD" if self._parser.get_method() == b"HEAD" else b"GET"
-            kept = _KEPT.findall(request.out if request.has_head else self._head)
-            headers = [(name, printable_header(value.strip())) for name, value in kept]
+            head = request.out if request.has_head else self._head.rstrip().rpartition(b"\r\n\r\n")[2]
+            headers = [(name, printable_header(value.strip())) for name, value in _KEPT.findall(head)]
             request.out = _head(method, b"/", "1.1", [*headers, (b"connection", b"close")])
             request.has_head = request.is_whole = True
         elif request.patience is not None:
             request.patience.reschedule(0.0)
+
+    def _stop(self, error: HttpError) -> NoReturn:
+        self.refuse(error)
+        raise ValueError(error.body)
 
     # What the parser reports
 
@@ -172,18 +170,18 @@ class Requests:
         request = self.all[-1]
         request.num_lines += 1
         if request.num_lines > MAX_LINES:
-            raise _RefusedError(_TOO_LONG)
+            self._stop(_TOO_LONG)
         if not request.has_head:
             request.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         request, version, method = self.all[-1], self._parser.get_http_version(), self._parser.get_method()
         if version not in ("1.0", "1.1"):
-            raise _RefusedError(_VERSION)
+            self._stop(_VERSION)
         hosts, target = [value for name, value in request.headers if name == b"host"], request.target
         absolute = _ABSOLUTE.fullmatch(target)
         if len(hosts) > 1 or (not hosts and version == "1.1") or not (absolute or target.startswith(b"/")):
-            raise _RefusedError(_MALFORMED)
+            self._stop(_MALFORMED)
         if absolute:  # RFC 9112, 3.2.2
             hosts, target = [absolute[1]], b"/" + absolute[2].removeprefix(b"/")
         headers = [pair for pair in request.headers if pair[0] not in (b"host", b"upgrade")]
@@ -209,14 +207,9 @@ class BoundedConnection(asyncio.Protocol):
     """Passes one client's requests on to uvicorn. The limits run only while the client keeps the server waiting."""
 
     def __init__(
-        self,
-        connections: Connections,
-        certificates: Certificates | None,
-        *,
-        app_state: dict[str, Any],
-        **others: Any,
+        self, connections: Connections, certificates: Certificates | None, *, app_state: dict[str, Any], **others: Any
     ) -> None:
-        """With `certificates` it speaks TLS. The arguments that have to be named are uvicorn's own."""
+        """With `certificates` it speaks TLS. The named arguments are uvicorn's own."""
         self.peer = ""
         self.stage = ConnectionStage.SILENT
         self.requests = Requests()
@@ -226,8 +219,8 @@ class BoundedConnection(asyncio.Protocol):
         self._all = connections
         self._certificates = certificates
         self._handshake: asyncio.Task[None] | None = None
-        self._before_agreed: list[bytes] | None = None if certificates is None else []
-        """What TLS has brought before it says that its handshake has ended."""
+        self._is_agreed = certificates is None
+        """Whether requests are passed on: in TLS only once it says that its handshake has ended."""
         self._awaited: tuple[object, ...] = ()
         """What the client is to do next."""
         self._since_s = 0.0
@@ -264,19 +257,16 @@ class BoundedConnection(asyncio.Protocol):
             return
         self.transport = secure
         self._uvicorn.connection_made(secure)
-        received, self._before_agreed = self._before_agreed or [], None
-        self.data_received(b"".join(received))
+        self._is_agreed = True
+        self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.close(self)
         self._uvicorn.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._before_agreed is not None:
-            self._before_agreed.append(data)
-        else:
-            self.requests.parse(data)
-            self.advance()
+        self.requests.parse(data)
+        self.advance()
 
     def eof_received(self) -> bool:
         """Returns whether the client may still read what it is answered, though it sends no more."""
@@ -298,7 +288,7 @@ class BoundedConnection(asyncio.Protocol):
 
     def advance(self) -> None:
         """Passes on what has come of the first request, and drops those that are done with."""
-        while (first := self.requests.first) is not None and not self.transport.is_closing():
+        while self._is_agreed and (first := self.requests.first) and not self.transport.is_closing():
             if first.out:
                 data, first.out, first.is_passed = bytes(first.out), bytearray(), True
                 self._uvicorn.data_received(data)
@@ -306,6 +296,7 @@ class BoundedConnection(asyncio.Protocol):
                 del self.requests.all[0]
             else:
                 break
+        first = self.requests.first
         self._update(first)
         may_be_answered = first is not None and (first.is_whole or first.error is not None)
         if self.requests.is_cut or (self._has_ended and not may_be_answered):
