@@ -1,282 +1,282 @@
-"""Bounds what one HTTP connection may cost, around the protocol of uvicorn that answers its requests.
+"""Bounds what one HTTP connection may cost, in front of the protocol of uvicorn that answers its requests.
 
-uvicorn is given one request at a time, and only once its head is whole and within bounds; what a client sends beyond
-that is kept here until the request is answered. So the socket is always read, and the end of a client is noticed.
-What is refused here is answered by uvicorn and the app too, so that such an answer has all that others have. Owns:
-the bytes of one connection and the time it may take. Never: how many connections there are (connections.py).
+What a client sends is parsed here, within bounds, and written anew for uvicorn, one request at a time. So uvicorn sees
+only requests that it understands, the socket is always read, and the end of a client is noticed. What is refused is
+answered by uvicorn and the app too, so that such an answer has all that others have. Owns: the bytes of one connection
+and the time it may take, TLS's handshake included. Never: how many connections there are (connections.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
+import math
 import re
-import socket
-from collections.abc import Callable
-from typing import Any
+import types
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from services.core.addresses import network_of
 from services.router.front.http.connections import Connections, ConnectionStage
 from services.router.front.http.reply import REQUEST_ID, HttpError, plain_error, printable_header, refuse
+from services.rpc.certificates import Certificates
+
+log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
+"""The most bytes of a request's head; and of what a chunked body has beside its content and an eighth of that."""
 MAX_LINES = 128
 """The most lines of a request's head, and of the trailers after a chunked body. Proxies commonly allow 100."""
 MOST_EARLY_BYTES = 64 << 10
-"""The most bytes that are kept of what a client sends before its request is answered; then its socket is not read."""
-_BYTES_OF_A_CHUNK = 8
-"""A chunked body may have a byte beside its content for each so many bytes of it, and `MAX_HEAD_BYTES` more: sizes of
-chunks, their extensions and trailers."""
-_PIECE_BYTES = 64 << 10
-"""The most bytes of a chunked body that are parsed at once: 8 ms if each chunk has one byte."""
-_EMPTY_LINE_COSTS_BYTES = 64
-"""What an empty line in a chunked body counts as, beside the content: what is parsed at once ends there, since the body
-may do so, and it takes some microseconds however short it is."""
-_END = b"\r\n\r\n"
-_CLOSE = {"connection": "close"}
+"""The most bytes of requests that wait for the answer to an earlier one."""
+_PIECE_BYTES = 4 << 10
+"""Bytes that are parsed between two looks at the bounds: at most some 150 requests."""
 _KEY = "connection"
 """Where a scope's state has the connection."""
-_HEALTH = "/health"
-_CLOSE_WAIT = 8
-"""The state of a TCP connection whose peer sends no more, in Linux's TCP_INFO."""
-_ESTABLISHED = 1
+_KEPT = re.compile(rb"^(%b|origin):([^\r\n]*)" % REQUEST_ID.encode(), re.IGNORECASE | re.MULTILINE)
+"""Headers that the answer to a refused request depends on."""
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)(?:#.*)?", re.IGNORECASE)
-_KEPT = re.compile(rb"^(?:%b|origin):[^\r\n]*" % REQUEST_ID.encode(), re.IGNORECASE | re.MULTILINE)
-_OTHER_VERSION = re.compile(rb"\S+ +\S+ +HTTP/(?!1\.[01]\s)")
-_FULL = plain_error(
-    503, "the router has all the connections it can serve", "overloaded", {"retry-after": "1", **_CLOSE}
-)
-_MALFORMED = plain_error(400, "this is no HTTP request", "malformed_message", _CLOSE)
-_VERSION = plain_error(505, "the server speaks HTTP/1.1", "http_version_not_supported", _CLOSE)
-_TOO_LONG = plain_error(
-    431,
-    f"the request's headers or trailers have more than {MAX_HEAD_BYTES} bytes or {MAX_LINES} lines",
-    "headers_too_large",
-    _CLOSE,
-)
-_SMALL_CHUNKS = plain_error(400, "the body has too many small chunks", "malformed_message", _CLOSE)
+_OTHER_VERSION = ("Invalid HTTP version", "Pause on PRI/Upgrade")
+"""What httptools says of a version that it does not know, and of HTTP/2's first bytes."""
 
 
+def _last_error(status: int, message: str, code: str, **headers: str) -> HttpError:
+    return plain_error(status, message, code, {"connection": "close", **headers})
+
+
+_FULL = _last_error(503, "the router has all the connections it can serve", "overloaded", **{"retry-after": "1"})
+_MALFORMED = _last_error(400, "this is no HTTP request", "malformed_message")
+_VERSION = _last_error(505, "the server speaks HTTP/1.1", "http_version_not_supported")
+_TOO_LONG = _last_error(431, "more than 64 KiB or 128 lines of headers, or of trailers", "headers_too_large")
+_SMALL_CHUNKS = _last_error(400, "the body has too many small chunks", "malformed_message")
+_TOO_EARLY = _last_error(400, "more than 64 KiB came before an earlier request was answered", "too_early")
+_SLOW_HEAD = _last_error(408, "the request's headers did not arrive in time", "request_timeout")
+_SLOW_BODY = _last_error(408, "the request's body did not arrive in time", "request_timeout")
+
+
+@dataclass(eq=False)
 class Request:
-    """Parses one request, as uvicorn does, and keeps what its bounds depend on and what is done with it."""
+    """Is a request from its first byte until it has come whole and was answered."""
+
+    out: bytearray = field(default_factory=bytearray)
+    """What uvicorn is to be given next."""
+    target: bytes = b""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    num_lines: int = 1
+    content_bytes: int = 0
+    other_bytes: int = 0
+    has_head: bool = False
+    is_whole: bool = False
+    is_chunked: bool = False
+    keeps_alive: bool = True
+    is_passed: bool = False
+    """Whether uvicorn has its head."""
+    is_started: bool = False
+    """Whether its answer has begun."""
+    is_answered: bool = False
+    error: HttpError | None = None
+    """What is answered in place of the app's answer; the connection ends with it."""
+    patience: asyncio.Timeout | None = None
+    """Ends the app's work on it if it is refused while its body arrives."""
+
+
+class Requests:
+    """Parses what a client sends, and keeps its requests in their order until they are done with."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        """Bytes that were parsed: of the head until it is whole, then of the body as it was sent."""
-        self.is_passed = False
-        """Whether uvicorn has its head."""
-        self.is_started = False
-        """Whether its answer has begun."""
-        self.is_answered = False
-        self.head = b""
-        self._num_trailers = 0
-        self._body_bytes = 0
-        self._num_empty_lines = 0
-        self._last = b""
-        """The last bytes that were parsed of a chunked body, if its end may begin there."""
-        self._begin()
-
-    def _begin(self) -> None:
-        self.has_head = self.is_whole = self.keeps_alive = False
-        self._target = b""
-        self._headers: list[tuple[bytes, bytes]] = []
+        self.all: list[Request] = []
+        """The first is the one that is answered; the last may be arriving."""
+        self.is_refused = False
+        """Whether the last is refused, and nothing more is parsed."""
+        self.is_cut = False
+        """Whether the answer to the last has begun, so that it cannot be told."""
+        self._head = bytearray()
+        """What has come of a head that is not whole, with what came just before it."""
         self._parser = httptools.HttpRequestParser(self)
 
-    def take_head(self, received: bytearray) -> HttpError | None:
-        """Parses what has come of the head, and takes it from `received` once it is whole. Returns why it is refused.
+    @property
+    def first(self) -> Request | None:
+        return self.all[0] if self.all else None
 
-        Raises HttpParserError.
-        """
-        end = received.find(_END, max(0, self.num_bytes - len(_END) + 1))
-        end = len(received) if (is_part := end < 0) else end + len(_END)
-        new = bytes(received[self.num_bytes : min(end, MAX_HEAD_BYTES)])
-        self.head += new
-        self.num_bytes = end
-        self.feed(new)
-        if end > MAX_HEAD_BYTES or self.head.count(b"\n") > MAX_LINES + 1:
-            return _TOO_LONG
-        if is_part:
-            return None
-        del received[:end]
-        self.num_bytes = 0
-        return self._checked() if self.has_head else self.malformed()
+    @property
+    def arriving(self) -> Request | None:
+        return self.all[-1] if self.all and not self.all[-1].is_whole else None
 
-    def take_body(self, received: bytearray) -> tuple[bytes, HttpError | None]:
-        """Takes the next piece of the body, none of what follows it, and parses it. Returns the piece, or why it is
-        refused. Raises HttpParserError."""
-        if (length := self._header(b"content-length")) is not None:
-            end = int(length) - self.num_bytes
-        else:
-            end = self._end_of_chunks(received)
-        piece = bytes(received[:end])
-        del received[:end]
-        self.num_bytes += len(piece)
-        self.feed(piece)
-        if self._num_trailers > MAX_LINES:
-            return b"", _TOO_LONG
-        beside = self.num_bytes - self._body_bytes + self._num_empty_lines * _EMPTY_LINE_COSTS_BYTES
-        if beside > MAX_HEAD_BYTES + self._body_bytes // _BYTES_OF_A_CHUNK:
-            return b"", _SMALL_CHUNKS
-        return piece, None
+    def parse(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE_BYTES):
+            if self.is_refused:
+                return
+            piece, before = data[start : start + _PIECE_BYTES], self.arriving
+            self._head += piece
+            self._parse_piece(piece)
+            if self.arriving is None or self.arriving.has_head:
+                self._head.clear()
+            if before is not None and before is self.arriving:
+                before.other_bytes += len(piece)
+                if before.other_bytes > MAX_HEAD_BYTES + before.content_bytes // 8:
+                    self.refuse(_SMALL_CHUNKS if before.has_head else _TOO_LONG)
+            if sum(len(request.out) for request in self.all[1:]) > MOST_EARLY_BYTES:
+                self.refuse(_TOO_EARLY)
 
-    def _end_of_chunks(self, received: bytearray) -> int:
-        """Returns the number of bytes up to an empty line, with which a chunked body ends, or to the end of a piece."""
-        at = (self._last + received[: len(_END) - 1]).find(_END) - len(self._last)
-        if at < -len(self._last):
-            at = received.find(_END, 0, _PIECE_BYTES)
-            if at < 0:
-                piece = received[:_PIECE_BYTES]
-                self._last = bytes((self._last + piece)[1 - len(_END) :])
-                return len(piece)
-        self._last = b""
-        self._num_empty_lines += 1
-        return at + len(_END)
+    def _parse_piece(self, piece: bytes) -> None:
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as offer:
+            # Java's client offers HTTP/2 beside a body, which httptools takes for the other protocol's. In what is
+            # written for uvicorn there is no offer.
+            self._parse_piece(bytes(self.all.pop().out) + piece[offer.args[0] :])
+        except httptools.HttpParserCallbackError:
+            if not self.is_refused:
+                raise
+        except httptools.HttpParserError as error:
+            self.refuse(_VERSION if str(error) in _OTHER_VERSION else _MALFORMED)
 
-    def feed(self, data: bytes) -> None:
-        """Raises HttpParserError."""
-        with contextlib.suppress(httptools.HttpParserUpgrade):
-            self._parser.feed_data(data)
+    def refuse(self, error: HttpError) -> None:
+        """Has the request that is arriving answered with an error, if its answer has not begun."""
+        self.is_refused = True
+        if (request := self.arriving) is None:
+            self.all.append(request := Request())
+        if request.is_started:
+            self.is_cut = True
+            return
+        request.error = error
+        if not request.is_passed:
+            method = b"HEAD" if self._parser.get_method() == b"HEAD" else b"GET"
+            head = request.out if request.has_head else self._head.rstrip().rpartition(b"\r\n\r\n")[2]
+            headers = [(name, printable_header(value.strip())) for name, value in _KEPT.findall(head)]
+            request.out = _head(method, b"/", "1.1", [*headers, (b"connection", b"close")])
+            request.has_head = request.is_whole = True
+        elif request.patience is not None:
+            request.patience.reschedule(0.0)
 
-    def _checked(self) -> HttpError | None:
-        """Returns why a head that could be parsed is refused. Writes it anew if uvicorn would not understand it."""
-        version = self._parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            return _VERSION
-        num_hosts = [name for name, _ in self._headers].count(b"host")
-        absolute = _ABSOLUTE.fullmatch(self._target)
-        if num_hosts > 1 or (not num_hosts and version == "1.1") or not (absolute or self._target.startswith(b"/")):
-            return _MALFORMED
-        if absolute or self._parser.should_upgrade():
-            self.head = self._rewritten(absolute)
-            self._begin()
-            self.feed(self.head)
-        httptools.parse_url(self._target)
-        return None
-
-    def _rewritten(self, absolute: re.Match[bytes] | None) -> bytes:
-        """Returns the head with its target in origin form (RFC 9112, 3.2), and without an offer of another protocol:
-        Java's client makes one beside a body, which httptools takes for the other protocol's."""
-        host, target = absolute.groups() if absolute else (self._header(b"host"), self._target)
-        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
-        headers = [pair for pair in self._headers if pair[0] not in (b"host", b"upgrade")]
-        if host is not None:
-            headers.append((b"host", host))
-        start = b"%b /%b HTTP/%b\r\n" % (method, target.removeprefix(b"/"), version)
-        return start + b"".join(b"%b: %b\r\n" % pair for pair in headers) + b"\r\n"
-
-    def malformed(self) -> HttpError:
-        """Returns why a request that could not be parsed is refused."""
-        return _VERSION if not self.is_passed and _OTHER_VERSION.match(self.head) else _MALFORMED
-
-    def replacement(self) -> bytes:
-        """Returns a head in the place of one that is refused, with which uvicorn can answer."""
-        method = b"HEAD" if self.head.startswith(b"HEAD ") else b"GET"
-        kept = b"".join(printable_header(line) + b"\r\n" for line in _KEPT.findall(self.head))
-        return b"%b / HTTP/1.1\r\nconnection: close\r\n%b\r\n" % (method, kept)
-
-    def _header(self, wanted: bytes) -> bytes | None:
-        return next((value for name, value in self._headers if name == wanted), None)
+    def _stop(self, error: HttpError) -> NoReturn:
+        self.refuse(error)
+        raise ValueError(error.body)
 
     # What the parser reports
 
+    def on_message_begin(self) -> None:
+        self.all.append(Request())
+
     def on_url(self, url: bytes) -> None:
-        self._target += url
+        self.all[-1].target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.has_head:
-            self._num_trailers += 1
-        else:
-            self._headers.append((name.lower(), value))
+        request = self.all[-1]
+        request.num_lines += 1
+        if request.num_lines > MAX_LINES:
+            self._stop(_TOO_LONG)
+        if not request.has_head:
+            request.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.has_head = True
-        self.keeps_alive = self._parser.should_keep_alive()
+        request, version, method = self.all[-1], self._parser.get_http_version(), self._parser.get_method()
+        if version not in ("1.0", "1.1"):
+            self._stop(_VERSION)
+        hosts, target = [value for name, value in request.headers if name == b"host"], request.target
+        absolute = _ABSOLUTE.fullmatch(target)
+        if len(hosts) > 1 or (not hosts and version == "1.1") or not (absolute or target.startswith(b"/")):
+            self._stop(_MALFORMED)
+        if absolute:  # RFC 9112, 3.2.2
+            hosts, target = [absolute[1]], b"/" + absolute[2].removeprefix(b"/")
+        headers = [pair for pair in request.headers if pair[0] not in (b"host", b"upgrade")]
+        request.out = _head(method, target, version, [*headers, *((b"host", host) for host in hosts)])
+        request.is_chunked = any(name == b"transfer-encoding" for name, _ in headers)
+        request.keeps_alive = self._parser.should_keep_alive()
+        request.has_head = True
+        request.num_lines = request.other_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
+        request = self.all[-1]
+        request.content_bytes += len(body)
+        request.other_bytes -= len(body)
+        request.out += b"%x\r\n%b\r\n" % (len(body), body) if request.is_chunked else body
 
     def on_message_complete(self) -> None:
-        self.is_whole = True
+        if not self._parser.should_upgrade():
+            self.all[-1].is_whole = True
+            self.all[-1].out += b"0\r\n\r\n" if self.all[-1].is_chunked else b""
 
 
 class BoundedConnection(asyncio.Protocol):
     """Passes one client's requests on to uvicorn. The limits run only while the client keeps the server waiting."""
 
     def __init__(
-        self,
-        connections: Connections,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        on_made: Callable[[], None] = lambda: None,
+        self, connections: Connections, certificates: Certificates | None, *, app_state: dict[str, Any], **others: Any
     ) -> None:
-        """The first arguments but one are uvicorn's own."""
+        """With `certificates` it speaks TLS. The named arguments are uvicorn's own."""
         self.peer = ""
         self.stage = ConnectionStage.SILENT
-        self.error: HttpError | None = None
-        """What is answered in place of the app's answer; the connection ends with it."""
-        self.patience: asyncio.Timeout | None = None
-        """Ends the app's work on a request that is refused while it arrives."""
-        self._uvicorn = HttpToolsProtocol(config, server_state, {**app_state, _KEY: self}, _loop)
+        self.requests = Requests()
+        self.transport: asyncio.Transport
+        self._uvicorn = HttpToolsProtocol(app_state={**app_state, _KEY: self}, **others)
         self._loop = asyncio.get_running_loop()
         self._all = connections
-        self._on_made = on_made
-        self._limits = connections.limits
-        self._is_open = False
-        self._transport: asyncio.Transport
-        self._received = bytearray()
-        """What was not parsed yet: a head that is not whole, or what came before its time."""
-        self._request: Request | None = None
+        self._certificates = certificates
+        self._handshake: asyncio.Task[None] | None = None
+        self._is_agreed = certificates is None
+        """Whether requests are passed on: in TLS only once it says that its handshake has ended."""
+        self._awaited: tuple[object, ...] = ()
+        """What the client is to do next."""
         self._since_s = 0.0
-        """When its stage began, or when its request was answered before all of it came, in the event loop's seconds."""
-        self._head_since_s = 0.0
+        """Since when it is awaited, in the event loop's seconds."""
         self._blocked_since_s: float | None = None
-        self._is_paused = False
         self._has_ended = False
         """Whether the client sends no more."""
 
     # What the transport reports
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._on_made()
-        self._transport = transport
+        self.transport = transport
         self._uvicorn.connection_made(transport)
         address = transport.get_extra_info("peername")
         self.peer = network_of(str(address[0])) if address else ""
         self._since_s = self._loop.time()
-        self._is_open = self._all.open(self)
-        if not self._is_open:
+        if not self._all.open(self):
             transport.abort()
+        elif self._certificates is not None:
+            upgrade = self._loop.start_tls(transport, self, self._certificates.http_context(), server_side=True)
+            # It must take the transport over at once: a task would begin later, and uvloop reads when this returns.
+            self._handshake = self._loop.create_task(
+                self._agree(_continued(upgrade, upgrade.send(None))), name="http tls"
+            )
+
+    async def _agree(self, upgrade: Awaitable[asyncio.Transport | None]) -> None:
+        secure: asyncio.Transport | None = None
+        try:
+            secure = await upgrade
+        except OSError as error:  # TLS's own errors are of this kind too
+            log.debug("no TLS with %s: %s", self.peer, error)
+        if secure is None or secure.is_closing():
+            self.connection_lost(None)  # the event loop does not tell of it
+            return
+        self.transport = secure
+        self._uvicorn.connection_made(secure)
+        self._is_agreed = True
+        self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._all.close(self)
         self._uvicorn.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        self._advance()
+        self.requests.parse(data)
+        self.advance()
 
     def eof_received(self) -> bool:
         """Returns whether the client may still read what it is answered, though it sends no more."""
-        if self._has_ended:
-            return True  # uvloop tells of it again when reading is resumed
         self._has_ended = True
-        if self._transport.get_extra_info("sslcontext") is not None:
+        self.advance()
+        if self._certificates is not None or not self.requests.all:
             return False  # the event loop's TLS cannot be half closed
-        request = self._request
-        if self.error is not None:
-            return True
-        if request is None or not request.is_whole:
-            return False
-        return request.is_started or not request.keeps_alive or _ends_with_close(self._received)
+        first, last = self.requests.all[0], self.requests.all[-1]
+        has_said_so = last.is_whole and last.error is None and not last.keeps_alive
+        return first.error is not None or (first.is_whole and (first.is_started or has_said_so))
 
     def pause_writing(self) -> None:
         self._blocked_since_s = self._loop.time()
@@ -286,184 +286,102 @@ class BoundedConnection(asyncio.Protocol):
         self._blocked_since_s = None
         self._uvicorn.resume_writing()
 
-    # Requests
-
-    def _advance(self) -> None:
-        """Parses what was received, up to the end of a request."""
-        while not self._transport.is_closing() and self.error is None and self._take_piece():
-            pass
-        if self.error is not None:
-            self._received.clear()
-        self._update()
-        if self._has_ended and self.stage is not ConnectionStage.BUSY and self.error is None:
-            self._transport.close()
-        self._pace()
-
-    def _take_piece(self) -> bool:
-        """Returns whether there may be more to parse."""
-        if (request := self._request) is None:
-            # Empty lines before a request are ignored (RFC 9112, 2.2).
-            del self._received[: len(self._received) - len(self._received.lstrip(b"\r\n"))]
-            if not self._received:
-                return False
-            request = self._request = Request()
-            self._head_since_s = self._loop.time()
-        if request.is_whole or not self._received:
-            return False
-        try:
-            if request.has_head:
-                data, error = request.take_body(self._received)
+    def advance(self) -> None:
+        """Passes on what has come of the first request, and drops those that are done with."""
+        while self._is_agreed and (first := self.requests.first) and not self.transport.is_closing():
+            if first.out:
+                data, first.out, first.is_passed = bytes(first.out), bytearray(), True
+                self._uvicorn.data_received(data)
+            elif first.is_whole and first.is_answered:
+                del self.requests.all[0]
             else:
-                error = request.take_head(self._received)
-                data = request.head if request.has_head else b""
-        except httptools.HttpParserError:
-            error = request.malformed()
-        if error is not None:
-            self._refuse(error)
-            return False
-        if data:
-            request.is_passed = True
-            self._uvicorn.data_received(data)
-            self._next_if_done(request)
-        return bool(data)
+                break
+        first = self.requests.first
+        self._update(first)
+        may_be_answered = first is not None and (first.is_whole or first.error is not None)
+        if self.requests.is_cut or (self._has_ended and not may_be_answered):
+            self.transport.close()
 
-    def _refuse(self, error: HttpError) -> None:
-        """Answers the request that is arriving with an error, or closes if it was answered."""
-        self.error, request = error, self._request
-        assert request is not None
-        if not request.is_passed:
-            request.is_whole = request.is_passed = True
-            self._uvicorn.data_received(request.replacement())
-        elif request.is_started:
-            self._transport.close()
-        elif self.patience is not None:
-            self.patience.reschedule(self._loop.time())
-        self._update()
+    def _update(self, first: Request | None) -> None:
+        awaited = (first, first and first.has_head, first and first.is_answered)
+        if awaited != self._awaited:
+            self._awaited, self._since_s = awaited, self._loop.time()
+        if first is None or not first.has_head:
+            stage = ConnectionStage.SILENT if self.stage is ConnectionStage.SILENT else ConnectionStage.KEPT
+        else:
+            stage = ConnectionStage.BUSY if first.is_whole else ConnectionStage.UPLOADING
+        if stage is not self.stage:
+            self._all.move(self, stage)
 
-    def noting(self, scope: Scope, send: Send) -> Send:
-        """Returns `send` for the answer to the present request. It notes what has become of the answer."""
-        request = self._request
-        assert request is not None
+    # Bounds
+
+    def evict(self) -> None:
+        """Closes the connection at once, for another's sake."""
+        self._all.close(self)
+        self.transport.abort()
+
+    def check(self, now: float) -> None:
+        """Ends the connection if its client has kept the server waiting for too long."""
+        limits, first = self._all.limits, self.requests.first
+        since_s, limit_s, error = self._since_s, math.inf, None
+        if self._blocked_since_s is not None:
+            since_s, limit_s = self._blocked_since_s, limits.write_s
+        elif first is None:
+            limit_s = limits.head_s if self.stage is ConnectionStage.SILENT else limits.keep_s
+        elif first.is_whole or first.error is not None:
+            pass  # the client waits for the server
+        elif first.is_answered:
+            limit_s = limits.linger_s
+        elif not first.has_head:
+            limit_s, error = limits.head_s, _SLOW_HEAD
+        elif self.transport.is_reading():
+            limit_s, error = limits.body_grace_s + first.content_bytes / limits.body_bytes_per_s, _SLOW_BODY
+        if now - since_s > limit_s and error is not None:
+            self.requests.refuse(error)
+            self.advance()
+        elif now - since_s > limit_s:
+            self.transport.abort()
+
+
+class Bounds:
+    """Is the app around all others: it answers what was refused, and tells a connection what becomes of its request."""
+
+    def __init__(self, app: ASGIApp, around: Callable[[ASGIApp], ASGIApp], connections: Connections) -> None:
+        self._app = app
+        self._around = around(self._answer)
+        self._connections = connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: BoundedConnection = scope["state"][_KEY]
+        request = connection.requests.all[0]
         if scope["http_version"] == "1.0":
-            send = _unframed(scope, send, self._transport)
+            send = _unframed(scope, send, connection.transport)
 
         async def noted(message: Message) -> None:
             request.is_started = True
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 request.is_answered = True
-                self._since_s = self._loop.time()
-                self._next_if_done(request)
-                self._advance()
+                connection.advance()
 
-        return noted
+        try:
+            async with asyncio.timeout(None) as request.patience:
+                await self._around(scope, receive, noted)
+        except TimeoutError:
+            if request.error is None or request.is_started:
+                raise
+            await self._around(scope, receive, noted)  # which refuses it this time
 
-    def _next_if_done(self, request: Request) -> None:
-        if request.is_whole and request.is_answered:
-            self._request = None
-
-    # Bounds
-
-    def evict(self) -> None:
-        """Closes the connection at once, for another's sake."""
-        self._forget()
-        self._transport.abort()
-
-    def _forget(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._all.close(self)
-
-    def check(self, now: float) -> None:
-        """Ends the connection if its client has kept the server waiting for too long."""
-        limits, request = self._limits, self._request
-        if self._blocked_since_s is not None and now - self._blocked_since_s > limits.write_s:
-            self._transport.abort()
-        elif self.stage is ConnectionStage.BUSY:
-            if self._is_paused and self._has_left():
-                self._transport.abort()
-        elif self.error is not None:
-            pass  # the client waits for the server
-        elif request is not None and request.is_answered:
-            if now - self._since_s > limits.linger_s:
-                self._transport.abort()
-        elif request is not None and request.is_passed:
-            elapsed_s = now - self._since_s - limits.body_grace_s
-            is_slow = elapsed_s > 0 and request.num_bytes < elapsed_s * limits.body_bytes_per_s
-            if is_slow and self._transport.is_reading():
-                self._refuse(_too_slow("body"))
-        elif request is not None:
-            if now - self._head_since_s > limits.head_s:
-                self._refuse(_too_slow("headers"))
-        elif self.stage is ConnectionStage.SILENT and now - self._since_s > limits.head_s:
-            self._transport.abort()
-        # uvicorn has a timer for a connection that is kept alive and sends nothing.
-
-    def _has_left(self) -> bool:
-        """Returns whether the client has ended the connection, or its side of it, while its socket is not read."""
-        request, sock = self._request, self._transport.get_extra_info("socket")
-        state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        may_read_on = request is not None and (request.is_started or not request.keeps_alive)
-        return state != _ESTABLISHED and not (state == _CLOSE_WAIT and may_read_on)
-
-    def _pace(self) -> None:
-        """Stops reading while much is kept. uvicorn may stop and resume it too, while a body arrives."""
-        if self._transport.is_closing():
-            return
-        if len(self._received) > MOST_EARLY_BYTES:
-            self._is_paused = True
-            self._transport.pause_reading()
-        elif self._is_paused or self.stage is ConnectionStage.BUSY:
-            self._is_paused = False
-            self._transport.resume_reading()
-
-    def _update(self) -> None:
-        """Sets its stage, after something has happened."""
-        request = self._request
-        if request is None or not request.is_passed:
-            is_first = self.stage is ConnectionStage.SILENT
-            stage = ConnectionStage.SILENT if is_first else ConnectionStage.KEPT
-        else:
-            stage = ConnectionStage.BUSY if request.is_whole else ConnectionStage.UPLOADING
-        if stage is not self.stage and self._is_open:
-            self._all.move(self, stage)
-            self._since_s = self._loop.time()
-
-    def has_room(self, path: str) -> bool:
-        """Returns whether its request may be answered beside the others."""
-        return path == _HEALTH or path.startswith(_HEALTH + "/") or self._all.has_room(self)
-
-
-class Bounds:
-    """Is the app around all others: it answers what was refused, and tells a connection what becomes of its request."""
-
-    def __init__(self, app: ASGIApp, refusing: ASGIApp) -> None:
-        self._app = app
-        self._refusing = refusing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: BoundedConnection = scope["state"][_KEY]
-        send = connection.noting(scope, send)
-        if connection.error is None and not connection.has_room(str(scope.get("path", ""))):
-            connection.error = _FULL
-        if connection.error is None:
-            try:
-                async with asyncio.timeout(None) as connection.patience:
-                    await self._app(scope, receive, send)
-                return
-            except TimeoutError:
-                if connection.error is None:
-                    raise
-            finally:
-                connection.patience = None
-        await self._refusing(scope, receive, send)
-
-
-async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request with the error that its connection has (an ASGI app)."""
-    connection: BoundedConnection = scope["state"][_KEY]
-    assert connection.error is not None
-    await refuse(send, connection.error)
+        request = connection.requests.all[0]
+        has_room = scope["path"].startswith("/health") or self._connections.has_room(connection)
+        if request.error is None and not has_room:
+            request.error = _FULL
+        if request.error is not None:
+            await refuse(send, request.error)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _unframed(scope: Scope, send: Send, transport: asyncio.Transport) -> Send:
@@ -487,13 +405,13 @@ def _unframed(scope: Scope, send: Send, transport: asyncio.Transport) -> Send:
     return unframed
 
 
-def _ends_with_close(received: bytearray) -> bool:
-    """Returns whether these are requests, the last of which says that the client will send no more."""
-    requests = Request()
-    with contextlib.suppress(httptools.HttpParserError):
-        requests.feed(bytes(received))
-    return requests.is_whole and not requests.keeps_alive
+@types.coroutine
+def _continued(begun: Any, step: Any) -> Generator[Any, Any, Any]:
+    """Awaits a coroutine that was begun by `send`, which returned `step`."""
+    yield step
+    return (yield from begun)
 
 
-def _too_slow(what: str) -> HttpError:
-    return plain_error(408, f"the request's {what} did not arrive in time", "request_timeout", _CLOSE)
+def _head(method: bytes, target: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytearray:
+    lines = b"".join(b"%b: %b\r\n" % pair for pair in headers)
+    return bytearray(b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, version.encode(), lines))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,10 +29,13 @@ class ConnectionLimits:
     max_connections: int
     max_per_peer: int
     """The most connections of one address, or of one /64 network."""
-    reserve: int = 32
+    reserve: int = _RESERVE
     """Connections beyond these bounds, for health."""
     head_s: float = 10.0
     """Seconds from a request's first byte, or from connecting, to the end of its headers."""
+    keep_s: float = 75.0
+    """Seconds from an answer to the next request. It is longer than common clients and load balancers keep a connection
+    in their pools, so that they are the ones to close it."""
     body_grace_s: float = 10.0
     body_bytes_per_s: float = 1024.0
     """The lowest rate of a body after `body_grace_s`; a request whose body arrives more slowly is refused."""
@@ -44,6 +46,8 @@ class ConnectionLimits:
 
 
 class ConnectionStage(enum.Enum):
+    """What a connection does. They stand in the order in which connections are closed to make room."""
+
     SILENT = enum.auto()
     """No request has arrived yet."""
     KEPT = enum.auto()
@@ -51,7 +55,7 @@ class ConnectionStage(enum.Enum):
     UPLOADING = enum.auto()
     """A request is arriving."""
     BUSY = enum.auto()
-    """A request is being answered."""
+    """A request is being answered. It is never closed to make room."""
 
 
 class Member(Protocol):
@@ -69,26 +73,17 @@ class _Pool:
     """Keeps connections by stage; within each, those that have been in it longest come first."""
 
     def __init__(self) -> None:
-        self._members: dict[ConnectionStage, dict[Member, None]] = {stage: {} for stage in ConnectionStage}
+        self.stages: dict[ConnectionStage, dict[Member, None]] = {stage: {} for stage in ConnectionStage}
 
     def __len__(self) -> int:
-        return sum(map(len, self._members.values()))
+        return sum(map(len, self.stages.values()))
 
-    @property
-    def num_busy(self) -> int:
-        return len(self._members[ConnectionStage.BUSY])
-
-    def put(self, connection: Member) -> None:
-        self._members[connection.stage][connection] = None
-
-    def take(self, connection: Member) -> None:
-        self._members[connection.stage].pop(connection, None)
+    def members(self) -> list[Member]:
+        return [connection for members in self.stages.values() for connection in members]
 
     def oldest_idle(self) -> Member | None:
-        for stage in (ConnectionStage.SILENT, ConnectionStage.KEPT, ConnectionStage.UPLOADING):
-            for connection in self._members[stage]:
-                return connection
-        return None
+        oldest = next((connection for members in self.stages.values() for connection in members), None)
+        return None if oldest is None or oldest.stage is ConnectionStage.BUSY else oldest
 
 
 class Connections:
@@ -107,47 +102,48 @@ class Connections:
 
         Returns False if there is no room and no connection that can be closed to make room.
         """
-        for pool, most in self._pools(connection.peer):
-            while len(pool) >= most + self.limits.reserve:
+        for pool, most in self._pools(connection):
+            if len(pool) >= most + self.limits.reserve:
                 victim = pool.oldest_idle()
                 if victim is None:
                     return False
                 victim.evict()
-        for pool, _ in self._pools(connection.peer):
-            pool.put(connection)
+        for pool, _ in self._pools(connection):
+            pool.stages[connection.stage][connection] = None
         return True
 
     def move(self, connection: Member, stage: ConnectionStage) -> None:
-        for pool, _ in self._pools(connection.peer):
-            pool.take(connection)
+        """Notes a connection's stage, also that of one which was closed meanwhile."""
+        for pool, _ in self._pools(connection):
+            if connection in pool.stages[connection.stage]:
+                del pool.stages[connection.stage][connection]
+                pool.stages[stage][connection] = None
         connection.stage = stage
-        for pool, _ in self._pools(connection.peer):
-            pool.put(connection)
 
     def close(self, connection: Member) -> None:
-        for pool, _ in self._pools(connection.peer):
-            pool.take(connection)
+        """Forgets a connection, if it is still kept."""
+        for pool, _ in self._pools(connection):
+            pool.stages[connection.stage].pop(connection, None)
         if not self._of_peers[connection.peer]:
             del self._of_peers[connection.peer]
 
     def has_room(self, connection: Member) -> bool:
         """Returns whether one more request may be answered, if it does not ask for health."""
-        return all(pool.num_busy <= most for pool, most in self._pools(connection.peer))
+        return all(len(pool.stages[ConnectionStage.BUSY]) <= most for pool, most in self._pools(connection))
 
     async def sweep_forever(self) -> None:
         """Ends connections that have kept the server waiting for too long."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)
             for connection in self.each():
-                connection.check(loop.time())
+                connection.check(asyncio.get_running_loop().time())
 
     def each(self) -> list[Member]:
-        return [connection for members in self._all._members.values() for connection in members]
+        return self._all.members()
 
-    def _pools(self, peer: str) -> Iterator[tuple[_Pool, int]]:
-        yield self._of_peers.setdefault(peer, _Pool()), self.limits.max_per_peer
-        yield self._all, self.limits.max_connections
+    def _pools(self, connection: Member) -> list[tuple[_Pool, int]]:
+        of_peer = self._of_peers.setdefault(connection.peer, _Pool())
+        return [(of_peer, self.limits.max_per_peer), (self._all, self.limits.max_connections)]
 
 
 def default_limits() -> ConnectionLimits:
