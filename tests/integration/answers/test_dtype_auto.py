@@ -18,7 +18,7 @@ from services.cli.model_names import resolve_model
 from tests.support.models import tiny_model
 from tests.support.processes import BATON, Up, environment
 
-pytestmark = [pytest.mark.clock, pytest.mark.long]
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 FASTER_IN_FLOAT32 = Timings({"bfloat16": (9.0, 9.0), "float32": (1.0, 1.0)}, "TEST")
 AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -59,6 +59,7 @@ def test_a_worker_on_its_own_has_it_too_and_says_why(model: Path, tmp_path: Path
     assert any("dtype='float32'" in line for line in lines if "loaded tiny-llama" in line)
 
 
+@pytest.mark.clock
 @pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="torch cannot act as an AVX2 CPU here")
 def test_with_avx2_alone_the_default_model_runs_in_the_faster_type(tmp_path: Path) -> None:
     """It is timed for real, by the command that compose runs; and a second time it is only read. Which type is faster
