@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from baton.v1 import control_pb2_grpc, inference_pb2_grpc
 from services.core.addresses import bare_host, is_loopback, join
-from services.core.clock import MonotonicClock
+from services.core.clock import Clock, MonotonicClock
 from services.core.errors import ConfigError
 from services.core.garbage import collect_rarely
 from services.core.ids import new_incarnation, new_request_id
@@ -116,7 +116,7 @@ async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
 class Router:
     """Runs a whole router in this process. Make it on the event loop; call `start`, perhaps `drain`, then `stop`."""
 
-    def __init__(self, config: RouterConfig, tracer: Tracer, token: str | None) -> None:
+    def __init__(self, config: RouterConfig, tracer: Tracer, token: str | None, clock: Clock | None = None) -> None:
         """Loads the tokenizer of its own model, and certificates. `token` is the cluster token. Raises ConfigError."""
         # Several texts are tokenised at once by the router's threads; the library's own pool would use every core for
         # each.
@@ -125,7 +125,7 @@ class Router:
         self._tool_parsers = ParserChoice("--tool-parser", config.tool_parser, TOOL_PARSERS)
         self._reasoning_parsers = ParserChoice("--reasoning-parser", config.reasoning_parser, REASONING_PARSERS)
         model_id = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
-        clock, self._incarnation = MonotonicClock(), new_incarnation()
+        clock, self._incarnation = clock or MonotonicClock(), new_incarnation()
         self._config, self._clock = config, clock
         self._certificates, self._public_certificates = config.certificates(), config.public_certificates()
         self._dial = partial(dial, token=token, certificates=self._certificates, role=WORKER)

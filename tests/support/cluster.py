@@ -12,6 +12,7 @@ from typing import Any
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from services.core.clock import Clock
 from services.engine.loading import torch_engine
 from services.router.coordinator import Coordinator
 from services.router.coordinator.workers import WorkerState
@@ -153,11 +154,12 @@ async def running_cluster(
     tracer: Tracer | None = None,
     worker_tracer: Tracer | None = None,
     load: LoadEngine = torch_engine,
+    clock: Clock | None = None,
     tls: Path | None = None,
     **worker: Any,
 ) -> AsyncIterator[Cluster]:
-    """`worker` configures all workers, `each` one by one; `load` makes their engines. With `tls`, a folder of `baton
-    certs dev`, all speak TLS, and show each other no token.
+    """`worker` configures all workers, `each` one by one; `load` makes their engines; `clock` is the router's. With
+    `tls`, a folder of `baton certs dev`, all speak TLS, and show each other no token.
 
     Asserts at the end that everything is idle.
     """
@@ -169,7 +171,7 @@ async def running_cluster(
         flags = {"canaries": False, "split": "always", "silence_s": HANG_S, **tls_flags(tls, "router")}
         flags |= router or {}
         config = RouterConfig(model=str(model), host="127.0.0.1", port=0, control_port=0, **flags)
-        brain = Router(config, tracer, cluster_token_of(config))
+        brain = Router(config, tracer, cluster_token_of(config), clock)
         await brain.start()
         stack.push_async_callback(brain.stop)
         workers = []

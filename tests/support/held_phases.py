@@ -17,14 +17,13 @@ from typing import Any
 
 from baton.v1 import types_pb2, worker_pb2
 from benchmarks.ports import free_ports
-from services.engine.cost_model import CostModel
+from services.core.clock import ManualClock
 from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
 from services.kvtransfer.client import FetchOrder, FetchOutcome
 from services.router.coordinator.request import Phase, Request
 from services.router.text.tokeniser_line import TokeniserLine
 from tests.support.cluster import Cluster, greedy_request, running_cluster
-from tests.support.fake_runner import engine_of
 from tests.support.held_runner import HeldRunner
 from tests.support.models import VOCAB_SIZE
 from tests.support.patience import HANG_S
@@ -43,6 +42,8 @@ class Stage:
     """Runs a cluster in which the victim cannot leave a phase."""
 
     cluster: Cluster
+    clock: ManualClock
+    """The router's, which stands still until all is released."""
     prefill: HeldRunner
     decode: HeldRunner
     proxies: list[Proxy]
@@ -62,7 +63,7 @@ class Stage:
         """Starts another request, whose step on the prefill worker does not end; it keeps the blocks that it has."""
         self.prefill.hold = lambda plan: True
         self.calls.append(self.cluster.inference.GenerateStream(greedy_request(OTHER[:prompt_tokens], 20)))
-        await until(self.prefill.is_holding.is_set, "the other request's step is held", 20.0)
+        await until(self.prefill.is_holding.is_set, "the other request's step is held")
 
     async def occupy_decode(self, prompt_tokens: int) -> None:
         """Does what `occupy_prefill` does on the decode worker, for a sequence of another router."""
@@ -72,7 +73,7 @@ class Stage:
             leg=1, token_ids=OTHER[:prompt_tokens], stopping=types_pb2.StoppingParams(max_tokens=2, ignore_eos=True)
         )
         await session.send(decode=command)
-        await until(self.decode.is_holding.is_set, "the other router's step is held", 20.0)
+        await until(self.decode.is_holding.is_set, "the other router's step is held")
 
     def occupy_tokeniser(self) -> None:
         """Another text takes the thread."""
@@ -126,6 +127,12 @@ class Stage:
         self.decode.release()
         self.stalls.close()
 
+    async def run_clock(self) -> None:
+        await self.released.wait()
+        while True:
+            self.clock.advance(0.05)
+            await asyncio.sleep(0.05)
+
     @property
     def line(self) -> TokeniserLine:
         [model] = self.cluster.router.catalogue.all()
@@ -134,7 +141,8 @@ class Stage:
     @property
     def victim(self) -> Request | None:
         """Returns the router's record of the victim."""
-        return self.cluster.router.coordinator._book.requests.get(VICTIM)
+        requests = self.cluster.router.coordinator._book.requests.values()
+        return next((request for request in requests if request.spec.label == VICTIM), None)
 
     def is_known(self) -> bool:
         """Returns whether the router knows the victim as a request that is being tokenised, or as a live one."""
@@ -155,6 +163,10 @@ class Stage:
         leg = None if victim is None or victim.phase is not Phase.DECODING else victim.decode
         return leg is not None and leg.orphaned_s is not None and victim is not None and victim.prefill is None
 
+    def has_parked_all(self) -> bool:
+        """Its prompt is done, and no decode worker has it."""
+        return self.victim is not None and self.victim.phase is Phase.PARKED and len(self.victim.output) == 1
+
     def leases(self, state: LeaseState) -> int:
         return sum(lease.state is state for lease in self.cluster.workers[0].leases)
 
@@ -168,7 +180,7 @@ async def staged(
 ) -> AsyncIterator[Stage]:
     """Yields the stage; the last of its workers is a store if it is to have one, which takes handoffs alone and
     is offered no prefixes to keep."""
-    proxies = [Proxy(lambda: [os.getpid()]) for _ in pools]
+    proxies, clock = [Proxy(lambda: [os.getpid()]) for _ in pools], ManualClock()
     each = []
     for proxy, kv_blocks in zip(proxies, pools, strict=True):
         [port] = free_ports(1)
@@ -182,19 +194,18 @@ async def staged(
             each=each,
             transport=transport,
             max_num_batched_tokens=CHUNK,
-            silence_s=30.0,
-            router={"silence_s": 30.0, "share_prefixes": "never" if has_store else "auto"},
+            clock=clock,
+            router={"share_prefixes": "never" if has_store else "auto"},
         ) as cluster:
-            for worker in cluster.workers:
-                engine_of(worker)._costs = CostModel()  # by what a stalled machine measures, no deadline could be met
             runners = [HeldRunner(worker) for worker in cluster.workers]
-            stage = Stage(cluster, runners[0], runners[1], proxies)
+            stage = Stage(cluster, clock, runners[0], runners[1], proxies)
             async with _store(cluster, transport) if has_store else contextlib.nullcontext():
+                clock_runs = asyncio.create_task(stage.run_clock())
                 try:
                     yield stage
                 finally:
-                    for scene in stage.scenes:
-                        scene.cancel()
+                    for task in (clock_runs, *stage.scenes):
+                        task.cancel()
                     stage.release()
     finally:
         for proxy in proxies:
@@ -205,7 +216,7 @@ async def staged(
 async def _store(cluster: Cluster, transport: str) -> AsyncIterator[None]:
     routers = (cluster.router.control_address,)
     source = cluster.workers[0]
-    async with running_store(source, router=routers, worker_id="s", silence_s=30.0, transport=transport) as store:
+    async with running_store(source, router=routers, worker_id="s", silence_s=HANG_S, transport=transport) as store:
         cluster.workers.append(store)
         await until(lambda: cluster.num_ready == 3, "the store is ready", HANG_S)
         try:

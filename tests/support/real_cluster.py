@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -164,8 +163,7 @@ class RealCluster:
         self._worker_flags = worker_flags
         self._lifeline = Lifeline()
         settings = [f"{name}={value}" for name, value in environment(temp).items()]
-        self._clean = ["env", "-i", *settings]
-        self._program = [*self._clean, *BATON]
+        self._program = ["env", "-i", *settings, *BATON]
 
     @property
     def router(self) -> RouterClient:
@@ -177,9 +175,9 @@ class RealCluster:
     def pids(self) -> list[int]:
         return [service.pid for service in self.services.values() if service.pid]
 
-    async def add_router(self, stack: contextlib.AsyncExitStack, *flags: str, program: Sequence[str] = BATON) -> None:
+    async def add_router(self, stack: contextlib.AsyncExitStack, *flags: str) -> None:
         name = f"router-{len(self.routers)}"
-        service = Service(name, lambda: self._router_command(service, program, flags), self._lifeline, None)
+        service = Service(name, lambda: self._router_command(service, flags), self._lifeline, None)
         self.services[name] = service
         # Nobody else gets them while it is down.
         ports = service.port, service.control_port = free_ports(2)
@@ -205,9 +203,9 @@ class RealCluster:
         self.services[name] = Service(name, lambda: command, self._lifeline, proxy)
         await self.services[name].start()
 
-    def _router_command(self, service: Service, program: Sequence[str], flags: Iterable[str]) -> list[str]:
+    def _router_command(self, service: Service, flags: Iterable[str]) -> list[str]:
         """A restarted router is found where it was."""
-        command = [*self._clean, *program, "router", "--model", str(self._model), "--log-level", "warning"]
+        command = [*self._program, "router", "--model", str(self._model), "--log-level", "warning"]
         command += ["--split", "always", *flags]  # what tests look at is the handoff, whatever it costs
         return [*command, "--port", str(service.port), "--control-port", str(service.control_port)]
 
@@ -304,16 +302,14 @@ async def real_cluster(
     *worker_flags: str,
     routers: Sequence[Sequence[str]] = ((),),
     flags_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    router_programs: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[RealCluster]:
     """Yields a cluster that is ready. `temp` is an empty folder; `workers` go by name, such as decode-0; `routers` are
-    the flags of each, `flags_of` those of single workers; `router_programs` take `baton`'s arguments in their place, if
-    not all are `baton`."""
+    the flags of each, `flags_of` those of single workers."""
     async with contextlib.AsyncExitStack() as stack:
         cluster = RealCluster(model, temp, worker_flags)
         stack.push_async_callback(cluster.close)
-        for flags, program in itertools.zip_longest(routers, router_programs, fillvalue=BATON):
-            await cluster.add_router(stack, *flags, program=program)
+        for flags in routers:
+            await cluster.add_router(stack, *flags)
         await asyncio.gather(*(cluster.add_worker(name, *flags_of.get(name, ())) for name in workers))
         await cluster.whole()
         yield cluster

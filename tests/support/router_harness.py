@@ -12,6 +12,7 @@ import grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from services.core.clock import Clock
 from services.router.main import Router, RouterConfig
 from tests.support.patience import HANG_S
 from tests.support.recording import recording_tracer
@@ -37,9 +38,9 @@ CONFIG = RouterConfig(
 class Cluster:
     """Keeps one router and the workers that a test starts; all are stopped at the end."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, clock: Clock | None = None) -> None:
         self.spans = InMemorySpanExporter()
-        self.router = Router(config, recording_tracer(self.spans), CLUSTER_TOKEN)
+        self.router = Router(config, recording_tracer(self.spans), CLUSTER_TOKEN, clock)
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[bytes, asyncio.Event] = {}
 

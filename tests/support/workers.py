@@ -14,6 +14,7 @@ import grpc
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from services.core.clock import Clock
 from services.decode.leg import DecodePhase
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
@@ -60,14 +61,19 @@ def pools_that_cannot_be_mapped() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def running_worker(
-    config: WorkerConfig, roles: Roles, tracer: Tracer | None = None, load: LoadEngine = torch_engine
+    config: WorkerConfig,
+    roles: Roles,
+    tracer: Tracer | None = None,
+    load: LoadEngine = torch_engine,
+    *,
+    clock: Clock | None = None,
 ) -> AsyncIterator[WorkerHost]:
     """Yields a worker that serves; asserts that it is idle when the block ends without an error."""
     token, certificates = cluster_token_of(config), config.certificates()
     server = await listen(config, config.port, token, certificates)
     engine = await asyncio.to_thread(load, engine_config(config, roles))
     tracer = tracer or Tracer(TracerProvider(shutdown_on_exit=False))
-    host = WorkerHost(config, roles, engine, server, tracer, Machine(token, certificates=certificates))
+    host = WorkerHost(config, roles, engine, server, tracer, Machine(token, clock, certificates=certificates))
     await host.start()
     try:
         yield host

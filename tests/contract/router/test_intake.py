@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     def gated(self: ModelText, text: str, most_tokens: int | None = None, **options: bool) -> list[int]:
         if len(text) >= len(LONG):
+            assert threading.current_thread() is not threading.main_thread(), "the event loop goes on"
             gate.passing.release()
             assert gate.open.wait(20)
         return encode(self, text, most_tokens, **options)
@@ -197,6 +199,50 @@ async def test_bytes_beyond_the_budget_are_refused_over_grpc_and_http(model: str
         await first
         assert (await client.post(url, json={"prompt": "x" * 30_000})).status_code == 400, "too long, and read again"
     assert (await generate(request())).output.text == TEXT
+    await cluster.assert_idle()
+    await cluster.stop()
+
+
+NUMBERS = b",".join(b"%d" % number for number in range(10**6, 10**6 + (1 << 18)))
+PART = b'{"type": "text", "text": "a", "more": "%s"}' % (b"x" * 10_000)
+SHAPES: dict[str, bytes] = {
+    "numbers": b'{"prompt": "hi", "metadata": [' + NUMBERS + b"]}",
+    "a user": b'{"prompt": "hi", ' + b",".join(b'"f%d": "%s"' % (n, b"x" * (1 << 18)) for n in range(8)) + b"}",
+    "parts": b'{"messages": [{"role": "user", "content": [' + b",".join([PART] * 190) + b"]}]}",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_nothing_is_kept_of_what_waits_but_its_tokens(model: str, shape: str) -> None:
+    """Neither the body nor what was parsed of it: of the smallest, two megabytes."""
+    cluster = Cluster(replace(CONFIG, model=model, http_port=0))
+    await cluster.start()
+    body, path = SHAPES[shape], "chat/completions" if shape == "parts" else "completions"
+    url = f"http://127.0.0.1:{cluster.router.http_port}/v1/{path}"
+
+    async with httpx2.AsyncClient(timeout=HANG_S, trust_env=False) as client:
+
+        async def wait(num: int) -> asyncio.Task[Any]:
+            asked = client.post(url, content=body, headers={"content-type": "application/json"})
+            task = asyncio.ensure_future(asked)
+            async with asyncio.timeout(HANG_S):
+                while cluster.router.coordinator.num_live != num:  # no event tells of it
+                    assert not task.done(), (await task).text
+                    await asyncio.sleep(0.002)
+            return task
+
+        first = await wait(1)  # what it makes the router load is not its own
+        tracemalloc.start()
+        try:
+            second = await wait(2)
+            kept_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        for task in (first, second):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+    assert kept_bytes < len(body) / 4
+    assert cluster.router.byte_budget.used_bytes < len(body) / 4
     await cluster.assert_idle()
     await cluster.stop()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -144,17 +142,3 @@ async def test_a_role_that_was_only_taken_for_gone_is_there_again(cluster: Clust
     worker.failure = RoleGone("this worker takes no prefill commands")
     assert (await read(cluster.inference.GenerateStream(request(), timeout=HANG_S)))[1] == TEXT
     assert list((await shown(cluster, "w")).worker.roles) == [PREFILL, DECODE]
-
-
-@pytest.mark.clock
-async def test_roles_that_change_all_the_time_are_taken_over_once_a_second(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "services.router")
-    began_s = time.monotonic()
-    worker = await cluster.add("mixed", worker_id="w")
-    for number in range(60):
-        worker.role = ("decode", "prefill", "mixed")[number % 3]
-        await asyncio.sleep(0.05)
-    num_told = caplog.text.count("worker w is now")
-    assert 1 <= num_told <= time.monotonic() - began_s + 1

@@ -37,24 +37,6 @@ async def test_a_lost_decode_worker_is_invisible_to_the_client(cluster: Cluster,
     assert replay.token_ids[-1] == OUTPUT[0]
 
 
-@pytest.mark.clock
-async def test_a_silent_worker_is_lost(cluster: Cluster, pair: Any) -> None:
-    prefill, _ = pair
-    prefill.prefill_gate.clear()
-    call = cluster.inference.GenerateStream(request())
-    await prefill.until(lambda: prefill.commands)
-    other = await cluster.add("prefill", worker_id="other")
-    prefill.heartbeats = False
-    for session in prefill._sessions:
-        session.end()
-    events, text = await read(call)
-    assert text == TEXT
-    assert events[0].prompt_info.prefill_worker == other.worker_id
-    status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
-    lost = next(worker for worker in status.workers if worker.worker.worker_id == "prefill")
-    assert (lost.state, lost.reason) == (control_pb2.WORKER_STATE_DOWN, f"silent for {CONFIG.silence_s:g} s")
-
-
 async def test_a_worker_that_rejoins_is_used_again(cluster: Cluster, pair: Any) -> None:
     prefill, _ = pair
     prefill.cut(orderly=True)

@@ -1,7 +1,5 @@
-"""Tests that a peer of a session that says nothing, or takes nothing, is judged although writes to it wait for ever.
-
-Both ends are real gRPC: what blocks the writes is HTTP/2 flow control, because the peer does not read.
-"""
+"""Tests that a router that takes nothing is judged although writes to it wait for ever: what blocks them is HTTP/2 flow
+control, because it does not read. The router's own watch over workers: unit/router/test_sessions.py."""
 
 from __future__ import annotations
 
@@ -14,32 +12,17 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
-from services.core.clock import MonotonicClock
-from services.core.timeouts import AwakeClock
-from services.router.coordinator.events import WorkerInfo
-from services.router.policy import Role
-from services.router.workers.sessions import SessionTimes, WorkerLink
-from services.rpc.serving import GrpcServer
+from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from services.core.clock import ManualClock
 from services.worker.host import WorkerHost
-from services.worker.session import WORKER_SERVICE, RouterSession
-from tests.support.link_owner import Owner
 from tests.support.patience import HANG_S
-from tests.support.trusted import CLUSTER_TOKEN, dial
+from tests.support.trusted import dial
 from tests.support.workers import PREFILL, ScriptedRouter, running_worker, until, worker_config
 
-pytestmark = pytest.mark.clock
-
-SILENCE_S = 2.0
-TIMES = {"silence_s": SILENCE_S, "heartbeat_s": 0.1, "lease_ttl_s": 3600.0}
+TIMES = {"silence_s": 2.0, "heartbeat_s": 0.1, "lease_ttl_s": 3600.0}
 PROMPT = list(range(5, 105))
 MIB = 1 << 20
 Request = worker_pb2.SessionRequest
-
-
-def the_session(host: WorkerHost) -> RouterSession:
-    (session,) = host.sessions
-    return session
 
 
 class NeverReads:
@@ -84,83 +67,37 @@ async def router_that_never_reads(host: WorkerHost) -> AsyncIterator[NeverReads]
         yield peer
 
 
-async def fill(session: RouterSession, router: NeverReads) -> None:
-    """Emits a mebibyte at a time until the write of one does not end. The router speaks until then."""
-    for _ in range(64):
-        await router.beat()
-        failed = worker_pb2.LegFailed(leg=999)
-        failed.status.message = "x" * MIB
-        session.emit(worker_pb2.LegEvent(failed=failed))
-        session.flush()
-        try:
-            await until(lambda: not session._outbox._events, "it is taken", timeout_s=0.3)
-        except AssertionError:
-            return
-    raise AssertionError("64 MiB were written to a peer that reads nothing")
-
-
-async def test_a_router_that_neither_reads_nor_speaks(model: Path) -> None:
-    async with running_worker(worker_config(model, **TIMES), PREFILL) as host, router_that_never_reads(host) as router:
-        session = the_session(host)
-        await fill(session, router)
+@pytest.mark.parametrize("speaks", [True, False], ids=["although it speaks", "and is silent"])
+async def test_a_router_that_reads_nothing_is_given_up(model: Path, speaks: bool) -> None:
+    """Its lease is released: what it does not take would pile up here. It is told of the end when it reads again: the
+    write that was given up does not keep the call open."""
+    clock = ManualClock()
+    async with (
+        running_worker(worker_config(model, **TIMES), PREFILL, clock=clock) as host,
+        router_that_never_reads(host) as router,
+    ):
+        (session,) = host.sessions
         assert len(host.leases) == 1
-        await until(lambda: not len(host.leases), "its lease is released", timeout_s=4 * SILENCE_S)
+        for _ in range(64):
+            failed = worker_pb2.LegFailed(leg=999)
+            failed.status.message = "x" * MIB
+            session.emit(worker_pb2.LegEvent(failed=failed))
+        session.flush()
+        heart = asyncio.create_task(router.beat_for_ever()) if speaks else None
+
+        def has_ended() -> bool:
+            clock.advance(0.4)  # less than a gap, which does not count
+            return not len(host.sessions)
+
+        await until(has_ended, "its session is gone", pause_s=TIMES["heartbeat_s"])
         assert session.ended.is_set()
-        await until(lambda: not len(host.sessions), "its session is gone")
-        assert not router.call.done(), "nobody but the worker's watch has ended it"
-
-
-async def test_a_router_that_does_not_read_although_it_speaks(model: Path) -> None:
-    """The router is given up although its heartbeats come: what it does not take would pile up
-    here."""
-    async with running_worker(worker_config(model, **TIMES), PREFILL) as host, router_that_never_reads(host) as router:
-        session = the_session(host)
-        await fill(session, router)
-        heart = asyncio.create_task(router.beat_for_ever())
-        await until(session.ended.is_set, "its session ends", timeout_s=4 * SILENCE_S)
         assert not len(host.leases)
-        heart.cancel()
-        await asyncio.wait([heart])
-
-
-async def test_the_end_is_told_to_a_router_that_reads_again(model: Path) -> None:
-    """The call is not kept open by the write that was given up."""
-    async with running_worker(worker_config(model, **TIMES), PREFILL) as host, router_that_never_reads(host) as router:
-        await fill(the_session(host), router)
-        await until(lambda: not len(host.sessions), "its session is gone", timeout_s=4 * SILENCE_S)
-        async with asyncio.timeout(10):
+        assert not router.call.done(), "nobody but the worker's watch has ended it"
+        if heart is not None:
+            heart.cancel()
+            await asyncio.wait([heart])
+        async with asyncio.timeout(HANG_S):
             with contextlib.suppress(grpc.aio.AioRpcError):
                 while await router.call.read() is not grpc.aio.EOF:
                     pass
         assert router.call.done()
-
-
-class NeverListens(worker_pb2_grpc.WorkerServiceServicer):
-    """Is a worker that says that it lives, and reads nothing after the hello."""
-
-    async def Session(self, request_iterator: Any, context: Any) -> None:
-        await anext(aiter(request_iterator))
-        while True:
-            worker = control_pb2.WorkerDescription()
-            await context.write(worker_pb2.SessionResponse(load=types_pb2.LoadSnapshot(), worker=worker))
-            await asyncio.sleep(TIMES["heartbeat_s"])
-
-
-async def test_a_worker_that_does_not_read_although_it_speaks() -> None:
-    """Commands to it would pile up in the router, and what they ask for would never be done."""
-    server = GrpcServer(token=CLUSTER_TOKEN)
-    server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, NeverListens())
-    await server.start()
-    description = control_pb2.WorkerDescription(worker_id="p", address=server.address)
-    info = WorkerInfo("p", Role.PREFILL, 1, "", 16, 8, 128, 4, description=description)
-    owner: Any = Owner()
-    times, clock = SessionTimes(TIMES["heartbeat_s"], SILENCE_S), AwakeClock(MonotonicClock())
-    link = WorkerLink(info, owner, 1, 1, times, clock, dial)
-    link.start()
-    await owner.opened.wait()
-    for leg in range(16):
-        command = worker_pb2.PrefillCommand(leg=leg, request_id="r" * MIB)
-        link.send(Request(prefill=command))
-    async with asyncio.timeout(4 * SILENCE_S):
-        assert await owner.lost == (f"takes nothing for {SILENCE_S:g} s", True)
-    await server.stop()

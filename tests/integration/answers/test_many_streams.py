@@ -13,7 +13,7 @@ from tests.support.cluster import greedy_request, running_cluster
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.workers import DECODE, MIXED, PREFILL
 
-pytestmark = [pytest.mark.clock, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 NUM_STREAMS = 200
 SMALL, ROOMY = 48, 1500

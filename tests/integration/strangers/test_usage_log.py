@@ -13,8 +13,8 @@ import httpx2
 
 from services.cli.usage import UsageSums
 from tests.support.cluster import greedy_request, running_cluster
-from tests.support.measured_router import RunningRouter, running_router
 from tests.support.models import tiny_model
+from tests.support.router_process import RunningRouter, running_router
 from tests.support.tenants import TenantsFile
 from tests.support.workers import DECODE, PREFILL
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,6 +159,43 @@ def test_any_bytes_come_to_an_end(data: bytes) -> None:
         json_check(data + b'"\\' * (http_body.SMALL_BYTES // 2) + data)
     except MalformedMessage:
         return
+
+
+# Memory
+
+MIB = 1 << 20
+SHAPES: dict[str, bytes] = {
+    "objects": body([{}] * (MIB // 4)),
+    "lists": body([[]] * (MIB // 4)),
+    "nested": b'{"prompt": ' + b"[" * MIB,
+    "strings": body(["ab"] * (MIB // 6)),
+    "keys": json.dumps(dict.fromkeys(map(str, range(MIB // 8)), 0)).encode(),
+    "a text": body("x" * MIB),
+    "escapes": body("\n" * (MIB // 2)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_refused_takes_little_more_than_its_bytes(shape: str) -> None:
+    """Parsed, it would take up to thirty times as much."""
+    assert _peak_bytes(lambda: json_check(SHAPES[shape], MIB // 4)) < 3 * len(SHAPES[shape])
+
+
+def test_a_message_that_is_refused_takes_little_more_than_its_bytes() -> None:
+    stops = inference_pb2.GenerateRequest()
+    stops.stopping.stop.extend([""] * (MIB // 2))
+    for data in (stops.SerializeToString(), b"\xc2\x0c\x00" * (MIB // 3)):
+        assert _peak_bytes(lambda data=data: check(data)) < 2 * len(data)  # type: ignore[misc]
+
+
+def _peak_bytes(reading: Callable[[], None]) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises((InvalidRequest, MalformedMessage)):
+            reading()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 # The budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from services.router.coordinator.events import WorkerInfo
 from services.router.policy import Fingerprint, Role
 from services.router.workers.sessions import SessionTimes, WorkerLink
 from tests.support.link_owner import FakeChannel, Owner
+from tests.support.patience import HANG_S
+
+SILENCE_S = 0.2
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ async def test_events_of_a_cache_that_cannot_be_followed_end_the_session(
         info, owner, 1, 1, SessionTimes(0.5, 5.0), MonotonicClock(), dial=lambda _: channel, follows_cache=True
     )
     link.start()
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(HANG_S):
         said, crashed = await owner.lost
     assert reason in said
     assert crashed
@@ -85,7 +89,7 @@ async def test_events_of_a_cache_that_nobody_asked_for_are_left_out() -> None:
     channel: Any = FakeChannel(then=[worker_pb2.SessionResponse(load=load, cache=nonsense)])
     link = WorkerLink(info, owner, 1, 1, SessionTimes(0.5, 5.0), MonotonicClock(), dial=lambda _: channel)
     link.start()
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(HANG_S):
         await heard.get()
         said = await heard.get()
     assert said.load == load
@@ -94,13 +98,58 @@ async def test_events_of_a_cache_that_nobody_asked_for_are_left_out() -> None:
     await link.close()
 
 
-async def test_a_role_that_comes_back_before_its_end_was_taken_over_is_described_again() -> None:
-    """Meanwhile the router may have learnt of the end by a refusal. What only repeats is not described again."""
-    both = [types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE]
-    clock, described = ManualClock(), list[int]()
+@pytest.mark.parametrize("speaks", [True, False])
+async def test_a_worker_that_says_or_takes_nothing_is_lost(speaks: bool) -> None:
+    """Commands to one that takes nothing would pile up here, and what they ask for would never be done."""
+    clock = ManualClock()
 
-    def says(*roles: types_pb2.WorkerRole) -> worker_pb2.SessionResponse:
-        return worker_pb2.SessionResponse(worker=control_pb2.WorkerDescription(roles=roles))
+    class Deaf(FakeChannel):
+        async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
+            async for message in super().__aiter__() if not speaks else self._for_ever():
+                yield message
+
+        async def _for_ever(self) -> AsyncIterator[worker_pb2.SessionResponse]:
+            while True:
+                yield worker_pb2.SessionResponse(load=self._load, worker=self._worker)
+                await asyncio.sleep(0)
+                clock.advance(SILENCE_S / 8)
+
+        async def write(self, request: worker_pb2.SessionRequest) -> None:
+            if speaks:
+                await asyncio.Event().wait()
+
+    info = WorkerInfo(
+        "p", Role.PREFILL, 1, Fingerprint("L"), 16, 8, 128, 4, description=control_pb2.WorkerDescription(worker_id="p")
+    )
+    owner, channel = Owner(), Deaf()
+    link = WorkerLink(info, owner, 1, 1, SessionTimes(0.5, SILENCE_S), clock, dial=lambda _: channel)  # type: ignore[arg-type,return-value]
+    link.start()
+    await owner.opened.wait()
+    if not speaks:
+        clock.advance(SILENCE_S)
+    async with asyncio.timeout(HANG_S):
+        assert await owner.lost == (f"{'takes nothing' if speaks else 'silent'} for {SILENCE_S:g} s", True)
+    await link.close()
+
+
+BOTH = [types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE]
+
+
+def says(*roles: types_pb2.WorkerRole) -> worker_pb2.SessionResponse:
+    return worker_pb2.SessionResponse(worker=control_pb2.WorkerDescription(roles=roles))
+
+
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [([says(BOTH[1]), *[says(*BOTH)] * 9], [2, 2]), ([says(BOTH[1]), says(*BOTH)] * 8, [2, 1, 1, 1, 1])],
+    ids=["once", "all the time"],
+)
+async def test_a_role_that_goes_and_comes_back_is_described_again_at_most_once_a_second(
+    then: list[worker_pb2.SessionResponse], expected: list[int]
+) -> None:
+    """Meanwhile the router may have learnt of the end by a refusal. What only repeats is not described again."""
+    clock, described, heard = ManualClock(), list[int](), list[Any]()
+    all_said = asyncio.Event()
 
     class Describing(Owner):
         def link_described(self, link: WorkerLink, worker: Any) -> None:
@@ -108,13 +157,14 @@ async def test_a_role_that_comes_back_before_its_end_was_taken_over_is_described
 
         def worker_message(self, link: WorkerLink, message: Any) -> None:
             clock.advance(0.3)
+            heard.append(message)
+            if len(heard) == 1 + len(then):
+                all_said.set()
 
-    channel: Any = FakeChannel(
-        worker=control_pb2.WorkerDescription(roles=both), then=[says(both[1]), *[says(*both)] * 9]
-    )
+    channel: Any = FakeChannel(worker=control_pb2.WorkerDescription(roles=BOTH), then=then)
     info = WorkerInfo("m", Role.MIXED, 1, Fingerprint("L"), 16, 8, 128, 4, description=control_pb2.WorkerDescription())
     link = WorkerLink(info, Describing(), 1, 1, SessionTimes(0.5, 1e6), clock, dial=lambda _: channel)
     link.start()
-    await asyncio.sleep(0.1)
+    await all_said.wait()
     await link.close()
-    assert described == [2, 2]
+    assert described == expected

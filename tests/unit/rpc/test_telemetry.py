@@ -247,15 +247,17 @@ def test_nobody_waits_for_a_collector(monkeypatch):
     assert 0 < len(exported) < 10_000
 
 
-def test_a_collector_that_never_answers_is_given_up_at_shutdown(monkeypatch):
-    """Else it would be asked for an hour."""
+def test_a_collector_that_never_answers_is_given_up_at_shutdown(monkeypatch, tmp_path):
+    """Else it would be asked for an hour. The trace file does not suffer."""
+    path = tmp_path / "trace.jsonl"
     monkeypatch.setattr(telemetry, "_SHUTDOWN_S", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        tracer = configure_tracing("baton-router", "router-0")
-        make_spans(tracer)
+        tracer = configure_tracing("baton-router", "router-0", str(path))
+        traceparent = make_spans(tracer)
         tracer.shutdown()
+    check(spans_of(*map(parse_line, path.read_text().splitlines())), traceparent)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Tests what a running router does with calls without a valid key: those of a peer that sends many are answered late
-and told to come later, whoever has a key is served at once, and neither processor nor memory goes there."""
+and told to come later, and whoever has a key is served at once. What they cost: benchmarks/wrong_keys.py."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,17 @@ import httpx2
 import pytest
 from google.rpc import error_details_pb2
 
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2
+from services.core.clock import ManualClock
 from services.router.tenants import gate
 from services.router.tenants.keys import new_key
 from services.router.tenants.wrong_keys import BURST
 from services.rpc.status import status_of_call
-from tests.support.measured_router import RunningRouter, running_router
 from tests.support.router_harness import Cluster
 from tests.support.tenants import TenantsFile
 
-pytestmark = [pytest.mark.clock, pytest.mark.process]
-
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 2}
-MOST_CPU_MS, MOST_MIB = 1.5, 16.0
-"""Of a wrong key, and of thousands: several times what is measured (benchmarks/wrong_keys.py), for busy machines."""
 
 
 @pytest.fixture
@@ -56,12 +50,13 @@ async def test_a_peer_that_sends_many_is_told_to_wait_over_both_fronts(
 ) -> None:
     """Both fronts count for the same peer; who has a key is let in from the same address all the while."""
     monkeypatch.setattr(gate, "HOLD_S", 0.01)
+    monkeypatch.setattr(cluster.router.gate, "_clock", ManualClock())
     for _ in range(BURST // 2):
         assert (await wrong(http)).status_code == 401
         assert (await wrong_by_grpc(cluster)).code() is grpc.StatusCode.UNAUTHENTICATED
     reply = await wrong(http)
     assert reply.status_code == 429
-    assert 0 < int(reply.headers["retry-after"]) <= 5
+    assert reply.headers["retry-after"] == "5"
     assert reply.json()["error"]["code"] == "invalid_api_key"
     assert "not valid" in reply.json()["error"]["message"]
     error = await wrong_by_grpc(cluster)
@@ -94,44 +89,3 @@ async def test_refusals_that_are_held_back_are_few_and_hold_nobody_else(
     assert (await by_grpc).models
     for task in held:
         task.cancel()
-
-
-def cpu_s(router: RunningRouter) -> float:
-    used = Path(f"/proc/{router.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(used[11]) + int(used[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@pytest.mark.parametrize("size", [0, 60_000, 1 << 20])
-async def test_wrong_keys_cost_little_processor_time_and_no_memory(
-    tmp_path: Path, file: TenantsFile, size: int
-) -> None:
-    """Keys of 60 KB are let through to be looked at, and those of a megabyte are not."""
-    number = 3000 if not size else 300
-    key = "x" * size or new_key()
-    async with running_router(tmp_path, f"--tenants={file.path}") as router:
-        limits = httpx2.Limits(max_connections=250, max_keepalive_connections=250)
-        base = f"http://127.0.0.1:{router.http_port}"
-        async with httpx2.AsyncClient(base_url=base, timeout=60.0, trust_env=False, limits=limits) as http:
-            codes: set[int] = set()
-
-            async def send(times: int) -> None:
-                for _ in range(times):
-                    try:
-                        codes.add((await wrong(http, key)).status_code)
-                    except httpx2.TransportError:
-                        codes.add(0)  # the router closed while the client still wrote
-
-            await asyncio.gather(*(send(1) for _ in range(250)))
-            before_s, before_mib = cpu_s(router), router.resident_mib()
-            await asyncio.gather(*(send(number // 250) for _ in range(250)))
-            used_s, grown_mib = cpu_s(router) - before_s, router.resident_mib() - before_mib
-            assert codes <= ({0, 431} if size > 64 << 10 else {401, 429})
-            assert used_s / number * 1000 <= MOST_CPU_MS + size * 3e-6
-            at_once_mib = 250 * min(size, 1 << 18) / (1 << 20)  # so much is read of a connection at a time
-            assert grown_mib <= MOST_MIB + at_once_mib
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
-                stub = inference_pb2_grpc.InferenceServiceStub(channel)
-                asked = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=file.metadata("acme"))
-                began_s = time.monotonic()
-                assert len((await asked).models) == 1
-                assert time.monotonic() - began_s < 5.0

@@ -1,9 +1,8 @@
-"""Runs a router as a process of its own, measures its resident memory, and makes raw messages to send to it."""
+"""Runs a router as a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,20 +16,6 @@ class RunningRouter:
         self.pid = pid
         self.port = port
         self.http_port = http_port
-
-    def _mib(self, name: str) -> float:
-        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
-        assert found is not None
-        return int(found[1]) / 1024
-
-    def resident_mib(self) -> float:
-        return self._mib("VmRSS")
-
-    def peak_mib(self) -> float:
-        return self._mib("VmHWM")
-
-    def forget_peak(self) -> None:
-        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
 
 @contextlib.asynccontextmanager
@@ -49,14 +34,3 @@ async def running_router(folder: Path, *flags: str) -> AsyncIterator[RunningRout
     finally:
         await child.kill()
         lifeline.close()
-
-
-def tagged(number: int, data: bytes) -> bytes:
-    """Returns the bytes of a message's field that holds bytes."""
-    size, length = len(data), bytearray()
-    while size >= 0x80:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    length.append(size)
-    tag = number << 3 | 2
-    return (bytes([tag]) if tag < 0x80 else bytes([tag & 0x7F | 0x80, tag >> 7])) + bytes(length) + data

@@ -1,37 +1,29 @@
-"""Tests workers that look alive and are not, with real workers: a pair that cannot transfer, a step that does not end,
-and how a worker comes back."""
+"""Tests workers that look alive and are not, with real workers: a pair that cannot transfer, and a step that does not
+end. What follows, and how a worker comes back: unit/router/test_canaries.py and test_unhealthy.py."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
+import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.v1 import control_pb2, types_pb2
 from services.cli import status as cli_status
+from services.core.clock import ManualClock
 from services.router.policy.health import Health
 from services.rpc.plain import plain
-from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
 from tests.support.fake_runner import engine_of
+from tests.support.held_runner import HeldRunner
 from tests.support.models import tiny_model
-from tests.support.patience import patient
 from tests.support.recording import recording_tracer
 from tests.support.workers import DECODE, MIXED, PREFILL, until
 
-pytestmark = pytest.mark.clock
-
 PROMPT = list(range(5, 60))
-SECONDS = 20.0
 WITH_CANARIES = {"canaries": True}
-STUCK = {**WITH_CANARIES, "step_timeout_s": patient(0.5)}
-"""On a machine that stalls for half a second now and then, every step would be stuck otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Path) -> GreedyReference:
     return GreedyReference(model)
-
-
-def health(cluster: Cluster, worker_id: str) -> Health:
-    return cluster.router.coordinator.worker(worker_id).health.state
 
 
 def pairs(status: control_pb2.GetStatusResponse) -> dict[tuple[str, str], int]:
@@ -61,34 +49,7 @@ async def all_checked(cluster: Cluster) -> None:
         records += [pair.health for worker in workers for pair in worker.sources.all()]
         return cluster.router.coordinator.ready and all(record.state is not Health.NEW for record in records)
 
-    await until(checked, "the canaries are over", SECONDS)
-
-
-class StuckDevice:
-    """Is a runner whose steps do not end while it is held."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self.free = threading.Event()
-        self.free.set()
-
-    def run(self, plan: Any) -> Any:
-        self.free.wait()
-        return self._runner.run(plan)
-
-    def reclaim(self) -> None:
-        self._runner.reclaim()
-
-
-@contextlib.contextmanager
-def device(host: WorkerHost) -> Iterator[StuckDevice]:
-    engine = engine_of(host)
-    stuck = StuckDevice(engine._runner)
-    engine._runner = stuck
-    try:
-        yield stuck
-    finally:
-        stuck.free.set()
+    await until(checked, "the canaries are over")
 
 
 async def test_canaries_prove_everything_and_leave_nothing(model: Path, reference: GreedyReference) -> None:
@@ -128,47 +89,19 @@ async def test_a_pair_that_cannot_transfer_is_not_paired(model: Path, reference:
         assert all(worker.state == control_pb2.WORKER_STATE_READY for worker in status.workers)
 
 
-async def test_without_a_pair_that_works_the_decode_worker_does_it_all(model: Path, reference: GreedyReference) -> None:
-    each = [{"transport": "grpc"}, {"transport": "shm"}]
-    async with running_cluster(model, [PREFILL, DECODE], router=WITH_CANARIES, each=each) as cluster:
-        await all_checked(cluster)
-        answer = await cluster.greedy(PROMPT, 8)
+async def test_a_stuck_step_is_noticed_although_heartbeats_go_on(model: Path, reference: GreedyReference) -> None:
+    async with running_cluster(model, [PREFILL, DECODE, DECODE], heartbeat_s=0.1) as cluster:
+        engine_of(cluster.workers[1])._clock = clock = ManualClock()
+        device = HeldRunner(cluster.workers[1], lambda plan: True)
+        asking = asyncio.create_task(cluster.greedy(PROMPT, 12))
+        await until(device.is_holding.is_set, "the step is held")
+        clock.advance(3600.0)
+        answer = await asking
         reference.check(PROMPT, answer.token_ids)
         assert answer.completion is not None
-        assert (answer.completion.workers.prefill, answer.completion.workers.retries) == ("w1", 0)
-
-
-async def test_a_stuck_step_is_noticed_although_heartbeats_go_on(model: Path, reference: GreedyReference) -> None:
-    async with running_cluster(model, [PREFILL, DECODE, DECODE], router=STUCK, heartbeat_s=0.1) as cluster:
-        await all_checked(cluster)
-        with device(cluster.workers[1]) as stuck:
-            stuck.free.clear()
-            answer = await cluster.greedy(PROMPT, 12)
-            reference.check(PROMPT, answer.token_ids)
-            assert answer.completion is not None
-            assert (answer.completion.workers.decode, answer.completion.workers.retries) == ("w2", 1)
-            assert "w1" in cluster.router.conductor.links, "its session was never lost"
-            worker = next(each for each in (await cluster.status()).workers if each.worker.worker_id == "w1")
-            assert worker.state == control_pb2.WORKER_STATE_DOWN
-            assert "a device step has run for" in worker.reason
-
-
-async def test_a_worker_that_was_down_comes_back_slowly(model: Path) -> None:
-    async with running_cluster(model, [DECODE, DECODE], router=STUCK, heartbeat_s=0.1) as cluster:
-        await all_checked(cluster)
-        assert await decoder(cluster) == "w0", "ties go to the lower id"
-        with device(cluster.workers[0]) as stuck:
-            stuck.free.clear()
-            assert await decoder(cluster) == "w1"
-            assert health(cluster, "w0") is Health.DOWN
-        await until(lambda: health(cluster, "w0") is Health.RISING, "canaries bring it back", SECONDS)
-        status = await cluster.status()
-        assert all(worker.state == control_pb2.WORKER_STATE_READY for worker in status.workers)
-        assert await decoder(cluster) == "w1", "its share is still small"
-        assert cluster.router.coordinator.worker("w0").health.ramp is not None
-
-
-async def decoder(cluster: Cluster) -> str:
-    answer = await cluster.greedy(PROMPT, 2)
-    assert answer.completion is not None
-    return answer.completion.workers.decode
+        assert (answer.completion.workers.decode, answer.completion.workers.retries) == ("w2", 1)
+        assert "w1" in cluster.router.conductor.links, "its session was never lost"
+        worker = next(each for each in (await cluster.status()).workers if each.worker.worker_id == "w1")
+        assert worker.state == control_pb2.WORKER_STATE_DOWN
+        assert "a device step has run for 3600 s" in worker.reason
+        device.release()

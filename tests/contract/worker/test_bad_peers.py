@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import math
@@ -17,7 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from baton.v1 import inference_pb2_grpc, kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import inference_pb2_grpc, kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2, worker_pb2
 from services.core.errors import CorruptBlock, LayoutMismatch, ProtocolViolation
 from services.kvtransfer.wire import layout_to_proto
 from services.router.answer import Answer
@@ -26,22 +25,17 @@ from services.rpc.status import from_status
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, BadSource, FlippingMemory, connections
 from tests.support.cluster import Cluster, greedy_request, receive, running_cluster
 from tests.support.equality import GreedyReference
-from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.models import VOCAB_SIZE
+from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN, dial
 from tests.support.workers import DECODE, PREFILL, ScriptedRouter, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.clock]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SILENCE_S = 3.0
 PROMPT = random.Random(3).choices(range(3, VOCAB_SIZE), k=50)
 NUM_PROMPT_BLOCKS = 4
 GREEDY = types_pb2.SamplingParams(temperature=0.0)
 Code = grpc.StatusCode
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("peers"))
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +45,7 @@ def expected(model: Path) -> list[int]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(model: Path) -> AsyncIterator[Cluster]:
-    flags: dict[str, Any] = {"checksums": True, "silence_s": SILENCE_S}
-    async with running_cluster(model, [PREFILL, DECODE], **flags) as cluster:
+    async with running_cluster(model, [PREFILL, DECODE], checksums=True) as cluster:
         yield cluster
 
 
@@ -63,10 +56,10 @@ async def unharmed(cluster: Cluster, expected: list[int]) -> AsyncIterator[None]
     await cluster.idle()
 
 
-async def good(cluster: Cluster, expected: list[int], within_s: float = 60.0) -> None:
+async def good(cluster: Cluster, expected: list[int]) -> None:
     """Asserts that a client that behaves gets its answer. Its prompt is in no cache, so that it comes as a handoff."""
     salt = f"{random.getrandbits(64):x}"
-    answer = await cluster.stream(greedy_request(PROMPT, 12, cache_salt=salt), timeout_s=within_s)
+    answer = await cluster.stream(greedy_request(PROMPT, 12, cache_salt=salt), timeout_s=HANG_S)
     assert answer.token_ids == expected
 
 
@@ -215,19 +208,6 @@ async def test_an_oversize_message_ends_only_its_session(cluster: Cluster) -> No
         assert await call.code() is Code.RESOURCE_EXHAUSTED
 
 
-async def test_sessions_without_a_hello_are_bounded_in_time(cluster: Cluster) -> None:
-    """Some peers are silent, some hang up without a word; no session waits for ever."""
-    stub, worker = worker_pb2_grpc.WorkerServiceStub, cluster.workers[0]
-    before = worker.num_sessions
-    async with dial(worker.address) as channel:
-        silent = [stub(channel).Session() for _ in range(50)]
-        gone = [stub(channel).Session(iter([])) for _ in range(5)]
-        async with asyncio.timeout(SILENCE_S + 20):
-            assert {await call.code() for call in gone} == {Code.FAILED_PRECONDITION}
-            assert {await call.code() for call in silent} == {Code.DEADLINE_EXCEEDED}
-    assert worker.num_sessions == before
-
-
 # -- clients
 
 
@@ -253,6 +233,7 @@ async def test_requests_that_never_come(cluster: Cluster, expected: list[int]) -
             call.cancel()
 
 
+@pytest.mark.long
 async def test_clients_that_never_read(cluster: Cluster, expected: list[int]) -> None:
     """Their requests end all the same; what waits for them is their output and no more."""
     request = greedy_request(PROMPT, 900)
@@ -262,7 +243,7 @@ async def test_clients_that_never_read(cluster: Cluster, expected: list[int]) ->
         idlers = [inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(request) for _ in range(4)]
         await until(lambda: cluster.router.coordinator.num_live == 4, "they are live")
         await good(cluster, expected)
-        await until(lambda: cluster.router.coordinator.num_live == 0, "they are over", 240.0)
+        await until(lambda: cluster.router.coordinator.num_live == 0, "they are over")
         waiting = [answer.num_waiting_tokens for answer in answers()]
         assert len(waiting) == 4
         assert 0 < max(waiting) <= 900
@@ -293,12 +274,11 @@ def many_files() -> Iterator[None]:
 async def test_a_thousand_idle_connections(cluster: Cluster, expected: list[int]) -> None:
     """Half of them use HTTP/2, half are silent: none may keep others out."""
     process = psutil.Process()
-    num_files, rss = process.num_fds(), process.memory_info().rss
+    num_files = process.num_fds()
     greeting = HTTP2_PREFACE + HTTP2_SETTINGS
     ports = [cluster.router.port, int(cluster.workers[0].address.rpartition(":")[2])]
     with contextlib.ExitStack() as stack:
         for port in ports:
             stack.enter_context(connections(port, 500, lambda number: greeting if number % 2 else b""))
         await good(cluster, expected)
-        assert process.memory_info().rss - rss < 200 << 20
-    await until(lambda: process.num_fds() < num_files + 50, "the connections are closed", 20.0)
+    await until(lambda: process.num_fds() < num_files + 50, "the connections are closed")
