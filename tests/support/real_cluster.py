@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.support.footprint import Footprint
 from tests.support.patience import Patience
 from tests.support.processes import BATON, environment
 from tests.support.proxy import Fault, Proxy
+from tests.support.text_model import write_model
 from tests.support.trusted import dial
 
 READY_WITHIN_S = 60.0
@@ -53,6 +55,8 @@ class Service:
         self.control_port = 0
         """A router's."""
         self.metrics_port = 0
+        self.http_port = 0
+        """A router's, if it is asked for one."""
         self._command = command
         self._lifeline = lifeline
         self._child: Child | None = None
@@ -69,6 +73,7 @@ class Service:
         if ready is None:
             raise AssertionError(f"{self.name} ended before it was ready: {await child.wait()}")
         self.port, self.control_port, self.metrics_port = ready.port, ready.control_port, ready.metrics_port
+        self.http_port = ready.http_port
         if self.proxy is not None:
             self.proxy.aim(ready.port)
 
@@ -90,6 +95,21 @@ class Service:
             status = await self._child.wait()
         self._gone()
         assert status == 0, f"{self.name}: {status}"
+
+    def resident_mib(self) -> float:
+        return self._memory_mib("VmRSS")
+
+    def peak_mib(self) -> float:
+        """Returns the most that was resident since `forget_peak`, in MiB."""
+        return self._memory_mib("VmHWM")
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def _memory_mib(self, name: str) -> float:
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
+        assert found is not None
+        return int(found[1]) / 1024
 
     @contextlib.contextmanager
     def stopped(self) -> Any:
@@ -132,6 +152,7 @@ class RouterClient:
     def __init__(self, channel: Any, control_channel: Any) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.control = control_pb2_grpc.ControlServiceStub(control_channel)
+        self._channels = (channel, control_channel)
 
     async def status(self) -> Status:
         return await self.control.GetStatus(control_pb2.GetStatusRequest(), timeout=60.0, wait_for_ready=True)
@@ -139,8 +160,8 @@ class RouterClient:
     async def is_reached(self) -> None:
         """Returns when both ports answer: a channel that has failed waits before it dials again, and fails calls until
         then."""
-        await self.status()
-        await self.inference.ListModels(inference_pb2.ListModelsRequest(), timeout=60.0, wait_for_ready=True)
+        async with asyncio.timeout(READY_WITHIN_S):
+            await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
 
     async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 300.0) -> Answer:
         return await receive(self.inference.GenerateStream(request, timeout=timeout_s))
@@ -317,3 +338,13 @@ async def real_cluster(
         await asyncio.gather(*(cluster.add_worker(name, *flags_of.get(name, ())) for name in workers))
         await cluster.whole()
         yield cluster
+
+
+@contextlib.asynccontextmanager
+async def lone_router(folder: Path, *flags: str) -> AsyncIterator[Service]:
+    """Yields a router without workers, of a model that is only text; it serves HTTP too."""
+    temp = folder / "temp"
+    temp.mkdir()
+    model = write_model(folder / "model")
+    async with real_cluster(model, temp, (), routers=[("--http-port", "0", *flags)]) as cluster:
+        yield cluster["router-0"]

@@ -15,7 +15,8 @@ import httpx2
 import pytest
 
 from baton.v1 import inference_pb2
-from tests.support.measured_router import RunningRouter, running_router, tagged
+from tests.support.protofuzz import tagged
+from tests.support.real_cluster import Service, lone_router
 
 pytestmark = [pytest.mark.clock, pytest.mark.long]
 
@@ -89,9 +90,7 @@ HTTP_SHAPES: dict[str, Callable[[], bytes]] = {
 }
 
 
-async def refused_over_grpc(
-    router: RunningRouter, data: bytes, times: int, at_once: int, method: str = GENERATE
-) -> None:
+async def refused_over_grpc(router: Service, data: bytes, times: int, at_once: int, method: str = GENERATE) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}", options=_UNLIMITED) as channel:
         call = channel.unary_unary(method)
 
@@ -105,7 +104,7 @@ async def refused_over_grpc(
             await asyncio.gather(*(one() for _ in range(at_once)))
 
 
-async def refused_over_http(router: RunningRouter, data: bytes, times: int, at_once: int) -> None:
+async def refused_over_http(router: Service, data: bytes, times: int, at_once: int) -> None:
     path = "/v1/chat/completions" if data.startswith(b'{"messages"') else "/v1/completions"
     url = f"http://127.0.0.1:{router.http_port}{path}"
     async with httpx2.AsyncClient(timeout=120.0, trust_env=False) as client:
@@ -127,7 +126,7 @@ DOORS = [
 @pytest.mark.timeout(600)
 async def test_eight_at_once_of_any_shape(tmp_path: Path) -> None:
     grown = {}
-    async with running_router(tmp_path) as router:
+    async with lone_router(tmp_path) as router:
         for door, name in DOORS:
             data = (GRPC_SHAPES if door == "grpc" else HTTP_SHAPES)[name]()
             assert SIZE - 4096 <= len(data) <= 16 * MIB, len(data)
@@ -145,7 +144,7 @@ async def test_eight_at_once_of_any_shape(tmp_path: Path) -> None:
 async def test_two_hundred_leave_nothing_behind(tmp_path: Path, door: str) -> None:
     shapes = GRPC_SHAPES if door == "grpc" else HTTP_SHAPES
     refused = refused_over_grpc if door == "grpc" else refused_over_http
-    async with running_router(tmp_path) as router:
+    async with lone_router(tmp_path) as router:
         before = router.resident_mib()
         share = -(-ONE_BY_ONE // len(shapes))
         for name, shape in shapes.items():
@@ -160,7 +159,7 @@ async def test_two_hundred_leave_nothing_behind(tmp_path: Path, door: str) -> No
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", OTHER_METHODS)
 async def test_calls_without_prompts_leave_nothing_behind_either(tmp_path: Path, method: str) -> None:
-    async with running_router(tmp_path) as router:
+    async with lone_router(tmp_path) as router:
         before = router.resident_mib()
         for name, shape in OTHER_SHAPES.items():
             data = shape()

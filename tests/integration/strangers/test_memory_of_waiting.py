@@ -16,8 +16,9 @@ import grpc
 import httpx2
 import pytest
 
-from tests.support.measured_router import RunningRouter, running_router, tagged
 from tests.support.patience import Patience
+from tests.support.protofuzz import tagged
+from tests.support.real_cluster import Service, lone_router
 
 pytestmark = [pytest.mark.clock, pytest.mark.long]
 
@@ -65,9 +66,7 @@ GRPC_SHAPES: dict[str, Callable[[], bytes]] = {
 }
 
 
-async def _all_wait(
-    router: RunningRouter, client: httpx2.AsyncClient, num: int, tasks: list[asyncio.Task[None]]
-) -> None:
+async def _all_wait(router: Service, client: httpx2.AsyncClient, num: int, tasks: list[asyncio.Task[None]]) -> None:
     """Returns when so many requests are in the queue."""
     patience = Patience(30.0)
     while True:
@@ -87,7 +86,7 @@ async def _kept_mib(folder: Path, door: str, shape: Callable[[], bytes]) -> floa
     assert len(data) <= 16 * MIB
     flags = ("--no-worker-timeout-s", "600", "--queue-timeout-s", "600")
     async with (
-        running_router(folder, *flags) as router,
+        lone_router(folder, *flags) as router,
         httpx2.AsyncClient(timeout=600.0, trust_env=False, limits=httpx2.Limits(max_connections=64)) as client,
         grpc.aio.insecure_channel(f"127.0.0.1:{router.port}", options=_UNLIMITED) as channel,
     ):

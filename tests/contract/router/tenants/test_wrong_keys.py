@@ -19,7 +19,7 @@ from services.router.tenants import gate
 from services.router.tenants.keys import new_key
 from services.router.tenants.wrong_keys import BURST
 from services.rpc.status import status_of_call
-from tests.support.measured_router import RunningRouter, running_router
+from tests.support.real_cluster import Service, lone_router
 from tests.support.router_harness import Cluster
 from tests.support.tenants import TenantsFile
 
@@ -96,7 +96,7 @@ async def test_refusals_that_are_held_back_are_few_and_hold_nobody_else(
         task.cancel()
 
 
-def cpu_s(router: RunningRouter) -> float:
+def cpu_s(router: Service) -> float:
     used = Path(f"/proc/{router.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(used[11]) + int(used[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -108,7 +108,7 @@ async def test_wrong_keys_cost_little_processor_time_and_no_memory(
     """Keys of 60 KB are let through to be looked at, and those of a megabyte are not."""
     number = 3000 if not size else 300
     key = "x" * size or new_key()
-    async with running_router(tmp_path, f"--tenants={file.path}") as router:
+    async with lone_router(tmp_path, f"--tenants={file.path}") as router:
         limits = httpx2.Limits(max_connections=250, max_keepalive_connections=250)
         base = f"http://127.0.0.1:{router.http_port}"
         async with httpx2.AsyncClient(base_url=base, timeout=60.0, trust_env=False, limits=limits) as http:
