@@ -208,8 +208,10 @@ class RealCluster:
         channels = [await stack.enter_async_context(dial(f"127.0.0.1:{port}")) for port in ports]
         self.routers.append(RouterClient(*channels))
 
-    async def add_worker(self, name: str, *flags: str) -> None:
-        """Its role is its name's first part; a store gets no flags but its own. It joins every router there is."""
+    async def add_worker(self, name: str, *flags: str, model: Path | None = None) -> None:
+        """Its role is its name's first part; a store gets no flags but its own. It joins every router there is.
+
+        `model`: the folder of its model, if it is not the cluster's."""
         proxy = Proxy(self.pids)
         await proxy.open()
         routers = [
@@ -220,7 +222,7 @@ class RealCluster:
         ]
         role = name.partition("-")[0]
         common = ["--worker-id", name, "--log-level", "warning", "--advertise", f"127.0.0.1:{proxy.port}", *routers]
-        command = [*self._program, role, "--model", str(self._model), *common, *self._worker_flags, *flags]
+        command = [*self._program, role, "--model", str(model or self._model), *common, *self._worker_flags, *flags]
         if role == "store":  # it learns from the routers what it keeps
             command = [*self._program, "kvtransfer", *common, *flags]
         self.services[name] = Service(name, lambda: command, self._lifeline, proxy)
