@@ -20,6 +20,8 @@ from typing import Any
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from benchmarks.ports import free_ports
 from services.cli.child import Child, Lifeline
+from services.rpc.authentication import ROUTER
+from tests.support.certificates import certificates
 from tests.support.cluster import Answer, receive
 from tests.support.footprint import Footprint
 from tests.support.patience import Patience
@@ -29,6 +31,8 @@ from tests.support.text_model import write_model
 from tests.support.trusted import dial
 
 READY_WITHIN_S = 60.0
+_OUTSIDE = "127.0.0.2"
+"""Where recorded workers are reached, at the ports that they have at 127.0.0.1: sockets for KV say their own ports."""
 LEFT_WITHIN_S = 240.0
 """It may have much to finish, on a busy machine."""
 IDLE_WITHIN_S = 5.0
@@ -51,12 +55,13 @@ class Service:
     def __init__(self, name: str, command: Callable[[], list[str]], lifeline: Lifeline, proxy: Proxy | None) -> None:
         self.name = name
         self.proxy = proxy
+        """A worker's: whoever dials it goes through this."""
         self.port = 0
         self.control_port = 0
         """A router's."""
         self.metrics_port = 0
         self.http_port = 0
-        """A router's, if it is asked for one."""
+        """A router's."""
         self._command = command
         self._lifeline = lifeline
         self._child: Child | None = None
@@ -176,11 +181,20 @@ class RouterClient:
 
 
 class RealCluster:
-    def __init__(self, model: Path, temp: Path, worker_flags: Sequence[str]) -> None:
+    def __init__(
+        self, model: Path, temp: Path, worker_flags: Sequence[str], *, records: bool = False, tls: Path | None = None
+    ) -> None:
+        """`records`: of its one router and its workers every port has a proxy that keeps what passes. `tls`: a folder
+        with certificates; None for all in the clear."""
         self.services: dict[str, Service] = {}
         self.routers: list[RouterClient] = []
         self.footprint = Footprint()
         self.temp = temp
+        self.recorders: dict[str, Proxy] = {}
+        """By what they stand before, if it records: public, http, control, and for each worker its name and its name
+        with -kv."""
+        self._records = records
+        self._tls = tls
         self._model = model
         self._worker_flags = worker_flags
         self._lifeline = Lifeline()
@@ -203,25 +217,44 @@ class RealCluster:
         service = Service(name, lambda: self._router_command(service, program, flags), self._lifeline, None)
         self.services[name] = service
         # Nobody else gets them while it is down.
-        ports = service.port, service.control_port = free_ports(2)
+        ports = service.port, service.control_port, service.http_port = free_ports(3)
+        dialled = [await self._door(*each) for each in zip(("public", "control", "http"), ports, strict=True)]
         await service.start()
-        channels = [await stack.enter_async_context(dial(f"127.0.0.1:{port}")) for port in ports]
+        shown = None if self._tls is None else certificates(self._tls, "operator")
+        public = dial(f"127.0.0.1:{dialled[0]}", certificates=shown)
+        control = dial(f"127.0.0.1:{dialled[1]}", certificates=shown, role=ROUTER if shown is not None else "")
+        channels = [await stack.enter_async_context(channel) for channel in (public, control)]
         self.routers.append(RouterClient(*channels))
+
+    async def _door(self, name: str, port: int, host: str = "127.0.0.1", at: int = 0) -> int:
+        """Returns the port to dial for another one: that of its recorder, if it has one."""
+        if not self._records:
+            return port
+        door = self.recorders[name] = Proxy(self.pids, keeps=True)
+        await door.open(host, at)
+        door.aim(port)
+        return door.port
 
     async def add_worker(self, name: str, *flags: str, model: Path | None = None) -> None:
         """Its role is its name's first part; a store gets no flags but its own. It joins every router there is.
 
         `model`: the folder of its model, if it is not the cluster's."""
-        proxy = Proxy(self.pids)
-        await proxy.open()
-        routers = [
-            part
-            for service in self.services.values()
-            if service.proxy is None
-            for part in ("--router", f"127.0.0.1:{service.control_port}")
-        ]
+        proxy, host = Proxy(self.pids, keeps=self._records), "127.0.0.1"
+        if self._records:
+            host, (port, kv_port) = _OUTSIDE, free_ports(2)
+            flags = (*flags, f"--port={port}", f"--kv-port={kv_port}")
+            await proxy.open(host, port)
+            await self._door(f"{name}-kv", kv_port, host, kv_port)
+            self.recorders[name] = proxy
+        else:
+            await proxy.open()
+        control_ports = [service.control_port for service in self.services.values() if service.proxy is None]
+        if self._records:
+            control_ports = [self.recorders["control"].port]
+        routers = [part for port in control_ports for part in ("--router", f"127.0.0.1:{port}")]
         role = name.partition("-")[0]
-        common = ["--worker-id", name, "--log-level", "warning", "--advertise", f"127.0.0.1:{proxy.port}", *routers]
+        common = ["--worker-id", name, "--log-level", "warning", "--advertise", f"{host}:{proxy.port}", *routers]
+        common += self._tls_flags("store" if role == "store" else "worker")
         command = [*self._program, role, "--model", str(model or self._model), *common, *self._worker_flags, *flags]
         if role == "store":  # it learns from the routers what it keeps
             command = [*self._program, "kvtransfer", *common, *flags]
@@ -231,8 +264,16 @@ class RealCluster:
     def _router_command(self, service: Service, program: Sequence[str], flags: Iterable[str]) -> list[str]:
         """A restarted router is found where it was."""
         command = [*self._clean, *program, "router", "--model", str(self._model), "--log-level", "warning"]
-        command += ["--split", "always", *flags]  # what tests look at is the handoff, whatever it costs
-        return [*command, "--port", str(service.port), "--control-port", str(service.control_port)]
+        command += ["--split", "always", *self._tls_flags("router"), *flags]  # tests look at the handoff, costly or not
+        ports = ("--port", service.port), ("--control-port", service.control_port), ("--http-port", service.http_port)
+        return [*command, *(str(part) for each in ports for part in each)]
+
+    def _tls_flags(self, role: str) -> list[str]:
+        if self._tls is None:
+            return []
+        files = (f"{role}.pem", f"{role}.key", "ca.pem")
+        flags = zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True)
+        return ["--cluster-auth", "both", *(part for flag, file in flags for part in (flag, str(self._tls / file)))]
 
     @contextlib.contextmanager
     def cut(self, fault: Fault, worker: str, dialled_by: Iterable[str]) -> Any:
@@ -278,9 +319,9 @@ class RealCluster:
         self.watch()
         for service in self.services.values():
             await service.kill()
-        for service in self.services.values():
-            if service.proxy is not None:
-                await service.proxy.close()
+        workers = [service.proxy for service in self.services.values() if service.proxy is not None]
+        for proxy in {*workers, *self.recorders.values()}:
+            await proxy.close()
         self._lifeline.close()
         await asyncio.to_thread(self.footprint.await_gone, READY_WITHIN_S)
         assert list(self.temp.iterdir()) == []
@@ -328,12 +369,14 @@ async def real_cluster(
     routers: Sequence[Sequence[str]] = ((),),
     flags_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
     router_programs: Sequence[Sequence[str]] = (),
+    records: bool = False,
+    tls: Path | None = None,
 ) -> AsyncIterator[RealCluster]:
     """Yields a cluster that is ready. `temp` is an empty folder; `workers` go by name, such as decode-0; `routers` are
     the flags of each, `flags_of` those of single workers; `router_programs` take `baton`'s arguments in their place, if
-    not all are `baton`."""
+    not all are `baton`. `records` and `tls`: see `RealCluster`."""
     async with contextlib.AsyncExitStack() as stack:
-        cluster = RealCluster(model, temp, worker_flags)
+        cluster = RealCluster(model, temp, worker_flags, records=records, tls=tls)
         stack.push_async_callback(cluster.close)
         for flags, program in itertools.zip_longest(routers, router_programs, fillvalue=BATON):
             await cluster.add_router(stack, *flags, program=program)
@@ -344,9 +387,9 @@ async def real_cluster(
 
 @contextlib.asynccontextmanager
 async def lone_router(folder: Path, *flags: str) -> AsyncIterator[Service]:
-    """Yields a router without workers, of a model that is only text; it serves HTTP too."""
+    """Yields a router without workers, of a model that is only text."""
     temp = folder / "temp"
     temp.mkdir()
     model = write_model(folder / "model")
-    async with real_cluster(model, temp, (), routers=[("--http-port", "0", *flags)]) as cluster:
+    async with real_cluster(model, temp, (), routers=[flags]) as cluster:
         yield cluster["router-0"]

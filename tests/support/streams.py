@@ -33,7 +33,7 @@ class Job:
     seed: int | None = None
     """None: greedy."""
     cache_salt: str = ""
-    """Its own, or its prompt would be in a prefix cache."""
+    """Its own, or its prompt may be in a prefix cache; empty for none."""
     pattern: str = ""
     """A regular expression that the output is held to; it has no end."""
 
@@ -47,7 +47,7 @@ class Job:
             token_ids=inference_pb2.TokenIds(ids=self.prompt),
             sampling=sampling,
             stopping=types_pb2.StoppingParams(max_tokens=self.max_tokens, ignore_eos=True),
-            cache_salt=self.cache_salt,
+            cache_salt=self.cache_salt or None,
         )
 
     def check(self, reference: GreedyReference, answer: Answer) -> None:
