@@ -23,8 +23,7 @@ WIRE = {name: types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") for name in
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 320])
+@pytest.mark.parametrize(("num_tokens", "checksums"), [(1, False), (16, True), (17, False), (320, True)])
 async def test_a_sealed_lease_is_copied_and_released(transport: str, checksums: bool, num_tokens: int) -> None:
     source, destination = Source(), Destination()
     async with running(source, destination):
