@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,16 @@ CARRIED_BY = {
     "split": types_pb2.TRANSPORT_SHM,
     "tcp": types_pb2.TRANSPORT_TCP,
     "nixl": types_pb2.TRANSPORT_NIXL,
-    "grpc": types_pb2.TRANSPORT_GRPC,
 }
 
 
 async def test_all_ways_to_run_a_request_give_the_same_tokens(model: Path) -> None:
+    """Those that `test_split_equality.py` leaves out."""
     prompts = [prompt_of(number, length) for number, length in enumerate((1, 15, 16, 17, 100, 300))]
     clusters: dict[str, tuple[list[Roles], dict[str, str]]] = {
         "split": ([PREFILL, DECODE], {}),
-        **{name: ([PREFILL, DECODE], {"transport": name}) for name in ("tcp", "grpc")},
+        "tcp": ([PREFILL, DECODE], {"transport": "tcp"}),
         **({"nixl": ([PREFILL, DECODE], {"transport": "nixl"})} if is_installed() else {}),
-        "mixed": ([MIXED], {}),
         "whole": ([DECODE], {}),
     }
     outputs = {}
@@ -70,15 +70,25 @@ async def test_all_ways_to_run_a_request_give_the_same_tokens(model: Path) -> No
     ids=["small prefill", "small decode", "both small", "mixed", "all roles"],
 )
 async def test_many_streams_on_pools_too_small_for_them(model: Path, roles: list[Roles], kv_blocks: list[int]) -> None:
+    """All finish, none starves, and nobody reads another's blocks: alone, a request has the same answer."""
+    chance, num_streams = random.Random(1), 100
     async with running_cluster(model, roles, each=[{"kv_blocks": number} for number in kv_blocks]) as cluster:
-        lengths = [1 + number * 37 % 150 for number in range(60)]
-        answers = await asyncio.gather(
-            *(cluster.greedy(prompt_of(number, length), 1 + number % 20) for number, length in enumerate(lengths))
-        )
-        for number, answer in enumerate(answers):
-            assert len(answer.token_ids) == 1 + number % 20
-        repeated = await cluster.greedy(prompt_of(7, lengths[7]), 8)
-        assert repeated.token_ids == answers[7].token_ids
+        requests = [
+            greedy_request(
+                prompt_of(number, chance.choice((1, 15, 16, 17, 60, 150))),
+                chance.choice((1, 2, 17, 20)),
+                priority=number % 3,
+            )
+            for number in range(num_streams)
+        ]
+        answers = await asyncio.gather(*(cluster.stream(request) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            assert len(answer.token_ids) == request.stopping.max_tokens
+            assert answer.completion is not None
+            assert answer.completion.usage.prompt_tokens == len(request.token_ids.ids)
+        for number in chance.sample(range(num_streams), 5):
+            alone = await cluster.stream(requests[number])
+            assert alone.token_ids[:8] == answers[number].token_ids[:8]
 
 
 async def test_a_storm_of_cancellations_leaves_nothing(model: Path) -> None:
