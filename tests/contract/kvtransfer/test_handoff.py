@@ -232,17 +232,6 @@ class TestFencing:
             source.seal(lease)
             assert (await winning).ready
 
-    async def test_a_lower_leg_is_refused(self) -> None:
-        source, destination = Source(), Destination()
-        async with running(source, destination):
-            lease = source.lease(40)
-            fetch = destination.start(destination.order(source, lease, leg=4))
-            await until(lambda: lease.fetch is not None)
-            with pytest.raises(LeaseInvalid, match="given up"):
-                await destination.fetch(source, lease, leg=3)
-            source.seal(lease)
-            assert (await fetch).ready
-
     async def test_the_same_leg_replaces_its_own(self) -> None:
         source, destination = Source(), Destination()
         async with running(source, destination):
