@@ -106,16 +106,6 @@ def test_a_message_that_cannot_be_sent(bench: Bench, kind: str) -> None:
     bench.assert_only_the_poisoned_suffers()
 
 
-def test_a_command_that_cannot_be_encoded(bench: Bench) -> None:
-    """A field cannot hold one of its numbers. The rest of the batch, and the session it is sent in, are unharmed."""
-    bench.watch()
-    for request_id in ALL:
-        bench.submit(request_id, **({"priority": 1 << 40} if request_id == POISONED else {}))
-    bench.run()
-    bench.assert_only_the_poisoned_suffers()
-    assert bench.metrics.internal_errors == {"action": 1}
-
-
 @pytest.mark.parametrize("where", ["built", "sent"])
 async def test_a_canary_that_cannot_be_sent_says_nothing_of_its_worker(
     monkeypatch: pytest.MonkeyPatch, where: str
