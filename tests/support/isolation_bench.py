@@ -171,6 +171,16 @@ class Bench:
             as_any(self.traces[request_id]),
             as_any(self.records[request_id]),
         )
+
+    def lose(self, worker_id: str) -> None:
+        """The worker's session breaks."""
+        self.conductor.link_lost(as_any(self.links[worker_id]), "cut", crashed=True)
+
+    def rejoin(self, worker_id: str, role: Role) -> None:
+        """A worker that was lost has another session, and requests that it had may be placed again."""
+        self.links[worker_id] = self.join(worker_id, role, watched=True)
+        self.clock.advance(1.5)
+        self.conductor.tick()
         self.turn()
 
     def turn(self) -> None:
@@ -201,7 +211,11 @@ class Bench:
         link._send = noting  # type: ignore[method-assign]
 
     def say(self, worker_id: str, events: Iterable[worker_pb2.LegEvent]) -> None:
-        self.conductor.worker_message(as_any(self.links[worker_id]), worker_pb2.SessionResponse(events=events))
+        """Sends a worker's events, all in one message."""
+        self.hear(worker_id, worker_pb2.SessionResponse(events=events))
+
+    def hear(self, worker_id: str, message: worker_pb2.SessionResponse) -> None:
+        self.conductor.worker_message(as_any(self.links[worker_id]), message)
         self.turn()
 
     def run(self, request_ids: tuple[str, ...] = ALL, stages: Sequence[str] | None = None) -> None:
@@ -215,9 +229,14 @@ class Bench:
         legs = [leg for request_id in request_ids if (leg := self.leg(phase, request_id))]
         return worker_id, [event for leg in legs for event in EVENTS[stage](leg)]
 
-    def assert_only_the_poisoned_suffers(self, *, may_finish: bool = False, reason: str = "INTERNAL") -> None:
+    def assert_only_the_poisoned_suffers(self, *, may_finish: bool = False, end: str = "") -> None:
+        """`end`: why the innocent fail, if they do not finish."""
         for request_id in INNOCENT:
             answer = self.answers[request_id]
+            if end:
+                assert answer.error is not None
+                assert answer.error.reason == end
+                continue
             assert answer.error is None, answer.error
             assert (answer.reason, answer.token_ids) == (FinishReason.LENGTH, [7, 8, 9])
             assert self.records[request_id].calls.count("finished") == 1
@@ -225,12 +244,23 @@ class Bench:
         bad = self.answers[POISONED]
         if not (may_finish and bad.reason is FinishReason.LENGTH):
             assert bad.error is not None
-            assert bad.error.reason == reason
+            assert bad.error.reason in ("INTERNAL", "CANCELLED", end)
             assert bad.token_ids == [7, 8, 9][: len(bad.token_ids)], "no gap before the end"
         assert sum(self.metrics.internal_errors.values()) >= 1
-        assert not self.conductor._live
+        self.assert_idle()
+
+    def assert_idle(self) -> None:
+        """Asserts that no request is left anywhere. The workers leave for it."""
         self.coordinator.check_idle()
         assert not any(worker.legs for worker in self.coordinator.workers())
+        self.leave()
+        assert not self.conductor.in_use, "the conductor keeps a request"
+
+    def leave(self) -> None:
+        """The workers end their sessions in order, and are forgotten."""
+        for worker_id, link in self.links.items():
+            self.conductor.link_lost(as_any(link), "", crashed=False)
+            self.conductor.withdraw(worker_id)
 
 
 def started(leg: int) -> worker_pb2.LegEvent:

@@ -190,3 +190,14 @@ def _tame(message: Message, allowed: Mapping[str, Sequence[str]]) -> bool:
             setattr(message, field.name, allowed[field.name][len(value) % len(allowed[field.name])])
             changed = True
     return changed
+
+
+def tagged(number: int, data: bytes) -> bytes:
+    """Returns the bytes of a message's field that holds bytes."""
+    size, length = len(data), bytearray()
+    while size >= 0x80:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    tag = number << 3 | 2
+    return (bytes([tag]) if tag < 0x80 else bytes([tag & 0x7F | 0x80, tag >> 7])) + bytes(length) + data

@@ -1,6 +1,6 @@
-"""Provides a TCP proxy between processes on this machine, which can be told to fail.
+"""Provides a TCP proxy between processes on this machine, which can be told to fail, or to keep what passes.
 
-Owns: the connections through it, and what happens to them by who dialled. Never: what they carry.
+Owns: the connections through it, and what happens to them by who dialled. Never: what they carry means.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Proxy:
     """Forwards connections on the event loop: `open` it, `aim` it, `close` it. `peers` names the processes that may
     dial."""
 
-    def __init__(self, peers: Callable[[], Iterable[int]]) -> None:
+    def __init__(self, peers: Callable[[], Iterable[int]], *, keeps: bool = False) -> None:
+        self.streams: list[bytearray] = []
+        """What went through, each direction of each connection for itself, if it is to be kept."""
+        self._keeps = keeps
         self._target = asyncio.Event()
         self._target_port = 0
         self._peers = peers
@@ -47,8 +50,8 @@ class Proxy:
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
-    async def open(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_CHUNK_BYTES)
+    async def open(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._accept, host, port, limit=_CHUNK_BYTES)
 
     async def close(self) -> None:
         assert self._server is not None
@@ -87,7 +90,7 @@ class Proxy:
         return next((fault for fault, dialled_by in self._faults if pid and pid in dialled_by()), None)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(writer)
+        connection = _Connection(writer, self.streams if self._keeps else None)
         self._connections.add(connection)
         try:
             owner = self._owners().get(connection.port, 0) if self._faults else 0
@@ -111,12 +114,13 @@ class Proxy:
 
 
 class _Connection:
-    def __init__(self, client: asyncio.StreamWriter) -> None:
+    def __init__(self, client: asyncio.StreamWriter, streams: list[bytearray] | None) -> None:
         self.port = int(client.get_extra_info("peername")[1])
         """It was dialled from."""
         self._writers = [client]
         self._flowing = asyncio.Event()
         self._dropping = False
+        self._streams = streams
 
     def suffer(self, fault: Fault | None) -> None:
         """Lets all connections suffer the fault; None ends it."""
@@ -144,7 +148,12 @@ class _Connection:
         await until_either_ends(self._pump(reader, onward), self._pump(onward_reader, self._writers[0]))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        kept = bytearray()
+        if self._streams is not None:
+            self._streams.append(kept)
         while data := await reader.read(_CHUNK_BYTES):
+            if self._streams is not None:
+                kept += data
             await self._flowing.wait()
             if not self._dropping:
                 writer.write(data)

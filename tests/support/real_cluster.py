@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,14 +19,19 @@ from typing import Any
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from benchmarks.ports import free_ports
 from services.cli.child import Child, Lifeline
+from services.rpc.authentication import ROUTER
+from tests.support.certificates import certificates
 from tests.support.cluster import Answer, receive
 from tests.support.footprint import Footprint
 from tests.support.patience import Patience
 from tests.support.processes import BATON, environment
 from tests.support.proxy import Fault, Proxy
+from tests.support.text_model import write_model
 from tests.support.trusted import dial
 
 READY_WITHIN_S = 60.0
+_OUTSIDE = "127.0.0.2"
+"""Where recorded workers are reached, at the ports that they have at 127.0.0.1: sockets for KV say their own ports."""
 LEFT_WITHIN_S = 240.0
 """It may have much to finish, on a busy machine."""
 IDLE_WITHIN_S = 5.0
@@ -48,10 +54,13 @@ class Service:
     def __init__(self, name: str, command: Callable[[], list[str]], lifeline: Lifeline, proxy: Proxy | None) -> None:
         self.name = name
         self.proxy = proxy
+        """A worker's: whoever dials it goes through this."""
         self.port = 0
         self.control_port = 0
         """A router's."""
         self.metrics_port = 0
+        self.http_port = 0
+        """A router's."""
         self._command = command
         self._lifeline = lifeline
         self._child: Child | None = None
@@ -68,6 +77,7 @@ class Service:
         if ready is None:
             raise AssertionError(f"{self.name} ended before it was ready: {await child.wait()}")
         self.port, self.control_port, self.metrics_port = ready.port, ready.control_port, ready.metrics_port
+        self.http_port = ready.http_port
         if self.proxy is not None:
             self.proxy.aim(ready.port)
 
@@ -89,6 +99,21 @@ class Service:
             status = await self._child.wait()
         self._gone()
         assert status == 0, f"{self.name}: {status}"
+
+    def resident_mib(self) -> float:
+        return self._memory_mib("VmRSS")
+
+    def peak_mib(self) -> float:
+        """Returns the most that was resident since `forget_peak`, in MiB."""
+        return self._memory_mib("VmHWM")
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def _memory_mib(self, name: str) -> float:
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
+        assert found is not None
+        return int(found[1]) / 1024
 
     @contextlib.contextmanager
     def stopped(self) -> Any:
@@ -131,6 +156,7 @@ class RouterClient:
     def __init__(self, channel: Any, control_channel: Any) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.control = control_pb2_grpc.ControlServiceStub(control_channel)
+        self._channels = (channel, control_channel)
 
     async def status(self) -> Status:
         return await self.control.GetStatus(control_pb2.GetStatusRequest(), timeout=60.0, wait_for_ready=True)
@@ -138,8 +164,8 @@ class RouterClient:
     async def is_reached(self) -> None:
         """Returns when both ports answer: a channel that has failed waits before it dials again, and fails calls until
         then."""
-        await self.status()
-        await self.inference.ListModels(inference_pb2.ListModelsRequest(), timeout=60.0, wait_for_ready=True)
+        async with asyncio.timeout(READY_WITHIN_S):
+            await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
 
     async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 300.0) -> Answer:
         return await receive(self.inference.GenerateStream(request, timeout=timeout_s))
@@ -154,11 +180,20 @@ class RouterClient:
 
 
 class RealCluster:
-    def __init__(self, model: Path, temp: Path, worker_flags: Sequence[str]) -> None:
+    def __init__(
+        self, model: Path, temp: Path, worker_flags: Sequence[str], *, records: bool = False, tls: Path | None = None
+    ) -> None:
+        """`records`: of its one router and its workers every port has a proxy that keeps what passes. `tls`: a folder
+        with certificates; None for all in the clear."""
         self.services: dict[str, Service] = {}
         self.routers: list[RouterClient] = []
         self.footprint = Footprint()
         self.temp = temp
+        self.recorders: dict[str, Proxy] = {}
+        """By what they stand before, if it records: public, http, control, and for each worker its name and its name
+        with -kv."""
+        self._records = records
+        self._tls = tls
         self._model = model
         self._worker_flags = worker_flags
         self._lifeline = Lifeline()
@@ -180,24 +215,45 @@ class RealCluster:
         service = Service(name, lambda: self._router_command(service, flags), self._lifeline, None)
         self.services[name] = service
         # Nobody else gets them while it is down.
-        ports = service.port, service.control_port = free_ports(2)
+        ports = service.port, service.control_port, service.http_port = free_ports(3)
+        dialled = [await self._door(*each) for each in zip(("public", "control", "http"), ports, strict=True)]
         await service.start()
-        channels = [await stack.enter_async_context(dial(f"127.0.0.1:{port}")) for port in ports]
+        shown = None if self._tls is None else certificates(self._tls, "operator")
+        public = dial(f"127.0.0.1:{dialled[0]}", certificates=shown)
+        control = dial(f"127.0.0.1:{dialled[1]}", certificates=shown, role=ROUTER if shown is not None else "")
+        channels = [await stack.enter_async_context(channel) for channel in (public, control)]
         self.routers.append(RouterClient(*channels))
 
-    async def add_worker(self, name: str, *flags: str) -> None:
-        """Its role is its name's first part; a store gets no flags but its own. It joins every router there is."""
-        proxy = Proxy(self.pids)
-        await proxy.open()
-        routers = [
-            part
-            for service in self.services.values()
-            if service.proxy is None
-            for part in ("--router", f"127.0.0.1:{service.control_port}")
-        ]
+    async def _door(self, name: str, port: int, host: str = "127.0.0.1", at: int = 0) -> int:
+        """Returns the port to dial for another one: that of its recorder, if it has one."""
+        if not self._records:
+            return port
+        door = self.recorders[name] = Proxy(self.pids, keeps=True)
+        await door.open(host, at)
+        door.aim(port)
+        return door.port
+
+    async def add_worker(self, name: str, *flags: str, model: Path | None = None) -> None:
+        """Its role is its name's first part; a store gets no flags but its own. It joins every router there is.
+
+        `model`: the folder of its model, if it is not the cluster's."""
+        proxy, host = Proxy(self.pids, keeps=self._records), "127.0.0.1"
+        if self._records:
+            host, (port, kv_port) = _OUTSIDE, free_ports(2)
+            flags = (*flags, f"--port={port}", f"--kv-port={kv_port}")
+            await proxy.open(host, port)
+            await self._door(f"{name}-kv", kv_port, host, kv_port)
+            self.recorders[name] = proxy
+        else:
+            await proxy.open()
+        control_ports = [service.control_port for service in self.services.values() if service.proxy is None]
+        if self._records:
+            control_ports = [self.recorders["control"].port]
+        routers = [part for port in control_ports for part in ("--router", f"127.0.0.1:{port}")]
         role = name.partition("-")[0]
-        common = ["--worker-id", name, "--log-level", "warning", "--advertise", f"127.0.0.1:{proxy.port}", *routers]
-        command = [*self._program, role, "--model", str(self._model), *common, *self._worker_flags, *flags]
+        common = ["--worker-id", name, "--log-level", "warning", "--advertise", f"{host}:{proxy.port}", *routers]
+        common += self._tls_flags("store" if role == "store" else "worker")
+        command = [*self._program, role, "--model", str(model or self._model), *common, *self._worker_flags, *flags]
         if role == "store":  # it learns from the routers what it keeps
             command = [*self._program, "kvtransfer", *common, *flags]
         self.services[name] = Service(name, lambda: command, self._lifeline, proxy)
@@ -206,8 +262,16 @@ class RealCluster:
     def _router_command(self, service: Service, flags: Iterable[str]) -> list[str]:
         """A restarted router is found where it was."""
         command = [*self._program, "router", "--model", str(self._model), "--log-level", "warning"]
-        command += ["--split", "always", *flags]  # what tests look at is the handoff, whatever it costs
-        return [*command, "--port", str(service.port), "--control-port", str(service.control_port)]
+        command += ["--split", "always", *self._tls_flags("router"), *flags]  # tests look at the handoff, costly or not
+        ports = ("--port", service.port), ("--control-port", service.control_port), ("--http-port", service.http_port)
+        return [*command, *(str(part) for each in ports for part in each)]
+
+    def _tls_flags(self, role: str) -> list[str]:
+        if self._tls is None:
+            return []
+        files = (f"{role}.pem", f"{role}.key", "ca.pem")
+        flags = zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True)
+        return ["--cluster-auth", "both", *(part for flag, file in flags for part in (flag, str(self._tls / file)))]
 
     @contextlib.contextmanager
     def cut(self, fault: Fault, worker: str, dialled_by: Iterable[str]) -> Any:
@@ -253,9 +317,9 @@ class RealCluster:
         self.watch()
         for service in self.services.values():
             await service.kill()
-        for service in self.services.values():
-            if service.proxy is not None:
-                await service.proxy.close()
+        workers = [service.proxy for service in self.services.values() if service.proxy is not None]
+        for proxy in {*workers, *self.recorders.values()}:
+            await proxy.close()
         self._lifeline.close()
         await asyncio.to_thread(self.footprint.await_gone, READY_WITHIN_S)
         assert list(self.temp.iterdir()) == []
@@ -302,14 +366,27 @@ async def real_cluster(
     *worker_flags: str,
     routers: Sequence[Sequence[str]] = ((),),
     flags_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    records: bool = False,
+    tls: Path | None = None,
 ) -> AsyncIterator[RealCluster]:
     """Yields a cluster that is ready. `temp` is an empty folder; `workers` go by name, such as decode-0; `routers` are
-    the flags of each, `flags_of` those of single workers."""
+    the flags of each, `flags_of` those of single workers. `records` and `tls`: see
+    `RealCluster`."""
     async with contextlib.AsyncExitStack() as stack:
-        cluster = RealCluster(model, temp, worker_flags)
+        cluster = RealCluster(model, temp, worker_flags, records=records, tls=tls)
         stack.push_async_callback(cluster.close)
         for flags in routers:
             await cluster.add_router(stack, *flags)
         await asyncio.gather(*(cluster.add_worker(name, *flags_of.get(name, ())) for name in workers))
         await cluster.whole()
         yield cluster
+
+
+@contextlib.asynccontextmanager
+async def lone_router(folder: Path, *flags: str) -> AsyncIterator[Service]:
+    """Yields a router without workers, of a model that is only text."""
+    temp = folder / "temp"
+    temp.mkdir()
+    model = write_model(folder / "model")
+    async with real_cluster(model, temp, (), routers=[flags]) as cluster:
+        yield cluster["router-0"]

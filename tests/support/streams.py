@@ -33,7 +33,7 @@ class Job:
     seed: int | None = None
     """None: greedy."""
     cache_salt: str = ""
-    """Its own, or its prompt would be in a prefix cache."""
+    """Its own, or its prompt may be in a prefix cache; empty for none."""
     pattern: str = ""
     """A regular expression that the output is held to; it has no end."""
 

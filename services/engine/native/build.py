@@ -212,10 +212,10 @@ def _wanted() -> tuple[InstructionSet, ...]:
 def _copy_kept(compiler: Compiler) -> bool:
     """Copies what this compiler has built before; tells whether that was all that is wanted."""
     sources = sources_digest()
-    return all(_copy(compiler.builds(each, sources), each.shared_object) for each in _wanted())
+    return all(copy_library(compiler.builds(each, sources), each.shared_object) for each in _wanted())
 
 
-def _copy(library: Path, to: Path) -> bool:
+def copy_library(library: Path, to: Path) -> bool:
     """Puts a copy in place of what is there: a process that has the old library loaded keeps it."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def _build_all(compiler: Compiler) -> int:
 def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
     """Builds one library, which says of which sources it is; returns why it could not, or an empty text."""
     kept = compiler.builds(wanted, sources)
-    if kept.exists() and _copy(kept, wanted.shared_object):
+    if kept.exists() and copy_library(kept, wanted.shared_object):
         return ""
     with tempfile.TemporaryDirectory(prefix="building-", dir=wanted.shared_object.parent) as folder:
         origin = Path(folder, "origin.c")
@@ -260,7 +260,7 @@ def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
         ):
             if error := compiler.run(arguments):
                 return error
-        _copy(library, kept)  # not to have it there costs time, no more
+        copy_library(library, kept)  # not to have it there costs time, no more
         os.replace(library, wanted.shared_object)
     return ""
 

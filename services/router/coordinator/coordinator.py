@@ -90,8 +90,9 @@ class Coordinator:
         `error` is the reason, if it is known. Without effect for an unknown request: it has ended already.
         """
         if family := self._book.of_id(request_id):
-            late = admission.passed_deadline(family[0], now + CLIENTS_CLOCK_S)
-            self._book.fail_surely(family[0], error or late or Cancelled("cancelled"), now)
+            with self._book.isolated("action", family[0], now):
+                late = admission.passed_deadline(family[0], now + CLIENTS_CLOCK_S)
+                self._book.fail_surely(family[0], error or late or Cancelled("cancelled"), now)
 
     def finish_stopped(self, request_id: str, now: float, index: int = 0) -> None:
         """Finishes an answer because a stop string was found in its text, whatever its workers still produce."""

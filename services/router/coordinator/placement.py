@@ -228,10 +228,10 @@ def _start_queued(book: Book, for_handoffs: set[str], now: float) -> None:
             return
         if walk.passes_over(request):
             continue
-        is_long = bool(_beside_shorter(book, request, now).kept_off)
-        if is_long and num_long > book.config.max_overtaken:
-            continue  # the workers that short prompts may use are not looked for in vain
         with book.isolated("placement", request, now):
+            is_long = bool(_beside_shorter(book, request, now).kept_off)
+            if is_long and num_long > book.config.max_overtaken:
+                continue  # the workers that short prompts may use are not looked for in vain
             if not walk.must_go_on_elsewhere(request) and not _start(book, request, walk):
                 num_long, num_passed = num_long + is_long, num_passed + (not is_long)
 

@@ -147,7 +147,7 @@ class Intake:
                 bill.details.prompt = _shown_prompt(incoming.request, text_chars)[0]
             if self._shows_prompts(tenant):
                 trace.timeline.text_chars = MOST_TEXT_CHARS
-                prompt = _prompt(incoming.request)
+                prompt = logged_prompt(incoming.request)
                 trace.timeline.prompt = prompt[:MOST_TEXT_CHARS]
                 log.info("prompt: %s", prompt, extra=trace.log_ids)
             with self.refusals(trace, record):
@@ -530,7 +530,7 @@ def _complete(request: inference_pb2.GenerateRequest, tenant: Tenant) -> str:
     return own_id
 
 
-def _prompt(request: inference_pb2.GenerateRequest) -> str:
+def logged_prompt(request: inference_pb2.GenerateRequest) -> str:
     """Returns the prompt as one line for the log. Beyond the bounds it shows only how much is left out."""
     shown, num_left = _shown_prompt(request, MAX_LOGGED_CHARS)
     of = "ids" if request.WhichOneof("prompt") == "token_ids" else "characters"

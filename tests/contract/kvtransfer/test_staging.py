@@ -39,8 +39,7 @@ async def seal_was_read() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 4, 64])
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 17, 320])
+@pytest.mark.parametrize(("num_tokens", "checksums"), [(1, True), (17, False), (320, True)])
 async def test_a_sealed_lease_is_copied_and_released(num_slots: int, checksums: bool, num_tokens: int) -> None:
     """A lease may have more blocks than there are slots."""
     source, destination = Source(num_slots=num_slots), Destination()

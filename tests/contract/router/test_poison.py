@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import generate_latest
 
+from baton.v1 import worker_pb2
+from services.router.coordinator.actions import SendLeg
 from services.router.workers import wire
 from tests.support.router_harness import TEXT, Cluster, read, request
 from tests.support.scripted_worker import ScriptedWorker
@@ -20,14 +20,14 @@ POISONED = "poisoned"
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of one request cannot be encoded."""
-    fill = wire._fill
+    request_of = wire.request_of
 
-    def raises(message: Any, command: Any, traceparent: str) -> None:
+    def raises(command: SendLeg, traceparent: str) -> worker_pb2.SessionRequest:
         if command.spec.label == POISONED:
             raise ValueError("Value out of range: secret")
-        fill(message, command, traceparent)
+        return request_of(command, traceparent)
 
-    monkeypatch.setattr(wire, "_fill", raises)
+    monkeypatch.setattr(wire, "request_of", raises)
 
 
 async def _status(cluster: Cluster) -> tuple[grpc.StatusCode, str]:
@@ -76,33 +76,4 @@ async def test_queued_poison_breaks_no_worker_that_joins(cluster: Cluster) -> No
     assert [worker.num_sessions for worker in workers] == [1, 1]
     assert all(worker.state.value == "ready" for worker in cluster.router.coordinator.workers())
     assert not any(worker.health.num_failures for worker in cluster.router.coordinator.workers())
-    await cluster.assert_idle()
-
-
-async def test_a_session_that_cannot_be_opened_ends_and_the_worker_joins_again(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """While it stayed open beside a coordinator that does not know of it, nothing would ever be
-    placed on its worker."""
-    prefill = await cluster.add("prefill")
-    conductor = cluster.router.catalogue.own.conductor
-    session_opened, num_raised = conductor.coordinator.session_opened, 0
-
-    def raises_once(*arguments: Any) -> None:
-        nonlocal num_raised
-        if not num_raised:
-            num_raised += 1
-            raise ValueError("poison in the session")
-        session_opened(*arguments)
-
-    monkeypatch.setattr(conductor.coordinator, "session_opened", raises_once)
-    with caplog.at_level(logging.ERROR):
-        decode = await cluster.add("decode")
-    assert num_raised == 1
-    assert "poison in the session" in caplog.text, "the log has the whole of it"
-    assert (
-        'baton_internal_errors_total{where="session"} 1.0' in generate_latest(cluster.router._metrics.registry).decode()
-    )
-    assert (await read(cluster.inference.GenerateStream(request())))[1] == TEXT
-    assert (prefill.num_sessions, decode.num_sessions) == (1, 1)
     await cluster.assert_idle()

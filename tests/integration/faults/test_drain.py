@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 
 import pytest
 
@@ -21,23 +20,6 @@ PATIENT = 1
 """The router that takes no slow worker for a lost one."""
 LONG = pytest.mark.proof
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-
-
-@pytest.mark.parametrize("phase", [pytest.param(prefilling, marks=LONG), decoding])
-async def test_baton_drain(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> None:
-    """What runs is finished there, and the process ends."""
-
-    async def attempt() -> bool:
-        async with load(cluster, reference, router=PATIENT) as running:
-            worker_id = await reach(cluster, phase, running, PATIENT)
-            num_finished, num_moved = await _drain(cluster, worker_id, deadline_s=LEFT_WITHIN_S)
-            await cluster[worker_id].left()
-        assert not num_moved
-        assert not running.num_retries
-        await cluster.whole()
-        return num_finished > 0
-
-    await strike(attempt)
 
 
 async def test_drain_moves_what_is_left_at_the_deadline(cluster: RealCluster, reference: GreedyReference) -> None:
@@ -87,7 +69,7 @@ async def test_rolling_restart_under_load(cluster: RealCluster, reference: Greed
         cluster.watch()
         pid = cluster[name].pid
         if how == "drained":
-            await _drain(cluster, name, deadline_s=LEFT_WITHIN_S)
+            await _drain(cluster, name)
             await cluster[name].left()
         else:
             await cluster[name].terminate()
@@ -97,12 +79,9 @@ async def test_rolling_restart_under_load(cluster: RealCluster, reference: Greed
     await asyncio.gather(*asking)
 
 
-async def _drain(cluster: RealCluster, worker_id: str, deadline_s: float) -> tuple[int, int]:
-    """Drains by the command line, at the patient router; returns how many requests finished there, and how many were
-    moved."""
-    flags = ["--target", f"127.0.0.1:{cluster[f'router-{PATIENT}'].control_port}", "--deadline", f"{deadline_s:g}"]
-    drained = await asyncio.to_thread(baton, ["drain", worker_id, *flags], cluster.temp, deadline_s + 60)
+async def _drain(cluster: RealCluster, worker_id: str) -> None:
+    """Drains by the command line, at the patient router."""
+    control_port = cluster[f"router-{PATIENT}"].control_port
+    flags = ["--target", f"127.0.0.1:{control_port}", "--deadline", f"{LEFT_WITHIN_S:g}"]
+    drained = await asyncio.to_thread(baton, ["drain", worker_id, *flags], cluster.temp, LEFT_WITHIN_S + 60)
     assert drained.returncode == 0, drained.stderr
-    words = re.fullmatch(rf"{worker_id} has left: (\d+) requests finished there, (\d+) moved\n", drained.stdout)
-    assert words is not None, drained.stdout
-    return int(words[1]), int(words[2])

@@ -3,7 +3,9 @@ workers on one host take by themselves: no token is lost, repeated or changed, a
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,15 @@ import pytest_asyncio
 
 from services.kvtransfer.transports import nixl_agent
 from tests.integration.faults.conftest import FLAGS, ROUTERS
-from tests.integration.faults.test_stores import crowd, kill_in
 from tests.support.equality import GreedyReference
 from tests.support.phases import Phase, handing_over, parked, parking, reach, strike, taking_over
 from tests.support.real_cluster import RealCluster, Status, real_cluster
+from tests.support.streams import Streams, mixed_jobs, streams
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 
+RANDOM = random.Random(15)
+NUM_JOBS = 6
 NIXL = pytest.param(
     "nixl",
     marks=(
@@ -38,6 +42,19 @@ async def shared(
     workers = ("prefill-0", "decode-0", "store-0")
     async with real_cluster(model, temp, workers, *FLAGS, *named, routers=ROUTERS, flags_of=flags) as cluster:
         yield cluster
+
+
+def crowd(cluster: RealCluster, reference: GreedyReference, router: int = 0) -> AbstractAsyncContextManager[Streams]:
+    jobs = mixed_jobs(RANDOM, NUM_JOBS, range(120, 250), range(60, 100))
+    return streams(cluster.routers[router], reference, jobs)
+
+
+async def kill_in(cluster: RealCluster, reference: GreedyReference, phase: Phase) -> bool:
+    """Kills the worker that is in the phase, and starts it again. Returns whether that has struck something: a handoff
+    that a store was to take stays where it is, and so need not be computed again. Raises Missed."""
+    async with crowd(cluster, reference) as running:
+        await cluster.restart(await reach(cluster, phase, running))
+    return phase is parking or running.num_retries > 0
 
 
 def unparking(status: Status) -> str | None:

@@ -126,15 +126,3 @@ async def test_a_cut_after_the_handoff_is_nobodys_business(
 def has_been_handed_over(status: Status) -> bool:
     loads = [each.load for each in status.workers]
     return decoding(status) is not None and not any(load.num_leases or load.num_importing for load in loads)
-
-
-async def test_all_workers_killed_at_once(cluster: RealCluster, reference: GreedyReference) -> None:
-    """A fault that takes the whole cluster is one, and not three faults of each request."""
-
-    async def attempt() -> bool:
-        async with load(cluster, reference) as running:
-            await reach(cluster, handing_over, running)
-            await cluster.restart("prefill-0", "prefill-1", "decode-0", "decode-1")
-        return running.num_retries > 0
-
-    await strike(attempt)

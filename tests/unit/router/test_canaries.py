@@ -20,8 +20,7 @@ from services.router.coordinator.events import (
 from services.router.coordinator.workers import WorkerState
 from services.router.policy import Fingerprint, Role
 from services.router.policy.health import Health
-from tests.support.canary_bench import BROKEN, Deep, is_canary, proven_pair
-from tests.support.router_bench import started, tokens
+from tests.support.router_bench import BROKEN, Deep, is_canary, proven_pair, started, tokens
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from services.router.coordinator.events import (
 )
 from services.router.policy import Role
 from services.router.policy.health import Health, HealthConfig
-from tests.support.canary_bench import Deep, is_canary, proven_pair
-from tests.support.router_bench import is_leg, tokens
+from tests.support.router_bench import Deep, is_canary, is_leg, proven_pair, tokens
 
 
 @pytest.fixture

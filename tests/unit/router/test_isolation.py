@@ -1,5 +1,9 @@
 """Tests that one request never harms another: whatever raises on its behalf ends it alone, and the others' actions are
-done."""
+done.
+
+What is poisoned here is what a request and its workers bring along, and what the router does for no request. Each of
+the functions that the router calls for a request: `test_isolated_events.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from baton.v1 import inference_pb2, types_pb2, worker_pb2
+from baton.v1 import types_pb2, worker_pb2
 from services.router.catalogue import Catalogue
-from services.router.coordinator import actions, admission, handoff, placement
-from services.router.coordinator.actions import SendLeg
-from services.router.coordinator.events import FinishReason, RequestSpec
-from services.router.policy import Role
+from services.router.coordinator import handoff
+from services.router.coordinator.book import Book
+from services.router.coordinator.canaries import Canaries
+from services.router.coordinator.events import FinishReason
+from services.router.coordinator.workers import WorkerTable
 from services.router.policy.health import Health
 from services.router.workers import wire
 from tests.support.isolation_bench import (
@@ -24,13 +29,11 @@ from tests.support.isolation_bench import (
     POISONED,
     STAGES,
     Bench,
-    FakeAnswer,
     FakeLink,
-    FakeTrace,
     Poison,
-    Recorder,
     as_any,
     started,
+    tokens,
 )
 from tests.support.patience import HANG_S
 
@@ -81,8 +84,7 @@ def test_a_part_that_raises_when_its_request_fails(bench: Bench, part: str) -> N
     for request_id in INNOCENT:
         assert bench.answers[request_id].reason is FinishReason.LENGTH
     assert bench.metrics.internal_errors["action"] == 1
-    assert not bench.conductor._live
-    bench.coordinator.check_idle()
+    bench.assert_idle()
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "cancel"])
@@ -105,30 +107,16 @@ def test_a_message_that_cannot_be_sent(bench: Bench, kind: str) -> None:
     bench.assert_only_the_poisoned_suffers()
 
 
-def test_a_command_that_cannot_be_encoded(bench: Bench) -> None:
-    """A field cannot hold one of its numbers. The rest of the batch, and the session it is sent in, are unharmed."""
-    bench.watch()
-    for request_id in ALL:
-        bench.submit(request_id, **({"priority": 1 << 40} if request_id == POISONED else {}))
-    bench.run()
-    bench.assert_only_the_poisoned_suffers()
-    assert bench.metrics.internal_errors == {"action": 1}
-
-
 @pytest.mark.parametrize("where", ["built", "sent"])
 async def test_a_canary_that_cannot_be_sent_says_nothing_of_its_worker(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """It is the router's own defect, counted as often as it is met; once it is over the worker is checked and used."""
-
-    def raises(*_: Any) -> Any:
-        raise Poison("canary")
-
     with monkeypatch.context() as poisoned:
         if where == "sent":
-            poisoned.setattr(FakeLink, "_send", raises)
+            poisoned.setattr(FakeLink, "send", _raises)
         else:
-            poisoned.setattr(wire, "request_of", raises)
+            poisoned.setattr(wire, "request_of", _raises)
         bench = Bench(canaries=True)
         for _ in range(300):
             bench.clock.advance(0.1)
@@ -150,156 +138,11 @@ def test_no_duration_is_too_long_to_leave(bench: Bench, seconds: float) -> None:
     for request_id in ALL:
         deadline_s = bench.clock.now() + seconds
         bench.submit(request_id, **({"deadline_s": deadline_s} if request_id == POISONED else {}))
+    bench.turn()
     assert bench.links["p"].sent.count("prefill") == 3
     bench.run()
     assert {answer.reason for answer in bench.answers.values()} == {FinishReason.LENGTH}
     assert not bench.metrics.internal_errors
-
-
-def test_an_event_that_raises_takes_no_other_event_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message's other events are handled, and its load is taken."""
-    bench.watch()
-    for request_id in ALL:
-        bench.submit(request_id)
-    bad_leg = bench.leg("prefill", POISONED)
-    real = handoff._prefill_started
-
-    def raises(book: Any, request: Any, leg: Any, event: Any, now: float) -> None:
-        if leg.leg == bad_leg:
-            raise Poison("event")
-        real(book, request, leg, event, now)
-
-    monkeypatch.setattr(handoff, "_prefill_started", raises)
-    bench.run()
-    bench.assert_only_the_poisoned_suffers()
-    assert bench.metrics.internal_errors == {"event": 1}
-
-
-def test_an_event_that_cannot_be_read_takes_no_other_event_with_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.watch()
-    for request_id in ALL:
-        bench.submit(request_id)
-    bad_leg = bench.leg("prefill", POISONED)
-    real = wire.PrefillStarted
-
-    def raises(leg: int, *rest: Any) -> Any:
-        if leg == bad_leg:
-            raise Poison("event")
-        return real(leg, *rest)
-
-    monkeypatch.setattr(wire, "PrefillStarted", raises)
-    bench.run()
-    bench.assert_only_the_poisoned_suffers()
-
-
-def test_the_tick_survives_and_ends_only_the_request_that_broke_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may break in each of its parts: the bounds of waiting of all others still hold."""
-    real = admission._waited_too_long
-
-    def raises(book: Any, request: Any, now: float) -> Any:
-        if request.request_id == POISONED:
-            raise Poison("tick")
-        return real(book, request, now)
-
-    monkeypatch.setattr(admission, "_waited_too_long", raises)
-    for request_id in ALL:
-        bench.submit(request_id, deadline_s=bench.clock.now() + 5.0)
-    bench.clock.advance(6.0)
-    bench.conductor.tick()
-    assert bench.answers[POISONED].error is not None
-    assert bench.answers[POISONED].error.reason == "INTERNAL"
-    for request_id in INNOCENT:
-        error = bench.answers[request_id].error
-        assert error is not None
-        assert error.reason == "DEADLINE_EXCEEDED"
-    assert bench.metrics.internal_errors == {"tick": 1}
-    bench.coordinator.check_idle()
-
-
-@pytest.mark.parametrize("part", ["forget", "tick"])
-def test_a_part_of_the_tick_that_always_raises_does_not_stop_the_others(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    def raises(*_: Any) -> None:
-        raise Poison(part)
-
-    monkeypatch.setattr(bench.coordinator._book.workers, part, raises)
-    bench.submit("a", deadline_s=bench.clock.now() + 5.0)
-    bench.clock.advance(6.0)
-    bench.conductor.tick()
-    error = bench.answers["a"].error
-    assert error is not None
-    assert error.reason == "DEADLINE_EXCEEDED"
-
-
-def test_a_placement_that_raises_fails_only_what_it_was_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = placement.policy.place_prefill
-
-    def raises(job: Any, *rest: Any) -> Any:
-        if job.num_tokens == 21:
-            raise Poison("placement")
-        return real(job, *rest)
-
-    monkeypatch.setattr(placement.policy, "place_prefill", raises)
-    bench.watch()
-    for request_id in ALL:
-        if request_id == POISONED:
-            bench.answers[POISONED], bench.traces[POISONED] = FakeAnswer(""), FakeTrace("")
-            bench.records[POISONED] = Recorder()
-            spec = RequestSpec(POISONED, tuple(range(21)), 3, payload=inference_pb2.GenerateRequest())
-            parts = bench.answers[POISONED], bench.traces[POISONED], bench.records[POISONED]
-            bench.conductor.submit(spec, *map(as_any, parts))
-        else:
-            bench.submit(request_id)
-    bench.run(INNOCENT)
-    bench.assert_only_the_poisoned_suffers()
-    assert bench.metrics.internal_errors == {"placement": 1}
-
-
-def test_a_loss_that_raises_for_one_request_is_seen_through_for_the_others(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker can join again."""
-    bench.watch()
-    for request_id in ALL:
-        bench.submit(request_id)
-    real = handoff.source_gone
-
-    def raises(book: Any, request: Any, *rest: Any, **more: Any) -> None:
-        if request.request_id == POISONED:
-            raise Poison("loss")
-        real(book, request, *rest, **more)
-
-    monkeypatch.setattr(handoff, "source_gone", raises)
-    bench.conductor.link_lost(as_any(bench.links["p"]), "cut", crashed=True)
-    bench.turn()
-    bench.links["p"] = bench.join("p", Role.PREFILL)
-    bench.watch()
-    bench.coordinator.check()
-    bench.clock.advance(1.5)
-    bench.conductor.tick()
-    bench.run(INNOCENT)
-    bench.assert_only_the_poisoned_suffers()
-
-
-def test_nothing_of_a_request_is_left_however_broken_its_record(bench: Bench) -> None:
-    """Its record is so broken that it cannot be failed in order."""
-    bench.watch()
-    for request_id in ALL:
-        bench.submit(request_id)
-    request = bench.coordinator._book.requests[POISONED]
-    assert request.prefill is not None
-    request.prefill.leg = 4711  # its record and the book's contradict each other
-    bench.conductor.cancel(POISONED, as_any(bench.answers[POISONED]))
-    assert bench.answers[POISONED].over
-    bench.coordinator.check()
-    assert bench.links["p"].sent.count("cancel") == 1, "the leg that the worker has is given up there"
-    bench.run(INNOCENT)
-    bench.assert_only_the_poisoned_suffers(reason="CANCELLED")
 
 
 async def test_the_ticking_task_survives() -> None:
@@ -336,48 +179,55 @@ def test_log_probabilities_of_a_prompt_that_cannot_be_passed_on(bench: Bench) ->
     bench.assert_only_the_poisoned_suffers()
 
 
-def test_every_action_is_poisoned_above() -> None:
-    """A new kind of action needs its own case here, or a reason why it concerns no request."""
-    from typing import get_args
+def test_an_event_that_cannot_be_read_takes_no_other_event_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.watch()
+    for request_id in ALL:
+        bench.submit(request_id)
+    bad_leg, real = bench.leg("prefill", POISONED), wire.leg_event
 
-    names = {kind.__name__ for kind in get_args(actions.Action)}
-    of_requests = {
-        *("SendLeg", "CancelLeg"),
-        *("EmitStarted", "EmitPromptTokens", "EmitTokens", "EmitFinished", "EmitFailed", "StageEnded"),
-    }
-    assert names == {*of_requests, "HealthChanged", "EjectionChanged", "GroupsChanged", "Defect"}
-    assert SendLeg.__name__ in names
+    def raises(event: worker_pb2.LegEvent) -> Any:
+        if event.started.leg == bad_leg:
+            raise Poison("event")
+        return real(event)
+
+    monkeypatch.setattr(wire, "leg_event", raises)
+    bench.run()
+    bench.assert_only_the_poisoned_suffers()
 
 
-@pytest.mark.parametrize("leg_of", ["a request", "a canary"])
+def _raises(*_: Any, **__: Any) -> Any:
+    raise Poison("raised")
+
+
 def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, leg_of: str
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that names a leg of another worker's does no harm, even if the router cannot read what it says."""
     bench.watch()
-    if leg_of == "a canary":
-        bench = Bench(canaries=True)
-        bench.conductor.tick()
-        (leg,) = [leg for leg, canary in bench.coordinator._canaries._legs.items() if canary.source is not None]
-    else:
-        for request_id in ALL:
-            bench.submit(request_id)
-        found = bench.leg("prefill", POISONED)
-        assert found is not None
-        leg = found
-
-    def raises(*_: Any) -> Any:
-        raise Poison("event")
-
+    for request_id in ALL:
+        bench.submit(request_id)
+    leg = bench.leg("prefill", POISONED)
+    assert leg is not None
     with monkeypatch.context() as poisoned:
-        poisoned.setattr(wire, "leg_event", raises)
+        poisoned.setattr(wire, "leg_event", _raises)
         bench.say("d", [started(leg)])
     assert bench.metrics.internal_errors == {"event": 1}
-    if leg_of == "a canary":
-        assert bench.coordinator._canaries.has_leg(leg)
-        return
     bench.run()
     assert {answer.reason for answer in bench.answers.values()} == {FinishReason.LENGTH}
+
+
+async def test_an_event_that_cannot_be_read_ends_no_canary_of_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(canaries=True)
+    bench.conductor.tick()
+    canary = bench.links["p"].last.prefill
+    with monkeypatch.context() as poisoned:
+        poisoned.setattr(wire, "leg_event", _raises)
+        bench.say("d", [started(canary.leg)])
+    assert bench.metrics.internal_errors == {"event": 1}
+    bench.say("p", [started(canary.leg), tokens(canary.leg, 0, [7], finish=True)])
+    assert bench.coordinator.worker("p").health.state is Health.UP
 
 
 def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(
@@ -393,10 +243,35 @@ def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(
             raise Poison("event")
         real(*arguments)
 
-    def fails(*_: Any) -> None:
-        raise Poison("canary")
-
     monkeypatch.setattr(handoff, "leg_event", raises)
-    monkeypatch.setattr(bench.coordinator._canaries, "give_up", fails)
+    monkeypatch.setattr(Canaries, "give_up", _raises)
     bench.run()
     bench.assert_only_the_poisoned_suffers()
+
+
+def test_what_a_worker_has_is_given_up_there_although_the_request_cannot_be_ended_in_order(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.watch()
+    for request_id in ALL:
+        bench.submit(request_id)
+    bench.turn()
+    with monkeypatch.context() as poisoned:
+        poisoned.setattr(Book, "end_prefill", _raises)
+        bench.conductor.cancel(POISONED, as_any(bench.answers[POISONED]))
+    assert bench.links["p"].sent.count("cancel") == 1
+    bench.run(INNOCENT)
+    bench.assert_only_the_poisoned_suffers()
+
+
+@pytest.mark.parametrize("part", ["forget", "tick"])
+def test_a_part_of_the_tick_that_always_raises_does_not_stop_the_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(WorkerTable, part, _raises)
+    bench.submit("a", deadline_s=bench.clock.now() + 5.0)
+    bench.clock.advance(6.0)
+    bench.conductor.tick()
+    error = bench.answers["a"].error
+    assert error is not None
+    assert error.reason == "DEADLINE_EXCEEDED"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import inference_pb2
-from services.router.front.intake import MAX_LOGGED_CHARS, _prompt
+from services.router.front.intake import MAX_LOGGED_CHARS, logged_prompt
 
 
 def chat(*contents: str) -> inference_pb2.GenerateRequest:
@@ -26,13 +26,13 @@ def chat(*contents: str) -> inference_pb2.GenerateRequest:
     ids=["text", "control characters", "token ids", "a message", "many messages", "empty messages"],
 )
 def test_a_huge_prompt_takes_one_short_line(request_: inference_pb2.GenerateRequest, end: str) -> None:
-    line = _prompt(request_)
+    line = logged_prompt(request_)
     assert len(line) < 8 * MAX_LOGGED_CHARS
     assert "\n" not in line
     assert line.endswith(end)
 
 
 def test_a_short_prompt_is_there_as_it_is() -> None:
-    assert _prompt(inference_pb2.GenerateRequest(text="naïve\n")) == '"naïve\\n"'
-    assert _prompt(chat("hi")) == '[{"role": "user", "content": "hi"}]'
-    assert _prompt(inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2]))) == "[1, 2]"
+    assert logged_prompt(inference_pb2.GenerateRequest(text="naïve\n")) == '"naïve\\n"'
+    assert logged_prompt(chat("hi")) == '[{"role": "user", "content": "hi"}]'
+    assert logged_prompt(inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2]))) == "[1, 2]"

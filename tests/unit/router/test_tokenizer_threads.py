@@ -9,7 +9,7 @@ import os
 import pytest
 
 from services.core.config import add_arguments, load
-from services.router.main import RouterConfig, _tokenizer_threads
+from services.router.main import RouterConfig, tokenizer_threads
 
 
 def _threads(monkeypatch: pytest.MonkeyPatch, num_cores: int, *flags: str) -> int:
@@ -18,7 +18,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch, num_cores: int, *flags: str) -> in
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     parser = argparse.ArgumentParser()
     add_arguments(parser, RouterConfig)
-    return _tokenizer_threads(load(RouterConfig, parser.parse_args(["--model", "m", *flags]), {}))
+    return tokenizer_threads(load(RouterConfig, parser.parse_args(["--model", "m", *flags]), {}))
 
 
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (96, 48)])

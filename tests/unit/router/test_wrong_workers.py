@@ -14,8 +14,7 @@ from services.router.coordinator.events import DecodeAdmitted, FinishReason, Imp
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from services.router.policy.health import Health, HealthConfig
-from tests.support.canary_bench import Deep, is_canary
-from tests.support.router_bench import BUSY, Bench, parked, started, tokens
+from tests.support.router_bench import BUSY, Bench, Deep, is_canary, parked, started, tokens
 
 INCARNATIONS = {"p1": 11, "p2": 12, "d1": 21, "d2": 22, "s": 31}
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "s": Role.STORE}

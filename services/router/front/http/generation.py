@@ -97,7 +97,7 @@ async def answer_all(
     async def answer_one(index: int, prompt: AskedPrompt) -> None:
         prompt.incoming.request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
         taken = intake.answer(call_of(prompt.incoming))
-        with _with_client_names(prompt):
+        with with_client_names(prompt):
             async with taken as answer:
                 submitted(answer)
                 await admitted.wait()
@@ -108,7 +108,7 @@ async def answer_all(
 
     async def fail_with(answer: Answer, prompt: AskedPrompt) -> None:
         """Raises the error that ends this answer, even while its own prompt waits for a client that does not read."""
-        with _with_client_names(prompt):
+        with with_client_names(prompt):
             await answer.settled()
 
     try:
@@ -124,7 +124,7 @@ async def answer_all(
 
 
 @contextlib.contextmanager
-def _with_client_names(prompt: AskedPrompt) -> Iterator[None]:
+def with_client_names(prompt: AskedPrompt) -> Iterator[None]:
     """Renames the field of an InvalidRequest to its name in the body or the headers."""
     try:
         yield
