@@ -34,6 +34,8 @@ _WITHIN, _BESIDE = "4071936528", "5182047639"
 _LABELS = ("role", "type")
 """Fields of messages that are no client's text: the router has checked them."""
 _JSON = ("arguments", "parameters")
+_TAKEN_OUT = re.compile(r"""\b(?:replace|split)\(\s*(?:'([^']+)'|"([^"]+)")""")
+"""Calls of templates by which they take a text out of a content, such as `content.replace('/think', '')`."""
 
 
 class ControlTexts:
@@ -50,6 +52,10 @@ class ControlTexts:
         # The set of first characters comes first, since looking for each of some hundred texts is slow.
         self._written = re.compile(f"(?=[{first}])(?:{any_of})", re.IGNORECASE)
         self._whole = re.compile(f"(?=[{first}])(?:{any_of})(?!{_WITHIN})")
+        self._first = re.compile(f"[{first}]")
+        found = ((single or double).replace(r"\n", "\n") for single, double in _TAKEN_OUT.findall(template))
+        self._taken_out = tuple(found)
+        """Texts that the template takes out, in its order."""
         folded = [text.lower() for text in longest_first]
         self._beginnings = {text[:size] for text in folded for size in range(1, len(text))}
         self._ends = {text[size:] for text in folded for size in range(1, len(text))}
@@ -112,7 +118,12 @@ class ControlTexts:
         return self._in_json(value) if name in _JSON else self._marked(value)
 
     def _within(self, text: str) -> str:
-        return self._written.sub(lambda found: _WITHIN.join(found[0]) + _WITHIN, text)
+        marked = self._written.sub(lambda found: _WITHIN.join(found[0]) + _WITHIN, text)
+        left = functools.reduce(lambda rest, taken: rest.replace(taken, ""), self._taken_out, text)
+        # What is taken out may stand within the text of a control token, so that nobody finds it before.
+        if left != text and self._written.search(left):
+            marked = self._first.sub(lambda found: found[0] + _WITHIN, marked)
+        return marked
 
     def _beside(self, text: str, marked: str) -> str:
         """Marks the ends of a text that could be a part of a control token's."""
