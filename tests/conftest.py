@@ -83,10 +83,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _started.clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Holds the tests of the gate to their marks: a process that is started costs seconds on a busy machine."""
-    _started.clear()
+    """Holds the tests of the gate and their fixtures to their marks: a process that is started costs seconds on a busy
+    machine. What `multiprocessing` starts is not seen: it tells nobody."""
     yield
     if _started and item.get_closest_marker("gate"):
         pytest.fail(f"it starts a process, so it is to be marked `process`: {_started}")

@@ -15,6 +15,7 @@ from services.decode.leg import DecodeLeg
 from services.engine.schedule.scheduler import Scheduler
 from services.kv.imports import ImportState
 from services.kv.pool import Holder
+from services.kv.verdicts import Verdicts
 from services.store.leg import ParkLeg
 from services.worker.session import Leg
 from tests.sim.cluster import Cluster
@@ -139,15 +140,15 @@ def not_idle(cluster: Cluster) -> list[str]:
 
 
 def _not_told_of_verdicts(cluster: Cluster) -> list[str]:
-    """Returns who has not heard of all verdicts that are known to any router."""
-    if cluster.network.cut_for_ever:
-        return []  # some may hear of none
-    known: dict[int, int] = {}
-    for router in cluster.present_routers:
-        known |= {each: max(num, known.get(each, 0)) for each, num in router.coordinator.verdicts.items()}
+    """Returns who has not heard of all verdicts that anybody knows of."""
+    if cluster.network.cut_for_ever or not cluster.present_routers:
+        return []  # some hear of none
     heard = {router.node.name: router.coordinator.verdicts for router in cluster.present_routers}
     heard |= {worker.plan.name: worker.host.verdicts.num_of for worker in cluster.present}
-    return [f"{name} verdicts" for name, num_of in heard.items() if num_of != known]
+    known = Verdicts()
+    for num_of in heard.values():
+        known.merge(num_of)
+    return [f"{name} verdicts" for name, num_of in heard.items() if num_of != known.num_of]
 
 
 def _joined(cluster: Cluster, router: SimRouter) -> bool:

@@ -284,11 +284,11 @@ def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
 
 
 def crowd(world: World, cluster: Cluster, load: Load, name: str) -> list[SimRequest]:
-    """Returns requests that arrive soon, begin as others did, so that much of them is cached, and run for long: some of
-    them still do when a worker is found to compute wrong."""
+    """Returns requests that arrive soon, begin as one of two others did, so that much of them is cached, and run for
+    long: some of them still do when a worker is found to compute wrong."""
     choose, computing = world.random, [worker for worker in cluster.workers.values() if not worker.plan.is_store]
     context = min(40, *(worker.engine.info.max_model_len for worker in computing))
-    before, made = [request.message for request in cluster.requests], list[SimRequest]()
+    before, made = [request.message for request in cluster.requests[:2]], list[SimRequest]()
     for number in range(choose.randint(3, 7)):
         message, arrival_s = choose.choice(before), world.now_s + choose.random() * 0.3
         prompt = list(message.token_ids.ids)[: context // 2] + choose.choices(range(1, VOCAB_SIZE), k=number % 2)

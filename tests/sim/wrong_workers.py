@@ -6,6 +6,7 @@ caches, and those of all others, still hold what it has computed, and routers an
 
 from __future__ import annotations
 
+from baton.v1 import types_pb2
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SimEngine
 from tests.sim.network import FOR_EVER_S
@@ -44,7 +45,9 @@ class WrongWorkers:
             if not self._over:
                 self._world.after(_LOOKS_EVERY_S, self._damage)
             return
-        wrong = self._cluster.wrong_worker = self._world.random.choice(fit)
+        # What the only one that prefills has computed is everything, and what one that does not is nowhere else.
+        one_of_several = [worker for worker in fit if _prefills(worker) and self._others_prefill_beside(worker)]
+        wrong = self._cluster.wrong_worker = self._world.random.choice(one_of_several or fit)
         self._world.note("computes wrong", wrong.plan.name)
         assert isinstance(wrong.engine, SimEngine)
         wrong.engine.is_wrong = True
@@ -68,6 +71,10 @@ class WrongWorkers:
         for request in crowd(self._world, self._cluster, self._load, name):
             self._cluster.submit(request)
 
+    def _others_prefill_beside(self, worker: SimWorker) -> bool:
+        others = (other for other in self._cluster.present if other is not worker and _prefills(other))
+        return any(other.plan.weights == worker.plan.weights for other in others)
+
     def _hear_late(self, wrong: SimWorker) -> None:
         """Has routers hear of what it has computed from those first that have taken it over."""
         for router in self._cluster.routers:
@@ -83,7 +90,7 @@ class WrongWorkers:
         return bool(judged) and all(judged)  # at moments there is no router
 
     def _look(self, wrong: SimWorker) -> None:
-        if self._over:
+        if self._over or not self._cluster.present_routers:
             return
         found = [wrong.host.incarnation in router.coordinator.verdicts for router in self._cluster.present_routers]
         if not found or not all(found):  # at moments there is no router
@@ -101,3 +108,7 @@ class WrongWorkers:
         for router in self._cluster.routers:
             self._cluster.network.delay(wrong.plan.name, router, 0.0)
         wrong.engine.is_wrong = False
+
+
+def _prefills(worker: SimWorker) -> bool:
+    return types_pb2.WORKER_ROLE_PREFILL in worker.plan.phases

@@ -108,6 +108,7 @@ class Stage:
 
     async def end_others(self) -> int:
         """Steps that have begun when the others have been told to end."""
+        self.stalls.close()  # workers that were cut off hear what the router has said meanwhile
         self.thread_is_free.set()
         for task in self.scenes:
             await task

@@ -356,8 +356,9 @@ class Canaries:
         worker = self._book.workers.get(culprit.worker_id)
         if worker.health.last_success_s >= canary.started_s:
             return
-        if not canary.begun and worker.load is not None and worker.load.num_running:
-            # The worker is full of other work, perhaps another router's. A stuck step would show in its snapshot.
+        if worker.load is not None and worker.load.num_running > canary.begun:
+            # The worker has other work, perhaps another router's, whose steps are long. A stuck one would show in its
+            # snapshot.
             self._book.workers.succeeded(culprit.worker_id, now)
         else:
             self._book.workers.failed(culprit.worker_id, f"canary: no answer within {seconds:g} s", now)

@@ -148,6 +148,19 @@ def test_a_worker_that_others_fill_is_not_blamed() -> None:
     assert bench.take(CancelLeg).leg == canary.leg
 
 
+@pytest.mark.parametrize(("num_running", "expected"), [(2, Health.UP), (1, Health.NEW)])
+def test_a_check_that_runs_beside_others_is_no_sooner_done_than_their_steps(num_running: int, expected: Health) -> None:
+    """Beside a long prompt on a host with too much to do, each of its few steps takes seconds."""
+    bench = Deep()
+    bench.join("d", Role.DECODE)
+    canary = bench.canary(Role.DECODE)
+    bench.say("d", DecodeAdmitted(canary.leg))
+    bench.load("d", num_running=num_running)
+    bench.wait(10.0)
+    assert bench.health("d") is expected
+    assert bench.coordinator.worker("d").health.num_failures == (expected is not Health.UP)
+
+
 def test_three_failed_checks_take_a_worker_down_and_two_good_ones_bring_it_back() -> None:
     bench = Deep()
     bench.join("d", Role.DECODE)

@@ -29,7 +29,8 @@ from services.rpc.certificates import Certificates
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
-"""The most bytes of a request's head; and of what a chunked body has beside its content and an eighth of that."""
+"""The most bytes of a request's head; and of what a chunked body has beside its content and an eighth of that: sizes of
+chunks, their extensions and trailers."""
 MAX_LINES = 128
 """The most lines of a request's head, and of the trailers after a chunked body. Proxies commonly allow 100."""
 MOST_EARLY_BYTES = 64 << 10
@@ -52,9 +53,13 @@ def _last_error(status: int, message: str, code: str, **headers: str) -> HttpErr
 _FULL = _last_error(503, "the router has all the connections it can serve", "overloaded", **{"retry-after": "1"})
 _MALFORMED = _last_error(400, "this is no HTTP request", "malformed_message")
 _VERSION = _last_error(505, "the server speaks HTTP/1.1", "http_version_not_supported")
-_TOO_LONG = _last_error(431, "more than 64 KiB or 128 lines of headers, or of trailers", "headers_too_large")
+_TOO_LONG = _last_error(
+    431, f"more than {MAX_HEAD_BYTES} bytes or {MAX_LINES} lines of headers, or of trailers", "headers_too_large"
+)
 _SMALL_CHUNKS = _last_error(400, "the body has too many small chunks", "malformed_message")
-_TOO_EARLY = _last_error(400, "more than 64 KiB came before an earlier request was answered", "too_early")
+_TOO_EARLY = _last_error(
+    400, f"more than {MOST_EARLY_BYTES} bytes came before an earlier request was answered", "too_early"
+)
 _SLOW_HEAD = _last_error(408, "the request's headers did not arrive in time", "request_timeout")
 _SLOW_BODY = _last_error(408, "the request's body did not arrive in time", "request_timeout")
 
@@ -68,8 +73,10 @@ class Request:
     target: bytes = b""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     num_lines: int = 1
+    """Lines of its head, then of its trailers."""
     content_bytes: int = 0
     other_bytes: int = 0
+    """Bytes of its head; then those of its body that are no content. The piece in which it begins is not counted."""
     has_head: bool = False
     is_whole: bool = False
     is_chunked: bool = False
@@ -108,6 +115,7 @@ class Requests:
         return self.all[-1] if self.all and not self.all[-1].is_whole else None
 
     def parse(self, data: bytes) -> None:
+        """Parses what has come, up to what is refused."""
         for start in range(0, len(data), _PIECE_BYTES):
             if self.is_refused:
                 return
@@ -127,8 +135,8 @@ class Requests:
         try:
             self._parser.feed_data(piece)
         except httptools.HttpParserUpgrade as offer:
-            # Java's client offers HTTP/2 beside a body, which httptools takes for the other protocol's. In what is
-            # written for uvicorn there is no offer.
+            # Java's client offers HTTP/2 beside a body, which httptools takes for the other protocol's. What is written
+            # for uvicorn has no offer: parse that.
             self._parse_piece(bytes(self.all.pop().out) + piece[offer.args[0] :])
         except httptools.HttpParserCallbackError:
             if not self.is_refused:
@@ -155,6 +163,7 @@ class Requests:
             request.patience.reschedule(0.0)
 
     def _stop(self, error: HttpError) -> NoReturn:
+        """Refuses a request and has the parser stop there."""
         self.refuse(error)
         raise ValueError(error.body)
 

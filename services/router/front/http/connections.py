@@ -142,7 +142,10 @@ class Connections:
         return self._all.members()
 
     def _pools(self, connection: Member) -> list[tuple[_Pool, int]]:
-        of_peer = self._of_peers.setdefault(connection.peer, _Pool())
+        """Returns those that count the connection, with the most that each may have."""
+        if connection.peer not in self._of_peers:
+            self._of_peers[connection.peer] = _Pool()
+        of_peer = self._of_peers[connection.peer]
         return [(of_peer, self.limits.max_per_peer), (self._all, self.limits.max_connections)]
 
 
