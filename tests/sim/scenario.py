@@ -279,7 +279,8 @@ def requests(world: World, cluster: Cluster, load: Load) -> list[SimRequest]:
     if has_tiers(world.seed):
         made += _again(world, cluster, made, load)
     if computes_wrong(world.seed):
-        made += _again(world, cluster, made, load, "w", longest_s=8.0)
+        for name in ("w", "x"):
+            made += _again(world, cluster, made, load, name, longest_s=8.0)
     return made
 
 

@@ -7,10 +7,11 @@ caches, and those of all others, still hold what it has computed, and routers an
 from __future__ import annotations
 
 from baton.v1 import types_pb2
+from services.router.policy import Split
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SimEngine
 from tests.sim.network import FOR_EVER_S
-from tests.sim.scenario import Load, computes_wrong, crowd
+from tests.sim.scenario import Load, computes_wrong, crowd, split_of
 from tests.sim.worker import SimWorker
 from tests.sim.world import World
 
@@ -47,6 +48,8 @@ class WrongWorkers:
             return
         # What the only one that prefills has computed is everything, and what one that does not is nowhere else.
         one_of_several = [worker for worker in fit if _prefills(worker) and self._others_prefill_beside(worker)]
+        if split_of(self._world.seed) is not Split.ALWAYS:
+            one_of_several = []  # whoever decodes computes everything, or much
         wrong = self._cluster.wrong_worker = self._world.random.choice(one_of_several or fit)
         self._world.note("computes wrong", wrong.plan.name)
         assert isinstance(wrong.engine, SimEngine)

@@ -262,9 +262,9 @@ class RealCluster:
     def _router_command(self, service: Service, flags: Iterable[str]) -> list[str]:
         """A restarted router is found where it was."""
         command = [*self._program, "router", "--model", str(self._model), "--log-level", "warning"]
-        command += ["--split", "always", *self._tls_flags("router"), *flags]  # tests look at the handoff, costly or not
-        ports = ("--port", service.port), ("--control-port", service.control_port), ("--http-port", service.http_port)
-        return [*command, *(str(part) for each in ports for part in each)]
+        command += ["--split", "always", *self._tls_flags("router")]  # tests look at the handoff, whatever it costs
+        command += ["--http-port", str(service.http_port), *flags]  # a test may have chosen that port itself
+        return [*command, "--port", str(service.port), "--control-port", str(service.control_port)]
 
     def _tls_flags(self, role: str) -> list[str]:
         if self._tls is None:

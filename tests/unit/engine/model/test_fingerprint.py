@@ -216,7 +216,7 @@ def test_replaced_modules_do_not_show(
 ) -> None:
     """Kernels, and what stands in for a model's own parts, are how something is computed, not what."""
     native = info_of(directories["llama"], dtype)
-    monkeypatch.setattr(loading, "use_fast_paths", lambda module, kv_dtype, keep_in: "")
+    monkeypatch.setattr(loading, "use_fast_paths", lambda module, kv_dtype: "")
     assert info_of(directories["llama"], dtype) == native
     assert native.numerics == f"{dtype} weights, {dtype} activations"
 
