@@ -34,7 +34,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("baton")
 
-GATE_FOLDERS = ("unit", "contract", "sim")
+GATE_FOLDERS = ("unit", "contract", "sim", "deploy")
 NOT_IN_GATE = {"process", "clock", "long", "default_model", "proof", "gpu"}
 FOLDERS = {
     "smoke": ("smoke", "process"),

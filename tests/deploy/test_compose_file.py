@@ -67,6 +67,7 @@ def test_only_keys_that_both_compose_versions_know() -> None:
             assert isinstance(value, SERVICE_KEYS[key]), f"{name}: {key} is {value!r}"  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [["docker", "compose"], ["docker-compose"]], ids=" ".join)
 def test_compose_itself_takes_the_file(command: list[str]) -> None:
     if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode:
@@ -330,6 +331,7 @@ def test_workers_with_vllm_have_its_image_and_gpus_of_their_own() -> None:
     assert compose.configuration_of(OURS["vllm-0"]).engine_arguments() == {}
 
 
+@pytest.mark.process
 def test_grafana_has_no_password_that_everybody_knows() -> None:
     """Its own default is admin; without one of the operator's it gets a random one, and anonymous viewers."""
     grafana = compose.services()["grafana"]

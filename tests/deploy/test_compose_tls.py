@@ -56,6 +56,7 @@ def test_only_one_container_writes_the_credentials_and_it_reaches_nobody() -> No
     assert CREDENTIALS in (compose.DEPLOY / "Dockerfile").read_text(), "the volume's first owner is who writes it"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [["docker", "compose"], ["docker-compose"]], ids=" ".join)
 def test_compose_itself_takes_both_files(command: list[str]) -> None:
     if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode:
@@ -66,6 +67,7 @@ def test_compose_itself_takes_both_files(command: list[str]) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.process
 def test_what_is_made_at_the_first_start_opens_two_tenants_and_stays(tmp_path: Path) -> None:
     folder = tmp_path / "credentials"
     folder.mkdir()

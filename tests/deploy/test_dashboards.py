@@ -39,6 +39,7 @@ def test_queries_read_as_grafana_has_them() -> None:
     assert check_dashboards.verdict(query, check_dashboards.Answer(2, 1)) == "ok"
 
 
+@pytest.mark.process
 @pytest.mark.timeout(400)
 def test_every_query_brings_something(tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:

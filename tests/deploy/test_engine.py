@@ -38,6 +38,7 @@ from tests.support.stack import (
 
 MISSING = missing_engine()
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.skipif(MISSING is not None, reason=f"the compose stack was not started: {MISSING}"),
     pytest.mark.timeout(2400),
 ]

@@ -156,6 +156,7 @@ def _uids(node: object) -> Iterator[str]:
             yield from _uids(item)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "check",
     [["check", "config", str(CONFIG)], *(["check", "rules", str(path)] for path in RULES)],

@@ -73,6 +73,7 @@ def test_every_alert_is_tested() -> None:
     assert {case["alertname"] for case in cases} == named
 
 
+@pytest.mark.process
 def test_when_they_speak_and_when_not() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not on this machine")

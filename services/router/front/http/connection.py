@@ -187,6 +187,8 @@ class Requests:
         request, version, method = self.all[-1], self._parser.get_http_version(), self._parser.get_method()
         if version not in ("1.0", "1.1"):
             self._stop(_VERSION)
+        if sum(len(name) + len(value) for name, value in request.headers) > MAX_HEAD_BYTES:
+            self._stop(_TOO_LONG)
         hosts, target = [value for name, value in request.headers if name == b"host"], request.target
         absolute = _ABSOLUTE.fullmatch(target)
         if len(hosts) > 1 or (not hosts and version == "1.1") or not (absolute or target.startswith(b"/")):
@@ -384,7 +386,7 @@ class Bounds:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: BoundedConnection = scope["state"][_KEY]
         request = connection.requests.all[0]
-        has_room = scope["path"].startswith("/health") or self._connections.has_room(connection)
+        has_room = scope["path"].startswith(("/health", "/ping")) or self._connections.has_room(connection)
         if request.error is None and not has_room:
             request.error = _FULL
         if request.error is not None:
