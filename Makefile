@@ -23,7 +23,7 @@ JOBS ?= 2
 # Processes that run tests: one more than cores on a small machine, since tests wait now and then.
 TEST_JOBS ?= 3
 # Where the tests of the gate are (tests/conftest.py): asking there is quicker than looking through all.
-GATE := tests/unit tests/contract tests/sim tests/deploy
+GATE := tests/sim tests/contract tests/unit tests/deploy
 BENCH_ARGS ?=
 PROOF_ARGS ?=
 SIM_ARGS ?=

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import hypothesis
 import pytest
 
@@ -62,6 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     platform.processor()  # Python asks `uname` once a process; libraries ask Python, whichever test comes first
     sys.addaudithook(_note)
+    # Else grpc.aio ends with the last server or channel, whenever that is collected, and waits for its thread, which
+    # waits for whatever a closed loop has left: a test that has nothing to do with it would stand still.
+    grpc.aio.init_grpc_aio()
 
 
 @pytest.hookimpl(tryfirst=True)
