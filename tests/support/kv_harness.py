@@ -329,6 +329,8 @@ async def running(*parties: Source | Destination) -> AsyncIterator[None]:
             if isinstance(party, Source):
                 await until(lambda source=party: source.board.num_followers == 0)  # type: ignore[misc]
                 await until(lambda source=party: source.num_kept_slots == 0)  # type: ignore[misc]
+            else:  # blocks of a fetch that failed are free when the copy under way has ended
+                await until(lambda destination=party: len(destination.table) == 0)  # type: ignore[misc]
             party.assert_idle()
     finally:
         # Destinations first: a source notices.
