@@ -24,7 +24,7 @@ from services.router.policy import (
     Source,
     WorkerView,
 )
-from services.router.policy.cluster import can_decode, can_prefill, can_take_over
+from services.router.policy.filter import can_decode, can_prefill, can_take_over
 from services.router.policy.handoff_time import HandoffTime
 from tests.support import worker_views
 from tests.support.router_bench import BUSY, Bench, is_leg, started
