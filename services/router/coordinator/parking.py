@@ -49,7 +49,7 @@ def park_if_due(book: Book, request: Request, now: float) -> None:
             return WhyNot.REFUSED
         return None if workers.able(job, store.as_source) else WhyNot.NO_TAKER
 
-    able = policy.sift(workers.keepers(job, source), obstacle, ranking.left_out)
+    able = policy.sift(workers.keepers(job, source), obstacle, ranking.noted)
     store_id = policy.place_park(job, source, able, now, ranking)
     if store_id is not None:
         attempt = Attempt(book, request, PlacedPhase.PARK, job, source, workers, now)

@@ -50,7 +50,7 @@ def place_all(book: Book, now: float) -> None:
         }
     before = (book.newest_leg, book.claims)
     claimed = _with_aged_offers(book)
-    decoders = {view.worker_id for view in book.workers.views() if view.roles.can_decode} if len(book.parked) else set()
+    decoders = book.workers.cluster.everyone.decoder_ids
     for request in sorted(book.parked, key=lambda request: _handoffs_turn(book, request, now)):
         if request.phase is not Phase.PARKED:
             continue  # a defect has ended it, with another part of the same request
@@ -184,12 +184,15 @@ def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) 
 def _askable(
     request: Request, able: list[WorkerView], claims: set[str], now: float, ranking: Ranking
 ) -> list[WorkerView]:
+    if not claims and not request.setbacks.refusals:
+        return able
+
     def obstacle(view: WorkerView) -> WhyNot | None:
         if not request.setbacks.may_ask(view, now):
             return WhyNot.REFUSED
         return WhyNot.CLAIMED if view.worker_id in claims else None
 
-    return policy.sift(able, obstacle, ranking.left_out)
+    return policy.sift(able, obstacle, ranking.noted)
 
 
 def _keep_claim(book: Book, request: Request, park: PlacedPark, claimed: set[str], now: float) -> None:

@@ -148,7 +148,7 @@ class _UnsplitStart:
             return policy.decode_shortage(job, None, view) or WhyNot.RESERVED
 
         self._ranking = Ranking()
-        askable = policy.sift(self.able, obstacle, self._ranking.left_out)
+        askable = policy.sift(self.able, obstacle, self._ranking.noted)
         config = book.config.policy
         lenders = left.lenders(config)
         self.worker_id = policy.place_decode(job, None, askable, walk.now, config, self._ranking, lenders)

@@ -130,6 +130,8 @@ class WorkerSubset:
         """Tokens below which a prompt must stay to run on a prefill worker."""
         self.longest_sequence = max((view.context_tokens for view in ready if view.roles.can_decode), default=0)
         """Tokens of the longest sequence that these workers could serve if they were idle: prompt and output."""
+        self.decoder_ids = frozenset([view.worker_id for view in views if view.roles.can_decode])
+        """The decode workers, ready or not."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None, bool, frozenset[str]], Fit] = {}

@@ -8,7 +8,7 @@ computed again when somebody asks.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ Ranked = tuple[float, str, WorkerView]
 class Ranking:
     """Is given the candidates of one choice, as they were compared, and why others were none."""
 
-    __slots__ = ("best", "candidates", "left_out", "terms")
+    __slots__ = ("best", "candidates", "find_shortages", "noted", "terms")
 
     def __init__(self) -> None:
         self.candidates: Sequence[WorkerView] = ()
@@ -38,8 +38,17 @@ class Ranking:
         """The best of them, the winner first: at most `MOST_SCORED`."""
         self.terms: Sequence[tuple[float, Term]] = ()
         """The weights, and the terms as they score these candidates."""
-        self.left_out: Reasons = {}
-        """Workers that could ever take the job, and were no candidates."""
+        self.noted: Reasons = {}
+        """Why some of those that could ever take the job were not asked whether they have room."""
+        self.find_shortages: Callable[[], Reasons] = dict
+        """Returns why the others were no candidates. Most choices are tried again and again in vain, and not told of:
+        so the filters are asked for their reasons only when somebody wants these."""
+
+    @property
+    def left_out(self) -> Reasons:
+        """Returns why workers that could ever take the job were no candidates. To be called before anything has changed
+        since."""
+        return self.noted | self.find_shortages()
 
 
 class PlacedPhase(enum.Enum):

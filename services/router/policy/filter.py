@@ -6,7 +6,7 @@ or what the coordinator knows beside the views: claims and refusals.
 There are two filters for each phase. An *obstacle* lasts whatever the worker's load is, so that what it says is found
 once per kind of job (`cluster.Fit`). A *shortage* is of room, by the worker's newest snapshot, and the worker itself
 decides. Both are asked of workers with the role of the phase. A third kind, `unless_all`, leaves workers out only while
-others are left. Placing and `baton explain` ask the same functions: a reason is a constant, and becomes words
+others are left. Placing and the record of it ask the same functions: a reason is a constant, and becomes words
 (`WhyNot.value`) only where somebody reads it.
 """
 
@@ -217,14 +217,15 @@ def decode_shortage(job: Job, source: Source | None, worker: WorkerView) -> WhyN
     """
     if worker.idle or (source is not None and worker.worker_id == source.worker_id):
         return None
-    num_blocks, num_places = import_blocks(job, worker), min(job.num_answers, worker.max_num_seqs)
+    num_blocks, num_places = import_blocks(job, worker), job.num_answers
     if worker.available_blocks < num_blocks:
         return WhyNot.NO_BLOCKS
     places = worker.max_num_seqs - worker.num_sequences
-    if places < num_places:
+    if places < num_places and worker.num_sequences:  # more answers than it has places run one after the other
         return WhyNot.FULL_BATCH
     if job.headroom:
         kept = kept_for_others(job, worker.num_blocks, num_blocks)
+        num_places = min(num_places, worker.max_num_seqs)
         kept_places = kept_for_others(job, worker.max_num_seqs, num_places)
         if worker.available_blocks < num_blocks + kept or places < num_places + kept_places:
             return WhyNot.OVER_SHARE

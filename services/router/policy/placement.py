@@ -21,7 +21,6 @@ from services.router.policy.filter import (
     kept_for_others,
     preferred,
     prefill_shortage,
-    sift,
     unless_untried,
 )
 from services.router.policy.terms import PARK_TERMS, Comparison, PolicyConfig, Term
@@ -60,14 +59,20 @@ def place_prefill(
     room for those and this one: a lease that no worker can take over fills its prefill worker. With none in flight, one
     prefill is always let through.
     """
-    ranking, candidates = ranking or Ranking(), []
-    no_room_later = _no_decode_room(job, handoffs_in_flight)
-    for worker, takers in workers.starts(job):
-        why = prefill_shortage(job, worker, config.max_queued_tokens) or no_room_later(worker, takers)
-        if why is None:
-            candidates.append(worker)
-        else:
-            ranking.left_out[worker.worker_id] = why
+    ranking = ranking or Ranking()
+    starts, most_tokens = workers.starts(job), config.max_queued_tokens
+    no_decode_room = _no_decode_room(job, handoffs_in_flight)
+    candidates = [
+        worker  # the filter that takes less is asked first; a worker's own shortage is told first
+        for worker, takers in starts
+        if no_decode_room(worker, takers) is None and prefill_shortage(job, worker, most_tokens) is None
+    ]
+    if len(candidates) < len(starts):
+        ranking.find_shortages = lambda: {
+            worker.worker_id: why
+            for worker, takers in starts
+            if (why := prefill_shortage(job, worker, most_tokens) or no_decode_room(worker, takers)) is not None
+        }
     return _best(candidates, job, None, now, config.prefill_terms, ranking, workers.lenders(config))
 
 
@@ -78,11 +83,11 @@ def shortest_queue(job: Job, workers: WorkerSubset, handoffs_in_flight: Handoffs
     def wait(worker: WorkerView) -> tuple[float, str]:
         return worker.queued_tokens * worker.load.ms_per_prefill_token, worker.worker_id
 
-    no_room_later = _no_decode_room(job, handoffs_in_flight)
+    no_decode_room = _no_decode_room(job, handoffs_in_flight)
     able = [
         worker
         for worker, takers in workers.starts(job)
-        if worker.worker_id not in job.kept_off and no_room_later(worker, takers) is None
+        if worker.worker_id not in job.kept_off and no_decode_room(worker, takers) is None
     ]
     return min(able, key=wait, default=None)
 
@@ -123,8 +128,12 @@ def place_decode(
     none. `lenders` are those of `WorkerSubset.lenders`, for a prompt that is to be computed there.
     """
     ranking = ranking or Ranking()
-    asked = preferred(able, job, source, ranking.left_out)
-    candidates = sift(asked, lambda worker: decode_shortage(job, source, worker), ranking.left_out)
+    asked = preferred(able, job, source, ranking.noted)
+    candidates = [worker for worker in asked if decode_shortage(job, source, worker) is None]
+    if len(candidates) < len(asked):
+        ranking.find_shortages = lambda: {
+            worker.worker_id: why for worker in asked if (why := decode_shortage(job, source, worker)) is not None
+        }
     return _best(candidates, job, source, now, config.decode_terms, ranking, lenders)
 
 
@@ -133,7 +142,7 @@ def place_park(
 ) -> str | None:
     """Returns the store that takes the handoff over, of those that could and have room; None if there is none."""
     ranking = ranking or Ranking()
-    return _best(unless_untried(stores, source, ranking.left_out), job, source, now, PARK_TERMS, ranking)
+    return _best(unless_untried(stores, source, ranking.noted), job, source, now, PARK_TERMS, ranking)
 
 
 def nearest_to_room(job: Job, source: Source | None, able: list[WorkerView]) -> str | None:
