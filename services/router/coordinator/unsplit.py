@@ -13,17 +13,7 @@ from services.router.coordinator.attempt import Attempt
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import Request
 from services.router.coordinator.walk import Walk, is_aged
-from services.router.policy import (
-    HandoffsInFlight,
-    PlacedPhase,
-    Ranking,
-    Role,
-    Split,
-    WhyNot,
-    WhySplit,
-    WorkerSubset,
-    WorkerView,
-)
+from services.router.policy import HandoffsInFlight, Ranking, Role, Split, WhyNot, WhySplit, WorkerSubset, WorkerView
 
 
 def must_run_unsplit(book: Book, job: policy.Job) -> bool:
@@ -152,7 +142,7 @@ class _UnsplitStart:
         config = book.config.policy
         lenders = left.lenders(config)
         self.worker_id = policy.place_decode(job, None, askable, walk.now, config, self._ranking, lenders)
-        self._attempt = Attempt(book, request, PlacedPhase.UNSPLIT, job, None, left, walk.now)
+        self._attempt = Attempt(book, request, policy.PlacedPhase.UNSPLIT, job, None, left, walk.now)
         self._walk = walk
 
     def open(self, unsplit: policy.Unsplit | None = None) -> None:

@@ -215,8 +215,7 @@ class Fit:
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._job = replace(job, block_hashes={})  # what is kept must not keep them in memory
-        self._takers: dict[tuple[str, str] | None, _Able] = {}
-        self._keepers: dict[tuple[str, str], _Able] = {}
+        self._found: dict[tuple[bool, tuple[str, str] | None], _Able] = {}
         self._starts: tuple[Start, ...] | None = None
         self._left_out_of_starts = LeftOutWorkers()
         self._no_sources: Reasons = {}
@@ -249,11 +248,11 @@ class Fit:
     def takers(self, source: Source | None) -> tuple[str, ...]:
         """Returns the workers that could ever take over what runs at the source; without a source, those that could run
         the whole of it."""
-        return self._able_to_take(source).worker_ids
+        return self._able(source).worker_ids
 
     def keepers(self, source: Source) -> tuple[str, ...]:
         """Returns the stores that could ever keep the handoff of what runs at the source."""
-        return self._able_to_keep(source).worker_ids
+        return self._able(source, to_keep=True).worker_ids
 
     def left_out(self, phase: PlacedPhase, source: Source | None) -> LeftOutWorkers:
         """Returns the workers with the role of the phase that could never take the job, with the reason, or are left
@@ -261,49 +260,38 @@ class Fit:
         if phase is PlacedPhase.PREFILL:
             _ = self.starts
             return self._left_out_of_starts
-        if phase is PlacedPhase.PARK:
-            assert source is not None, "what is parked comes from somewhere"
-            return self._able_to_keep(source).left_out
-        return self._able_to_take(source).left_out
+        return self._able(source, to_keep=phase is PlacedPhase.PARK).left_out
 
     def check(self, views: list[WorkerView]) -> None:
         """Raises AssertionError if it is not what these views, now, would make it."""
         fresh = Fit(self._cluster, views, self._job)
         assert (self.decoders, self._sources) == (fresh.decoders, fresh._sources)
         for source in self._sources:
-            assert self._able_to_take(source) == fresh._able_to_take(source)
-            assert self._able_to_keep(source) == fresh._able_to_keep(source)
+            assert self._able(source) == fresh._able(source)
+            assert self._able(source, to_keep=True) == fresh._able(source, to_keep=True)
         assert {start.worker_id for start in self.starts} == {start.worker_id for start in fresh.starts}
         assert self._left_out_of_starts == fresh._left_out_of_starts
 
-    def _able_to_take(self, source: Source | None) -> _Able:
-        key = None if source is None else (source.worker_id, source.fingerprint.kv)
-        able = self._takers.get(key)
+    def _able(self, source: Source | None, *, to_keep: bool = False) -> _Able:
+        key = (to_keep, None if source is None else (source.worker_id, source.fingerprint.kv))
+        able = self._found.get(key)
         if able is None:
-            able = self._takers[key] = self._find_takers(source)
+            able = self._found[key] = self._find(source, to_keep)
         return able
 
-    def _able_to_keep(self, source: Source) -> _Able:
-        key = (source.worker_id, source.fingerprint.kv)
-        able = self._keepers.get(key)
-        if able is None:
-            reasons: Reasons = {}
-            stores = (view for view in self._views() if view.roles is Role.STORE)
-            found = sift(stores, lambda view: park_obstacle(self._job, source, view), reasons)
-            able = self._keepers[key] = _Able(_ids(found), LeftOutWorkers().after(reasons))
-        return able
+    def _find(self, source: Source | None, to_keep: bool) -> _Able:
+        job, role = self._job, Role.STORE if to_keep else Role.DECODE
 
-    def _find_takers(self, source: Source | None) -> _Able:
         def obstacle(view: WorkerView) -> WhyNot | None:
-            return decode_obstacle(self._job, source, view)
-
-        def could(view: WorkerView) -> bool:
-            return view.roles.can_decode and obstacle(view) is None
+            if source is not None and to_keep:
+                return park_obstacle(job, source, view)
+            return decode_obstacle(job, source, view)
 
         reasons: Reasons = {}
-        found = sift((view for view in self._views() if view.roles.can_decode), obstacle, reasons)
-        found = self._without_ejected(found, could, reasons, source.worker_id if source is not None else "")
-        return _Able(_ids(found), LeftOutWorkers().after(reasons))
+        found = sift((view for view in self._views() if role in view.roles), obstacle, reasons)
+        here = source.worker_id if source is not None else ""
+        found = self._without_ejected(found, lambda view: role in view.roles and obstacle(view) is None, reasons, here)
+        return _Able(tuple([view.worker_id for view in found]), LeftOutWorkers().after(reasons))
 
     def _find_starts(self) -> tuple[Start, ...]:
         views, reasons = self._cluster.views, dict(self._no_sources)
@@ -311,18 +299,17 @@ class Fit:
         found = unless_all(found, self._job.avoid, WhyNot.BLAMED, reasons)
         sources = [view.as_source for view in found]
         untried = [source.worker_id for source in sources if not self._has_tried_taker(source)]
-        found = unless_all(found, untried, WhyNot.UNTRIED, reasons)
+        left = {view.worker_id for view in unless_all(found, untried, WhyNot.UNTRIED, reasons)}
         self._left_out_of_starts = LeftOutWorkers().after(reasons)
-        room_of = self._cluster.room_of
         return tuple(
-            Start(source.worker_id, room_of(self.takers(source) + self.keepers(source)))
-            for source in (view.as_source for view in found)
+            Start(source.worker_id, self._cluster.room_of(self.takers(source) + self.keepers(source)))
+            for source in sources
+            if source.worker_id in left
         )
 
     def _source_obstacle(self, view: WorkerView) -> WhyNot | None:
-        if (why := prefill_obstacle(self._job, view)) is not None:
-            return why
-        return None if self.takers(view.as_source) else WhyNot.NO_TAKER
+        why = prefill_obstacle(self._job, view)
+        return WhyNot.NO_TAKER if why is None and not self.takers(view.as_source) else why
 
     def _could_start(self, view: WorkerView) -> bool:
         """Returns whether the worker could run the prompt, and some worker, claimed or not, take it over."""
@@ -349,10 +336,6 @@ class Fit:
     def _has_tried_taker(self, source: Source) -> bool:
         views = self._cluster.views
         return any(source.worker_id not in views[worker_id].untried for worker_id in self.takers(source))
-
-
-def _ids(views: list[WorkerView]) -> tuple[str, ...]:
-    return tuple([view.worker_id for view in views])
 
 
 def _lasting(

@@ -174,11 +174,6 @@ def _may_compute(job: Job, worker: WorkerView) -> bool:
     return bound is None or found == bound or (job.across_engines and found.engine != bound.engine)
 
 
-def can_prefill(job: Job, worker: WorkerView) -> bool:
-    """Returns whether the worker could ever run the job's prompt, whatever its load is now."""
-    return worker.roles.can_prefill and prefill_obstacle(job, worker) is None
-
-
 def can_decode(job: Job, worker: WorkerView) -> bool:
     """Returns whether the worker could ever run the whole sequence, whatever its load is now."""
     return worker.roles.can_decode and decode_obstacle(job, None, worker) is None
