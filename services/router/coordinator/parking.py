@@ -9,10 +9,9 @@ if there were no store, and nothing is counted against it; if the source is gone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from services.core.errors import BatonError, Draining, ProtocolViolation
 from services.router import policy
+from services.router.coordinator.attempt import Attempt
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -25,7 +24,7 @@ from services.router.coordinator.events import (
 from services.router.coordinator.handoff import is_leaving, is_the_pairs, leaves, note_refusal, takes_no_more
 from services.router.coordinator.request import PlacedPark, Request
 from services.router.coordinator.workers import Worker
-from services.router.policy import LeftOut, PlacedPhase, Ranking, Role, Source, WhyNot, WorkerSubset, WorkerView
+from services.router.policy import PlacedPhase, Ranking, Role, Source, WhyNot, WorkerView
 
 
 def park_if_due(book: Book, request: Request, now: float) -> None:
@@ -42,51 +41,19 @@ def park_if_due(book: Book, request: Request, now: float) -> None:
     workers, ranking = book.workers.cluster.everyone, Ranking()
     source = Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)
     job = request.job(len(leg.token_ids))
-    able = [
-        view
-        for view in workers.keepers(job, source)
-        if policy.has_room_to_keep(job, view)
-        and request.setbacks.may_ask(view, now)
-        and workers.able(job, view.as_source)  # some decode worker can fetch it from there
-    ]
-    store_id = policy.place_park(job, source, able, now, ranking)
-    if store_id is None:
-        return
-    choice = policy.explain_choice(
-        PlacedPhase.PARK,
-        job,
-        source,
-        workers.view(store_id),
-        ranking,
-        policy.PARK_TERMS,
-        now,
-        waited_s=now - request.waiting_since_s,
-        left_out=_left_out(workers, request, job, source, ranking.candidates, now),
-        before=request.story.vain_attempt,
-    )
-    book.open_park(request, book.workers.get(store_id), now, choice)
 
-
-def _left_out(
-    workers: WorkerSubset,
-    request: Request,
-    job: policy.Job,
-    source: Source,
-    candidates: Sequence[WorkerView],
-    now: float,
-) -> policy.LeftOutWorkers:
-    compared = {view.worker_id for view in candidates}
-    left = [view for view in workers.views() if view.roles is Role.STORE and view.worker_id not in compared]
-
-    def why(store: WorkerView) -> WhyNot:
-        if (never := policy.why_no_park(job, source, store)) is not None:
-            return never
+    def obstacle(store: WorkerView) -> WhyNot | None:
+        if (why := policy.park_shortage(job, store)) is not None:
+            return why
         if not request.setbacks.may_ask(store, now):
             return WhyNot.REFUSED
-        return WhyNot.UNTRIED if workers.able(job, store.as_source) else WhyNot.NO_TAKER
+        return None if workers.able(job, store.as_source) else WhyNot.NO_TAKER
 
-    named = (LeftOut(store.worker_id, why(store)) for store in left)
-    return policy.LeftOutWorkers().joined(named, len(left))
+    able = policy.sift(workers.keepers(job, source), obstacle, ranking.noted)
+    store_id = policy.place_park(job, source, able, now, ranking)
+    if store_id is not None:
+        attempt = Attempt(book, request, PlacedPhase.PARK, job, source, workers, now)
+        book.open_park(request, book.workers.get(store_id), now, attempt.choice(store_id, ranking))
 
 
 def leg_event(book: Book, worker: Worker, event: LegEvent, request: Request, leg: PlacedPark, now: float) -> None:

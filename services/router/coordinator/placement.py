@@ -30,14 +30,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.router import policy
+from services.router.coordinator.attempt import Attempt
 from services.router.coordinator.book import Book
-from services.router.coordinator.left_out import DecodeReasons, left_out_of_start, may_note
 from services.router.coordinator.parking import park_if_due
 from services.router.coordinator.request import Phase, PlacedPark, PlacedPrefill, Request
 from services.router.coordinator.unsplit import must_run_unsplit, start_unsplit, weigh_unsplit
 from services.router.coordinator.walk import Walk, has_waited_long, is_aged
 from services.router.coordinator.workers import Worker
-from services.router.policy import PlacedPhase, Ranking, Source, Split, WorkerSubset, WorkerView
+from services.router.policy import PlacedPhase, Ranking, Source, Split, WhyNot, WorkerSubset, WorkerView
 
 
 def place_all(book: Book, now: float) -> None:
@@ -50,7 +50,7 @@ def place_all(book: Book, now: float) -> None:
         }
     before = (book.newest_leg, book.claims)
     claimed = _with_aged_offers(book)
-    decoders = {view.worker_id for view in book.workers.views() if view.roles.can_decode} if len(book.parked) else set()
+    decoders = book.workers.cluster.everyone.decoder_ids
     for request in sorted(book.parked, key=lambda request: _handoffs_turn(book, request, now)):
         if request.phase is not Phase.PARKED:
             continue  # a defect has ended it, with another part of the same request
@@ -157,28 +157,42 @@ def _place_handoff(book: Book, request: Request, claimed: set[str], now: float) 
     if leg.sealed_s is None and view is not None:
         source = view.as_prefill  # what is still to be computed is copied meanwhile
     job = _beside_others(request, request.job(len(leg.token_ids)))
-    able = book.workers.cluster.everyone.able(job, source)
-    # Adoption in place takes no room from the claimant of the worker, and its end may make that room.
-    unclaimed = [view for view in able if view.worker_id not in claimed or view.worker_id == source.worker_id]
-    ways = _ways_past_claims(book, request, source, unclaimed)
-    askable = [[view for view in views if request.setbacks.may_ask(view, now)] for views in ways]
-    ranking = Ranking()
-    placed = (policy.place_decode(job, source, views, now, book.config.policy, ranking) for views in askable)
-    worker_id = next(filter(None, placed), None)
+    everyone = book.workers.cluster.everyone
+    able = everyone.able(job, source)
+    worker_id, ranking, claims = None, Ranking(), set[str]()
+    for claims in _claims_to_respect(book, request, source, able, claimed):
+        ranking = Ranking()
+        askable = _askable(request, able, claims, now, ranking)
+        worker_id = policy.place_decode(job, source, askable, now, book.config.policy, ranking)
+        if worker_id is not None:
+            break
     if worker_id is None and is_aged(book, request, now):
-        worker_id = _claim(request, job, source, ways[-1], claimed, now)
+        left = [view for view in able if view.worker_id not in claims]
+        worker_id = _claim(request, job, source, left, claimed, now)
         if job.headroom:
             worker_id = None  # it is for the router to keep that worker's last room for other tenants
         if worker_id is not None:
             book.aged_offers[worker_id] = request
-    reasons = DecodeReasons(book, request, job, source, book.workers.cluster.everyone, able)
+    attempt = Attempt(book, request, PlacedPhase.DECODE, job, source, everyone, now)
     if worker_id is None:
-        reasons.note_wait(askable[-1], now)
+        attempt.note_wait(ranking)
         park_if_due(book, request, now)
         return
-    asked = next((views for views in askable if any(view.worker_id == worker_id for view in views)), askable[-1])
-    choice = reasons.choice(worker_id, ranking, asked, now)
-    book.open_decode(request, book.workers.get(worker_id), now, choice)
+    book.open_decode(request, book.workers.get(worker_id), now, attempt.choice(worker_id, ranking))
+
+
+def _askable(
+    request: Request, able: list[WorkerView], claims: set[str], now: float, ranking: Ranking
+) -> list[WorkerView]:
+    if not claims and not request.setbacks.refusals:
+        return able
+
+    def obstacle(view: WorkerView) -> WhyNot | None:
+        if not request.setbacks.may_ask(view, now):
+            return WhyNot.REFUSED
+        return WhyNot.CLAIMED if view.worker_id in claims else None
+
+    return policy.sift(able, obstacle, ranking.noted)
 
 
 def _keep_claim(book: Book, request: Request, park: PlacedPark, claimed: set[str], now: float) -> None:
@@ -189,18 +203,22 @@ def _keep_claim(book: Book, request: Request, park: PlacedPark, claimed: set[str
         _claim(request, job, source, [view for view in able if view.worker_id not in claimed], claimed, now)
 
 
-def _ways_past_claims(book: Book, request: Request, source: Source, able: list[WorkerView]) -> list[list[WorkerView]]:
-    """Returns the sets of workers that a handoff may go to, the preferred set first.
+def _claims_to_respect(
+    book: Book, request: Request, source: Source, able: list[WorkerView], claimed: set[str]
+) -> list[set[str]]:
+    """Returns the sets of claimed workers that a handoff may be kept off, one after the other until it finds room.
 
-    It avoids the workers that older queued requests have claimed, if any other is able. But if its source is claimed
-    too, all workers are allowed in the end: the claimant waits for the blocks that the handoff holds there, and each
-    of the two would wait for the other.
+    Adoption in place takes no room from the claimant of the worker in `claimed`, and its end may make that room. The
+    handoff avoids the workers that older queued requests have claimed, if any other is able. But if its source is
+    claimed by one too, all workers are allowed in the end: the claimant waits for the blocks that the handoff holds
+    there, and each of the two would wait for the other.
     """
+    by_handoffs = claimed - {source.worker_id}
     older = {worker_id for worker_id, claimant in book.claims.items() if claimant.order < request.order}
-    elsewhere = [view for view in able if view.worker_id not in older]
-    if not elsewhere:
-        return [able]
-    return [elsewhere, able] if source.worker_id in older else [elsewhere]
+    claims = by_handoffs | older
+    if all(view.worker_id in claims for view in able):
+        return [by_handoffs]
+    return [claims, by_handoffs] if source.worker_id in older else [claims]
 
 
 def _claim(
@@ -241,31 +259,17 @@ def _start(book: Book, request: Request, walk: Walk) -> bool:
     left, ranking = walk.left_to(request), Ranking()
     if must_run_unsplit(book, job):
         return start_unsplit(book, request, job, left, walk)
+    attempt = Attempt(book, request, PlacedPhase.PREFILL, job, None, left, walk.now)
     worker_id = policy.place_prefill(job, left, book.handoffs_in_flight, walk.now, config, ranking)
     weighed = weigh_unsplit(book, request, job, left, walk, worker_id)
     if weighed.start():
         return True
     if worker_id is None:
-        if may_note(request, PlacedPhase.PREFILL, walk.now):
-            left_out = left_out_of_start(book, job, left, ())
-            request.story.vain_attempt = policy.VainAttempt(PlacedPhase.PREFILL, walk.now, left_out)
+        attempt.note_wait(ranking)
         worker_id = _nearest_start(request, job, left, walk, config) if is_aged(book, request, walk.now) else None
         if worker_id is None:
             return False
-    chosen = left.view(worker_id)
-    choice = policy.explain_choice(
-        PlacedPhase.PREFILL,
-        job,
-        None,
-        chosen,
-        ranking,
-        config.prefill_terms,
-        walk.now,
-        waited_s=walk.now - request.waiting_since_s,
-        left_out=left_out_of_start(book, job, left, ranking.candidates or [chosen]),
-        before=request.story.vain_attempt,
-        split=weighed.why_split,
-    )
+    choice = attempt.choice(worker_id, ranking, split=weighed.why_split)
     book.open_prefill(request, book.workers.get(worker_id), walk.now, choice)
     walk.note_start()
     return True
@@ -277,7 +281,7 @@ def _beside_shorter(book: Book, request: Request, now: float) -> policy.Job:
     job, everyone = _beside_others(request, request.next_job()), book.workers.cluster.everyone
     if not book.long_prompts.is_long(job.num_tokens) or has_waited_long(book, request, now):
         return job
-    views = [everyone.view(start.worker_id) for start in everyone.fit(job).starts]
+    views = [view for view, _ in everyone.starts(job)]
     return replace(job, kept_off=book.long_prompts.kept(job, views, now))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.router import policy
+from services.router.coordinator.attempt import Attempt
 from services.router.coordinator.book import Book
-from services.router.coordinator.left_out import DecodeReasons
 from services.router.coordinator.request import Request
 from services.router.coordinator.walk import Walk, is_aged
-from services.router.policy import HandoffsInFlight, Ranking, Role, Split, WhySplit, WorkerSubset, WorkerView
+from services.router.policy import HandoffsInFlight, Ranking, Role, Split, WhyNot, WhySplit, WorkerSubset, WorkerView
 
 
 def must_run_unsplit(book: Book, job: policy.Job) -> bool:
@@ -123,28 +123,35 @@ class _UnsplitStart:
     ) -> None:
         """`beside` are handoffs whose room it must not take; one that has no other way need not wait for these."""
         self.able = left.able(job, None)
-        unclaimed = [view for view in self.able if view.worker_id not in walk.for_handoffs]
-        roomy, output_tokens = unclaimed, book.output_lengths.median or 1
+        roomy = [view for view in self.able if view.worker_id not in walk.for_handoffs]
         if beside is not None:
-            roomy = policy.beside_handoffs(job, unclaimed, beside, output_tokens)
-        self._askable = [view for view in roomy if request.setbacks.may_ask(view, walk.now)]
+            roomy = policy.beside_handoffs(job, roomy, beside, book.output_lengths.median or 1)
+        roomy_ids = {view.worker_id for view in roomy}
+
+        def obstacle(view: WorkerView) -> WhyNot | None:
+            if not request.setbacks.may_ask(view, walk.now):
+                return WhyNot.REFUSED
+            if view.worker_id in roomy_ids:
+                return None
+            if view.worker_id in walk.for_handoffs:
+                return WhyNot.CLAIMED
+            return policy.decode_shortage(job, None, view) or WhyNot.RESERVED
+
         self._ranking = Ranking()
+        askable = policy.sift(self.able, obstacle, self._ranking.noted)
         config = book.config.policy
-        self.worker_id = policy.place_decode(
-            job, None, self._askable, walk.now, config, self._ranking, left.lenders(config)
-        )
-        self._book, self._request, self._walk = book, request, walk
-        has_room = unclaimed if roomy is unclaimed else policy.beside_handoffs(job, unclaimed, HandoffsInFlight(), 0)
-        reserved = {view.worker_id for view in has_room} - {view.worker_id for view in roomy}
-        self._reasons = DecodeReasons(book, request, job, None, left, self.able, reserved)
+        lenders = left.lenders(config)
+        self.worker_id = policy.place_decode(job, None, askable, walk.now, config, self._ranking, lenders)
+        self._attempt = Attempt(book, request, policy.PlacedPhase.UNSPLIT, job, None, left, walk.now)
+        self._walk = walk
 
     def open(self, unsplit: policy.Unsplit | None = None) -> None:
         """Starts it there. `unsplit` says why, if its prompt could have run apart."""
         assert self.worker_id is not None
-        book, walk = self._book, self._walk
-        choice = self._reasons.choice(self.worker_id, self._ranking, self._askable, walk.now, unsplit)
-        book.open_decode(self._request, book.workers.get(self.worker_id), walk.now, choice)
-        walk.note_start()
+        attempt = self._attempt
+        book, choice = attempt.book, attempt.choice(self.worker_id, self._ranking, unsplit)
+        book.open_decode(attempt.request, book.workers.get(self.worker_id), attempt.now, choice)
+        self._walk.note_start()
 
     def note_wait(self) -> None:
-        self._reasons.note_wait(self._askable, self._walk.now)
+        self._attempt.note_wait(self._ranking)

@@ -63,6 +63,8 @@ class Walk:
 
     def left_to(self, request: Request) -> WorkerSubset:
         """Returns the workers that no queued request has claimed, and where it would not overtake too often."""
+        if not self._must_not_overtake:
+            return self._book.workers.cluster.without(self._claimed)
         mine = request.spec.worker_priority(goes_ahead=request.share.is_behind)
         not_overtaken = {worker_id for worker_id, priority in self._must_not_overtake.items() if priority < mine}
         return self._book.workers.cluster.without(self._claimed | not_overtaken)

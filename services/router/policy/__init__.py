@@ -4,26 +4,31 @@ Owns: the views policy may look at, the filters and the scores, and how far work
 requests, clocks, I/O.
 """
 
-from services.router.policy.cluster import Cluster, WorkerSubset, can_decode, can_prefill, can_take_over
+from services.router.policy.cluster import Cluster, WorkerSubset
 from services.router.policy.explanation import (
-    LeftOut,
-    LeftOutWorkers,
     PlacedPhase,
     PlacementChoice,
     Ranking,
     SplitAfterAll,
     Unsplit,
     VainAttempt,
-    WhyNot,
     explain_choice,
+)
+from services.router.policy.filter import (
+    LeftOut,
+    LeftOutWorkers,
+    WhyNot,
+    can_decode,
+    can_take_over,
+    decode_shortage,
+    park_shortage,
+    sift,
 )
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
 from services.router.policy.handoff_room import beside_handoffs
 from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.known_cache import KnownCache
 from services.router.policy.placement import (
-    left_out_of_decode,
-    left_out_of_start,
     nearest_start,
     nearest_to_room,
     place_decode,
@@ -57,7 +62,6 @@ from services.router.policy.splitting import (
     break_even,
     split_costs,
 )
-from services.router.policy.stores import has_room_to_keep, why_no_park
 from services.router.policy.terms import PARK_TERMS, SHARING, PolicyConfig, Term, sharing, weighted
 from services.router.policy.views import (
     Fingerprint,
@@ -121,15 +125,13 @@ __all__ = [
     "beside_handoffs",
     "break_even",
     "can_decode",
-    "can_prefill",
     "can_take_over",
     "choose_source",
+    "decode_shortage",
     "explain_choice",
-    "has_room_to_keep",
-    "left_out_of_decode",
-    "left_out_of_start",
     "nearest_start",
     "nearest_to_room",
+    "park_shortage",
     "place_decode",
     "place_park",
     "place_prefill",
@@ -138,8 +140,8 @@ __all__ = [
     "resolve_max_tokens",
     "sharing",
     "shortest_queue",
+    "sift",
     "split_costs",
     "uncached_tokens",
     "weighted",
-    "why_no_park",
 ]

@@ -2,7 +2,8 @@
 Pure.
 
 Owns: the newest view of each worker; for each kind of job, who could ever run it and take it over; and the room of each
-set of workers that take over from one source, added up as snapshots come. Never: which worker is best (`placement.py`).
+set of workers that take over from one source, added up as snapshots come. Never: what stands in one worker's way
+(`filter.py`), or which worker is best (`placement.py`).
 
 A topology lasts until a worker comes, goes, or changes in what does not depend on its load: its health, say. Jobs that
 no worker of the topology tells apart by their lengths have one `Fit`.
@@ -14,70 +15,23 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from services.router.policy.explanation import MOST_NAMED, LeftOut, LeftOutWorkers, WhyNot
-from services.router.policy.stores import can_park
+from services.router.policy.explanation import PlacedPhase
+from services.router.policy.filter import (
+    LeftOutWorkers,
+    Reasons,
+    WhyNot,
+    can_take_over,
+    decode_obstacle,
+    park_obstacle,
+    prefill_obstacle,
+    sift,
+    unless_all,
+)
 from services.router.policy.terms import PolicyConfig
 from services.router.policy.views import Fingerprint, Job, Role, Source, WorkerView
 
 _MOST_FITS = 1024
 """The most fits kept at once; requests that failed on different workers are of different kinds."""
-
-
-def can_prefill(job: Job, worker: WorkerView) -> bool:
-    """Returns whether the worker could ever run the job's prompt, whatever its load is now."""
-    able = worker.ready and worker.roles.can_prefill and job.num_tokens < worker.context_tokens
-    return able and _may_compute(job, worker)
-
-
-def can_decode(job: Job, worker: WorkerView) -> bool:
-    """Returns whether the worker could ever run the whole sequence, whatever its load is now."""
-    return worker.ready and _fits(job, worker) and _may_compute(job, worker)
-
-
-def can_take_over(job: Job, source: Source, worker: WorkerView) -> bool:
-    """Returns whether the worker could ever take over the handoff, whatever its load is now.
-
-    In place it needs no new block; elsewhere it needs all the prompt's blocks and one.
-    """
-    if worker.worker_id == source.worker_id:
-        return (worker.ready or worker.on_trial) and _fits(job, worker)
-    if not worker.ready or not _fits(job, worker) or source.worker_id in worker.barred:
-        return False
-    return worker.fingerprint.kv == source.fingerprint.kv and import_blocks(job, worker) <= worker.num_blocks
-
-
-def import_blocks(job: Job, worker: WorkerView) -> int:
-    """Returns the blocks that a decode worker sets aside for a handoff: its prompt's and one to grow into, and one for
-    each further answer, as far as its pool is large enough."""
-    fewest = worker.blocks_for(job.num_tokens) + 1
-    return fewest if job.num_answers == 1 else max(fewest, min(fewest + job.num_answers - 1, worker.num_blocks))
-
-
-def unblamed(able: list[WorkerView], job: Job) -> list[WorkerView]:
-    """Returns the workers that have not failed under this job, or all of them if each has.
-
-    Room does not matter: the worker that failed often looks the freest, and a job that went back there because the
-    others have no room would use up its attempts.
-    """
-    if not job.avoid:
-        return able
-    return [worker for worker in able if worker.worker_id not in job.avoid] or able
-
-
-def _may_compute(job: Job, worker: WorkerView) -> bool:
-    """Returns whether the worker may compute the job: one of its model and of an engine that serves such a job, and
-    after tokens were streamed, only one of an equal fingerprint, or of another engine where the job may go there.
-
-    To take over KV, an equal `kv` is enough, and the model.
-    """
-    bound, found = job.fingerprint, worker.fingerprint
-    if worker.model != job.model or found.engine in job.unserved_by:
-        return False
-    return bound is None or found == bound or (job.across_engines and found.engine != bound.engine)
-
-
-def _fits(job: Job, worker: WorkerView) -> bool:
-    return worker.roles.can_decode and worker.model == job.model and job.total_tokens <= worker.context_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -176,6 +130,8 @@ class WorkerSubset:
         """Tokens below which a prompt must stay to run on a prefill worker."""
         self.longest_sequence = max((view.context_tokens for view in ready if view.roles.can_decode), default=0)
         """Tokens of the longest sequence that these workers could serve if they were idle: prompt and output."""
+        self.decoder_ids = frozenset([view.worker_id for view in views if view.roles.can_decode])
+        """The decode workers, ready or not."""
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None, bool, frozenset[str]], Fit] = {}
@@ -211,12 +167,17 @@ class WorkerSubset:
             self._cluster.note_fit()
         return fit
 
+    def starts(self, job: Job) -> list[tuple[WorkerView, Room]]:
+        """Returns the workers of `Fit.starts`, each with the room of those that could take the prompt over from it or
+        keep its handoff."""
+        views = self._cluster.views
+        return [(views[start.worker_id], start.room) for start in self.fit(job).starts]
+
     def able(self, job: Job, source: Source | None) -> list[WorkerView]:
         """Returns the workers that could ever take the job over from `source`; without a source, those that could run
         all of it."""
         fit, views = self.fit(job), self._cluster.views
-        worker_ids = fit.decoders if source is None else fit.takers(source)
-        return [views[worker_id] for worker_id in worker_ids]
+        return [views[worker_id] for worker_id in fit.takers(source)]
 
     def keepers(self, job: Job, source: Source) -> list[WorkerView]:
         """Returns the stores that could ever keep the handoff of what runs at the source."""
@@ -239,22 +200,32 @@ class WorkerSubset:
         return self._cluster.views.values() if config.share_prefixes and config.looks_at_prompts else ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Able:
+    """Names the workers that could do something, and says what stands in the others' way."""
+
+    worker_ids: tuple[str, ...]
+    left_out: LeftOutWorkers
+
+
 class Fit:
-    """Computes which of some workers could ever run, take over or decode jobs of one kind."""
+    """Computes which of some workers could ever run, take over or decode jobs of one kind, and why the others not."""
 
     def __init__(self, cluster: Cluster, views: list[WorkerView], job: Job) -> None:
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._job = replace(job, block_hashes={})  # what is kept must not keep them in memory
-        self.decoders = self._spared(views, lambda view: can_decode(job, view))
-        """The workers that could run the whole of it."""
-        self._takers: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._keepers: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._found: dict[tuple[bool, tuple[str, str] | None], _Able] = {}
         self._starts: tuple[Start, ...] | None = None
-        self._left_out_of_starts: LeftOutWorkers | None = None
-        self._left_out_of_takers: dict[tuple[str, str] | None, LeftOutWorkers] = {}
-        sources = (view.as_source for view in views if can_prefill(job, view))
-        self._sources = [source for source in sources if self.takers(source)]
+        self._left_out_of_starts = LeftOutWorkers()
+        self._no_sources: Reasons = {}
+        sources = sift((view for view in views if view.roles.can_prefill), self._source_obstacle, self._no_sources)
+        self._sources = [view.as_source for view in sources]
+
+    @property
+    def decoders(self) -> tuple[str, ...]:
+        """Returns the workers that could run the whole of it."""
+        return self.takers(None)
 
     @property
     def can_hand_over(self) -> bool:
@@ -271,108 +242,96 @@ class Fit:
         """Returns where the prompt may run, whether there is room or not: as far as there is a choice, no worker on
         which it has failed, and only workers from which another is known to be able to take it over."""
         if self._starts is None:
-            views = self._cluster.views
-            spared = self._spared([views[source.worker_id] for source in self._sources], self._may_start)
-            left = {view.worker_id for view in unblamed([views[worker_id] for worker_id in spared], self._job)}
-            sources = [source for source in self._sources if source.worker_id in left]
-            tried = [source for source in sources if self._has_tried_taker(source)] or sources
-            self._starts = tuple(
-                Start(source.worker_id, self._cluster.room_of(self.takers(source) + self.keepers(source)))
-                for source in tried
-            )
+            self._starts = self._find_starts()
         return self._starts
 
-    def takers(self, source: Source) -> tuple[str, ...]:
-        """Returns the workers that could ever take over what runs at the source."""
-        key = (source.worker_id, source.fingerprint.kv)
-        if key not in self._takers:
-            views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
-            self._takers[key] = self._spared(views, lambda view: can_take_over(self._job, source, view), source)
-        return self._takers[key]
+    def takers(self, source: Source | None) -> tuple[str, ...]:
+        """Returns the workers that could ever take over what runs at the source; without a source, those that could run
+        the whole of it."""
+        return self._able(source).worker_ids
 
     def keepers(self, source: Source) -> tuple[str, ...]:
         """Returns the stores that could ever keep the handoff of what runs at the source."""
-        key = (source.worker_id, source.fingerprint.kv)
-        if key not in self._keepers:
-            views = (self._cluster.views[worker_id] for worker_id in self._worker_ids)
-            self._keepers[key] = tuple(view.worker_id for view in views if can_park(self._job, source, view))
-        return self._keepers[key]
+        return self._able(source, to_keep=True).worker_ids
 
-    def _spared(
-        self, views: Iterable[WorkerView], able: Callable[[WorkerView], bool], source: Source | None = None
-    ) -> tuple[str, ...]:
-        """Returns the able ones of these workers: an ejected one only if, of all workers, claimed or not, no other is
-        able on which the job has not failed. A handoff may stay where it is."""
-        found = [view for view in views if able(view)]
-        if any(view.ejected for view in found):
-            everyone = self._cluster.views.values()
-            if any(able(view) for view in everyone if not view.ejected and view.worker_id not in self._job.avoid):
-                here = source.worker_id if source is not None else None
-                found = [view for view in found if not view.ejected or view.worker_id == here]
-        return tuple(view.worker_id for view in found)
-
-    def _may_start(self, view: WorkerView) -> bool:
-        source, others = view.as_source, self._cluster.views.values()
-        return can_prefill(self._job, view) and any(can_take_over(self._job, source, other) for other in others)
-
-    @property
-    def left_out_of_starts(self) -> LeftOutWorkers:
-        """Returns the workers that take prompts and are not among `starts`, with the reason."""
-        if self._left_out_of_starts is None:
-            starts = {start.worker_id for start in self.starts}
-            left = [view for view in self._views() if view.roles.can_prefill and view.worker_id not in starts]
-            named = [LeftOut(view.worker_id, self._why_no_start(view)) for view in left[:MOST_NAMED]]
-            self._left_out_of_starts = LeftOutWorkers(tuple(named), len(left))
-        return self._left_out_of_starts
-
-    def left_out_of_takers(self, source: Source | None) -> LeftOutWorkers:
-        """Returns the decode workers that could not take over from the source, with the reason; without a source, those
-        that could not run the whole of it."""
-        key = None if source is None else (source.worker_id, source.fingerprint.kv)
-        if key not in self._left_out_of_takers:
-            takers = self.decoders if source is None else self.takers(source)
-            left = [view for view in self._views() if view.roles.can_decode and view.worker_id not in takers]
-            named = [LeftOut(view.worker_id, self._why_no_taker(source, view)) for view in left[:MOST_NAMED]]
-            self._left_out_of_takers[key] = LeftOutWorkers(tuple(named), len(left))
-        return self._left_out_of_takers[key]
+    def left_out(self, phase: PlacedPhase, source: Source | None) -> LeftOutWorkers:
+        """Returns the workers with the role of the phase that could never take the job, with the reason, or are left
+        out for the sake of those that could."""
+        if phase is PlacedPhase.PREFILL:
+            _ = self.starts
+            return self._left_out_of_starts
+        return self._able(source, to_keep=phase is PlacedPhase.PARK).left_out
 
     def check(self, views: list[WorkerView]) -> None:
         """Raises AssertionError if it is not what these views, now, would make it."""
         fresh = Fit(self._cluster, views, self._job)
         assert (self.decoders, self._sources) == (fresh.decoders, fresh._sources)
         for source in self._sources:
-            assert self.takers(source) == fresh.takers(source)
-            assert self.keepers(source) == fresh.keepers(source)
+            assert self._able(source) == fresh._able(source)
+            assert self._able(source, to_keep=True) == fresh._able(source, to_keep=True)
         assert {start.worker_id for start in self.starts} == {start.worker_id for start in fresh.starts}
-        assert self.left_out_of_starts == fresh.left_out_of_starts
+        assert self._left_out_of_starts == fresh._left_out_of_starts
+
+    def _able(self, source: Source | None, *, to_keep: bool = False) -> _Able:
+        key = (to_keep, None if source is None else (source.worker_id, source.fingerprint.kv))
+        able = self._found.get(key)
+        if able is None:
+            able = self._found[key] = self._find(source, to_keep)
+        return able
+
+    def _find(self, source: Source | None, to_keep: bool) -> _Able:
+        job, role = self._job, Role.STORE if to_keep else Role.DECODE
+
+        def obstacle(view: WorkerView) -> WhyNot | None:
+            if source is not None and to_keep:
+                return park_obstacle(job, source, view)
+            return decode_obstacle(job, source, view)
+
+        reasons: Reasons = {}
+        found = sift((view for view in self._views() if role in view.roles), obstacle, reasons)
+        here = source.worker_id if source is not None else ""
+        found = self._without_ejected(found, lambda view: role in view.roles and obstacle(view) is None, reasons, here)
+        return _Able(tuple([view.worker_id for view in found]), LeftOutWorkers().after(reasons))
+
+    def _find_starts(self) -> tuple[Start, ...]:
+        views, reasons = self._cluster.views, dict(self._no_sources)
+        found = self._without_ejected([views[each.worker_id] for each in self._sources], self._could_start, reasons)
+        found = unless_all(found, self._job.avoid, WhyNot.BLAMED, reasons)
+        sources = [view.as_source for view in found]
+        untried = [source.worker_id for source in sources if not self._has_tried_taker(source)]
+        left = {view.worker_id for view in unless_all(found, untried, WhyNot.UNTRIED, reasons)}
+        self._left_out_of_starts = LeftOutWorkers().after(reasons)
+        return tuple(
+            Start(source.worker_id, self._cluster.room_of(self.takers(source) + self.keepers(source)))
+            for source in sources
+            if source.worker_id in left
+        )
+
+    def _source_obstacle(self, view: WorkerView) -> WhyNot | None:
+        why = prefill_obstacle(self._job, view)
+        return WhyNot.NO_TAKER if why is None and not self.takers(view.as_source) else why
+
+    def _could_start(self, view: WorkerView) -> bool:
+        """Returns whether the worker could run the prompt, and some worker, claimed or not, take it over."""
+        if not view.roles.can_prefill or prefill_obstacle(self._job, view) is not None:
+            return False
+        source, others = view.as_source, self._cluster.views.values()
+        return any(can_take_over(self._job, source, other) for other in others)
+
+    def _without_ejected(
+        self, found: list[WorkerView], could: Callable[[WorkerView], bool], reasons: Reasons, here: str = ""
+    ) -> list[WorkerView]:
+        """Returns the able workers found: an ejected one only if, of all workers, claimed or not, no other could do it
+        on which the job has not failed. A handoff may stay where it is, `here`."""
+        ejected = [view.worker_id for view in found if view.ejected and view.worker_id != here]
+        avoid, everyone = self._job.avoid, self._cluster.views.values()
+        if not ejected or not any(could(view) for view in everyone if not view.ejected and view.worker_id not in avoid):
+            return found
+        reasons.update((worker_id, WhyNot.BLAMED if worker_id in avoid else WhyNot.EJECTED) for worker_id in ejected)
+        return [view for view in found if view.worker_id not in ejected]
 
     def _views(self) -> list[WorkerView]:
         return [self._cluster.views[worker_id] for worker_id in self._worker_ids]
-
-    def _why_no_start(self, view: WorkerView) -> WhyNot:
-        if not view.ready:
-            return WhyNot.NOT_READY
-        if self._job.num_tokens >= view.context_tokens:
-            return WhyNot.TOO_LONG
-        if not _may_compute(self._job, view):
-            return WhyNot.OTHER_FINGERPRINT
-        if not self.takers(view.as_source):
-            return WhyNot.NO_TAKER
-        if view.worker_id in self._job.avoid:
-            return WhyNot.BLAMED
-        return WhyNot.EJECTED if view.ejected else WhyNot.UNTRIED
-
-    def _why_no_taker(self, source: Source | None, view: WorkerView) -> WhyNot:
-        job = self._job
-        if not view.ready:
-            return WhyNot.NOT_READY
-        if job.total_tokens > view.context_tokens or (source and import_blocks(job, view) > view.num_blocks):
-            return WhyNot.TOO_LONG
-        if source is not None and source.worker_id in view.barred:
-            return WhyNot.BARRED
-        if can_decode(job, view) if source is None else can_take_over(job, source, view):
-            return WhyNot.EJECTED
-        return WhyNot.OTHER_FINGERPRINT
 
     def _has_tried_taker(self, source: Source) -> bool:
         views = self._cluster.views

@@ -8,12 +8,12 @@ computed again when somebody asks.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from services.core.records import record
+from services.router.policy.filter import LeftOutWorkers, Reasons
 from services.router.policy.prefix_sources import PrefixOutcome, PrefixSource
 from services.router.policy.splitting import SplitCosts, WhySplit, WhyUnsplit
 from services.router.policy.terms import Term
@@ -21,22 +21,34 @@ from services.router.policy.views import Job, Source, WorkerView
 
 MOST_SCORED = 5
 """The most candidates that a record keeps."""
-MOST_NAMED = 8
-"""The most workers that a record names as left out."""
+
+
+Ranked = tuple[float, str, WorkerView]
+"""A candidate, after what it was compared by: its score's negative, and its id."""
 
 
 class Ranking:
-    """Is given the candidates of one choice, as they were compared."""
+    """Is given the candidates of one choice, as they were compared, and why others were none."""
 
-    __slots__ = ("best", "candidates", "terms")
+    __slots__ = ("best", "candidates", "find_shortages", "noted", "terms")
 
     def __init__(self) -> None:
         self.candidates: Sequence[WorkerView] = ()
-        self.best: Sequence[tuple[tuple[float, str], WorkerView]] = ()
-        """The best of them, the winner first, with what they were compared by: (the score's negative, the worker id).
-        At most `MOST_SCORED`."""
+        self.best: Sequence[Ranked] = ()
+        """The best of them, the winner first: at most `MOST_SCORED`."""
         self.terms: Sequence[tuple[float, Term]] = ()
         """The weights, and the terms as they score these candidates."""
+        self.noted: Reasons = {}
+        """Why some of those that could ever take the job were not asked whether they have room."""
+        self.find_shortages: Callable[[], Reasons] = dict
+        """Returns why the others were no candidates. Most choices are tried again and again in vain, and not told of:
+        so the filters are asked for their reasons only when somebody wants these."""
+
+    @property
+    def left_out(self) -> Reasons:
+        """Returns why workers that could ever take the job were no candidates. To be called before anything has changed
+        since."""
+        return self.noted | self.find_shortages()
 
 
 class PlacedPhase(enum.Enum):
@@ -49,50 +61,6 @@ class PlacedPhase(enum.Enum):
     """A decode worker was to run all of the sequence: prompt and output."""
     PARK = "park"
     """A store was to keep a handoff that no decode worker had room for."""
-
-
-class WhyNot(enum.Enum):
-    """Says by which filter a worker was left out of a choice; the values are words for people."""
-
-    NOT_READY = "not ready"
-    TOO_LONG = "cannot hold so long a sequence"
-    OTHER_FINGERPRINT = "computes something else"
-    BARRED = "transfers from the source fail"
-    NO_TAKER = "no decode worker could take over from it"
-    BLAMED = "failed under this request"
-    UNTRIED = "no transfer has proven the pair yet"
-    CLAIMED = "kept for a request that has waited too long"
-    REFUSED = "refused this handoff just now"
-    NO_BLOCKS = "no room: too few blocks"
-    FULL_BATCH = "no room: its batch is full"
-    QUEUE_LIMIT = "no room: its queue is at the limit"
-    NO_DECODE_ROOM = "no room at decode workers for one more handoff"
-    RESERVED = "no room: what it has is for handoffs on their way"
-    KEPT = "kept for shorter prompts"
-    OVER_SHARE = "its last room is kept for other tenants"
-    EJECTED = "ejected for a while: slower than its peers"
-
-
-class LeftOut(NamedTuple):
-    worker_id: str
-    why: WhyNot
-
-
-@record
-class LeftOutWorkers:
-    """Names some of the workers that had the role, and were no candidates."""
-
-    named: tuple[LeftOut, ...] = ()
-    """At most `MOST_NAMED`."""
-    number: int = 0
-    """All of them, named or not."""
-
-    def joined(self, first: Iterable[LeftOut], num_first: int) -> LeftOutWorkers:
-        """Returns these after `num_first` others, of which only as many are looked at as are named."""
-        if not num_first:
-            return self
-        named = tuple(islice(first, MOST_NAMED))
-        return LeftOutWorkers((named + self.named)[:MOST_NAMED], num_first + self.number)
 
 
 class ScoredWorker(NamedTuple):
@@ -195,7 +163,7 @@ class PlacementChoice:
     """Why all of it runs there; None unless its prompt could have run apart."""
     split: SplitAfterAll | None
     """Why only the prompt runs there; None unless it was weighed."""
-    _best: Sequence[tuple[tuple[float, str], WorkerView]]
+    _best: Sequence[Ranked]
     _looked_at: tuple[Job, Source | None] | None
     """What the terms looked at beside the workers, until they have been computed again."""
     _scored: tuple[ScoredWorker, ...] = ()
@@ -210,7 +178,7 @@ class PlacementChoice:
         """Returns the winner, then the best of the others, best first; at most `MOST_SCORED`."""
         if self._looked_at is not None:
             job, source = self._looked_at
-            self._scored = tuple([self._score(rank, view, job, source) for rank, view in self._best])
+            self._scored = tuple([self._score(-rank, view, job, source) for rank, _, view in self._best])
             self._best, self._looked_at = (), None
         return self._scored
 
@@ -230,12 +198,12 @@ class PlacementChoice:
         num_own = 600 if self.unsplit is None and self.split is None else 800
         return num_own + num_workers * (800 + 32 * len(self.terms)) + 64 * num_named
 
-    def _score(self, rank: tuple[float, str], view: WorkerView, job: Job, source: Source | None) -> ScoredWorker:
+    def _score(self, score: float, view: WorkerView, job: Job, source: Source | None) -> ScoredWorker:
         values = tuple([term(view, job, source, self.at_s) for _, term in self.terms])
         load, step_ms = view.load, 0.0
         if self.phase is not PlacedPhase.PREFILL and load.ms_per_decode_step:
             step_ms = view.step_ms(view.num_sequences + 1)
-        return ScoredWorker(view.worker_id, -rank[0], values, view.queued_tokens, load.ms_per_prefill_token, step_ms)
+        return ScoredWorker(view.worker_id, score, values, view.queued_tokens, load.ms_per_prefill_token, step_ms)
 
     def weighted(self, scored: ScoredWorker) -> list[tuple[str, float]]:
         """Returns each term's name with its weighted value; the values add up to the score."""
@@ -289,7 +257,7 @@ def explain_choice(
         score = 0.0
         for weight, term in terms:
             score += weight * term(chosen, job, source, now)
-        best = (((-score, chosen.worker_id), chosen),)
+        best = ((-score, chosen.worker_id, chosen),)
     choice = PlacementChoice(
         phase,
         now,

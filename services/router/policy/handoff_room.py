@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.router.policy.cluster import import_blocks
+from services.router.policy.filter import import_blocks
 from services.router.policy.views import HandoffsInFlight, Job, WorkerView
 
 _MOST_HANDOFFS = 256

@@ -44,11 +44,12 @@ def short_queue(worker: WorkerView, job: Job, source: Source | None, now: float)
 def free_memory(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
     """Returns the share of the pool that is still available with the job in it."""
     left = worker.available_blocks - worker.blocks_for(job.num_tokens)
-    return max(0.0, left / worker.num_blocks)
+    return left / worker.num_blocks if left > 0 else 0.0
 
 
 def small_batch(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-    return max(0.0, 1.0 - worker.num_sequences / worker.max_num_seqs)
+    share = 1.0 - worker.num_sequences / worker.max_num_seqs
+    return share if share > 0 else 0.0
 
 
 def dedicated(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:

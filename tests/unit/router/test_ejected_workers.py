@@ -12,12 +12,12 @@ from services.router.policy import (
     Cluster,
     HandoffsInFlight,
     Job,
+    PlacedPhase,
     PolicyConfig,
     Role,
     Source,
     WhyNot,
     WorkerView,
-    left_out_of_start,
     nearest_start,
     nearest_to_room,
     place_decode,
@@ -108,13 +108,12 @@ def test_handoffs(job: Job, at: WorkerView, workers: list[WorkerView], chosen: s
 def test_it_is_explained() -> None:
     cluster = Cluster([SLOW, prefill("b"), decode("c", ejected=True), decode("d")])
     everyone = cluster.everyone
-    left_out = left_out_of_start(JOB, everyone, (), [everyone.view("b")], CONFIG)
-    assert left_out.named == (("a", WhyNot.EJECTED),)
     fit = everyone.fit(JOB)
-    assert fit.left_out_of_takers(source(SLOW)).named == (("c", WhyNot.EJECTED),)
-    assert fit.left_out_of_takers(None).named == (("c", WhyNot.EJECTED),)
-    other = replace(JOB, avoid=frozenset({"a"}))
-    assert left_out_of_start(other, everyone, (), [everyone.view("b")], CONFIG).named == (("a", WhyNot.BLAMED),)
+    assert fit.left_out(PlacedPhase.PREFILL, None).named == (("a", WhyNot.EJECTED),)
+    assert fit.left_out(PlacedPhase.DECODE, source(SLOW)).named == (("c", WhyNot.EJECTED),)
+    assert fit.left_out(PlacedPhase.UNSPLIT, None).named == (("c", WhyNot.EJECTED),)
+    other = everyone.fit(replace(JOB, avoid=frozenset({"a"})))
+    assert other.left_out(PlacedPhase.PREFILL, None).named == (("a", WhyNot.BLAMED),)
 
 
 # The coordinator

@@ -29,7 +29,8 @@ from services.router.policy import (
     WorkerView,
     explain_choice,
 )
-from services.router.policy.explanation import MOST_NAMED, MOST_SCORED, Decider, Verdict
+from services.router.policy.explanation import MOST_SCORED, Decider, Verdict
+from services.router.policy.filter import MOST_NAMED
 from services.router.policy.terms import TERMS, Term
 from tests.support.worker_views import decode, mixed, prefill, view
 
@@ -59,8 +60,8 @@ def start(
     if worker_id is None:
         assert not ranking.best
         return None
-    kept = [cluster.views[name] for name in claimed]
-    left_out = policy.left_out_of_start(job, left, kept, ranking.candidates, config)
+    kept = {name: WhyNot.CLAIMED for name in claimed if cluster.views[name].roles.can_prefill}
+    left_out = left.fit(job).left_out(PlacedPhase.PREFILL, None).after(ranking.left_out | kept)
     terms = config.prefill_terms
     chosen = left.view(worker_id)
     return explain_choice(PlacedPhase.PREFILL, job, None, chosen, ranking, terms, NOW, waited_s=0.0, left_out=left_out)
@@ -149,7 +150,7 @@ def test_a_runner_up_costs_the_difference_of_the_steps(
         for name, running in (("a", 1), ("b", 3))
     )
     ranking = Ranking()
-    ranking.candidates, ranking.best = (a, b), (((-1.0, "a"), a), ((-0.5, "b"), b))
+    ranking.candidates, ranking.best = (a, b), ((-1.0, "a", a), (-0.5, "b", b))
     terms = ((1.0, constant("x", **A)),)
     choice = explain_choice(phase, JOB, None, a, ranking, terms, NOW, waited_s=0.0, left_out=policy.LeftOutWorkers())
     verdict = choice.verdict()
@@ -224,15 +225,14 @@ def test_who_had_to_leave_a_handoff_and_why(case: str) -> None:
     worker, job, why = LEFT_OUT_OF_DECODE[case]
     able, ranking = [worker, decode("a")], Ranking()
     assert policy.place_decode(job, SOURCE, able, NOW, PolicyConfig(), ranking) == "a"
-    candidates = {view.worker_id for view in ranking.candidates}
-    assert list(policy.left_out_of_decode(job, SOURCE, able, candidates)) == [LeftOut("x", why)]
+    assert ranking.left_out == {"x": why}
 
 
 @pytest.mark.parametrize("case", NEVER)
 def test_who_could_never_take_it_over_and_why(case: str) -> None:
     worker, source, why = NEVER[case]
     fit = Cluster([worker, decode("a"), prefill("p")]).everyone.fit(JOB)
-    left_out = fit.left_out_of_takers(source)
+    left_out = fit.left_out(PlacedPhase.UNSPLIT if source is None else PlacedPhase.DECODE, source)
     assert (left_out.named, left_out.number) == ((LeftOut("x", why),), 1)
 
 

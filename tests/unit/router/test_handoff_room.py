@@ -108,3 +108,16 @@ def test_it_is_explained_for_whom_a_workers_room_is() -> None:
     choice = bench.take_leg(Role.DECODE).choice
     assert choice is not None
     assert choice.left_out.named == (("d1", WhyNot.RESERVED),)
+
+
+def test_a_worker_without_any_room_keeps_none_for_handoffs() -> None:
+    bench = two_decoders()
+    bench.submit("handed over", num_tokens=400)
+    bench.take_leg(Role.PREFILL)
+    bench.load("p", queued_prefill_tokens=90_000, num_waiting=1)
+    bench.load("d1", blocks_free=0, blocks_active=64, num_running=1)
+    bench.load("d2", blocks_free=60, blocks_active=4, num_running=1)
+    bench.submit("unsplit", num_tokens=200)
+    choice = bench.take_leg(Role.DECODE).choice
+    assert choice is not None
+    assert choice.left_out.named == (("d1", WhyNot.NO_BLOCKS),)

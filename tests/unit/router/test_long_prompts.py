@@ -13,10 +13,10 @@ from services.router.policy import (
     KnownCache,
     Load,
     PolicyConfig,
+    Ranking,
     Role,
     WhyNot,
     WorkerView,
-    left_out_of_start,
     nearest_start,
     place_prefill,
 )
@@ -155,9 +155,9 @@ def test_a_long_prompt_goes_elsewhere_or_waits() -> None:
     views = [prefill("a"), prefill("b", busy=8), decode()]
     everyone = Cluster(views).everyone
     assert place_prefill(JOB, everyone, none, NOW, config) == "a"
-    assert place_prefill(LONG, everyone, none, NOW, config) == "b"
-    left_out = left_out_of_start(LONG, everyone, (), [everyone.view("b")], config)
-    assert left_out.named == (("a", WhyNot.KEPT),)
+    ranking = Ranking()
+    assert place_prefill(LONG, everyone, none, NOW, config, ranking) == "b"
+    assert ranking.left_out == {"a": WhyNot.KEPT}
     full = Cluster([prefill("a"), prefill("b", busy=64), decode()]).everyone
     assert place_prefill(LONG, full, none, NOW, config) is None
     nearest = nearest_start(LONG, full, config)

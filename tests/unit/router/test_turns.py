@@ -24,7 +24,7 @@ from services.router.policy import (
     Source,
     WorkerView,
 )
-from services.router.policy.cluster import can_decode, can_prefill, can_take_over
+from services.router.policy.filter import can_decode, can_take_over, prefill_obstacle
 from services.router.policy.handoff_time import HandoffTime
 from tests.support import worker_views
 from tests.support.router_bench import BUSY, Bench, is_leg, started
@@ -113,7 +113,8 @@ def test_what_fits_whom_is_found_once_and_is_what_it_would_be_each_time() -> Non
                 source = Source(view.worker_id, view.host_id, view.fingerprint)
                 takers[view.worker_id] = [other for other in left if can_take_over(job, source, other)]
                 assert part.able(job, source) == takers[view.worker_id]
-            runs = [view for view in left if can_prefill(job, view) and takers[view.worker_id]]
+            able = [view for view in left if view.roles.can_prefill and prefill_obstacle(job, view) is None]
+            runs = [view for view in able if takers[view.worker_id]]
             assert part.fit(job).can_hand_over == bool(runs)
             tried = [
                 view for view in runs if any(view.worker_id not in other.untried for other in takers[view.worker_id])
