@@ -13,9 +13,9 @@ from baton.v1 import control_pb2, types_pb2
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker
+from services.router.front.operator.control import PAIR_STATES, reason_of, state_of, tokens_to_split, why_unready
+from services.router.front.operator.timelines import now_of, phase, stages
 from services.router.telemetry.timelines import Timeline, TimelineStage
-from services.router.workers.control import PAIR_STATES, reason_of, state_of, tokens_to_split, why_unready
-from services.router.workers.timelines import now_of, phase, stages
 from services.rpc.plain import enum_word
 
 _FEWER_STAGES = 12

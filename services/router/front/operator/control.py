@@ -16,14 +16,14 @@ from services.router.conductor import Conductor
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
 from services.router.front.labels import MAX_LABEL_CHARS
+from services.router.front.operator.explained import explained
+from services.router.front.operator.timelines import now_of, told
 from services.router.policy import BreakEven, PrefixBreakEven
 from services.router.policy.health import Health, HealthRecord
 from services.router.telemetry.recent_requests import LONGEST_S, RecentRequest
 from services.router.telemetry.slo import Objectives
 from services.router.telemetry.timelines import Timelines
 from services.router.workers.description import check_worker_id
-from services.router.workers.explained import explained
-from services.router.workers.timelines import now_of, told
 from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.ControlService"
