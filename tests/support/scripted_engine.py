@@ -81,10 +81,6 @@ class ScriptedEngine:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, on_step: OnStep) -> None:
         self._thread = threading.Thread(target=self._loop, args=(on_step,), name="scripted-engine", daemon=True)
         self._thread.start()
@@ -212,7 +208,6 @@ class ScriptedEngine:
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0,
                 num_steps=self.tally.num_steps,
-                num_failed_steps=0,
                 last_batch_size=self.tally.last_batch_size,
                 consecutive_step_failures=0,
             )
