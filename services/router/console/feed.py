@@ -255,7 +255,7 @@ class _Known:
         """Those of them that lived when they were told last."""
         self.newest = 0
         self._steps: dict[str, tuple[float, int, int]] = {}
-        """Of each worker, when its pace was last reckoned, and the steps with prompts and without that it had made."""
+        """When each worker's pace was last reckoned, and the steps with prompts and without that it had made then."""
         self._totals: tuple[float, int, int, int, list[int]] | None = None
 
     def pace(self, status: control_pb2.WorkerStatus, now: float) -> float | None:

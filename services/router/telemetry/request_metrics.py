@@ -179,7 +179,7 @@ class ModelMetrics:
         self._tokens.add(num_tokens)
 
     def between_tokens(self, seconds: float, times: int = 1) -> None:
-        """Notes a time between one token and the next, which occurred so many times."""
+        """Notes a time between one token and the next, and how often it occurred."""
         self._tokens.observe(seconds, times)
 
     def finished(self, reason: FinishReason) -> None:

@@ -36,7 +36,7 @@ class ModelTokenCounts:
         self.num_tokens += num_tokens
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        """Notes a time between one token and the next, seconds, which occurred so many times."""
+        """Notes a time between one token and the next, seconds, and how often it occurred."""
         self.buckets[bisect_left(INTER_TOKEN_BUCKETS, seconds)] += times
         self.sum_s += seconds * times
 
