@@ -259,7 +259,6 @@ class Engine(PoolFace):
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0 if started_s is None else (now - started_s) * 1e3,
                 num_steps=self.tally.num_steps,
-                last_batch_size=self.tally.last_batch_size,
                 consecutive_step_failures=self.consecutive_step_failures,
             )
 

@@ -102,7 +102,6 @@ class StoreEngine(PoolFace):
             decode_step=StepAverage(),
             current_step_ms=0.0,
             num_steps=0,
-            last_batch_size=0,
             consecutive_step_failures=0,
         )
 

@@ -58,7 +58,7 @@ def hands_a_lease_to_an_old_leg() -> Bug:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseInvalid("unknown")
-        lease.fetch = FetchTicket(lease, leg, first_block, now)
+        lease.fetch = FetchTicket(lease, leg, first_block)
         self._changed(lease, now)
         return lease.fetch
 

@@ -208,7 +208,6 @@ class ScriptedEngine:
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0,
                 num_steps=self.tally.num_steps,
-                last_batch_size=self.tally.last_batch_size,
                 consecutive_step_failures=0,
             )
 
@@ -248,7 +247,6 @@ class ScriptedEngine:
             num_tokens = sum(sequence.num_computed for sequence in batch) - num_computed
             self.in_step = set()
         self.tally.num_steps += 1
-        self.tally.last_batch_size = len(batch)
         num_steps, ended_s = self.tally.num_steps, self._clock.now()
         on_step(StepReport(tuple(events), num_steps, num_tokens, len(batch), started_s, ended_s))
         return True
