@@ -56,6 +56,8 @@ class Lender:
         """How many of the leases each lent block is in."""
         self.num_lends = 0
         """Leases that are not over."""
+        self.lends = 0
+        """All leases so far."""
         self.tokens_lent = 0
         """Tokens of all leases so far."""
 
@@ -94,6 +96,7 @@ class Lender:
             raise
         self._num_leases_of.update(block_ids)
         self.num_lends += 1
+        self.lends += 1
         self.tokens_lent += lease.num_tokens
         self._leases.seal(lease.lease_id, None, now)
         return lease

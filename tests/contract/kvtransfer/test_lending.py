@@ -245,7 +245,7 @@ async def test_nothing_is_lent_to_whoever_means_another_process_or_layout(wrong:
         expected: type[BatonError] = LayoutMismatch if wrong == "layout" else StaleIncarnation
         with pytest.raises(expected):
             await destination.borrower.borrow(where, hashes)
-        assert source.lender.num_lends == 0
+        assert source.lender.lends == 0
 
 
 async def test_halves_of_hashes_are_refused() -> None:
