@@ -11,7 +11,7 @@ from services.router.catalogue import Catalogue
 from services.router.coordinator.request import Phase
 from services.router.status import state_of
 from services.router.telemetry.request_metrics import RequestMetrics
-from services.rpc.activity import ActivityLog
+from services.rpc.activity_log import ActivityLog
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from services.core.errors import UnsupportedModel
 from services.engine.config import EngineConfig, EngineInfo
 from services.kv.layout import token_bytes
 from services.vllm.messages import JsonMessage
-from services.vllm.slots import SlotMemory
+from services.vllm.slot_memory import SlotMemory
 
 _SAMPLED_BYTES, _NUM_SAMPLES = 1 << 16, 256
 """The size and the number of the pieces, evenly spaced, in which a file of weights is read beside its whole header: all

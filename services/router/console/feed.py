@@ -26,7 +26,7 @@ from services.router.status import pair_status, pairs, status
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.timelines import Timeline, Timelines
 from services.router.workers import wire
-from services.rpc.metrics import INTER_TOKEN_BUCKETS
+from services.rpc.prometheus import INTER_TOKEN_BUCKETS
 
 log = logging.getLogger(__name__)
 

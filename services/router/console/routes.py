@@ -36,8 +36,8 @@ from services.router.console import rows
 from services.router.console.bars import bars_of, otlp_of
 from services.router.console.feed import ConsoleFeed
 from services.router.front.http.reply import plain_error
-from services.router.front.operator.explained import explained
-from services.router.front.operator.timelines import now_of, stages
+from services.router.front.operator.explanation_messages import explained
+from services.router.front.operator.timeline_messages import now_of, stages
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.slo import Objectives
 from services.router.telemetry.timelines import Timeline, Timelines

@@ -12,7 +12,7 @@ from typing import Any
 from baton.v1 import control_pb2, types_pb2
 from services.router.catalogue import Catalogue
 from services.router.coordinator.workers import Pair, Worker
-from services.router.front.operator.timelines import now_of, phase, stages
+from services.router.front.operator.timeline_messages import now_of, phase, stages
 from services.router.telemetry.timelines import Timeline, TimelineStage
 from services.router.workers.wire import worker_info
 from services.rpc.plain import enum_word

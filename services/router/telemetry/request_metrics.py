@@ -20,7 +20,7 @@ from services.router.telemetry.timelines import TokenTimes
 from services.router.telemetry.token_counts import TokenCounts
 from services.router.telemetry.tracing import error_outcome
 from services.rpc import names
-from services.rpc.metrics import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
+from services.rpc.prometheus import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 from services.rpc.status import CODES
 
 _MODEL = "model"

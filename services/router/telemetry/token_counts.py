@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 
 from services.rpc import names
-from services.rpc.metrics import INTER_TOKEN_BUCKETS
+from services.rpc.prometheus import INTER_TOKEN_BUCKETS
 
 _BOUNDS = (*map(str, INTER_TOKEN_BUCKETS), "+Inf")
 

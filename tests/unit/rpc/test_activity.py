@@ -17,7 +17,7 @@ from services.router import activity as of_router
 from services.router.config import RouterConfig
 from services.router.coordinator.workers import WorkerState
 from services.router.policy.health import Health
-from services.rpc.activity import ActivityLog
+from services.rpc.activity_log import ActivityLog
 from services.worker import activity as of_worker
 from services.worker.activity import WorkerFigures
 from services.worker.config import WorkerConfig

@@ -12,8 +12,8 @@ from services.core.config import DAY_S
 from services.core.errors import InvalidRequest, UnknownRequest
 from services.router.catalogue import Catalogue
 from services.router.front.labels import MAX_LABEL_CHARS
-from services.router.front.operator.explained import explained
-from services.router.front.operator.timelines import now_of, told
+from services.router.front.operator.explanation_messages import explained
+from services.router.front.operator.timeline_messages import now_of, told
 from services.router.status import pair_status, pairs, status
 from services.router.telemetry.recent_requests import LONGEST_S, RecentRequest
 from services.router.telemetry.slo import Objectives
