@@ -12,10 +12,10 @@ from __future__ import annotations
 import gc
 
 NEW_OBJECTS = 20_000
-"""So many more containers than there were: then the collector looks at the new ones."""
+"""By how many containers the process has grown when the collector looks at the new ones."""
 COLLECTIONS_OF_NEW = 50
-"""After so many such collections it looks at the middle generation too, and after 10 of those, at the earliest, at
-everything: with ten million more containers than there were."""
+"""How many such collections pass before it looks at the middle generation too. After 10 of those, at the earliest, it
+looks at everything: with ten million more containers than there were."""
 COLLECTIONS_OF_MIDDLE = 10
 
 

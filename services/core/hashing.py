@@ -23,7 +23,7 @@ _ANCHOR_BITS = 4
 _NO_ANCHOR = (1 << _ANCHOR_BITS) - 1
 
 HASH_BYTES = 8
-"""Of a short hash, as it travels."""
+"""The length of a short hash as it travels."""
 
 
 def root_hash(cache_salt: str = "") -> BlockHash:

@@ -37,7 +37,7 @@ def new_seed() -> int:
 
 
 def random_hex(num_digits: int) -> str:
-    """Returns so many hexadecimal digits of chance."""
+    """Returns random hexadecimal digits."""
     return secrets.token_hex((num_digits + 1) // 2)[:num_digits]
 
 

@@ -8,8 +8,8 @@ from services.core.records import record
 _WEIGHT = 0.1
 """Weight of the newest step, after the first ten; these weigh the same."""
 _MOST_TIMES = 4.0
-"""A step counts as at most so many times as long as those before say: a pause of the process is no slowness. After
-steps that all take longer, the average does so too."""
+"""How many times the expected duration a step counts at most: a pause of the process is no slowness. After steps that
+all take longer, the average does so too."""
 
 
 @record
@@ -23,10 +23,10 @@ class StepAverage:
     attended_tokens: float = 0.0
     """The sum of what each of these attends to."""
     num_steps: int = 0
-    """Of how many steps since the worker's start these are the averages."""
+    """How many steps since the worker's start have gone into the averages."""
 
     def after(self, ms: float, tokens: float, attended_tokens: float, num_steps: int = 1) -> StepAverage:
-        """Returns the averages after so many steps more, each of which was like that."""
+        """Returns the averages after `num_steps` more steps, each of which was like that."""
         weight = max(1 - (1 - _WEIGHT) ** num_steps, num_steps / (self.num_steps + num_steps))
         if most_ms := self.most_ms(StepAverage(ms, tokens, attended_tokens)):
             ms = min(ms, _MOST_TIMES * most_ms)

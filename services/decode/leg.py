@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import BatonError, DeadlineExceeded, LayoutMismatch, unforeseen
-from services.decode.intake import Held, ImportIntake
+from services.decode.import_intake import Held, ImportIntake
 from services.decode.record import DecodeRecord
 from services.engine.config import StepReport
 from services.engine.schedule.sequence import (

@@ -121,9 +121,5 @@ class EngineStats:
     """Milliseconds since the running step was begun; 0 between steps."""
     num_steps: int
     """Steps since the engine started, including those that raised."""
-    num_failed_steps: int
-    """Steps that raised since the engine started."""
-    last_batch_size: int
-    """Sequences in the last step."""
     consecutive_step_failures: int
     """Steps that raised since the last one that did not."""

@@ -31,8 +31,8 @@ from services.kv.pool_face import PoolFace
 logger = logging.getLogger(__name__)
 
 _AT_REST_S = 0.1
-"""Without work for so long, the engine does what is not urgent: right after a step, others need the processor to hand
-over what it computed."""
+"""How long the engine is without work before it does what is not urgent: right after a step, others need the processor
+to hand over what it computed."""
 
 _LONGEST_STEP_MS = 5000.0
 """Milliseconds that a step should take at most, by which chunks of prompts are cut. It is a sixth of the time after
@@ -259,8 +259,6 @@ class Engine(PoolFace):
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0 if started_s is None else (now - started_s) * 1e3,
                 num_steps=self.tally.num_steps,
-                num_failed_steps=self.tally.num_failed,
-                last_batch_size=self.tally.last_batch_size,
                 consecutive_step_failures=self.consecutive_step_failures,
             )
 

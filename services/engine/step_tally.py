@@ -40,7 +40,7 @@ class Buckets:
 
 
 class StepTally:
-    """Keeps the counts of one engine. All but `last_batch_size` and the averages only grow."""
+    """Keeps the counts of one engine. All but the averages only grow."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -51,8 +51,6 @@ class StepTally:
         """Tokens that decoding sequences computed, rejected drafts included."""
         self.sampled_tokens = 0
         """Tokens that steps produced, accepted drafts included."""
-        self.last_batch_size = 0
-        """Sequences in the last step."""
         self.prefill_step = StepAverage()
         """Averages the newest steps that computed tokens of prompts, and decodes beside them."""
         self.decode_step = StepAverage()
@@ -114,7 +112,6 @@ class StepTally:
         self.num_steps += 1
         self.decode_tokens += num_decode_tokens
         self.prefill_tokens += num_prefill_tokens
-        self.last_batch_size = num_sequences
         self.seconds += seconds
         self.batch_sizes.add(num_sequences)
         self.durations.add(seconds)

@@ -82,8 +82,8 @@ class Loaded:
     drafter: Drafter | None = None
     """Source of drafts. With None, a step produces at most one token for each sequence."""
     touch: Callable[[int], bool] | None = None
-    """Makes memory ready for the blocks after the first so many, a little at each call, and returns whether there is
-    more to do. Called on the step thread while no step runs."""
+    """Makes memory ready for the blocks after the first ones, whose number it is given, a little at each call, and
+    returns whether there is more to do. Called on the step thread while no step runs."""
 
 
 def warm_up(loaded: Loaded, config: EngineConfig, costs: CostModel, tell: TellProgress = tell_nobody) -> None:

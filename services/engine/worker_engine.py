@@ -59,11 +59,6 @@ class WorkerEngine(Protocol):
         ...
 
     @property
-    def alive(self) -> bool:
-        """Returns whether the engine can run steps."""
-        ...
-
-    @property
     def consecutive_step_failures(self) -> int:
         """Returns how many steps have raised since the last one that did not."""
         ...
@@ -128,9 +123,9 @@ class WorkerEngine(Protocol):
         """Sets blocks aside for all tokens of the sequence, and returns them; and one more for each of `num_further`
         answers that are to go on from the same tokens, as far as the pool is large enough.
 
-        `check(num_fresh, room)` raises if so many fresh blocks may not be taken. It is called under the engine's lock
-        and must be quick. Raises what `check` raises, and OutOfBlocks if it allows more blocks than are available;
-        then no block is held.
+        `check(num_fresh, room)` raises if that number of fresh blocks may not be taken. It is called under the engine's
+        lock and must be quick. Raises what `check` raises, and OutOfBlocks if it allows more blocks than are
+        available; then no block is held.
         """
         ...
 

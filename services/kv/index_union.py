@@ -28,7 +28,7 @@ class IndexUnion:
         self._pool_changes = pool_changes
         self._told: int | None = None
         self._places: dict[BlockHash, int] = {}
-        """Of each hash, the bits of the places that have it; what came last is last."""
+        """Maps each hash to the bits of the places that have it; what came last is last."""
         self._hidden = 0
         """The bits of the tiers that do not count."""
         self._log = IndexLog()

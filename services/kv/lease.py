@@ -64,7 +64,6 @@ class FetchTicket:
     leg: int
     first_block: int
     """Index in the sequence of the first block that the destination lacks."""
-    opened_s: float
     copied: int = field(init=False)
     """The destination has acknowledged all blocks before this index."""
     announced: int = field(init=False)

@@ -205,7 +205,7 @@ class LeaseTable:
         """
         ended = self._ended.get(lease_id)
         if ended is not None and ended.finished:
-            return FetchTicket(ended.ghost(lease_id), leg, first_block, now, FetchEnd.FINISHED)
+            return FetchTicket(ended.ghost(lease_id), leg, first_block, FetchEnd.FINISHED)
         lease = self._leases.get(lease_id)
         if lease is None or lease.refuses(leg) or (leg == lease.leg and lease.stalled):
             raise LeaseInvalid(self._why_not(lease_id))
@@ -218,7 +218,7 @@ class LeaseTable:
             lease.stall.reset(now)
         else:
             lease.end_fetch(FetchEnd.REPLACED)
-        ticket = FetchTicket(lease, leg, first_block, now)
+        ticket = FetchTicket(lease, leg, first_block)
         lease.fetch = ticket
         self._changed(lease, now)
         return ticket

@@ -22,7 +22,7 @@ def most_to_bring(num_blocks: int, num_bringing: int) -> int:
 
 
 def why_not_brought(num_fresh: int, room: EngineRoom) -> str | None:
-    """Returns why so many fresh blocks may not be taken for a prefix now, None if they may."""
+    """Returns why this number of fresh blocks may not be taken for a prefix now, None if they may."""
     if room.num_preempted:
         return "preempted sequences come back first"
     is_idle = room.num_sequences == 0

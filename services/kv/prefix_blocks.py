@@ -35,7 +35,7 @@ def lend(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[int]:
 
 
 def reserve_prefix(pool: BlockPool, hashes: Sequence[BlockHash], check: Callable[[int], None]) -> PrefixReservation:
-    """Sets blocks aside to bring a prefix into. `check(num_fresh)` raises if so many may not be taken.
+    """Sets blocks aside to bring a prefix into. `check(num_fresh)` raises if that number may not be taken.
 
     Raises what it raises, and OutOfBlocks; then no block is held.
     """

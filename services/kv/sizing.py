@@ -70,6 +70,6 @@ def kv_shape_of(config: Mapping[str, Any]) -> KVShapeOfModel:
 
 
 def size_of(shape: KVShapeOfModel, dtype: str, block_size: int, num_tokens: int) -> KVSize:
-    """Returns what a sequence of so many tokens takes with this type of cache. Raises KeyError for an unknown type."""
+    """Returns what a sequence of that length takes with this type of cache. Raises KeyError for an unknown type."""
     each = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
     return KVSize(each, block_size, num_tokens)

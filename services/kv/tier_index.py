@@ -31,7 +31,6 @@ class TierIndex:
     ) -> None:
         assert num_slots > 0, "a tier has slots"
         self.num_slots = num_slots
-        self.num_evicted = 0
         self.on_store = on_store
         self.on_remove = on_remove
         self._order = order
@@ -79,7 +78,6 @@ class TierIndex:
         if not self._free:
             if not self._slot_of:
                 return None
-            self.num_evicted += 1
             self._remove(self._order.evict())
         slot = self._free.pop()
         self._writing.add(slot)

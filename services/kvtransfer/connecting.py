@@ -15,7 +15,7 @@ from services.core.clock import Clock
 from services.core.errors import BatonError
 from services.core.timeouts import timeout_after
 from services.kv.layout import Layout
-from services.kvtransfer.choice import TransportChoice
+from services.kvtransfer.transport_choice import TransportChoice
 from services.kvtransfer.transports import Copier, DestinationEnd, FetchName, ProbedEnd, TransportUnavailable
 from services.kvtransfer.wire import require_whole
 from services.rpc.plain import enum_word

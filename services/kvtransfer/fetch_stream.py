@@ -135,7 +135,7 @@ class FetchStream:
         return item
 
     def carrying_s(self, num_blocks: int) -> float:
-        """Returns how long messages take that carry so many blocks, as those did that followed each other at once; 0 if
+        """Returns how long messages with that number of blocks take, by those that followed each other at once; 0 if
         none did. The time between others is also the source's, which computes."""
         return num_blocks * self._carrying_s / self._num_carried if self._num_carried else 0.0
 

@@ -232,7 +232,7 @@ class _Followed:
         return ended is not None
 
     async def change(self, within_s: float | None = None) -> None:
-        """Waits for a change of the fetch since the last call, for so many seconds at the most."""
+        """Waits for a change of the fetch since the last call, for at most the given seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._changed.wait()

@@ -24,7 +24,6 @@ from services.router.coordinator.progress import LiveProgress
 from services.router.tenants.tenant import TokenUsage
 from services.router.text.output.parts import Parsed
 from services.router.text.streaming import CONTEXT_TOKENS, Piece, TextStream
-from services.router.workers.wire import FINISH_REASONS
 
 AnswerEvent = (
     inference_pb2.PromptInfo
@@ -152,7 +151,7 @@ class Output:
         self.reason = FinishReason.STOP if self.ended_by_text else action.reason
         if self._echoes_only:
             self.reason = FinishReason.LENGTH
-        completion = inference_pb2.Completion(index=self._index, finish_reason=FINISH_REASONS[self.reason])
+        completion = inference_pb2.Completion(index=self._index, finish_reason=f"FINISH_REASON_{self.reason.name}")
         if self.ended_by_text:
             if self.stop_string is not None:
                 completion.stop_string = self.stop_string

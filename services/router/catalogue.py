@@ -25,10 +25,10 @@ from services.router.conductor import Conductor
 from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import WorkerInfo
 from services.router.coordinator.request import Phase
-from services.router.front.validation import ModelFacts
 from services.router.policy import Role
 from services.router.telemetry.request_metrics import ModelMetrics
 from services.router.tenants.tenant import OPEN, Tenant
+from services.router.text.model_facts import ModelFacts
 from services.router.text.token_texts import TokenTexts
 from services.router.text.tokenisation import ModelText
 from services.router.text.tokeniser_line import TokeniserLine

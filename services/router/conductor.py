@@ -45,7 +45,7 @@ from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.coordinator.workers import Pair, Worker
 from services.router.policy import Role
 from services.router.policy.health import Health
-from services.router.telemetry.explanations import ExplainedRequest, Explanations
+from services.router.telemetry.explained_requests import ExplainedRequest, Explanations
 from services.router.telemetry.metrics import ConductorMetrics
 from services.router.telemetry.request_metrics import RequestRecord
 from services.router.telemetry.tracing import RequestTrace

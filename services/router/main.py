@@ -20,6 +20,7 @@ from services.core.ids import new_incarnation, new_request_id
 from services.core.lifecycle import Lifecycle
 from services.core.run_delay import RunDelay
 from services.core.start_progress import StartProgress
+from services.router.activity import activity_log
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.conductor import Conductor
 from services.router.config import RouterConfig
@@ -36,14 +37,13 @@ from services.router.front.http.app import guarded, make_app
 from services.router.front.http.body import BodyLimits
 from services.router.front.http.server import HttpServer
 from services.router.front.intake import Intake
-from services.router.front.validation import ModelFacts
+from services.router.front.operator import control, registry
 from services.router.malloc import Trimmer, separate_large_blocks
 from services.router.policy import PolicyConfig, Split, sharing
 from services.router.policy.health import HealthConfig
 from services.router.policy.long_prompts import LongPromptConfig
 from services.router.policy.outliers import OutlierConfig
 from services.router.policy_file import read_selection
-from services.router.telemetry.activity import activity_log
 from services.router.telemetry.json_lines import JsonLines
 from services.router.telemetry.metrics import RouterMetrics
 from services.router.telemetry.request_log import RequestLog
@@ -52,12 +52,12 @@ from services.router.telemetry.timelines import Timelines
 from services.router.telemetry.usage_log import UsageLog
 from services.router.tenants.gate import Gate
 from services.router.tenants.limit_store import LimitStore
+from services.router.text.model_facts import ModelFacts
 from services.router.text.model_text_fetch import model_text_of
 from services.router.text.output.choice import ParserChoice
 from services.router.text.output.families import REASONING_PARSERS, TOOL_PARSERS, forms_of
 from services.router.text.tokenisation import ModelText, load_model_text
 from services.router.text.tokeniser_line import TokeniserLine
-from services.router.workers import control, registry
 from services.router.workers.sessions import SessionTimes
 from services.rpc.authentication import WORKER
 from services.rpc.channels import dial

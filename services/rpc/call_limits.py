@@ -27,7 +27,7 @@ ARRIVING_BYTES = 256 << 20
 GRACE_S = 0.5
 """Seconds for which a call may keep the server waiting before it may be ended to make room for others."""
 WRITE_WITHIN_S = 60.0
-"""A client that takes nothing of its answer for so long is given up, as it is over HTTP."""
+"""How long a client may take nothing of its answer before it is given up, as it is over HTTP."""
 SHORT_BYTES = 64 << 10
 """The longest request of an open call other than those that carry prompts."""
 WITH_PROMPTS = frozenset({"/baton.v1.InferenceService/Generate", "/baton.v1.InferenceService/GenerateStream"})

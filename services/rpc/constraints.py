@@ -19,7 +19,7 @@ MAX_GRAMMAR_RULES = 500
 """A chain of some thousand rules overflows the stack of the library that compiles it."""
 MAX_CHOICES = 1024
 MAX_CHOICE_BYTES = 64 << 10
-"""Of all choices together."""
+"""The size of all choices together."""
 
 _MOST_KEPT_BYTES = 2 * MAX_CHOICE_BYTES
 """No constraint that is allowed has more bytes encoded."""

@@ -384,8 +384,6 @@ _CHECKS: dict[str, Callable[[_Walk, dict[str, Any], Any, str, int], None]] = {
     "minProperties": _Walk._count_of_properties,
     "maxProperties": _Walk._count_of_properties,
 }
-SERVED = frozenset(_CHECKS) | ANNOTATIONS
-"""All keywords that a schema may have, beside those that begin with x-."""
 
 
 def _places(number: int | float) -> int:

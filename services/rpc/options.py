@@ -71,8 +71,8 @@ def server_options(max_request_bytes: int = MAX_REQUEST_BYTES, max_calls: int = 
         ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
         # Calls that the event loop has not taken yet. From the first of these numbers on (1,000 by default) the runtime
-        # cancels some of them, and from the second all, without a reason. So a call is refused here only if so many
-        # begin at once that most would be refused with a reason.
+        # cancels some of them, and from the second all, without a reason. So a call is refused here only if more
+        # begin at once than the limits that give a reason let through.
         ("grpc.server.max_pending_requests", most_untaken),
         ("grpc.server.max_pending_requests_hard_limit", most_untaken),
         ("grpc.server_max_unrequested_time_in_server", MAX_UNTAKEN_S),

@@ -18,7 +18,7 @@ from services.core.listening import require_free
 from services.rpc.authentication import AccessInterceptor
 from services.rpc.call_limits import CallInterceptor, most_arriving, most_held
 from services.rpc.certificates import Certificates
-from services.rpc.health import HealthServicer
+from services.rpc.health_servicer import HealthServicer
 from services.rpc.interceptors import ErrorInterceptor
 from services.rpc.options import MAX_CALLS, MAX_REQUEST_BYTES, max_connections, server_options
 

@@ -133,10 +133,6 @@ class Tracer:
         span.end(end_s)
         return span.traceparent
 
-    def flush(self) -> None:
-        """Exports pending spans. It blocks as long as the collector does, so it is for tests and tools."""
-        self._provider.force_flush()
-
     def shutdown(self) -> None:
         """Exports pending spans and closes the exporters.
 

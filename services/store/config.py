@@ -22,8 +22,8 @@ class KeepConfig:
     )
     relearn_s: float = option(
         10.0,
-        "without a worker left that can use what it keeps, and with others of the model there, a store empties itself "
-        "for these after so long, seconds",
+        "how long a store keeps what no worker left can use while there are others of the model; then it empties "
+        "itself for these, seconds",
         check=duration,
         must=A_DURATION,
     )

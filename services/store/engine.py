@@ -46,10 +46,6 @@ class StoreEngine(PoolFace):
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def alive(self) -> bool:
-        return not self._stopped.is_set()
-
     def start(self, on_step: OnStep) -> None:
         """Does nothing: there are no steps to report."""
 
@@ -106,8 +102,6 @@ class StoreEngine(PoolFace):
             decode_step=StepAverage(),
             current_step_ms=0.0,
             num_steps=0,
-            num_failed_steps=0,
-            last_batch_size=0,
             consecutive_step_failures=0,
         )
 

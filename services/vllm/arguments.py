@@ -137,8 +137,8 @@ def engine_environment(
 
 
 def _threads(each: int, cores: Sequence[int], num_ranks: int) -> dict[str, str]:
-    """Returns where the threads of each rank run: each on a core of its own if there are just so many, which halves the
-    time of a prompt where others want the processor too; else wherever there is room."""
+    """Returns where the threads of each rank run: each on a core of its own if there is exactly one for each, which
+    halves the time of a prompt where others want the processor too; else wherever there is room."""
     unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(each)}
     if num_ranks == 1:  # vLLM's scheduler computes; by itself it would start a process for that, and wait for it busily
         return {**unbound, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # not bound by vLLM: see `core_environment`
@@ -152,8 +152,8 @@ def core_environment(
     config: EngineConfig, cores: Sequence[int], num_ranks: int = 1, *, own_cores: bool
 ) -> dict[str, str]:
     """Returns what of the environment is for vLLM's scheduler and what it starts, not for the process above it: a
-    thread on each core, where the scheduler computes with so many. With `own_cores`, which no other worker uses, they
-    spin as long as libgomp has them do by default: one that sleeps as soon as another process has held up its
+    thread on each core, where the scheduler computes with all of them. With `own_cores`, which no other worker uses,
+    they spin as long as libgomp has them do by default: one that sleeps as soon as another process has held up its
     neighbour is woken for every layer."""
     if config.device != "cpu" or num_ranks > 1 or (config.threads or len(cores)) != len(cores):
         return {}

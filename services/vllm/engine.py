@@ -272,8 +272,6 @@ class VllmEngine(PoolFace):
                 decode_step=tally.decode_step,
                 current_step_ms=(self._clock.now() - self._told_s) * 1e3 if runs else 0.0,
                 num_steps=tally.num_steps,
-                num_failed_steps=tally.num_failed,
-                last_batch_size=tally.last_batch_size,
                 consecutive_step_failures=0,
             )
 

@@ -17,11 +17,11 @@ from services.core.errors import UnsupportedModel
 from services.engine.config import EngineConfig, EngineInfo
 from services.kv.layout import token_bytes
 from services.vllm.messages import JsonMessage
-from services.vllm.slots import SlotMemory
+from services.vllm.slot_memory import SlotMemory
 
 _SAMPLED_BYTES, _NUM_SAMPLES = 1 << 16, 256
-"""A file of weights is read in so many pieces of this size, evenly spaced, with its whole header: those of 100 GB would
-take minutes, and checkpoints of different training differ nearly everywhere."""
+"""The size and the number of the pieces, evenly spaced, in which a file of weights is read beside its whole header: all
+of 100 GB would take minutes, and checkpoints of different training differ nearly everywhere."""
 
 
 def identity_of(

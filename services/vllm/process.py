@@ -34,7 +34,7 @@ from services.vllm.messages import JsonMessage, Lines
 logger = logging.getLogger(__name__)
 
 SILENT_S = 3.0
-"""A process of vLLM from which nothing was read for so long stands still, in seconds."""
+"""How long nothing is read from a process of vLLM before it counts as standing still, in seconds."""
 _LOADING_SILENT_S = 120.0
 """The same while it loads: imports and compilers keep the interpreter's lock."""
 _HELLO_BYTES = 4096
@@ -43,7 +43,7 @@ _PIECE_BYTES = 1 << 18
 _STOP_S = 5.0
 _SHORT = "/tmp"
 _CAUSE_S = 0.1
-"""A child is ended before the last socket of the parent whose end was the cause is closed, by about so many seconds."""
+"""About how many seconds a child is ended before the last socket of the parent whose end was the cause is closed."""
 _FOLDER_BYTES = 70
 """The longest path of a folder in which vLLM can make its sockets: the kernel allows 107 bytes, and a name has 37."""
 

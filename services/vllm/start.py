@@ -15,7 +15,7 @@ from services.engine.step_tally import StepTally
 from services.vllm import messages
 from services.vllm.messages import JsonMessage
 from services.vllm.process import EngineProcess, Received, VllmProcess
-from services.vllm.slots import SlotMemory
+from services.vllm.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from services.engine.worker_engine import WorkerEngine
-from services.rpc.activity import ActivityLog
+from services.rpc.activity_log import ActivityLog
 from services.worker.host import WorkerHost
 
 log = logging.getLogger(__name__)

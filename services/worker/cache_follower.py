@@ -13,7 +13,7 @@ from services.core.hashing import pack_hashes
 from services.kv.index_log import IndexChanges
 
 _MOST_HASHES = 1 << 13
-"""In one message, of which the hashes then have 64 KiB: a session's messages carry tokens too, which must not wait."""
+"""One message carries no more, 64 KiB: a session's messages carry tokens too, which must not wait."""
 
 
 class CacheFollower:

@@ -28,7 +28,7 @@ silent, since that counts against the worker."""
 _MOST_WAITING = 128
 """The most different constraints that wait to be compiled; each has up to 64 KiB."""
 _INLINE_TOKENS = 32
-"""A matcher takes so many tokens on the event loop in less time than handing them to a thread and back takes."""
+"""The most tokens that a matcher takes on the event loop: handing these to a thread and back would take longer."""
 ANY_OBJECT = '{"type": "object"}'
 
 

@@ -23,7 +23,7 @@ from services.worker.confinement import serve
 from services.worker.grammar import Vocabulary, compile_grammar, grammar_of
 
 _MEMORY_BYTES = 2 << 30
-"""Of addresses, of which an interpreter and a large vocabulary take a third."""
+"""The space of addresses, of which an interpreter and a large vocabulary take a third."""
 _STACK_BYTES = 2 << 20
 """A quarter of what a thread of the worker has, so that what is vetted here fits there."""
 _LOAD_PROCESSOR_S = 30

@@ -74,7 +74,7 @@ class HandoffIntake:
     def check(
         self, handoff: worker_pb2.Handoff, needed_blocks: int, age_ms: int, room: EngineRoom, num_answers: int
     ) -> None:
-        """Raises Refused if the handoff may not take so many blocks now."""
+        """Raises Refused if the handoff may not take this number of blocks now."""
         refusal = self._policy.decide(
             handoff.lease_id,
             needed_blocks,

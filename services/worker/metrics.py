@@ -22,8 +22,8 @@ from services.core.errors import CorruptBlock, LayoutMismatch, LeaseInvalid, Pro
 from services.engine.step_tally import Buckets
 from services.kv.lease import LeaseState
 from services.rpc import names
-from services.rpc.metrics import Aliases, MetricsServer, new_registry, tell_expiry
 from services.rpc.plain import enum_word
+from services.rpc.prometheus import Aliases, MetricsServer, new_registry, tell_expiry
 from services.worker.host import WorkerHost
 from services.worker.phase import role_name
 from services.worker.tiers import WorkerTiers

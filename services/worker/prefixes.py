@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _LEAST_S, _MOST_S = 0.2, 3.0
 """Bounds of the time for one prefix. Between them it is the time that computing the prefix would take."""
 _AVOIDED_S = 10.0
-"""For so long no prefix is asked of a source that has just failed."""
+"""How long no prefix is asked of a source that has just failed."""
 _MOST_AVOIDED = 256
 _MOST_KEEPING = 32
 """Prefixes that a store brings, or has in line to bring. Others are not wanted: it is only for later requests."""
@@ -114,7 +114,7 @@ class PrefixLoader:
         self._brings: dict[_Bring, None] = {}
         self._turns = asyncio.Semaphore(MOST_BRINGS)
         self._for_others = asyncio.Semaphore(MOST_BRINGS // 2)
-        """Of the turns, those for prefixes that no sequence here waits for."""
+        """The turns that prefixes may take for which no sequence here waits."""
         self._underway: dict[BlockHash, asyncio.Event] = {}
         """By the first block that is lacking: the end of the bring that will have it, or has failed."""
         self._num_offering = 0

@@ -146,7 +146,7 @@ class _Router:
 
 
 def pause_s(num_failures: int, who: str) -> float:
-    """Returns the seconds to wait after so many failures in a row.
+    """Returns the seconds to wait after a number of failures in a row.
 
     They vary by a quarter to each side, differently for each worker: workers that lost a router together do not all
     come back at once.

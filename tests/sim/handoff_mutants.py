@@ -9,7 +9,7 @@ from typing import Any
 from baton.v1 import kvtransfer_pb2, types_pb2, worker_pb2
 from services.core.errors import LeaseInvalid
 from services.core.hashing import block_hashes, num_blocks_for
-from services.decode.intake import Held, ImportIntake
+from services.decode.import_intake import Held, ImportIntake
 from services.engine.schedule.sequence import Admitted, Sequence
 from services.kv.imports import Import, ImportState, ImportTable
 from services.kv.layout import TORCH, Layout
@@ -58,7 +58,7 @@ def hands_a_lease_to_an_old_leg() -> Bug:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseInvalid("unknown")
-        lease.fetch = FetchTicket(lease, leg, first_block, now)
+        lease.fetch = FetchTicket(lease, leg, first_block)
         self._changed(lease, now)
         return lease.fetch
 

@@ -17,11 +17,11 @@ from services.router.coordinator import Coordinator
 from services.router.coordinator.canaries import new_canary
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import WorkerInfo
-from services.router.front.validation import ModelFacts
+from services.router.front.operator.registry import RegistryServicer
 from services.router.policy import Fingerprint, Role
 from services.router.telemetry.timelines import Timelines, TokenTimes
 from services.router.telemetry.tracing import RequestTrace
-from services.router.workers.registry import RegistryServicer
+from services.router.text.model_facts import ModelFacts
 from services.router.workers.sessions import SessionTimes
 from tests.sim.client import SimRequest
 from tests.sim.model import CANARY_SALT, VOCAB_SIZE, Truth

@@ -81,10 +81,6 @@ class ScriptedEngine:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, on_step: OnStep) -> None:
         self._thread = threading.Thread(target=self._loop, args=(on_step,), name="scripted-engine", daemon=True)
         self._thread.start()
@@ -212,8 +208,6 @@ class ScriptedEngine:
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0,
                 num_steps=self.tally.num_steps,
-                num_failed_steps=0,
-                last_batch_size=self.tally.last_batch_size,
                 consecutive_step_failures=0,
             )
 
@@ -253,7 +247,6 @@ class ScriptedEngine:
             num_tokens = sum(sequence.num_computed for sequence in batch) - num_computed
             self.in_step = set()
         self.tally.num_steps += 1
-        self.tally.last_batch_size = len(batch)
         num_steps, ended_s = self.tally.num_steps, self._clock.now()
         on_step(StepReport(tuple(events), num_steps, num_tokens, len(batch), started_s, ended_s))
         return True

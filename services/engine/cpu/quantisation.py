@@ -21,9 +21,7 @@ from services.core.errors import ConfigError, UnsupportedModel
 from services.engine.cpu.quantised_linear import QuantisedLinear
 from services.engine.model import kept_blocks
 from services.engine.model.gptq_awq import METHODS, SavedLinear
-from services.engine.model.gptq_awq_loading import saved_layers
 from services.engine.model.grouped_weights import GroupedWeights, round_weights
-from services.engine.model.tensor_headers import tensor_headers
 from services.engine.native.bindings import kernels
 
 logger = logging.getLogger(__name__)
@@ -64,29 +62,6 @@ def quantise(model: PreTrainedModel, quantization: str, directory: Path) -> str:
             f"--quantization: {directory} has no weights of {_NAMES[quantization]}; give none, int8 or int4"
         )
     return f"GGUF {' '.join(sorted(kinds))}" if quantization == "gguf" else " ".join(kinds)
-
-
-@torch.inference_mode()
-def quantise_alike(model: PreTrainedModel, quantization: str, directory: Path) -> None:
-    """Replaces the linear layers of a model of other weights for a timing: by these weights rounded, with "int8" and
-    "int4"; by those of a GPTQ or AWQ checkpoint in the directory; or all of them, by the weights kept of a GGUF file
-    where names and shapes are the same, else by such of 4 bits."""
-    if bits := _BITS.get(quantization):
-        _replace(model, ((name, round_weights(_matrix(layer), bits)) for name, layer in _linears(model)))
-        return
-    if (saved := saved_layers(model.config, tensor_headers(directory))) is not None:
-        found = ((name, saved.read(name, layer)) for name, layer in _linears(model) if name in saved.names)
-        _replace(model, ((name, weights) for name, each in found if (weights := each.grouped()) is not None))
-        return
-    kept = {name: weights for name, _, weights in kept_blocks.read(directory)}
-
-    def weights_of(name: str, layer: nn.Module) -> GroupedWeights:
-        matrix, found = _matrix(layer), kept.get(name)
-        if found is not None and (found.out_features, found.in_features) == tuple(matrix.shape):
-            return found
-        return round_weights(matrix, 4)
-
-    _replace(model, ((name, weights_of(name, layer)) for name, layer in _linears(model)))
 
 
 def num_weight_bytes(model: nn.Module) -> int:

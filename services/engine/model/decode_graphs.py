@@ -57,7 +57,7 @@ what cannot be captured."""
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """Says for which steps a graph is: so many sequences, each with so many blocks, at most."""
+    """Says for which steps a graph is: the most sequences, and the most blocks of each."""
 
     num_rows: int
     width: int
@@ -220,8 +220,8 @@ class DecodeGraphs:
 
 
 def trial_step(num_rows: int, longest: int, block_size: int, vocab_size: int) -> tuple[ScheduledSequence, ...]:
-    """Returns decodes for a graph with so many rows: one of `longest` tokens, and others of at most as
-    many. If there is more than one row, the last remains empty.
+    """Returns decodes for a graph with `num_rows` rows: one of `longest` tokens, and others of no more.
+    If there is more than one row, the last remains empty.
 
     They share blocks, which come first in the pool. A token is a function of its position, so that sequences which
     write the same slot write the same to it.

@@ -59,7 +59,7 @@ class _Header:
         """Items of all arrays so far."""
 
     def skip(self, num_bytes: int) -> int:
-        """Goes on by so many bytes; returns the place before them."""
+        """Goes on by a number of bytes; returns the place before them."""
         place, self.place = self.place, self.place + num_bytes
         if self.place > len(self.content):
             raise ValueError("its header ends beyond the end of the file")

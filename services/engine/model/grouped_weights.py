@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 GROUP = 32
 """Inputs of a group, and the unit to which `GroupedWeights` are padded with zeros."""
 _AT_ONCE = 1 << 21
-"""Weights that are rounded at a time: copies of so many stay small."""
+"""Weights that are rounded at a time, so that copies of them stay small."""
 _SHRINKS = (1.0, 0.93, 0.86)
 """Parts of a group's range that rounding to 4 bits tries: a narrower one rounds what is inside it more finely, and cuts
 off what is outside."""

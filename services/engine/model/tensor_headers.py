@@ -22,7 +22,7 @@ class TensorHeader:
 
     file: Path
     dtype: str
-    """As safetensors names it: "I32", "F16"."""
+    """The type's name in safetensors: "I32", "F16"."""
     shape: tuple[int, ...]
 
 

@@ -296,7 +296,7 @@ def _function(library: ctypes.CDLL, name: str, types: tuple[type, ...], result: 
 
 
 def attends_to(num_heads: int, head_dim: int) -> bool:
-    """Returns whether the kernels compute attention of so many query heads of this dimension."""
+    """Returns whether the kernels compute attention with this number of query heads of this dimension."""
     return num_heads <= _MAX_HEADS and head_dim <= _MAX_HEAD_DIM and head_dim % 16 == 0
 
 

@@ -27,11 +27,11 @@ from services.kvtransfer.tiers.entry import LABEL_BYTES, Label, fingerprint_byte
 from services.kvtransfer.tiers.tier import BlockTarget, TierFailed, TierFull
 
 _TIMEOUT_S = 1.0
-"""Of a connection and of each answer."""
+"""How long a connection and each answer may take."""
 WHOLE_S = 2.0
-"""Of all answers to commands that were sent together, about."""
+"""How long all answers to commands that were sent together may take, about."""
 _BYTES_AT_ONCE = 8 << 20
-"""Of one answer, about."""
+"""The size of one answer, about."""
 _ASKED_AT_ONCE = 1024
 _ANSWER_BYTES = 64
 """The most that an answer takes beside a block: a number, or the form around the block."""

@@ -36,12 +36,12 @@ _Answer = TypeVar("_Answer")
 
 _CONNECT_S = 1.0
 WHOLE_S = 2.0
-"""Of a request, from its connection to the last byte of its answer."""
+"""How long a request may take, from its connection to the last byte of its answer."""
 _RETRY_S = 0.5
 """A request that failed sooner is made once more: servers close idle connections."""
 _AT_ONCE = 16
 _BYTES_AT_ONCE = 16 << 20
-"""Of the objects that one read or write has under way, about."""
+"""The size of all objects that one read or write has under way, about."""
 _MOST_THREADS = 64
 _MOST_ERROR_CHARS = 200
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/([A-Za-z0-9/!_.*'()=-]*))?")
@@ -63,7 +63,7 @@ class S3Tier:
         self._object_bytes = LABEL_BYTES + block_bytes
         self._at_once = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // self._object_bytes))
         self._mode: Literal["create", "overwrite"] = "create"
-        """Of writing: only where there is no object yet, if the server can do that."""
+        """How objects are written: only where there is none yet, if the server can do that."""
         if os.environ.get("AWS_CONDITIONAL_PUT", "").lower() == "disabled":
             self._mode = "overwrite"
         if (parts := _URL.fullmatch(url)) is None:

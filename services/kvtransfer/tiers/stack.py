@@ -24,10 +24,10 @@ from services.kvtransfer.tiers.tier import BlockTarget, LocalTier, Tier, TierFai
 log = logging.getLogger(__name__)
 
 SILENCE_S = 2.0
-"""A tier that has not answered a read for so long is left out, and whoever waits gives up sooner."""
+"""How long a tier may take to answer a read before it is left out; whoever waits gives up sooner."""
 _MOST_KNOWN = 1 << 16
 _ITS_SHARE = 0.8
-"""Of the time after which somebody gave up. A tier that took less is not the one for which they did."""
+"""The share of the time after which somebody gave up that a tier must have taken to be the one for which they did."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class TierUse:
     read_s: float = 0.0
     write_s: float = 0.0
     known: OrderedDict[BlockHash, None] = field(default_factory=OrderedDict)
-    """Of a tier that others use too, the newest blocks that were written from here."""
+    """The newest blocks that were written from here, if others use the tier too."""
     asked: dict[Reading, float] = field(default_factory=dict)
     """When each question began that is under way."""
 

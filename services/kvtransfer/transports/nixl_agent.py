@@ -25,8 +25,8 @@ _PACKAGES = ("nixl_cu13", "nixl_cu12")
 """One build of NIXL for each version of CUDA. Either works where there is no GPU."""
 _BACKEND = "UCX"
 _PROGRESS_US = 10_000
-"""A serving agent's thread sleeps until its sockets have something, but for so long at the most: UCX does not wake it
-by each. (At 0, which NIXL's Python layer sets, it spins; this takes 0.5 % of a core.)"""
+"""The longest that a serving agent's thread sleeps when its sockets have nothing: UCX does not wake it by each.
+(At 0, which NIXL's Python layer sets, it spins; this takes 0.5 % of a core.)"""
 _POLL_S = 0.0002
 """How long a reader sleeps between two looks at a read that is under way."""
 _SLICE_S = 0.5

@@ -43,7 +43,7 @@ _MOST_BUFFERS = 1000
 SLICE_S = 0.5
 """How long a system call waits at the most: a process that was stopped finds one slice used up, not its patience."""
 _DEAD_AFTER_MS = 10_000
-"""Sent data that is not acknowledged for so long ends a connection: the other host is gone."""
+"""How long sent data may stay unacknowledged before the connection is ended: the other host is gone."""
 
 
 class Silent(TransferFailed):
@@ -151,7 +151,7 @@ class Connection:
             left.clear()  # an error's traceback would keep views of the memory
 
     def receive(self, num_bytes: int, *, patience_s: float | None = None) -> bytes | None:
-        """Returns so many bytes; None if the other end has closed the connection. `patience_s` is for the first."""
+        """Returns the next bytes; None if the other end has closed the connection. `patience_s` is for the first."""
         data = bytearray(num_bytes)
         with memoryview(data) as view:
             return bytes(data) if self.receive_into([view], patience_s=patience_s) else None

@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from baton.v1 import control_pb2
 from services.core.clock import Clock
 from services.router.catalogue import Catalogue
 from services.router.console import rows
-from services.router.coordinator.request import Phase
-from services.router.coordinator.workers import Worker
+from services.router.status import pair_status, pairs, status
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.timelines import Timeline, Timelines
-from services.rpc.metrics import INTER_TOKEN_BUCKETS
+from services.router.workers import wire
+from services.rpc.prometheus import INTER_TOKEN_BUCKETS
 
 log = logging.getLogger(__name__)
 
@@ -188,35 +189,29 @@ class ConsoleFeed:
         return events
 
     def _state(self, known: _Known, now: float) -> dict[str, Any]:
-        models, phases = self._catalogue.all(), self._catalogue.phases()
-        workers, worker_ids, pairs, pair_ids = [], set(), [], set()
-        for model in models:
-            for worker in model.conductor.coordinator.workers():
-                row = rows.worker_row(model, worker, now) | {"tokens_per_s": known.pace(worker, now)}
-                worker_ids.add(row["id"])
-                if known.workers.get(row["id"]) != row:
-                    known.workers[row["id"]] = row
-                    workers.append(row)
-            for worker, pair in model.conductor.pairs():
-                ids = (pair.source.worker_id, worker.info.worker_id)
-                pair_ids.add(ids)
-                if known.pairs.get(ids) != (key := rows.pair_key(worker, pair, now)):
-                    known.pairs[ids] = key
-                    pairs.append(rows.pair_row(worker, pair, key))
+        found = status(self._catalogue, now)
+        workers, worker_ids, changed_pairs, pair_ids = [], set(), [], set()
+        for each in found.workers:
+            row = rows.worker_row(each) | {"tokens_per_s": known.pace(each, now)}
+            worker_ids.add(row["id"])
+            if known.workers.get(row["id"]) != row:
+                known.workers[row["id"]] = row
+                workers.append(row)
+        for worker, pair in pairs(self._catalogue):
+            ids = (pair.source.worker_id, worker.info.worker_id)
+            pair_ids.add(ids)
+            if known.pairs.get(ids) != (key := rows.pair_key(worker, pair, now)):
+                known.pairs[ids] = key
+                changed_pairs.append(rows.pair_row(pair_status(worker, pair), handoff_ms=key[-1]))
         return {
             "at": round(time.time(), 3),
-            "ready": self._catalogue.ready,
-            "phases": {
-                "queued": phases[Phase.QUEUED],
-                "prefilling": phases[Phase.PREFILLING],
-                "parked": phases[Phase.PARKED],
-                "decoding": phases[Phase.BINDING] + phases[Phase.DECODING],
-            },
+            "ready": found.ready,
+            "phases": rows.phases_row(found),
             **known.totals(self._requests, now),
-            "models": [rows.model_row(model, now) for model in models],
+            "models": [rows.model_row(model) for model in found.models],
             "workers": workers,
             "gone": known.gone_workers(worker_ids),
-            "pairs": pairs,
+            "pairs": changed_pairs,
             "pairs_gone": known.gone_pairs(pair_ids),
         }
 
@@ -260,16 +255,16 @@ class _Known:
         """Those of them that lived when they were told last."""
         self.newest = 0
         self._steps: dict[str, tuple[float, int, int]] = {}
-        """Of each worker, when its pace was last reckoned, and the steps with prompts and without that it had made."""
+        """When each worker's pace was last reckoned, and the steps with prompts and without that it had made then."""
         self._totals: tuple[float, int, int, int, list[int]] | None = None
 
-    def pace(self, worker: Worker, now: float) -> float | None:
+    def pace(self, status: control_pb2.WorkerStatus, now: float) -> float | None:
         """Returns how many tokens a second the worker has computed since the last look, by its steps; None at first."""
-        if worker.load is None:
+        if not status.HasField("load"):
             return None
-        prefill, decode = worker.load.prefill_step, worker.load.decode_step
-        before = self._steps.get(worker.info.worker_id)
-        self._steps[worker.info.worker_id] = (now, prefill.num_steps, decode.num_steps)
+        load, worker_id = wire.load(status.load), status.worker.worker_id
+        prefill, decode, before = load.prefill_step, load.decode_step, self._steps.get(worker_id)
+        self._steps[worker_id] = (now, prefill.num_steps, decode.num_steps)
         if before is None or now <= before[0] or prefill.num_steps < before[1] or decode.num_steps < before[2]:
             return None
         tokens = (prefill.num_steps - before[1]) * prefill.tokens + (decode.num_steps - before[2]) * decode.tokens

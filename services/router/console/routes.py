@@ -36,11 +36,11 @@ from services.router.console import rows
 from services.router.console.bars import bars_of, otlp_of
 from services.router.console.feed import ConsoleFeed
 from services.router.front.http.reply import plain_error
+from services.router.front.operator.explanation_messages import explained
+from services.router.front.operator.timeline_messages import now_of, stages
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.slo import Objectives
 from services.router.telemetry.timelines import Timeline, Timelines
-from services.router.workers.explained import explained
-from services.router.workers.timelines import now_of, stages
 from services.rpc.plain import plain
 
 log = logging.getLogger(__name__)

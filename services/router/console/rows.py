@@ -10,58 +10,62 @@ from collections.abc import Hashable
 from typing import Any
 
 from baton.v1 import control_pb2, types_pb2
-from services.router.catalogue import Catalogue, ServedModel
-from services.router.coordinator.request import Phase
+from services.router.catalogue import Catalogue
 from services.router.coordinator.workers import Pair, Worker
+from services.router.front.operator.timeline_messages import now_of, phase, stages
 from services.router.telemetry.timelines import Timeline, TimelineStage
-from services.router.workers.control import PAIR_STATES, reason_of, state_of, tokens_to_split, why_unready
-from services.router.workers.timelines import now_of, phase, stages
+from services.router.workers.wire import worker_info
 from services.rpc.plain import enum_word
 
 _FEWER_STAGES = 12
 _TIMINGS = [field.name for field in types_pb2.PhaseTimings.DESCRIPTOR.fields if field.name != "transport"]
 
 
-def model_row(model: ServedModel, now: float) -> dict[str, Any]:
-    coordinator = model.conductor.coordinator
-    phases, found = coordinator.phases(), coordinator.split_break_even(now)
+def phases_row(status: control_pb2.GetStatusResponse) -> dict[str, int]:
+    return {
+        "queued": status.num_queued,
+        "prefilling": status.num_prefilling,
+        "parked": status.num_parked,
+        "decoding": status.num_decoding,
+    }
+
+
+def model_row(model: control_pb2.ModelStatus) -> dict[str, Any]:
     split = None
-    if found is not None:
+    if model.HasField("split_break_even"):
+        found = model.split_break_even
         split = {
-            "prefill": found.prefill_id,
-            "decode": found.decode_id,
-            "tokens": tokens_to_split(found),
-            "handoff_ms": _rounded(found.handoff_ms),
+            "prefill": found.prefill,
+            "decode": found.decode,
+            "tokens": found.tokens if found.HasField("tokens") else None,
+            "handoff_ms": _rounded(found.handoff_ms) if found.HasField("handoff_ms") else None,
         }
     return {
         "id": model.model_id,
         "ready": model.ready,
         "policy": model.policy,
-        "queued": phases[Phase.QUEUED],
-        "live": phases.total(),
-        "workers": sum(worker.has_session for worker in coordinator.workers()),
+        "queued": model.num_queued,
+        "live": model.num_live,
+        "workers": model.num_workers,
         "context_tokens": model.context_tokens,
         "split": split,
     }
 
 
-def worker_row(model: ServedModel, worker: Worker, now: float) -> dict[str, Any]:
-    about = worker.info.description
-    assert about is not None, "every worker has described itself"
-    link = model.conductor.links.get(worker.info.worker_id)
-    load = link.load if link is not None and link.load is not None else types_pb2.LoadSnapshot()
+def worker_row(status: control_pb2.WorkerStatus) -> dict[str, Any]:
+    about, info, load = status.worker, worker_info(status.worker), status.load
     return {
-        "id": worker.info.worker_id,
-        "roles": [worker.info.roles.label],
-        "model": model.model_id,
-        "state": enum_word(control_pb2.WorkerState.DESCRIPTOR, state_of(worker)),
-        "reason": why_unready(worker, now),
+        "id": info.worker_id,
+        "roles": [info.roles.label],
+        "model": info.model_id,
+        "state": enum_word(control_pb2.WorkerState.DESCRIPTOR, status.state),
+        "reason": status.reason,
         "address": about.address,
         "host": about.host_id,
         "pid": about.pid,
         "device": about.device,
         "kernels": about.kernels,
-        "fingerprint": str(worker.info.fingerprint),
+        "fingerprint": str(info.fingerprint),
         "blocks": {
             "importing": load.blocks_importing,
             "leased": load.blocks_leased,
@@ -72,14 +76,14 @@ def worker_row(model: ServedModel, worker: Worker, now: float) -> dict[str, Any]
         "running": load.num_running,
         "waiting": load.num_waiting,
         "queued_tokens": load.queued_prefill_tokens,
-        "requests": len(set(worker.legs.values())),
+        "requests": status.num_requests,
         "prefill_step_ms": _rounded(load.prefill_step.ms) if load.HasField("prefill_step") else None,
         "decode_step_ms": _rounded(load.decode_step.ms) if load.HasField("decode_step") else None,
         "current_step_ms": _rounded(load.current_step_ms),
         "prefix_queried": load.prefix_tokens_queried,
         "prefix_hit": load.prefix_tokens_hit,
         "preemptions": load.num_preemptions,
-        "load_age_ms": None if worker.load_s is None else round(now - worker.load_s) * 1000,
+        "load_age_ms": round(status.load_age_ms / 1000) * 1000 if status.HasField("load") else None,
     }
 
 
@@ -90,16 +94,14 @@ def pair_key(worker: Worker, pair: Pair, now: float) -> tuple[Any, ...]:
     return pair.health.state, pair.health.reason, transport, _rounded(time_.average_ms(now) if time_ else None)
 
 
-def pair_row(worker: Worker, pair: Pair, key: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns what the page shows of a pair. `key` is its `pair_key`."""
-    state = PAIR_STATES.get(pair.health.state, control_pb2.PAIR_STATE_UNPROVEN)
+def pair_row(pair: control_pb2.PairStatus, handoff_ms: float | None) -> dict[str, Any]:
     return {
-        "prefill": pair.source.worker_id,
-        "decode": worker.info.worker_id,
-        "state": enum_word(control_pb2.PairState.DESCRIPTOR, state),
-        "reason": reason_of(pair.health),
-        "transport": _transport(key[2]),
-        "handoff_ms": key[3],
+        "prefill": pair.prefill,
+        "decode": pair.decode,
+        "state": enum_word(control_pb2.PairState.DESCRIPTOR, pair.state),
+        "reason": pair.reason,
+        "transport": _transport(pair.transport),
+        "handoff_ms": handoff_ms,
     }
 
 

@@ -25,7 +25,7 @@ class CoordinatorConfig:
     max_crashes: int = 3
     """A request ends after this many worker failures under it without progress."""
     max_fruitless_starts: int = 32
-    """A request ends after its prompt was computed so many times in a row without a new token, whatever the reasons
+    """A request ends after its prompt was computed this many times in a row without a new token, whatever the reasons
     were: drains, refusals and lost sessions are no crashes, and would otherwise have no bound."""
     replay_across_engines: bool = False
     """Whether a stream goes on with a worker of another engine if none that is like the one that began it could."""
@@ -35,10 +35,10 @@ class CoordinatorConfig:
     overtake_limit_s: float = 1.0
     """A request that has waited longer is not overtaken."""
     aging_s: float = 10.0
-    """A request that has waited so long is served within a bound, whatever its priority: see `turn_every`."""
+    """A request that has waited longer is served within a bound, whatever its priority: see `turn_every`."""
     turn_every: int = 4
-    """Of so many starts, one is a turn of those that have waited `aging_s`. And a prompt that has waited so long at its
-    worker is overtaken by one fewer prompts than these before the worker begins it."""
+    """One start in this many is a turn of those that have waited `aging_s`. And a prompt that has waited that long at
+    its worker is overtaken by one fewer prompts than these before the worker begins it."""
     max_overtaken: int = 16
     """How far past the queue's unplaceable head a placement looks."""
     refusal_backoff_s: float = 0.02
@@ -46,13 +46,13 @@ class CoordinatorConfig:
     max_refusal_backoff_s: float = 0.5
     """The longest such pause. It is below the 2 s for which a worker keeps room for an aged handoff that it refused."""
     answer_timeout_s: float = 10.0
-    """A worker admits or refuses a handoff at once; if it does neither for so long, the leg has failed. So has a leg
-    of which nothing is heard for so long while its worker has nothing to do."""
+    """A worker admits or refuses a handoff at once; if it does neither within this time, the leg has failed. So has a
+    leg of which nothing is heard within this time while its worker has nothing to do."""
     compute_margin: float = 10.0
     """A leg of which nothing is heard is given up after `queue_timeout_s` plus this many times the time that its worker
     needs, by the worker's own figures, for the prompt tokens before it and its own."""
     park_after_s: float = 0.1
-    """A sealed handoff that no decode worker has room for goes to a store after so long: most find room before."""
+    """How long a sealed handoff waits for a decode worker with room before it goes to a store: most find room."""
     orphan_timeout_s: float = 2.0
     """How long a decode leg, or a store's, whose source is gone may take to say whether it had everything."""
     max_failed_imports: int = 2

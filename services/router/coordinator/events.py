@@ -40,7 +40,7 @@ class WorkerInfo:
     hardware: str = ""
     """What it computes on and by which kernels, as far as it says."""
     token_bytes: int = 0
-    """Of one token's KV; 0 if it does not say."""
+    """The size of one token's KV; 0 if it does not say."""
     description: control_pb2.WorkerDescription | None = None
     """The whole description, for the shells."""
 

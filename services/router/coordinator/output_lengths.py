@@ -73,8 +73,8 @@ class OutputLengths:
             newest.add(output_tokens)
 
     def quantile(self, caller: str, prompt_tokens: int, share: float) -> int | None:
-        """Returns the tokens that so large a share, in [0, 1], of outputs like this one do not exceed; None before the
-        first output."""
+        """Returns the tokens that a share, in [0, 1], of outputs like this one do not exceed; None before the first
+        output."""
         key = (caller, prompt_tokens.bit_length())
         for newest in (self._of_callers.get(key), self._of_prompts.get(key[1])):
             if newest is not None and len(newest) >= _ENOUGH:

@@ -77,7 +77,7 @@ class PrefixSources:
         return min(stores, key=worth, default=None)
 
     def brought(self, worker: Worker, event: PrefixBrought) -> None:
-        """Takes over how long it took. One that failed says no more than that it took so long for nothing."""
+        """Takes over how long it took. One that failed tells nothing of how long one takes."""
         source_id = self._ended(event.leg, PrefixOutcome(event.num_tokens, event.ms))
         if source_id is not None and event.num_tokens:
             worker.bring_times[source_id].observe(event.num_tokens, event.ms)

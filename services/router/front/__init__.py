@@ -1,1 +1,1 @@
-"""Has the fronts of a router, gRPC and HTTP, and what they share: calls on their way in."""
+"""Has the fronts of a router, gRPC, HTTP and the operators', and what the first two share: calls on their way in."""

@@ -59,12 +59,12 @@ _INLINE_CHARS = 512
 _INLINE_TOKENS = 1024
 
 MAX_LOGGED_CHARS = 2048
-"""Of a prompt that is written to the log."""
+"""How much of a prompt is written to the log."""
 _ID_CHARS = 4  # for which a token id counts
 _MESSAGE_CHARS = 32  # for a message's role and the brackets
 
 _MOST_ID_CHARS = 256
-"""Of a refused request's id, which may be refused for its length."""
+"""How much is kept of a refused request's id, which may be refused for its length."""
 _MOST_FAILURE_CHARS = 500
 
 

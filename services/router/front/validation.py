@@ -6,13 +6,12 @@ Every error is an InvalidRequest that names the field.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.labels import check_label
 from services.router.front.tools import chat_texts, check_chat, check_tools
-from services.router.text.output.families import PLAIN_FORMS, ModelForms
+from services.router.text.model_facts import ModelFacts
 from services.rpc.constraints import check_constraint
 from services.rpc.parameters import MAX_ANSWERS, MAX_LOGPROBS, check_sampling, check_stopping, within
 
@@ -28,18 +27,6 @@ _TOKEN_BYTES, _TOP_BYTES = 8, 13
 _RANK_BYTES = 4
 MOST_PROMPT_ENTRIES = 1 << 16
 """The most log-probabilities of one prompt: that of each token, and those of the likeliest at its place."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Holds the facts of a served model that its requests are checked against."""
-
-    model_id: str
-    vocab_size: int
-    max_text_bytes: int
-    """The most bytes, in UTF-8, of a prompt's text or of all messages and tools together, even of one that is to be
-    truncated."""
-    forms: ModelForms = PLAIN_FORMS
 
 
 def validate(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:

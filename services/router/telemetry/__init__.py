@@ -1,1 +1,1 @@
-"""Has what a router tells of itself: metrics, spans, objectives and the activity line."""
+"""Has what a router tells of itself: metrics, spans, objectives, and what is remembered of requests."""

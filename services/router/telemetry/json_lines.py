@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 FLUSH_S = 0.5
 """Between two batches: with the time to write and sync one, an entry is on the disk within a second."""
 MOST_WAITING = 65_536
-"""How many entries wait to be written; what comes while so many wait is dropped, and counted."""
+"""How many entries wait to be written; what comes beyond them is dropped, and counted."""
 MOST_WAITING_BYTES = 64 << 20
 """How much memory they may take, about."""
 _CLOSE_WITHIN_S = 5.0
 _BATCH = 1024
 _BATCH_BYTES = 1 << 20
 _ENTRY_BYTES = 1000
-"""Of an entry without the texts that its writer counts, about."""
+"""The size of an entry without the texts that its writer counts, about."""
 
 
 @dataclass(frozen=True, slots=True)

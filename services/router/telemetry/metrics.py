@@ -20,7 +20,7 @@ from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.usage import UsageMetrics
 from services.rpc import names
 from services.rpc.certificates import Certificates
-from services.rpc.metrics import Aliases, MetricsServer, new_registry, tell_expiry
+from services.rpc.prometheus import Aliases, MetricsServer, new_registry, tell_expiry
 
 _WHERE = ("action", "event", "placement", "session", "tick")
 

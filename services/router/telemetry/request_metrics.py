@@ -20,7 +20,7 @@ from services.router.telemetry.timelines import TokenTimes
 from services.router.telemetry.token_counts import TokenCounts
 from services.router.telemetry.tracing import error_outcome
 from services.rpc import names
-from services.rpc.metrics import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
+from services.rpc.prometheus import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 from services.rpc.status import CODES
 
 _MODEL = "model"
@@ -179,7 +179,7 @@ class ModelMetrics:
         self._tokens.add(num_tokens)
 
     def between_tokens(self, seconds: float, times: int = 1) -> None:
-        """Notes a time between one token and the next, which occurred so many times."""
+        """Notes a time between one token and the next, and how often it occurred."""
         self._tokens.observe(seconds, times)
 
     def finished(self, reason: FinishReason) -> None:

@@ -59,7 +59,7 @@ class Objectives:
 class Grade(enum.Enum):
     MET = "met"
     NEAR = "near"
-    """In time, with less than a fifth of it to spare."""
+    """It was met with less than a fifth of the time to spare."""
     MISSED = "missed"
 
 

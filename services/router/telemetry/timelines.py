@@ -80,7 +80,7 @@ class Timeline:
     """Keeps where one request spends its time."""
 
     number: int
-    """In the order of arrival, from 1. The router's own id of the request is made of it."""
+    """Counts requests in the order of arrival, from 1. The router's own id of the request is made of it."""
     label: str
     """The id that the client knows; others may have the same."""
     model: str
@@ -93,7 +93,7 @@ class Timeline:
     prompt: str = ""
     """Shortened."""
     output: str = ""
-    """In the same way, once it has ended."""
+    """Shortened; empty until it has ended."""
     prompt_tokens: int = 0
     max_tokens: int | None = None
     stages: list[TimelineStage] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Timeline:
                 if known.leg == stage.leg:
                     known.ended_s, known.outcome = stage.ended_s, stage.outcome
                     return
-            return  # begun so long ago that it is no longer kept
+            return  # it is kept no longer
         if stage.name == "queue":
             self.num_retries = stage.attempt - 1
         self._add(stage)

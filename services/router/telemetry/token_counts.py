@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 
 from services.rpc import names
-from services.rpc.metrics import INTER_TOKEN_BUCKETS
+from services.rpc.prometheus import INTER_TOKEN_BUCKETS
 
 _BOUNDS = (*map(str, INTER_TOKEN_BUCKETS), "+Inf")
 
@@ -36,7 +36,7 @@ class ModelTokenCounts:
         self.num_tokens += num_tokens
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        """Notes a time between one token and the next, seconds, which occurred so many times."""
+        """Notes a time between one token and the next, seconds, and how often it occurred."""
         self.buckets[bisect_left(INTER_TOKEN_BUCKETS, seconds)] += times
         self.sum_s += seconds * times
 

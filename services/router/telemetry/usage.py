@@ -32,7 +32,7 @@ class RequestUsage:
     """The client's name for it; perhaps empty if it was refused."""
     tokens: TokenUsage
     cost: float
-    """In the currency of the tenants file."""
+    """Its unit is the currency of the tenants file."""
     outcome: str
     """The reason why it finished, or the reason of the error that refused or ended it, in lower case."""
 

@@ -37,7 +37,7 @@ POLL_S = 1.0
 written."""
 
 MOST_ROUTERS = 64
-"""As many as a worker has sessions with."""
+"""The most routers that a worker has sessions with."""
 HOLD_S = 1.0
 """How long a refusal is held back of a peer that has sent many wrong keys. Who tries one after the other on a
 connection is slowed to that."""
@@ -111,7 +111,7 @@ class Gate:
         self._num_held = 0
         """Refusals of peers that have sent many wrong keys, which are told later."""
         self._quotas: dict[str, Quota] = {}
-        """Of tenants that have had a request, by name."""
+        """The quotas of tenants that have had a request, by name."""
         self._asked = asyncio.Event()
         self._stamp: FileStamp | None = None
         self._complaint = ""
@@ -199,8 +199,8 @@ class Gate:
         return list(self._quotas.values())
 
     def divide(self, num_routers: int) -> None:
-        """Takes one of so many equal parts of each tenant's limits from now on; of more than `MOST_ROUTERS`, one of
-        those."""
+        """Takes this router's part of each tenant's limits from now on: one of `num_routers` equal ones, or of
+        `MOST_ROUTERS` if there are more."""
         num_routers = min(max(1, num_routers), MOST_ROUTERS)
         if num_routers == self._num_routers or self.is_open:
             return

@@ -18,7 +18,7 @@ REQUESTS_PER_S, TOKENS_PER_MIN, CONCURRENT_REQUESTS = "requests_per_s", "tokens_
 """Names of limits, as the file and errors have them."""
 _MINUTE_S = 60.0
 _AWAY_S = 2.5
-"""A store that has not been heard for so long is away."""
+"""How long a store may be silent before it is away."""
 _ASKED_S = 1.0
 _WANTED_S = 2.0
 """How long places are kept for a call of several requests that was refused: its client asks again, or does not."""
@@ -43,7 +43,7 @@ class Report:
 
     tenant: str
     buckets: tuple[BucketReport, BucketReport]
-    """Of requests and of tokens."""
+    """One for requests, one for tokens."""
     num_live: int
     num_held: int
     """Requests that it may come to have until it hears the answer."""
@@ -61,7 +61,7 @@ class Answered:
     """Says what is left of a tenant's limits over all routers, once a report is settled."""
 
     levels: tuple[float, ...]
-    """Of requests and of tokens."""
+    """One for requests, one for tokens."""
     num_places: int
     """Requests that this router may have at once."""
     num_routers: int
@@ -252,7 +252,7 @@ class Quota:
 
 
 def demand_together(tenant: Tenant, num_prompts: int) -> None:
-    """Raises InvalidRequest if so many prompts, which come in one call, could never be let in together."""
+    """Raises InvalidRequest if the prompts of one call could never be let in together."""
     limits = tenant.limits
     most = [(limits.concurrent_requests, CONCURRENT_REQUESTS)]
     if limits.requests_per_s is not None:
@@ -265,8 +265,7 @@ def demand_together(tenant: Tenant, num_prompts: int) -> None:
 
 
 def demand_tokens_together(tenant: Tenant, num_tokens: int) -> None:
-    """Raises InvalidRequest if so many tokens, of prompts that come in one call and of their answers, could never be
-    let in together."""
+    """Raises InvalidRequest if the tokens of one call's prompts and answers could never be let in together."""
     limits = tenant.limits
     if limits.tokens_per_min is not None and num_tokens > limits.burst_tokens:
         raise InvalidRequest(
@@ -287,7 +286,7 @@ def allowed_output(
 ) -> int | None:
     """Returns the max_tokens of a request's answers: what it asks for, or if it asks for nothing what the tenant's
     limits and the context, with `room` tokens beside the prompt, leave. None if no limit speaks of it. `is_default`
-    says that not the client asks for so many: then they may be fewer.
+    says that it is not the client who asks for them: then they may be fewer.
 
     Raises InvalidRequest for what would not be allowed at any time.
     """

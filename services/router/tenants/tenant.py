@@ -28,13 +28,13 @@ class TenantLimits:
     burst_requests: int = 1
     """Requests at once after a quiet time."""
     tokens_per_min: int | None = None
-    """Of prompts and outputs together."""
+    """Counts prompts and outputs together."""
     burst_tokens: int = 1
     """Tokens at once after a quiet time: also the most that one request may have."""
     concurrent_requests: int | None = None
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
-    """Of one answer."""
+    """The most that one answer may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TokenPrices:
 
     prompt: float = 0.0
     cached: float = 0.0
-    """Of prompt tokens that were found in a cache."""
+    """The price of prompt tokens that were found in a cache."""
     output: float = 0.0
 
     def cost(self, usage: TokenUsage) -> float:

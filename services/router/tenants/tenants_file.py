@@ -20,7 +20,7 @@ from services.router.tenants.yaml_nodes import YamlNode, read_yaml
 
 MOST_TENANTS = 100_000
 MOST_KEYS = 64
-"""Of one tenant."""
+"""The most keys of one tenant."""
 _MOST_MODELS = 256
 _MOST_RATE = 1_000_000
 _MOST_TOKENS = 1_000_000_000_000

@@ -29,7 +29,7 @@ class TokenBucket:
         return self._level
 
     def wait_s(self, units: float, now: float) -> float:
-        """Returns in how many seconds so many units are there, if nobody takes any; 0 if they are there now."""
+        """Returns in how many seconds the units are there, if nobody takes any; 0 if they are there now."""
         missing = min(units, self.burst) - self.level(now)
         return missing / self.rate_per_s if missing > _HARDLY_ANY else 0.0
 
@@ -42,7 +42,7 @@ class TokenBucket:
         self._level = min(self.burst, self.level(now) + units)
 
     def become(self, units: float, now: float) -> None:
-        """Has so many units from now on, as far as there is room for them."""
+        """Has this number of units from now on, as far as there is room for them."""
         self._at_s, self._level = now, min(self.burst, units)
 
     def change(self, rate_per_s: float, burst: float, now: float) -> None:

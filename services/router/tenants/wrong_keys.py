@@ -14,7 +14,8 @@ BURST = 20
 """Wrong keys of a peer that are only refused: somebody tries out what was pasted."""
 PER_S = 0.2
 MOST_PEERS = 4096
-"""Beyond so many the one that has been quiet for longest is forgotten: it has a budget again, and that is all."""
+"""How many are remembered. Beyond them the one that has been quiet for longest is forgotten: it has a budget again, and
+that is all."""
 
 
 class WrongKeys:

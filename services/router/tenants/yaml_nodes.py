@@ -19,7 +19,7 @@ from services.core.printable import printable
 MOST_BYTES = 64 << 20
 _MOST_DEPTH = 8
 _MOST_CHARS = 1024
-"""Of a single text."""
+"""The length of a single text."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 
 

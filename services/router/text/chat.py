@@ -16,11 +16,11 @@ class PromptEnd(enum.Enum):
     """Says where the prompt of a chat ends."""
 
     OPEN_ANSWER = "open answer"
-    """With what opens the assistant's answer."""
+    """The prompt ends with what opens the assistant's answer."""
     MESSAGES = "messages"
-    """With the messages."""
+    """The prompt ends with the messages."""
     FINAL_MESSAGE = "final message"
-    """Within the last message, whose content is continued."""
+    """The prompt ends within the last message, whose content is continued."""
 
 
 def text_bytes(value: Any) -> int:

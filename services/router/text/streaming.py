@@ -23,7 +23,7 @@ from services.router.text.output.parts import CallPart, Parsed
 from services.router.text.output.tags import without_marks
 
 _REPLACEMENT = "\ufffd"
-# Tokens may end within characters many times in a row; a character still incomplete after so many stays broken.
+# Tokens may end within characters many times in a row; a character still incomplete after this many stays broken.
 _MAX_HELD_TOKENS = 32
 CONTEXT_TOKENS = 8
 """The most tokens before a new one that are decoded with it. Their own text is kept, so that a token costs one call of

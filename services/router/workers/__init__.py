@@ -1,1 +1,1 @@
-"""Has the router's side of its workers: registrations, sessions, drains, and the operators' view of them."""
+"""Has the router's side of its workers: sessions, messages, drains."""

@@ -52,10 +52,6 @@ ROLES = {
 }
 # Any other reason, of a newer worker, still ends the sequence.
 _FINISHES = {types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
-FINISH_REASONS = {
-    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-}
 _LEASE_ENDS = {
     worker_pb2.LEASE_END_REASON_RELEASED: LeaseEnd.RELEASED,
     worker_pb2.LEASE_END_REASON_EXPIRED: LeaseEnd.EXPIRED,

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from baton.v1 import control_pb2
 from services.router.config import RouterConfig
 from services.router.console import feed
 from services.router.console.routes import COOKIE, POLICY
+from services.rpc.plain import plain
 from tests.support.console_client import client, looks_counted, running, until, viewing
 from tests.support.patience import HANG_S
 from tests.support.router_harness import TEXT, read, request
@@ -49,6 +51,33 @@ async def test_a_viewer_is_told_of_all_that_is_there_and_then_of_what_changes(mo
             state = await until(events, "state", lambda data: any(each["id"] == "d" for each in data["workers"]))
             gone = next(each for each in state["workers"] if each["id"] == "d")
             assert gone["state"] != "ready"
+
+
+async def test_it_says_what_the_control_port_says(model: str) -> None:
+    async with running(model) as cluster, client(cluster) as http:
+        await cluster.add("prefill", worker_id="p")
+        await cluster.add("decode", worker_id="d")
+        await read(cluster.inference.GenerateStream(request()))
+        async with viewing(http) as events:
+            state = await until(events, "state")
+        told = plain(await cluster.control.GetStatus(control_pb2.GetStatusRequest()))
+        assert state["ready"] == told["ready"]
+        assert state["phases"] == {name: told[f"num_{name}"] for name in state["phases"]}
+        for row, status in zip(state["workers"], told["workers"], strict=True):
+            assert (row["id"], row["state"]) == (status["worker"]["worker_id"], status["state"])
+            assert (row["reason"], row["requests"]) == (status["reason"], status["num_requests"])
+        for row, status in zip(state["pairs"], told["pairs"], strict=True):
+            assert {name: row[name] for name in ("prefill", "decode", "state", "reason")} == {
+                name: status[name] for name in ("prefill", "decode", "state", "reason")
+            }
+        for row, status in zip(state["models"], told["models"], strict=True):
+            assert (row["id"], row["ready"], row["queued"]) == (
+                status["model_id"],
+                status["ready"],
+                status["num_queued"],
+            )
+            assert (row["live"], row["workers"]) == (status["num_live"], status["num_workers"])
+            assert (row["policy"], row["context_tokens"]) == (status["policy"], status["context_tokens"])
 
 
 async def test_who_looks_later_is_told_of_the_times_between_tokens_before(

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
-from services.router.workers.explained import MOST_ANSWERED
+from services.router.front.operator.explanation_messages import MOST_ANSWERED
 from services.rpc.names import Attr, Span
 from services.rpc.options import channel_options
 from tests.support.router_harness import TEXT, Cluster, code_of, read, request

@@ -90,8 +90,8 @@ async def test_an_allocation_fails_under_a_long_context(
         assert num_retries >= small.num_faults > 0
         assert large.num_faults == 0
         # What fits still runs there.
-        stats = cluster.workers[0].engine.stats()
-        assert stats.num_steps > stats.num_failed_steps == small.num_faults
+        engine = cluster.workers[0].engine
+        assert engine.stats().num_steps > engine.tally.num_failed == small.num_faults
 
 
 async def test_a_kernel_fails_once_in_the_token_loop(model: Path, reference: GreedyReference) -> None:
@@ -158,7 +158,7 @@ async def test_a_worker_without_a_step_thread_ends(model: Path, monkeypatch: pyt
 
     phases = {types_pb2.WORKER_ROLE_PREFILL: watched}
     serving = asyncio.create_task(serve(worker_config(model), Lifecycle(), phases))
-    await until(lambda: bool(hosts) and hosts[0].engine.alive, "it serves", 20.0)
+    await until(lambda: bool(hosts) and engine_of(hosts[0]).alive, "it serves", 20.0)
     (host,) = hosts
     scripted = ScriptedRouter()
     async with scripted.session(host) as session:

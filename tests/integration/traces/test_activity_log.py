@@ -14,9 +14,7 @@ from tests.support.processes import Up
 
 pytestmark = pytest.mark.process
 
-ROUTER = (
-    r"router services\.router\.telemetry\.activity: last \d+ s: \S+ requests/s accepted, .* ([0-9]+) of 2 workers ready"
-)
+ROUTER = r"router services\.router\.activity: last \d+ s: \S+ requests/s accepted, .* ([0-9]+) of 2 workers ready"
 WORKER = (
     r"{} services\.worker\.activity: last \d+ s: \S+ prefill tokens/s, \S+ output tokens/s, \d+ running, \d+ waiting, "
     r"KV \S+%, prefix hits"

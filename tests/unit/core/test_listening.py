@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from services.core.errors import ConfigError
 from services.core.listening import require_free
-from services.rpc.metrics import MetricsServer
+from services.rpc.prometheus import MetricsServer
 from services.rpc.serving import GrpcServer
 
 TRIALS: dict[str, Callable[[str, int], object]] = {

@@ -100,7 +100,7 @@ def test_admission_is_reported_before_the_step(runner: ScriptedRunner, make_driv
         runner.began.get(timeout=HANG_S)
         assert driver.outputs[seq_id].block_ids
         assert driver.engine.stats().current_step_ms >= 0
-        assert driver.engine.stats().last_batch_size == 0
+        assert driver.engine.tally.num_steps == 0
         runner.go.release()
         driver.wait(seq_id)
 

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.rpc import metrics
-from services.rpc.metrics import SCRAPE_EVERY_S, Rendering
+from services.rpc import prometheus
+from services.rpc.prometheus import SCRAPE_EVERY_S, Rendering
 
 OPEN_METRICS = "application/openmetrics-text"
 
@@ -62,8 +62,8 @@ class Counted(Collector):
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     turns = Turns()
-    monkeypatch.setattr(metrics, "time", turns)
-    monkeypatch.setattr(metrics, "ThreadPoolExecutor", lambda *_, **__: turns)
+    monkeypatch.setattr(prometheus, "time", turns)
+    monkeypatch.setattr(prometheus, "ThreadPoolExecutor", lambda *_, **__: turns)
     return turns
 
 

@@ -99,4 +99,3 @@ def test_least_recently_used_is_evicted_first() -> None:
     index.find(b"a")
     assert index.take() is not None
     assert list(index.held()) == [b"a"]
-    assert index.num_evicted == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import TransferFailed
-from services.kvtransfer.channels import ChannelCache
+from services.kvtransfer.channel_cache import ChannelCache
 from tests.support.patience import HANG_S
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.kvtransfer.choice import TransportChoice
+from services.kvtransfer.transport_choice import TransportChoice
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 from services.router.coordinator.events import RequestSpec
 from services.router.policy import Job, LeftOutWorkers, PlacedPhase, PlacementChoice, Ranking, explain_choice
 from services.router.policy.terms import TERMS
-from services.router.telemetry.explanations import MOST_CHOICES, ExplainedRequest, Explanations
+from services.router.telemetry.explained_requests import MOST_CHOICES, ExplainedRequest, Explanations
 from tests.support.worker_views import prefill
 
 

@@ -13,7 +13,7 @@ from services.core.errors import InvalidRequest, WorkerFailed
 from services.router.coordinator.actions import Stage, StageEnded
 from services.router.coordinator.events import FinishReason
 from services.router.telemetry.request_metrics import RequestMetrics, RequestRecord
-from services.rpc.metrics import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
+from services.rpc.prometheus import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 
 MODEL = {"gen_ai_operation_name": "text_completion", "gen_ai_provider_name": "baton", "gen_ai_request_model": "m"}
 TIMINGS = types_pb2.PhaseTimings(prefill_wait_ms=10, prefill_compute_ms=100, decode_run_ms=500)

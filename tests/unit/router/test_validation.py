@@ -12,11 +12,11 @@ from services.core.errors import InvalidRequest
 from services.router.front.validation import (
     MAX_PROMPT_TOKENS,
     MOST_LOGPROB_BYTES,
-    ModelFacts,
     check_fits_one_message,
     check_token_ids,
     validate,
 )
+from services.router.text.model_facts import ModelFacts
 
 FACTS = ModelFacts("tiny", vocab_size=100, max_text_bytes=50)
 NAN, INF = float("nan"), float("inf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 from services.core.config import load
 from services.kv.pool import Ledger
+from services.router import activity as of_router
 from services.router.config import RouterConfig
-from services.router.telemetry import activity as of_router
-from services.rpc.activity import ActivityLog
+from services.router.coordinator.workers import WorkerState
+from services.router.policy.health import Health
+from services.rpc.activity_log import ActivityLog
 from services.worker import activity as of_worker
 from services.worker.activity import WorkerFigures
 from services.worker.config import WorkerConfig
@@ -124,6 +127,20 @@ def test_what_a_router_tells(caplog: pytest.LogCaptureFixture) -> None:
         "last 10 s: 0.50 requests/s accepted, 0.40 ended, 50.0 output tokens/s, 1 queued, 3 running, "
         "2 of 3 workers ready"
     )
+
+
+def test_a_router_counts_those_as_ready_of_which_its_status_says_so() -> None:
+    def worker(health: Health, ejection: object = None) -> object:
+        return SimpleNamespace(
+            state=WorkerState.READY, is_gone=False, health=SimpleNamespace(state=health), ejection=ejection
+        )
+
+    workers = [worker(Health.UP), worker(Health.DOWN), worker(Health.NEW), worker(Health.UP, ejection="slow")]
+    conductor = SimpleNamespace(coordinator=SimpleNamespace(workers=lambda: workers))
+    catalogue: Any = SimpleNamespace(all=lambda: [SimpleNamespace(conductor=conductor)], phases=Counter)
+    requests: Any = SimpleNamespace(num_accepted=0, num_ended=0, num_output_tokens=0)
+    figures = of_router.read(catalogue, requests)
+    assert (figures.workers_ready, figures.workers) == (1, 4)
 
 
 @pytest.mark.parametrize("kind", [RouterConfig, WorkerConfig])

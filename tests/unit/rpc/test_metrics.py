@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.core.errors import ConfigError
 from services.rpc import names
-from services.rpc.metrics import TTFT_BUCKETS, Aliases, MetricsServer, new_registry
+from services.rpc.prometheus import TTFT_BUCKETS, Aliases, MetricsServer, new_registry
 from tests.support.patience import HANG_S
 
 

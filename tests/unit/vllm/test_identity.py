@@ -12,7 +12,7 @@ import pytest
 from services.core.errors import UnsupportedModel
 from services.engine.config import EngineConfig, EngineInfo
 from services.vllm.identity import eos_token_ids, identity_of, weights_digest
-from services.vllm.slots import SlotMemory
+from services.vllm.slot_memory import SlotMemory
 
 FACTS: dict[str, Any] = {
     "version": "0.32.0",

@@ -21,7 +21,7 @@ from services.engine.schedule.sequence import (
 )
 from services.engine.step_tally import StepTally
 from services.kv.pool import Holder
-from services.rpc.metrics import Rendering
+from services.rpc.prometheus import Rendering
 from services.worker.metrics import WorkerMetrics
 from tests.support.models import tiny_model
 from tests.support.workers import PREFILL, running_worker, worker_config

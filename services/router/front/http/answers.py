@@ -168,9 +168,9 @@ class Writer(Protocol):
 
 
 _MOST_ENTRIES_AT_ONCE = 2048
-"""A choice with more log-probabilities is encoded in turns with others; so many take some milliseconds."""
+"""A choice with more log-probabilities is encoded in turns with others; these take some milliseconds."""
 _GROWTH = 4
-"""A message takes about so many times the bytes that it has encoded."""
+"""How many times the bytes that it has encoded a message takes in memory, about."""
 
 
 class _Whole:

@@ -36,7 +36,7 @@ from services.router.front.http.responses.call import read_call as read_response
 from services.router.front.http.tokenise import Tokenisation, read_detokenize, read_tokenize
 from services.router.front.intake import Intake
 from services.router.tenants.gate import Gate
-from services.rpc.metrics import Rendering
+from services.rpc.prometheus import Rendering
 
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
 _REQUEST_ID = REQUEST_ID.encode()

@@ -220,7 +220,7 @@ class BoundedConnection(asyncio.Protocol):
     def __init__(
         self, connections: Connections, certificates: Certificates | None, *, app_state: dict[str, Any], **others: Any
     ) -> None:
-        """With `certificates` it speaks TLS. The named arguments are uvicorn's own."""
+        """`certificates` are those by which it speaks TLS, if it does. The named arguments are uvicorn's own."""
         self.peer = ""
         self.stage = ConnectionStage.SILENT
         self.requests = Requests()

@@ -42,7 +42,7 @@ class OutputParser:
     """Parses one output. Give it each piece in order, then `flush`."""
 
     def __init__(self, form: OutputForm, random_hex: Callable[[int], str]) -> None:
-        """`random_hex` draws so many hexadecimal digits, for the ids of calls."""
+        """`random_hex` draws a number of hexadecimal digits, for the ids of calls."""
         self._reasoning = None if form.reasoning == NONE else ReasoningParser(opened=form.is_thinking)
         self._calls: CallParser | None = None
         if (family := form.tools) is not None:

@@ -31,7 +31,7 @@ from services.router.text.token_texts import TokenTexts
 
 MAX_METADATA = 16
 MAX_METADATA_CHARS = (64, 512)
-"""Of a key, and of a value: OpenAI's bounds."""
+"""The most characters of a key and of a value: OpenAI's bounds."""
 
 NOT_IN_RESPONSES: Neutral = {
     **NOT_SERVED,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.v1 import control_pb2
 from services.core.clock import Clock
 from services.router.catalogue import Catalogue
-from services.router.coordinator import Coordinator
 from services.router.coordinator.request import Phase
-from services.router.coordinator.workers import WorkerState
+from services.router.status import state_of
 from services.router.telemetry.request_metrics import RequestMetrics
-from services.rpc.activity import ActivityLog
+from services.rpc.activity_log import ActivityLog
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +29,16 @@ class RouterFigures:
     workers: int
 
 
-def read(coordinators: Sequence[Coordinator], requests: RequestMetrics) -> RouterFigures:
-    phases = sum((coordinator.phases() for coordinator in coordinators), Counter[Phase]())
-    workers = [worker for coordinator in coordinators for worker in coordinator.workers()]
+def read(catalogue: Catalogue, requests: RequestMetrics) -> RouterFigures:
+    phases = catalogue.phases()
+    workers = [worker for model in catalogue.all() for worker in model.conductor.coordinator.workers()]
     return RouterFigures(
         accepted=requests.num_accepted,
         ended=requests.num_ended,
         output_tokens=requests.num_output_tokens,
         queued=phases[Phase.QUEUED],
         running=phases.total() - phases[Phase.QUEUED],
-        workers_ready=sum(worker.state is WorkerState.READY for worker in workers),
+        workers_ready=sum(state_of(worker) == control_pb2.WORKER_STATE_READY for worker in workers),
         workers=sum(not worker.is_gone for worker in workers),
     )
 
@@ -63,7 +61,4 @@ def say(before: RouterFigures, now: RouterFigures, seconds: float) -> None:
 def activity_log(
     catalogue: Catalogue, requests: RequestMetrics, clock: Clock, interval_s: float
 ) -> ActivityLog[RouterFigures]:
-    def figures() -> RouterFigures:
-        return read([model.conductor.coordinator for model in catalogue.all()], requests)
-
-    return ActivityLog(figures, say, clock, interval_s)
+    return ActivityLog(lambda: read(catalogue, requests), say, clock, interval_s)

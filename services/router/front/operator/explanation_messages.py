@@ -1,6 +1,7 @@
 """Writes down why requests were placed as they were, as ControlService tells it.
 
-Owns: the messages. Never: what is remembered (`telemetry/explanations.py`), or what decided (`policy/explanation.py`).
+Owns: the messages. Never: what is remembered (`telemetry/explained_requests.py`), or what decided
+(`policy/explanation.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from services.router.policy import (
     WhyUnsplit,
 )
 from services.router.policy.explanation import Decider, Verdict, term_name
-from services.router.telemetry.explanations import ExplainedChoice, ExplainedRequest
+from services.router.telemetry.explained_requests import ExplainedChoice, ExplainedRequest
 
 MOST_ANSWERED = 8
 """The most requests of one label that are answered with."""

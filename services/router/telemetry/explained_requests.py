@@ -45,7 +45,7 @@ class ExplainedRequest:
     """The id that its client knows, by which it is found."""
     arrived_s: float
     choices: list[ExplainedChoice] = field(default_factory=list)
-    """In the order in which they were made."""
+    """The oldest first."""
     num_forgotten: int = 0
     """Choices that were made between the first and the rest, and are no longer kept."""
     is_live: bool = True

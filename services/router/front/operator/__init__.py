@@ -1,0 +1,1 @@
+"""Serves operators and workers on the control port: status, timelines, explanations, drains, registrations."""
