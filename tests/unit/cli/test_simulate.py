@@ -15,6 +15,7 @@ import pytest
 from baton.v1 import control_pb2, types_pb2
 from services.cli import calibrate, simulate
 from services.core.errors import BatonError, ConfigError, NoWorker
+from services.sim import calibration
 from services.sim.profile import WorkerProfile, read_profile, write_profile
 
 
@@ -155,11 +156,11 @@ def test_a_phases_cost_is_that_of_the_workers_that_have_it() -> None:
         status((9.0, 20.0, 0.5), roles=[types_pb2.WORKER_ROLE_DECODE]),
         status((3.0, 30.0, 0.7), roles=[types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE]),
     )
-    found = calibrate.profile_of([*prefill, *decode], cost_per_hour=1.0)
+    found = calibration.profile_of([*prefill, *decode], cost_per_hour=1.0)
     assert (found.ms_per_prefill_token, found.ms_per_decode_step, found.ms_per_decode_sequence) == (1.0, 20.0, 0.5)
-    found = calibrate.profile_of([*prefill, *decode, *mixed], cost_per_hour=1.0)
+    found = calibration.profile_of([*prefill, *decode, *mixed], cost_per_hour=1.0)
     assert (found.ms_per_prefill_token, found.ms_per_decode_step) == (2.0, 25.0)
-    found = calibrate.profile_of(decode, cost_per_hour=1.0)
+    found = calibration.profile_of(decode, cost_per_hour=1.0)
     assert found.ms_per_prefill_token == 9.0, "there is no other"
 
 
@@ -178,12 +179,12 @@ def status(*loads: tuple[float, float, float], roles: Sequence[int] = ()) -> lis
 
 
 def test_a_profile_has_the_workers_own_figures() -> None:
-    found = calibrate.profile_of(status((1.0, 10.0, 0.5), (3.0, 30.0, 1.5), (0.0, 0.0, 0.0)), cost_per_hour=2.0)
+    found = calibration.profile_of(status((1.0, 10.0, 0.5), (3.0, 30.0, 1.5), (0.0, 0.0, 0.0)), cost_per_hour=2.0)
     assert (found.ms_per_prefill_token, found.ms_per_decode_step, found.ms_per_decode_sequence) == (2.0, 20.0, 1.0)
     assert (found.num_blocks, found.max_num_seqs, found.cost_per_hour) == (100, 8, 2.0)
     assert found.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
     with pytest.raises(NoWorker):
-        calibrate.profile_of(status((0.0, 0.0, 0.0)), cost_per_hour=1.0)
+        calibration.profile_of(status((0.0, 0.0, 0.0)), cost_per_hour=1.0)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_figures_that_cannot_be_are_no_wrong_usage(load: tuple[float, float, flo
     workers = status(load)
     workers[0].worker.layout.dtype = dtype
     with pytest.raises(BatonError, match=reason) as raised:
-        calibrate.profile_of(workers, cost_per_hour=1.0)
+        calibration.profile_of(workers, cost_per_hour=1.0)
     assert not isinstance(raised.value, ConfigError)
 
 
@@ -254,7 +255,7 @@ def test_only_workers_of_the_model_that_are_there_are_asked() -> None:
     )
 
     def ids(model: str) -> list[str]:
-        return [each.worker.worker_id for each in calibrate.workers_of(found, model)]
+        return [each.worker.worker_id for each in calibration.workers_of(found, model)]
 
     assert ids("") == ids("own") == ["b", "d"]
     assert ids("other") == ["a"]
