@@ -28,26 +28,12 @@ _INT_RANGE = (-(1 << 31), (1 << 31) - 1)
 DEFAULT_PORT = 50051
 """A router's, for clients."""
 DEFAULT_CONTROL_PORT = 50052
-LOG_INTERVAL_HELP = "seconds between lines about what this process does, while it does anything; 0 writes none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DTYPE_HELP = (
-    "type of weights, activations and KV cache, the same on all workers; auto: as the model was saved, or on a CPU "
-    "float32 where the CPU has no instructions for bfloat16"
-)
 KV_DTYPES = (*DTYPES, "int8")
-KV_DTYPE_HELP = (
-    "type of the KV cache, the same on all workers; auto: that of --dtype; 16 bits beside float32 halve it; int8, only "
-    "on a CPU, rounds it to about half of 16 bits"
-)
 
 KEPT_WEIGHTS = ("gguf", "gptq", "awq")
 """Kinds of quantised checkpoints whose weights may stay as they are, as `--quantization` names them."""
 QUANTIZATION = ("auto", "none", "int8", "int4", *KEPT_WEIGHTS)
-QUANTIZATION_HELP = (
-    "bits of weights on a CPU, the same on all workers; none: as saved, and quantised ones in the type of --dtype; "
-    "int8 and int4 round them at load; gguf, gptq and awq: those of a GGUF file or of a checkpoint of that kind stay "
-    "as they are there; auto: one of these where --dtype is auto too, else none"
-)
 KEPT_BLOCKS_FILE = "gguf-blocks"
 """The file in a model's directory with the weights of the GGUF file that it was converted from, as safetensors. Its
 name does not say so, since other engines take every `*.safetensors` for a part of the model."""
@@ -139,23 +125,45 @@ def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
 def load(config_type: type[T], arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> T:
     """Returns the configuration; raises ConfigError, which names the flag or the variable that is wrong."""
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    for field, kind, repeated in _options(config_type):
-        name = field.name
-        if hasattr(arguments, name):
-            raw, origin = getattr(arguments, name), _flag(name)
-        elif _variable(name) in environ:
-            raw, origin = environ[_variable(name)], _variable(name)
-            raw = tuple(part for part in raw.split(",") if part) if repeated else raw
-        else:
+    return config_type(**{each[0].name: _read(*each, arguments, environ) for each in _options(config_type)})
+
+
+def flags(config: Any, of: type, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the flags with which `load` gives a configuration of the type `of` the values that `config` has.
+
+    They are flags of the options that both have from one declaration, and that do not have these values anyway, by
+    default or by the variables in `environ`. So what is secret and stands in the environment is not shown to others.
+    """
+    environ = os.environ if environ is None else environ
+    found: list[str] = []
+    for field, kind, repeated in _options(of):
+        value = getattr(config, field.name, None)
+        if type(config).__dataclass_fields__.get(field.name) is not field:
             continue
-        if repeated:
-            value: Any = tuple(_convert(part, kind, origin) for part in raw)
+        if value == _read(field, kind, repeated, argparse.Namespace(), environ):
+            continue
+        flag = _flag(field.name)
+        if kind is bool:
+            found.append(flag if value else f"--no-{flag[2:]}")
         else:
-            value = _convert(raw, kind, origin)
-        _validate(field, value, origin)
-        values[name] = value
-    return config_type(**values)
+            found += [f"{flag}={part}" for part in (value if repeated else (value,))]
+    return found
+
+
+def _read(
+    field: dataclasses.Field[Any], kind: type, repeated: bool, arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> Any:
+    name = field.name
+    if hasattr(arguments, name):
+        raw, origin = getattr(arguments, name), _flag(name)
+    elif _variable(name) in environ:
+        raw, origin = environ[_variable(name)], _variable(name)
+        raw = tuple(part for part in raw.split(",") if part) if repeated else raw
+    else:
+        return field.default
+    value = tuple(_convert(part, kind, origin) for part in raw) if repeated else _convert(raw, kind, origin)
+    _validate(field, value, origin)
+    return value
 
 
 def _options(config_type: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
