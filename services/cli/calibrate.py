@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import grpc
 
 from baton.v1 import control_pb2, types_pb2
 from baton_client import CallFailed
-from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
+from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control, parsed
 from services.cli.client import control, explain, tls_of
 from services.cli.sim_flags import check_writable, default_profile, tell
 from services.core.addresses import is_address
+from services.core.config import option
 from services.core.errors import ConfigError, NoWorker
 from services.sim.calibration import measured, profile_of, workers_of
 from services.sim.profile import WorkerProfile, write_profile
@@ -25,43 +27,47 @@ from services.sim.profile import WorkerProfile, write_profile
 _ASK_AGAIN_S = 0.2
 
 
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Keeps the flags of `baton calibrate`, but for those that say how the router is reached."""
+
+    out: str = option("", "the profile (default: profile.json in BATON_HOME)", metavar="FILE")
+    model: str = option("", "which of the models that are served (default: the router's own)", metavar="ID")
+    cost_per_hour: float = option(
+        1.0,
+        "of one worker, in any unit",
+        check=lambda v: 0 <= v <= 1e15,
+        must="must be at least 0, and finite",
+    )
+    measure: str = option(
+        "",
+        "the router's port for clients: send it requests for a minute or two, beside which nothing may run, and take "
+        "what they show; without it, what the workers have measured of themselves",
+        check=lambda v: not v or is_address(v),
+        must="is not HOST:PORT",
+        metavar="HOST:PORT",
+    )
+    repeats: int = option(
+        3, "rounds of measurements", check=lambda v: 1 <= v <= 1000, must="is not from 1 to 1000", metavar="N"
+    )
+
+
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Writes the profile of a running cluster's workers, for `baton simulate`.")
     add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
-    parser.add_argument(
-        "--out", default=str(default_profile()), metavar="FILE", help="(default: profile.json in BATON_HOME)"
-    )
-    parser.add_argument(
-        "--model", default="", metavar="ID", help="which of the models that are served (default: the router's own)"
-    )
-    parser.add_argument("--cost-per-hour", type=float, default=1.0, help="of one worker, in any unit (default: 1)")
-    parser.add_argument(
-        "--measure",
-        default="",
-        metavar="HOST:PORT",
-        help="the router's port for clients: send it requests for a minute or two, beside which nothing may run, and "
-        "take what they show; without it, what the workers have measured of themselves",
-    )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds of measurements (default: 3)")
-    arguments = parser.parse_args(argv)
-    if not 1 <= arguments.repeats <= 1000:
-        raise ConfigError(f"--repeats: {arguments.repeats} is not from 1 to 1000")
-    if not 0 <= arguments.cost_per_hour <= 1e15:
-        raise ConfigError(f"--cost-per-hour: {arguments.cost_per_hour:g} must be at least 0, and finite")
-    if arguments.measure and not is_address(arguments.measure):
-        raise ConfigError(f"--measure: {arguments.measure!r} is not HOST:PORT")
-    out = Path(arguments.out)
+    config, arguments = parsed(parser, CalibrateConfig, argv)
+    out = Path(config.out or default_profile())
     check_writable(out, "--out")
     with control(arguments.target, arguments.cluster_token_file, tls_of(arguments)) as call:
 
         def ask() -> list[Any]:
             status = call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout)
-            return workers_of(status, arguments.model)
+            return workers_of(status, config.model)
 
-        workers = wait_for_both_roles(ask, arguments.timeout) if arguments.measure else ask()
-    profile = profile_of(workers, arguments.cost_per_hour)
-    if arguments.measure:
-        profile = _measured(profile, workers, arguments.measure, arguments.repeats)
+        workers = wait_for_both_roles(ask, arguments.timeout) if config.measure else ask()
+    profile = profile_of(workers, config.cost_per_hour)
+    if config.measure:
+        profile = _measured(profile, workers, config.measure, config.repeats)
     write_profile(out, profile)
     print(
         f"{out}: {profile.ms_per_prefill_token:.3g} ms a prompt token, {profile.ms_per_decode_step:.3g} ms a decode "

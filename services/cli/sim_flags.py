@@ -8,19 +8,18 @@ Owns: what these flags mean, and which of them is named if it is wrong. Never: w
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from services.core.config import A_DURATION, duration
+from services.core.config import A_LOG_INTERVAL, log_interval, option
 from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.policy import DEFAULT_SPLIT, PRESETS, Split, preset
-from services.router.policy.presets import DEFAULT
-from services.router.policy_file import read_selection
+from services.router.placement_config import PolicyChoice
+from services.router.policy import preset
 from services.sim.profile import WorkerProfile, read_profile
 from services.sim.trace import MOST_S, TracedRequest, scaled, synthetic_trace
 from services.sim.trace_files import read_trace
@@ -28,94 +27,87 @@ from services.sim.trace_files import read_trace
 MOST_REQUESTS = 10_000_000
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is served, and by what kind of workers."""
-    parser.add_argument(
-        "--trace",
-        default="",
+def _is_scale(value: float) -> bool:
+    return 0 < value <= 1e6
+
+
+_A_SCALE = "must be above 0, and at most a million"
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """Keeps the flags that say what is served, and by what kind of workers."""
+
+    trace: str = option(
+        "",
+        "Azure's CSV, or JSON lines (.jsonl): Mooncake's, conversations like ShareGPT's, what --trace-file writes",
         metavar="FILE",
-        help="Azure's CSV, or JSON lines (.jsonl): Mooncake's, conversations like ShareGPT's, what --trace-file writes",
     )
-    parser.add_argument(
-        "--requests", type=int, default=2000, metavar="N", help="without a trace: made-up requests (default: 2000)"
+    requests: int = option(
+        2000,
+        "without a trace: made-up requests",
+        check=lambda v: 1 <= v <= MOST_REQUESTS,
+        must=f"must be from 1 to {MOST_REQUESTS}",
+        metavar="N",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up requests (default: 0)")
-    parser.add_argument(
-        "--profile",
-        default="",
-        metavar="FILE",
-        help="what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
+    seed: int = option(0, "of the made-up requests")
+    profile: str = option(
+        "",
+        "what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
         "(default: profile.json in BATON_HOME)",
+        metavar="FILE",
     )
-    parser.add_argument("--decode-profile", default="", metavar="FILE", help="of decode workers, if it is another")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="changes a figure of the profiles: num_blocks=99",
+    decode_profile: str = option("", "of decode workers, if it is another", metavar="FILE")
+    set: tuple[str, ...] = option((), "changes a figure of the profiles: num_blocks=99", metavar="FIELD=VALUE")
+    rate_scale: float = option(1.0, "times the arrivals a second", check=_is_scale, must=_A_SCALE, metavar="X")
+    length_scale: float = option(1.0, "times prompt and output lengths", check=_is_scale, must=_A_SCALE, metavar="X")
+    seconds: float = option(0.0, "of the trace; 0: all of it", check=log_interval, must=A_LOG_INTERVAL, metavar="S")
+    most_tokens: int = option(
+        32768,
+        "most tokens of a request",
+        check=lambda v: 2 <= v <= 100_000_000,
+        must="must be from 2 to 100000000",
+        metavar="N",
     )
-    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times the arrivals a second")
-    parser.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times prompt and output lengths")
-    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all of it)")
-    parser.add_argument("--most-tokens", type=int, default=32768, metavar="N", help="most tokens of a request")
 
+    def read(self) -> list[TracedRequest]:
+        """Returns the requests. Raises ConfigError, which names the flag."""
+        try:
+            whole = read_trace(Path(self.trace)) if self.trace else synthetic_trace(self.requests, self.seed)
+        except OSError as error:
+            raise ConfigError(f"--trace: {self.trace} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"--trace: {error}") from error
+        return self.scaled(whole)
 
-def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
-    """Returns the requests that the flags of `add_workload` name. Raises ConfigError, which names the flag."""
-    if not 1 <= arguments.requests <= MOST_REQUESTS:
-        raise ConfigError(f"--requests: must be from 1 to {MOST_REQUESTS}")
-    try:
-        whole = (
-            read_trace(Path(arguments.trace))
-            if arguments.trace
-            else synthetic_trace(arguments.requests, arguments.seed)
+    def scaled(self, whole: Sequence[TracedRequest]) -> list[TracedRequest]:
+        """Returns the requests as the flags scale them. Raises ConfigError, which names the flag."""
+        trace = scaled(
+            whole,
+            length=self.length_scale,
+            rate=self.rate_scale,
+            seconds=self.seconds or float("inf"),
+            most_tokens=self.most_tokens,
         )
-    except OSError as error:
-        raise ConfigError(f"--trace: {arguments.trace} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--trace: {error}") from error
-    return scaled_as_asked(whole, arguments)
+        if trace and trace[-1].at_s > MOST_S:
+            raise ConfigError(f"--rate-scale: the last request arrives after {trace[-1].at_s:.3g} s; give a larger one")
+        return trace
 
-
-def scaled_as_asked(whole: Sequence[TracedRequest], arguments: argparse.Namespace) -> list[TracedRequest]:
-    """Returns the requests scaled by the flags of `add_workload`. Raises ConfigError, which names the flag."""
-    for flag in ("rate_scale", "length_scale"):
-        if not 0 < getattr(arguments, flag) <= 1e6:
-            raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")
-    if arguments.seconds and not duration(arguments.seconds):
-        raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
-    if not 2 <= arguments.most_tokens <= 100_000_000:
-        raise ConfigError("--most-tokens: must be from 2 to 100000000")
-    trace = scaled(
-        whole,
-        length=arguments.length_scale,
-        rate=arguments.rate_scale,
-        seconds=arguments.seconds or float("inf"),
-        most_tokens=arguments.most_tokens,
-    )
-    if trace and trace[-1].at_s > MOST_S:
-        raise ConfigError(f"--rate-scale: the last request arrives after {trace[-1].at_s:.3g} s; give a larger one")
-    return trace
+    def profiles(self, measured: WorkerProfile | None = None) -> tuple[WorkerProfile, WorkerProfile | None]:
+        """Returns the profile, and that of decode workers if it is another, as the flags name and change them. If they
+        name none, it is `measured`, or else what stands in the default file. Raises ConfigError, which names the
+        flag."""
+        if measured is None or self.profile:
+            measured = _read_profile(self.profile or str(default_profile()), "--profile")
+        profile = _changed(measured, self.set)
+        if not self.decode_profile:
+            return profile, None
+        return profile, _changed(_read_profile(self.decode_profile, "--decode-profile"), self.set)
 
 
 def default_profile() -> Path:
     """Returns the file that `baton calibrate` writes, and that is read where --profile names none."""
     return baton_home() / "profile.json"
-
-
-def read_profiles(
-    arguments: argparse.Namespace, measured: WorkerProfile | None = None
-) -> tuple[WorkerProfile, WorkerProfile | None]:
-    """Returns the profile, and that of decode workers if it is another, as the flags of `add_workload` name and change
-    them. If they name none, it is `measured`, or else what stands in the default file. Raises ConfigError, which names
-    the flag."""
-    if measured is None or arguments.profile:
-        measured = _read_profile(arguments.profile or str(default_profile()), "--profile")
-    profile = _changed(measured, arguments.set)
-    if not arguments.decode_profile:
-        return profile, None
-    return profile, _changed(_read_profile(arguments.decode_profile, "--decode-profile"), arguments.set)
 
 
 def _changed(profile: WorkerProfile, settings: Sequence[str]) -> WorkerProfile:
@@ -136,39 +128,11 @@ def _read_profile(named: str, flag: str) -> WorkerProfile:
         raise ConfigError(f"{flag}: {error}") from error
 
 
-def add_policy(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how the router places requests."""
-    parser.add_argument(
-        "--policy", default="", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: {DEFAULT})"
-    )
-    parser.add_argument(
-        "--policy-file",
-        default="",
-        metavar="FILE",
-        help="what it says of all models, as the router reads it; --policy comes before it",
-    )
-    parser.add_argument(
-        "--policy-weight",
-        action="append",
-        default=[],
-        metavar="PHASE.TERM=W",
-        help="changes or adds a term of the policy: prefill.prefix_cached=4, decode.near=0",
-    )
-    parser.add_argument(
-        "--split",
-        default=DEFAULT_SPLIT.value,
-        choices=[split.value for split in Split],
-        help="which prompts run apart from their decodes; auto: where it pays (default: %(default)s)",
-    )
-
-
-def router_of(arguments: argparse.Namespace, router: CoordinatorConfig) -> CoordinatorConfig:
-    """Returns the router with what the flags of `add_policy` say. Raises ConfigError, which names the flag."""
-    if arguments.policy:
-        preset(arguments.policy, "--policy")  # MODEL=NAME is for routers, which may have several models
-    by_flag = [arguments.policy] if arguments.policy else []
-    chosen = read_selection(by_flag, arguments.policy_weight, arguments.policy_file).of("")
-    return dataclasses.replace(router, policy=chosen.config, split=Split(arguments.split))
+def router_of(config: PolicyChoice, router: CoordinatorConfig) -> CoordinatorConfig:
+    """Returns the router with what the flags say of placement. Raises ConfigError, which names the flag."""
+    for policy in config.policy:
+        preset(policy, "--policy")  # MODEL=NAME is for routers, which may have several models
+    return config.applied_to(router, config.selection().of("").config)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -183,14 +147,14 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_outputs(arguments: argparse.Namespace) -> None:
+def check_outputs(plot: str, json: str) -> None:
     """Raises ConfigError if what --plot or --json names cannot be written."""
-    if arguments.plot == "-":
+    if plot == "-":
         raise ConfigError("--plot: a picture goes to a file, not to stdout")
-    if arguments.plot:
-        check_writable(Path(arguments.plot), "--plot")
-    if arguments.json not in ("", "-"):
-        check_writable(Path(arguments.json), "--json")
+    if plot:
+        check_writable(Path(plot), "--plot")
+    if json not in ("", "-"):
+        check_writable(Path(json), "--json")
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -213,10 +177,10 @@ def write_named(path: Path, content: str, flag: str) -> None:
         raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
 
 
-def write_json(arguments: argparse.Namespace, plain: str) -> None:
+def write_json(json: str, plain: str) -> None:
     """Writes JSON to the file that --json names, if it names one."""
-    if arguments.json not in ("", "-"):
-        write_named(Path(arguments.json), plain + "\n", "--json")
+    if json not in ("", "-"):
+        write_named(Path(json), plain + "\n", "--json")
 
 
 def tell(line: str) -> None:

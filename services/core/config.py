@@ -46,10 +46,11 @@ def option(
     check: Callable[[Any], bool] | None = None,
     must: str = "",
     choices: tuple[str, ...] = (),
+    metavar: str = "",
 ) -> Any:
     """Returns a dataclass field that is also a flag. `check` says whether a value is allowed, and `must` describes that
-    in the error message. Raises TypeError if the default is a list."""
-    metadata = {"help": help, "check": check, "must": must, "choices": choices}
+    in the error message. `metavar` stands for a value in the help. Raises TypeError if the default is a list."""
+    metadata = {"help": help, "check": check, "must": must, "choices": choices, "metavar": metavar}
     if isinstance(default, list):
         raise TypeError("use a tuple for a repeatable option")
     return dataclasses.field(default=default, metadata=metadata)
@@ -106,19 +107,21 @@ def log_interval(value: float) -> bool:
     return value == 0 or duration(value)
 
 
-def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
+def add_arguments(parser: argparse.ArgumentParser, config_type: type, *, has_variables: bool = True) -> None:
     """Adds a flag to `parser` for every option of `config_type`. A flag that is not given is absent from the parsed
-    arguments, so that `load` can take the variable."""
+    arguments, so that `load` can take the variable. Without `has_variables` the help names none."""
     for field, kind, repeated in _options(config_type):
         flag = _flag(field.name)
         default = "" if field.default in (None, "", ()) else f" (default: {field.default})"
-        text = f"{field.metadata['help']}{default} [{_variable(field.name)}]".replace("%", "%%")
+        variable = f" [{_variable(field.name)}]" if has_variables else ""
+        text = f"{field.metadata['help']}{default}{variable}".replace("%", "%%")
+        choices = field.metadata["choices"]
+        metavar = field.metadata["metavar"] or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper())
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         elif repeated:
-            parser.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text)
+            parser.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text, metavar=metavar)
         else:
-            metavar = None if field.metadata["choices"] else kind.__name__.upper()
             parser.add_argument(flag, default=argparse.SUPPRESS, help=text, metavar=metavar)
 
 
@@ -204,7 +207,7 @@ def _convert(raw: Any, kind: type, origin: str) -> Any:
         value = kind(raw)
     except ValueError:
         raise ConfigError(f"{origin}: {raw!r} is not {'a whole number' if kind is int else 'a number'}") from None
-    if kind is float and not math.isfinite(value):
+    if kind is float and math.isnan(value):
         raise ConfigError(f"{origin}: {raw!r} is not a number")
     if kind is int and not _INT_RANGE[0] <= value <= _INT_RANGE[1]:
         raise ConfigError(f"{origin}: {raw[:32]!r} is out of range")

@@ -25,12 +25,16 @@ class PolicyChoice:
         (),
         f"how requests are placed, of all models, or as MODEL=NAME of one: {', '.join(PRESETS)}; repeatable "
         f"(default: {DEFAULT})",
+        metavar="NAME",
     )
-    policy_file: str = option("", "TOML file with the policies and weights of models; --policy comes before it")
+    policy_file: str = option(
+        "", "TOML file with the policies and weights of models; --policy comes before it", metavar="FILE"
+    )
     policy_weight: tuple[str, ...] = option(
         (),
         "changes or adds a term of placement, PHASE.TERM=W: prefill.prefix_cached=8 sends prompts where their "
         "beginnings are cached; of all models, whatever their policies are; repeatable",
+        metavar="PHASE.TERM=W",
     )
     split: str = option(
         DEFAULT_SPLIT.value,
@@ -63,6 +67,7 @@ class PlacementConfig(PolicyChoice):
         "a worker whose steps take this many times the median of its peers' is ejected for a while; 0: never",
         check=is_slow_factor,
         must="must be 0, or above 1 and at most 1000",
+        metavar="X",
     )
 
     def applied_to(self, router: CoordinatorConfig, policy: PolicyConfig) -> CoordinatorConfig:

@@ -9,17 +9,28 @@ from typing import Any
 import pytest
 
 from services.cli.arguments import Parser
+from services.cli.calibrate import CalibrateConfig
 from services.cli.child import Lifeline
 from services.cli.cluster import LocalCluster
 from services.cli.cluster_output import PlainOutput
 from services.cli.model_cache import ResolvedModel
+from services.cli.plan_cluster import PlanConfig
+from services.cli.simulate import SimulateConfig
 from services.cli.up import UpConfig, make_plan
 from services.core import config as configuration
 from services.router.config import RouterConfig
 from services.store.config import StoreConfig
 from services.worker.config import WorkerConfig
 
-KINDS: tuple[type, ...] = (UpConfig, RouterConfig, WorkerConfig, StoreConfig)
+KINDS: tuple[type, ...] = (
+    UpConfig,
+    RouterConfig,
+    WorkerConfig,
+    StoreConfig,
+    SimulateConfig,
+    PlanConfig,
+    CalibrateConfig,
+)
 OF_THEIR_OWN = {
     "host": "of baton up it is the router's alone",
     "port": "a worker's is any that is free",
@@ -31,8 +42,18 @@ OF_THEIR_OWN = {
     "max_message_bytes": "workers send KV in messages",
     "heartbeat_s": "each side has its own",
     "silence_s": "each side has its own",
+    "prefill": "baton simulate may have workers by the thousand",
+    "decode": "as prefill",
+    "mixed": "as prefill",
+    "capacity": "in baton simulate each names its worker",
+    "max_workers": "in baton plan they are those of a cluster, not of a router",
+    "model": "baton plan and calibrate ask for one of those that are served",
+    "cost_per_hour": "a profile's is 1 in any unit, a worker's is in a currency",
+    "slo_ttft_ms": "baton simulate judges what no router has seen",
+    "slo_tpot_ms": "as slo_ttft_ms",
+    "plot": "each draws something else",
 }
-"""Names that mean something else, or have another default, in another process, and why."""
+"""Names that mean something else, or have another default, in another command, and why."""
 
 ODD = {
     "policy": ("m=sticky",),
