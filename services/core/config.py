@@ -140,9 +140,9 @@ def flags(config: Any, of: type, environ: Mapping[str, str] | None = None) -> li
     environ = os.environ if environ is None else environ
     found: list[str] = []
     for field, kind, repeated in _options(of):
-        value = getattr(config, field.name, None)
         if type(config).__dataclass_fields__.get(field.name) is not field:
             continue
+        value: Any = getattr(config, field.name)
         if value == _read(field, kind, repeated, argparse.Namespace(), environ):
             continue
         flag = _flag(field.name)
