@@ -81,6 +81,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint
 	$(BIN)/python scripts/config_table.py --check
+	$(BIN)/python scripts/compose_table.py --check
 	$(BIN)/python scripts/slo_rules.py --check
 
 types: $(INSTALLED)

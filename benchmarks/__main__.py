@@ -46,8 +46,8 @@ from benchmarks.tiers import measure as tiers
 from benchmarks.works import WorkSettings
 from benchmarks.wrong_keys import WrongKeySettings
 from benchmarks.wrong_keys import measure as wrong_keys
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 
 BY_DEFAULT = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing")
 NAMES = (

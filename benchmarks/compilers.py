@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.figure import Figure, ratio
 from benchmarks.result import Result
 from services.cli.dtype_choice import saved_dtype
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.config import KEPT_BLOCKS_FILE
+from services.core.process_config import DEFAULT_MODEL
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LIMITS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}

@@ -22,7 +22,7 @@ from benchmarks.precision import Precision
 from benchmarks.replay import ReplaySettings, replay
 from benchmarks.settings import setting
 from benchmarks.simulated import Pair, calibrated, simulated
-from services.cli.plan_cluster import parse_goal
+from services.sim.goal import parse_goal
 from services.sim.profile import WorkerProfile
 from services.sim.search import Candidate, search
 from services.sim.trace import TracedRequest

@@ -20,8 +20,8 @@ from benchmarks.presets_real import RealSettings
 from benchmarks.presets_simulated import SimulatedSettings
 from benchmarks.result import Result
 from benchmarks.settings import add_flags, read
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 from services.router.policy import PRESETS
 
 

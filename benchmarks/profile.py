@@ -23,8 +23,8 @@ from benchmarks.engine import Load, running
 from benchmarks.figure import Figure, Findings
 from benchmarks.precision import Precision, parse_precision
 from benchmarks.result import Result
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 from services.engine.config import StepReport
 from services.engine.native.bindings import Kernels, kernels
 from services.engine.native.layer_arguments import KINDS as LAYER_KINDS

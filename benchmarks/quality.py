@@ -21,9 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from benchmarks.figure import Figure
 from benchmarks.result import Result
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.config import KEPT_BLOCKS_FILE
+from services.core.process_config import DEFAULT_MODEL
 from services.engine.attention.int8_rows import as_numbers, packed
 from services.engine.cpu.quantisation import quantise
 from services.engine.model import weights

@@ -26,8 +26,8 @@ from benchmarks.figure import Figure, Findings, ratio
 from benchmarks.precision import Precision
 from benchmarks.result import Result
 from benchmarks.streaming import stream_grpc
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 
 _NUM_PROMPTS, _PROMPT_TOKENS, _OWN_TOKENS, _OUTPUT_TOKENS = 12, 512, 32, 8
 _BLOCK = 16

@@ -42,8 +42,8 @@ from benchmarks.cluster import make_request
 from benchmarks.figure import Figure, ratio
 from benchmarks.ports import free_ports
 from benchmarks.result import Result
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 
 _START_S = 240.0
 _ENDED_S = 20.0

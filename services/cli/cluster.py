@@ -20,7 +20,6 @@ from services.cli.plan import CoreShare
 from services.cli.readiness import local_address, wait_until_ready
 from services.cli.supervisor import Supervised
 from services.rpc.certificates import Certificates
-from services.rpc.membership import TOKEN
 
 # Seconds that a child gets beyond its own drain before it is killed.
 _MARGIN_S = 5.0
@@ -63,21 +62,15 @@ class ClusterPlan:
     port: int
     router_metrics_port: int
     workers: tuple[PlannedWorker, ...]
-    # Flags that all workers get: --dtype, --transport, and the pool's size if it is given.
-    worker_flags: tuple[str, ...]
-    trace_file: str
     drain_s: float
-    # Flags of the router: how it places requests.
+    # Flags that all processes of a kind get.
+    worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     stores: tuple[PlannedStore, ...] = ()
-    # Flags that all stores get: how much they keep, and how it comes to them.
     store_flags: tuple[str, ...] = ()
     # -1 means no HTTP.
     http_port: int = -1
     control_port: int = 0
-    # Empty means the default place, where every process looks that is given no other.
-    cluster_token_file: str = ""
-    cluster_auth: str = TOKEN
     # A folder as `baton certs dev` makes it; empty means no TLS within the cluster.
     tls_dir: str = ""
     # With which the router is asked for its health.
@@ -163,20 +156,20 @@ class LocalCluster:
         flags = ["--host", plan.host, "--port", str(self._port), "--http-port", str(self._http_port)]
         flags += ["--metrics-port", str(plan.router_metrics_port)]
         flags += ["--control-host", CONTROL_HOST, "--control-port", str(self._control_port)]
-        return self._command("router", [*flags, *plan.router_flags, "--drain-s", str(plan.drain_s)])
+        return self._command("router", [*plan.router_flags, *flags])
 
     def _worker_command(self, worker: PlannedWorker) -> list[str]:
         router = local_address(CONTROL_HOST, self._control_port)
         flags = ["--worker-id", worker.worker_id, "--host", WORKER_HOST, "--port", "0", "--router", router]
         flags += ["--metrics-port", str(worker.metrics_port)]
-        return self._command(worker.role, [*flags, *worker_flags(worker), *self._plan.worker_flags])
+        return self._command(worker.role, [*self._plan.worker_flags, *flags, *worker_flags(worker)])
 
     def _store_command(self, store: PlannedStore) -> list[str]:
         router = local_address(CONTROL_HOST, self._control_port)
         flags = ["--worker-id", store.worker_id, "--host", WORKER_HOST, "--port", "0", "--router", router]
         flags += ["--metrics-port", str(store.metrics_port)]
         flags += ["--served-model-name", self._plan.model.model_id]
-        return self._command_of("kvtransfer", "store", [*flags, *self._plan.store_flags])
+        return self._command_of("kvtransfer", "store", [*self._plan.store_flags, *flags])
 
     def _command(self, role: str, flags: list[str]) -> list[str]:
         model = self._plan.model
@@ -186,14 +179,9 @@ class LocalCluster:
         )
 
     def _command_of(self, role: str, owner: str, flags: list[str]) -> list[str]:
-        """Returns what a child is started by. `owner` is whose certificate it gets."""
-        plan = self._plan
-        flags += [f"--cluster-auth={plan.cluster_auth}", *_tls_flags(plan.tls_dir, owner)]
-        if plan.cluster_token_file:
-            flags += ["--cluster-token-file", str(pathlib.Path(plan.cluster_token_file).absolute())]
-        if plan.trace_file:
-            flags += ["--trace-file", str(pathlib.Path(plan.trace_file).absolute())]
-        return [*self._program, role, *flags]
+        """Returns what a child is started by. `owner` is whose certificate it gets. Of a flag that is there twice the
+        last counts: what is planned for one process stands behind what all have."""
+        return [*self._program, role, *flags, *_tls_flags(self._plan.tls_dir, owner)]
 
     def _router_ready(self, ready: Ready) -> None:
         self._port, self._control_port = ready.port, ready.control_port  # a restarted router takes the same ports

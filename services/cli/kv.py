@@ -9,10 +9,10 @@ from pathlib import Path
 
 from services.cli.arguments import Parser
 from services.cli.dtype_choice import saved_dtype
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.config import KV_DTYPES
 from services.core.errors import ConfigError, UnknownModel
+from services.core.process_config import DEFAULT_MODEL
 from services.core.sizes import parse_size
 from services.kv.sizing import KVSize, kv_shape_of, size_of
 

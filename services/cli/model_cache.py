@@ -25,7 +25,6 @@ from services.core.errors import UnknownModel
 from services.core.home import baton_home
 from services.core.own_files import FOR_ALL, opened
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 ENTRY_FILE = "baton.json"
 
 Convert = Callable[[pathlib.Path, pathlib.Path], None]

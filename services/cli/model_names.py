@@ -13,7 +13,6 @@ import re
 import sys
 
 from services.cli.model_cache import (
-    DEFAULT_MODEL,
     Convert,
     ResolvedModel,
     convert_gguf,
@@ -25,6 +24,7 @@ from services.cli.model_cache import (
 from services.cli.model_pull import pull
 from services.core.errors import ConfigError, UnknownModel
 from services.core.printable import printable
+from services.core.process_config import DEFAULT_MODEL
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Callable
 
 from services.cli.model_cache import (
-    DEFAULT_MODEL,
     Convert,
     ResolvedModel,
     convert_gguf,
@@ -28,6 +27,7 @@ from services.cli.model_cache import (
 )
 from services.cli.worker_packages import demand_torch
 from services.core.errors import UnknownModel
+from services.core.process_config import DEFAULT_MODEL
 
 _POLL_S = 0.2
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 
 from services.cli.arguments import Parser
-from services.cli.model_cache import DEFAULT_MODEL, list_models, models_dir
+from services.cli.model_cache import list_models, models_dir
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -2,336 +2,173 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from services.cli.arguments import Parser
-from services.core.config import A_DURATION, duration
+from services.cli.arguments import Parser, parsed
+from services.cli.sim_flags import (
+    MOST_REQUESTS,
+    WorkloadConfig,
+    add_json,
+    check_outputs,
+    router_of,
+    tell,
+    write_json,
+    write_named,
+)
+from services.core.config import flags, option
 from services.core.errors import ConfigError
-from services.core.home import baton_home
-from services.router.coordinator.config import CoordinatorConfig
-from services.router.policy import DEFAULT_SPLIT, PRESETS, Split, preset
-from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
-from services.router.policy.outliers import OutlierConfig, is_slow_factor
-from services.router.policy.presets import DEFAULT
-from services.router.policy_file import read_selection
+from services.router.placement_config import PlacementConfig
 from services.sim.ablations import ablations, table
-from services.sim.cluster import Death, SimPlan, simulate
-from services.sim.profile import WorkerProfile, read_profile
+from services.sim.cluster import Death, Outcome, SimPlan, simulate
 from services.sim.report import Objective, as_json, picture, summary, text
 from services.sim.scheduler import WorkerRules
-from services.sim.trace import MOST_S, TracedRequest, scaled, synthetic_trace, trace_of_tenants
-from services.sim.trace_files import read_trace
+from services.sim.trace import TracedRequest, trace_of_tenants
 
-_MOST_WORKERS = 1024
-_MOST_REQUESTS = 10_000_000
-_BAR = 30
-_NOT_ABLATED = (
-    "die",
-    "slow",
-    "capacity",
-    "policy",
-    "policy_file",
-    "policy_weight",
-    "decode_profile",
-    "plot",
-    "no_prefix_caching",
-    "no_chunking",
-    "static_batching",
-)
+
+def _workers_option(role: str) -> Any:
+    return option(0, f"{role} workers", check=lambda v: 0 <= v <= 1024, must="is not from 0 to 1024", metavar="N")
+
+
+def _objective_option(default: float, what: str) -> Any:
+    return option(
+        default,
+        f"objective for the {what}, ms",
+        check=lambda v: 0 < v < math.inf,
+        must="must be above 0, and finite",
+        metavar="MS",
+    )
+
+
+@dataclass(frozen=True)
+class WhatIfConfig:
+    """Keeps the flags that say what happens to single workers, and by which rules all compute."""
+
+    die: tuple[str, ...] = option((), "a worker dies at that second: decode-0@30", metavar="WORKER@S")
+    slow: tuple[str, ...] = option((), "its steps take X times as long: decode-0=2", metavar="WORKER=X")
+    capacity: tuple[str, ...] = option(
+        (),
+        "what it declares as its capacity, for --policy weighted: decode-0=2 (default: 1)",
+        metavar="WORKER=X",
+    )
+    prefix_caching: bool = option(True, "workers keep prompts for others that begin alike")
+    chunking: bool = option(True, "workers compute a long prompt in several steps")
+    static_batching: bool = option(False, "nobody joins or leaves a worker's batch")
+
+
+@dataclass(frozen=True)
+class SimulateConfig(WhatIfConfig, PlacementConfig, WorkloadConfig):
+    """Keeps the flags of `baton simulate`."""
+
+    prefill: int = _workers_option("prefill")
+    decode: int = _workers_option("decode")
+    mixed: int = _workers_option("mixed")
+    cold_start_s: float = option(
+        10.0,
+        "until a worker that died is back; inf: never",
+        check=lambda v: v >= 0,
+        must="must be at least 0",
+        metavar="S",
+    )
+    tenant: tuple[str, ...] = option(
+        (),
+        "made-up requests of several tenants, each RATE a second, for --requests seconds: shop=1, batch=10",
+        metavar="NAME=RATE",
+    )
+    tenant_weight: tuple[str, ...] = option(
+        (),
+        "the share of a tenant (of --tenant, or a caller in the trace) beside others' (default: 1)",
+        metavar="NAME=W",
+    )
+    ablations: bool = option(
+        False,
+        "compare with clusters that lack one thing each: continuous batching, prefix caches, chunks, splitting; "
+        "on as many mixed workers as workers are asked for",
+    )
+    plot: str = option("", "draw the times of requests there, as SVG", metavar="FILE")
+    slo_ttft_ms: float = _objective_option(2000.0, "time to the first token")
+    slo_tpot_ms: float = _objective_option(100.0, "mean time of a token after the first")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    arguments = _parser(prog).parse_args(argv)
-    for flag in ("slo_ttft_ms", "slo_tpot_ms"):
-        if not 0 < getattr(arguments, flag) < float("inf"):
-            raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(arguments, flag):g} must be above 0")
-    check_outputs(arguments)
-    rates, weights = _tenants(arguments)
-    plan = dataclasses.replace(_plan(arguments), weights=weights)
-    if rates:
-        trace = scaled_as_asked(trace_of_tenants(rates, arguments.requests, arguments.seed), arguments)
-    else:
-        trace = read_workload(arguments)
-    objective = Objective(arguments.slo_ttft_ms / 1e3, arguments.slo_tpot_ms / 1e3)
-    if arguments.ablations:
-        return _ablations(arguments, plan, trace, objective)
-    outcome = simulate(plan, trace, _progress(len(trace)))
+    parser = Parser(prog=prog, description="Answers how fast a cluster would serve a trace, in virtual time.")
+    add_json(parser)
+    config, arguments = parsed(parser, SimulateConfig, argv)
+    check_outputs(config.plot, arguments.json)
+    rates, weights = _tenants(config)
+    plan = dataclasses.replace(_plan(config), weights=weights)
+    trace = config.scaled(trace_of_tenants(rates, config.requests, config.seed)) if rates else config.read()
+    objective = Objective(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3)
+    if config.ablations:
+        return _ablations(config, arguments.json, plan, trace, objective)
+    outcome = _simulated(plan, trace)
     figures = summary(plan, outcome, objective)
     print(as_json(figures) if arguments.json == "-" else text(figures))
-    if arguments.plot and all(served.total_s is None for served in outcome.requests):
-        print("--plot: no request was served, so there is nothing to draw", file=sys.stderr)
-    elif arguments.plot:
-        write_named(Path(arguments.plot), picture(outcome), "--plot")
-    write_json(arguments, as_json(figures, indent=1))
+    if config.plot and all(served.total_s is None for served in outcome.requests):
+        tell("--plot: no request was served, so there is nothing to draw")
+    elif config.plot:
+        write_named(Path(config.plot), picture(outcome), "--plot")
+    write_json(arguments.json, as_json(figures, indent=1))
     return 0
 
 
-def _parser(prog: str) -> Parser:
-    parser = Parser(prog=prog, description="Answers how fast a cluster would serve a trace, in virtual time.")
-    add_workload(parser)
-    for role in ("prefill", "decode", "mixed"):
-        parser.add_argument(f"--{role}", type=int, default=0, metavar="N", help=f"{role} workers")
-    parser.add_argument(
-        "--die", action="append", default=[], metavar="WORKER@S", help="a worker dies at that second: decode-0@30"
-    )
-    parser.add_argument(
-        "--cold-start-s",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="until it is back (default: %(default)g; inf: never)",
-    )
-    parser.add_argument(
-        "--slow", action="append", default=[], metavar="WORKER=X", help="its steps take X times as long: decode-0=2"
-    )
-    parser.add_argument(
-        "--slow-factor",
-        type=float,
-        default=OutlierConfig.slow_factor,
-        metavar="X",
-        help="eject workers that take X times their peers' median, as the router does (default: %(default)g; 0: never)",
-    )
-    parser.add_argument(
-        "--isolate-long-prompts",
-        choices=ISOLATIONS,
-        default=LongPromptConfig.isolation,
-        help="keep long prompts off some prefill workers, as the router does (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tenant",
-        action="append",
-        default=[],
-        metavar="NAME=RATE",
-        help="made-up requests of several tenants, each RATE a second, for --requests seconds: shop=1, batch=10",
-    )
-    parser.add_argument(
-        "--tenant-weight",
-        action="append",
-        default=[],
-        metavar="NAME=W",
-        help="the share of a tenant (of --tenant, or a caller in the trace) beside others' (default: 1)",
-    )
-    parser.add_argument("--no-prefix-caching", action="store_true", help="workers keep no part of a prompt")
-    parser.add_argument("--no-chunking", action="store_true", help="workers compute each prompt in one step")
-    parser.add_argument("--static-batching", action="store_true", help="nobody joins or leaves a worker's batch")
-    parser.add_argument(
-        "--capacity",
-        action="append",
-        default=[],
-        metavar="WORKER=X",
-        help="what it declares as its capacity, for --policy weighted: decode-0=2 (default: 1)",
-    )
-    add_policy(parser)
-    parser.add_argument(
-        "--ablations",
-        action="store_true",
-        help="compare with clusters that lack one thing each: continuous batching, prefix caches, chunks, splitting; "
-        "on as many mixed workers as workers are asked for",
-    )
-    parser.add_argument("--plot", default="", metavar="FILE", help="draw the times of requests there, as SVG")
-    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="(default: %(default)g)")
-    parser.add_argument("--slo-tpot-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)g)")
-    add_json(parser)
-    return parser
+def _simulated(plan: SimPlan, trace: Sequence[TracedRequest]) -> Outcome:
+    """Simulates, and shows on a terminal how far it is."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(trace), unit=" requests", disable=None) as bar:
+        return simulate(plan, trace, lambda done: bar.update(done - bar.n))
 
 
 def _ablations(
-    arguments: argparse.Namespace, plan: SimPlan, trace: Sequence[TracedRequest], objective: Objective
+    config: SimulateConfig, json: str, plan: SimPlan, trace: Sequence[TracedRequest], objective: Objective
 ) -> int:
-    for flag in _NOT_ABLATED:
-        if getattr(arguments, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')}: --ablations has clusters of its own, without it")
-    if (
-        arguments.slow_factor != OutlierConfig.slow_factor
-        or arguments.isolate_long_prompts != LongPromptConfig.isolation
-    ):
-        raise ConfigError("--slow-factor, --isolate-long-prompts: --ablations has clusters of its own, without them")
-    if arguments.split != DEFAULT_SPLIT.value:
-        raise ConfigError("--split: --ablations has clusters of its own, which split all prompts or none")
+    refused = [*flags(config, WhatIfConfig, {}), *flags(config, PlacementConfig, {})]
+    refused += [flag for flag, value in (("--decode-profile", config.decode_profile), ("--plot", config.plot)) if value]
+    if refused:
+        raise ConfigError(f"{refused[0].partition('=')[0]}: --ablations has clusters of its own, without it")
     count = len(plan.worker_ids)
     if count < 2:
         raise ConfigError("--ablations: one worker cannot be split; ask for two or more")
-    shown = _progress_line if sys.stderr.isatty() else lambda line: None
+    shown = tell if sys.stderr.isatty() else lambda line: None
     found = ablations(trace, plan.profile, count, objective, shown)
     plain = as_json([{**dataclasses.asdict(each), "gain": each.gain} for each in found], indent=1)
-    print(plain if arguments.json == "-" else table(found))
-    write_json(arguments, plain)
+    print(plain if json == "-" else table(found))
+    write_json(json, plain)
     return 0
 
 
-def _progress_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def check_outputs(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError if what --plot or --json names cannot be written."""
-    if arguments.plot == "-":
-        raise ConfigError("--plot: a picture goes to a file, not to stdout")
-    if arguments.plot:
-        check_writable(Path(arguments.plot), "--plot")
-    if arguments.json not in ("", "-"):
-        check_writable(Path(arguments.json), "--json")
-
-
-def check_writable(path: Path, flag: str) -> None:
-    """Makes the folder of a file that is to be written after minutes of work. Raises ConfigError, which names the flag,
-    if the file cannot be."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag}: {path} cannot be written: it is a folder, or is not yours to write")
-
-
-def write_named(path: Path, content: str, flag: str) -> None:
-    """Writes a file that a flag names. Raises ConfigError, which names the flag."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    except OSError as error:
-        raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
-
-
-def write_json(arguments: argparse.Namespace, plain: str) -> None:
-    """Writes JSON to the file that --json names, if it names one."""
-    if arguments.json not in ("", "-"):
-        write_named(Path(arguments.json), plain + "\n", "--json")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds --json, which prints or writes what was found."""
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        default="",
-        metavar="FILE",
-        help="write the figures there as JSON; without FILE (or for -) print them so instead of as text",
-    )
-
-
-def add_policy(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how the router places requests."""
-    parser.add_argument(
-        "--policy", default="", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: {DEFAULT})"
-    )
-    parser.add_argument(
-        "--policy-file",
-        default="",
-        metavar="FILE",
-        help="what it says of all models, as the router reads it; --policy comes before it",
-    )
-    parser.add_argument(
-        "--policy-weight",
-        action="append",
-        default=[],
-        metavar="PHASE.TERM=W",
-        help="changes or adds a term of the policy: prefill.prefix_cached=4, decode.near=0",
-    )
-    parser.add_argument(
-        "--split",
-        default=DEFAULT_SPLIT.value,
-        choices=[split.value for split in Split],
-        help="which prompts run apart from their decodes; auto: where it pays (default: %(default)s)",
-    )
-
-
-def router_of(arguments: argparse.Namespace, router: CoordinatorConfig) -> CoordinatorConfig:
-    """Returns the router with what the flags of `add_policy` say. Raises ConfigError, which names the flag."""
-    if arguments.policy:
-        preset(arguments.policy, "--policy")  # MODEL=NAME is for routers, which may have several models
-    by_flag = [arguments.policy] if arguments.policy else []
-    chosen = read_selection(by_flag, arguments.policy_weight, arguments.policy_file).of("")
-    return dataclasses.replace(router, policy=chosen.config, split=Split(arguments.split))
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is served, and by what kind of workers."""
-    parser.add_argument(
-        "--trace",
-        default="",
-        metavar="FILE",
-        help="Azure's CSV, or JSON lines (.jsonl): Mooncake's, conversations like ShareGPT's, what --trace-file writes",
-    )
-    parser.add_argument(
-        "--requests", type=int, default=2000, metavar="N", help="without a trace: made-up requests (default: 2000)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up requests (default: 0)")
-    parser.add_argument(
-        "--profile",
-        default="",
-        metavar="FILE",
-        help="what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
-        "(default: profile.json in BATON_HOME)",
-    )
-    parser.add_argument("--decode-profile", default="", metavar="FILE", help="of decode workers, if it is another")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="changes a figure of the profiles: num_blocks=99",
-    )
-    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times the arrivals a second")
-    parser.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times prompt and output lengths")
-    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of the trace (default: all of it)")
-    parser.add_argument("--most-tokens", type=int, default=32768, metavar="N", help="most tokens of a request")
-
-
-def _plan(arguments: argparse.Namespace) -> SimPlan:
-    counts = [arguments.prefill, arguments.decode, arguments.mixed]
-    if not any(counts):
-        counts = [1, 1, 0]
-    for role, count in zip(("prefill", "decode", "mixed"), counts, strict=True):
-        if not 0 <= count <= _MOST_WORKERS:
-            raise ConfigError(f"--{role}: {count} is not from 0 to {_MOST_WORKERS}")
-    prefill, decode, mixed = counts
+def _plan(config: SimulateConfig) -> SimPlan:
+    counts = config.prefill, config.decode, config.mixed
+    prefill, decode, mixed = counts if any(counts) else (1, 1, 0)
     if not (decode or mixed):
         raise ConfigError("--decode: somebody must decode; give --decode or --mixed")
-    profile, of_decode = read_profiles(arguments)
+    profile, of_decode = config.profiles()
     plan = SimPlan(prefill, decode, mixed, profile=profile, decode_profile=of_decode)
-    if not is_slow_factor(arguments.slow_factor):
-        raise ConfigError(f"--slow-factor: {arguments.slow_factor:g} must be 0, or above 1 and at most 1000")
-    if not arguments.cold_start_s >= 0:
-        raise ConfigError(f"--cold-start-s: {arguments.cold_start_s:g} must be at least 0")
-    deaths = [Death(*_of_worker("--die", text, "@", plan)) for text in arguments.die]
-    slowness = [_of_worker("--slow", text, "=", plan) for text in arguments.slow]
-    capacities = [_of_worker("--capacity", text, "=", plan) for text in arguments.capacity]
     return dataclasses.replace(
         plan,
-        deaths=tuple(deaths),
-        cold_start_s=arguments.cold_start_s,
-        slowness=tuple(slowness),
-        capacities=tuple(capacities),
-        rules=WorkerRules(
-            prefix_caching=not arguments.no_prefix_caching,
-            chunked=not arguments.no_chunking,
-            static=arguments.static_batching,
-        ),
-        router=dataclasses.replace(
-            router_of(arguments, plan.router),
-            outliers=OutlierConfig(slow_factor=arguments.slow_factor),
-            long_prompts=LongPromptConfig(isolation=arguments.isolate_long_prompts),
-        ),
+        deaths=tuple(Death(*_of_worker("--die", text, "@", plan)) for text in config.die),
+        cold_start_s=config.cold_start_s,
+        slowness=tuple(_of_worker("--slow", text, "=", plan) for text in config.slow),
+        capacities=tuple(_of_worker("--capacity", text, "=", plan) for text in config.capacity),
+        rules=WorkerRules(config.prefix_caching, config.chunking, config.static_batching),
+        router=router_of(config, plan.router),
     )
 
 
-def _tenants(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+def _tenants(config: SimulateConfig) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the tenants' rates and weights. Raises ConfigError, which names the flag."""
-    rates = dict(_of_tenant("--tenant", text) for text in arguments.tenant)
-    weights = dict(_of_tenant("--tenant-weight", text) for text in arguments.tenant_weight)
-    if rates and arguments.trace:
+    rates = dict(_of_tenant("--tenant", text) for text in config.tenant)
+    weights = dict(_of_tenant("--tenant-weight", text) for text in config.tenant_weight)
+    if rates and config.trace:
         raise ConfigError("--tenant: a trace says itself who its callers are")
-    if arguments.requests * sum(rates.values()) > _MOST_REQUESTS or not 1 <= arguments.requests <= _MOST_REQUESTS:
-        raise ConfigError(f"--requests: must be from 1 to {_MOST_REQUESTS}, of all tenants together")
+    if config.requests * sum(rates.values()) > MOST_REQUESTS:
+        raise ConfigError(f"--requests: must be from 1 to {MOST_REQUESTS}, of all tenants together")
     return rates, weights
 
 
@@ -358,116 +195,3 @@ def _of_worker(flag: str, text: str, between: str, plan: SimPlan) -> tuple[str, 
     if not 0 < value <= 1e9:
         raise ConfigError(f"{flag}: {text!r} is not like {worker_id}{between}2")
     return worker_id, value
-
-
-def default_profile() -> Path:
-    """Returns the file that `baton calibrate` writes, and that is read where --profile names none."""
-    return baton_home() / "profile.json"
-
-
-def read_profiles(
-    arguments: argparse.Namespace, measured: WorkerProfile | None = None
-) -> tuple[WorkerProfile, WorkerProfile | None]:
-    """Returns the profile, and that of decode workers if it is another, as the flags of `add_workload` name and change
-    them. If they name none, it is `measured`, or else what stands in the default file. Raises ConfigError, which names
-    the flag."""
-    if measured is None or arguments.profile:
-        measured = _read_profile(arguments.profile or str(default_profile()), "--profile")
-    profile = _changed(measured, arguments.set)
-    if not arguments.decode_profile:
-        return profile, None
-    return profile, _changed(_read_profile(arguments.decode_profile, "--decode-profile"), arguments.set)
-
-
-def _changed(profile: WorkerProfile, settings: Sequence[str]) -> WorkerProfile:
-    types = {field.name: field.type for field in dataclasses.fields(profile) if field.type in ("int", "float")}
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        if name not in types:
-            raise ConfigError(f"--set: {setting!r} names no field; there are {', '.join(types)}")
-        if points := profile.points_instead_of(name):
-            raise ConfigError(
-                f"--set: {setting!r}: the profile has measured steps of several sizes, and {points} of it say that; "
-                "--slow WORKER=X makes steps longer, another --profile all of them"
-            )
-        try:
-            number = float(value)
-        except ValueError as error:
-            raise ConfigError(f"--set: {setting!r}: {value!r} is no number") from error
-        if types[name] == "int":
-            if not number.is_integer():
-                raise ConfigError(f"--set: {setting!r}: must be a whole number")
-            number = int(number)
-        try:
-            profile = dataclasses.replace(profile, **{name: number})  # type: ignore[arg-type]
-        except ConfigError as error:
-            raise ConfigError(f"--set: {error}") from error
-    return profile
-
-
-def _read_profile(named: str, flag: str) -> WorkerProfile:
-    """Returns the profile that FILE or FILE.csv#MODEL:HARDWARE names."""
-    path, _, name = named.partition("#")
-    if not Path(path).is_file():
-        raise ConfigError(f"{flag}: no file {path}; `baton calibrate` writes one from a running cluster")
-    try:
-        return read_profile(Path(path), name)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from error
-
-
-def read_workload(arguments: argparse.Namespace) -> list[TracedRequest]:
-    """Returns the requests that the flags of `add_workload` name. Raises ConfigError, which names the flag."""
-    if not 1 <= arguments.requests <= _MOST_REQUESTS:
-        raise ConfigError(f"--requests: must be from 1 to {_MOST_REQUESTS}")
-    try:
-        whole = (
-            read_trace(Path(arguments.trace))
-            if arguments.trace
-            else synthetic_trace(arguments.requests, arguments.seed)
-        )
-    except OSError as error:
-        raise ConfigError(f"--trace: {arguments.trace} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--trace: {error}") from error
-    return scaled_as_asked(whole, arguments)
-
-
-def scaled_as_asked(whole: Sequence[TracedRequest], arguments: argparse.Namespace) -> list[TracedRequest]:
-    """Returns the requests scaled by the flags of `add_workload`. Raises ConfigError, which names the flag."""
-    for flag in ("rate_scale", "length_scale"):
-        if not 0 < getattr(arguments, flag) <= 1e6:
-            raise ConfigError(f"--{flag.replace('_', '-')}: must be above 0, and at most a million")
-    if arguments.seconds and not duration(arguments.seconds):
-        raise ConfigError(f"--seconds: {arguments.seconds:g} {A_DURATION}")
-    if not 2 <= arguments.most_tokens <= 100_000_000:
-        raise ConfigError("--most-tokens: must be from 2 to 100000000")
-    trace = scaled(
-        whole,
-        length=arguments.length_scale,
-        rate=arguments.rate_scale,
-        seconds=arguments.seconds or float("inf"),
-        most_tokens=arguments.most_tokens,
-    )
-    if trace and trace[-1].at_s > MOST_S:
-        raise ConfigError(f"--rate-scale: the last request arrives after {trace[-1].at_s:.3g} s; give a larger one")
-    return trace
-
-
-def _progress(total: int) -> Callable[[int], None]:
-    """Returns what shows a bar on a terminal."""
-    if not sys.stderr.isatty():
-        return lambda done: None
-    began_s = time.monotonic()
-
-    def show(done: int) -> None:
-        if done % max(1, total // 100) and done != total:
-            return
-        elapsed_s = time.monotonic() - began_s
-        left_s = elapsed_s / done * (total - done)
-        bar = ("#" * (_BAR * done // total)).ljust(_BAR, ".")
-        end = "\n" if done == total else ""
-        line = f"\r[{bar}] {done} of {total} requests, {elapsed_s:.0f} s, {left_s:.0f} s left "
-        print(line, end=end, file=sys.stderr, flush=True)
-
-    return show

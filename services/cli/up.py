@@ -31,7 +31,7 @@ from services.cli.cluster import (
 )
 from services.cli.cluster_output import ClusterOutput, PlainOutput, is_screen_wanted
 from services.cli.engine_setup import choose_types, demand_engine, demand_one_gpu_each
-from services.cli.model_cache import DEFAULT_MODEL, ResolvedModel
+from services.cli.model_cache import ResolvedModel
 from services.cli.model_names import demand_weights, resolve_model
 from services.cli.plan import (
     demand_memory,
@@ -46,63 +46,29 @@ from services.cli.plan import (
 from services.cli.tables import size
 from services.core import config as configuration
 from services.core.addresses import bare_host, is_loopback
-from services.core.cluster_token import FILE_HELP, cluster_token
-from services.core.config import (
-    A_DEVICE,
-    A_DURATION_OR_ZERO,
-    DEFAULT_PORT,
-    DTYPE_HELP,
-    DTYPES,
-    FEWEST_BLOCKS,
-    KV_DTYPE_HELP,
-    KV_DTYPES,
-    QUANTIZATION,
-    QUANTIZATION_HELP,
-    duration_or_zero,
-    option,
-)
-from services.core.config import device as is_device
+from services.core.config import DEFAULT_PORT, option
 from services.core.config import port as is_port
 from services.core.errors import ConfigError
-from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, is_web_address
 from services.core.listening import require_free
 from services.core.printable import printable
-from services.core.sizes import A_SIZE, is_size, parse_size
-from services.router.config import (
-    CLIENT_CA_HELP,
-    CONSOLE_HELP,
-    CONSOLE_TOKEN_HELP,
-    PUBLIC_CERT_HELP,
-    PUBLIC_KEY_HELP,
-    REASONING_PARSER_HELP,
-    REPLAY_ACROSS_ENGINES_HELP,
-    TOOL_PARSER_HELP,
-    demand_private_keys,
-)
-from services.router.policy import DEFAULT_SPLIT, SHARING, Split
-from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
-from services.router.policy.outliers import OutlierConfig, is_slow_factor
-from services.router.policy.presets import DEFAULT, PRESETS
-from services.router.policy_file import read_selection
-from services.router.tenant_config import TenantConfig
+from services.core.process_config import DrainConfig, ModelChoice, TraceConfig
+from services.core.sizes import parse_size
+from services.router.config import PublicConfig, RouterConfig, demand_private_keys
+from services.router.placement_config import RoutingConfig
 from services.router.text.output.choice import ParserChoice
 from services.router.text.output.families import REASONING_PARSERS, TOOL_PARSERS
 from services.rpc.certificates import Certificates, TlsFlags
-from services.rpc.membership import CLUSTER_AUTH, CLUSTER_AUTH_HELP, MTLS, TOKEN
-from services.worker.engine_choice import VLLM, EngineChoice
-from services.worker.tier_config import ALLOW_PLAIN_KV_HELP, TierConfig
+from services.rpc.membership import TOKEN, ClusterAuthConfig
+from services.store.config import StoreConfig, StoreMemory
+from services.worker.config import ComputeConfig, TransferConfig, WorkerConfig
+from services.worker.engine_choice import EngineChoice
+from services.worker.tier_config import TierConfig
 
 logger = logging.getLogger(__name__)
 
 _EXIT_INTERRUPTED = 130
 
-_BACKEND_VARIABLE = "BATON_KV_BACKEND"
-_STORE_VARIABLE = "BATON_TENANTS_STORE"
-
 _COUNTS = "must be in [0, 256]"
-
-_FILES = ("tenants", "usage_log", "request_log")
-"""Flags of the router that name files, which it would look for in its own folder."""
 
 
 def _count(value: int) -> bool:
@@ -111,9 +77,8 @@ def _count(value: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """Keeps the flags of the cluster itself."""
+    """Keeps the flags of the cluster itself, and those that mean something else to a single process."""
 
-    model: str = option(DEFAULT_MODEL, "default model's name, local directory, GGUF file or hub id")
     prefill: int | None = option(
         None, "prefill workers (default: 1 if no worker is asked for)", check=_count, must=_COUNTS
     )
@@ -124,7 +89,6 @@ class ClusterConfig:
     kvtransfer: int = option(
         0, "stores: processes that keep KV for the workers in host memory", check=_count, must=_COUNTS
     )
-    kvtransfer_bytes: str = option("4GiB", "memory of each store, such as 4GiB", check=is_size, must=A_SIZE)
     host: str = option("127.0.0.1", "address the router binds")
     port: int = option(
         DEFAULT_PORT, "the router's gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]"
@@ -142,17 +106,6 @@ class ClusterConfig:
         check=is_port,
         must="must be in [0, 65535]",
     )
-    cluster_token_file: str = option("", FILE_HELP)
-    cluster_auth: str = option(TOKEN, CLUSTER_AUTH_HELP, choices=CLUSTER_AUTH)
-    tls_dir: str = option(
-        "",
-        "folder with ca.pem, and NAME.pem and NAME.key for router, worker, store and operator, as baton certs dev "
-        "makes it: all processes speak TLS (default: none does)",
-    )
-    allow_plain_token: bool = option(False, "let clients' keys cross networks without TLS; else it is refused")
-    public_tls_cert: str = option("", PUBLIC_CERT_HELP)
-    public_tls_key: str = option("", PUBLIC_KEY_HELP)
-    tls_client_ca: str = option("", CLIENT_CA_HELP)
     metrics_port: int | None = option(
         None,
         "the router's Prometheus port, from which the workers' count up; 0 picks free ones, -1 none "
@@ -160,62 +113,10 @@ class ClusterConfig:
         check=lambda value: -1 <= value <= 65535,
         must="must be in [-1, 65535]",
     )
-    device: str = option(
-        "cpu",
-        "device of the workers: cpu; cuda spreads them over all GPUs, cuda:1 is that one",
-        check=is_device,
-        must=A_DEVICE,
-    )
-    dtype: str = option("auto", DTYPE_HELP, choices=DTYPES)
-    kv_dtype: str = option("auto", KV_DTYPE_HELP, choices=KV_DTYPES)
-    quantization: str = option("auto", QUANTIZATION_HELP, choices=QUANTIZATION)
-    threads: int | None = option(
-        None,
-        "compute threads of each worker (default: the cores, divided)",
-        check=lambda value: 1 <= value <= 1024,
-        must="must be in [1, 1024]",
-    )
-    kv_blocks: int | None = option(
-        None,
-        "blocks in each pool (default: what memory allows, divided)",
-        check=lambda blocks: blocks >= FEWEST_BLOCKS,
-        must=f"must be at least {FEWEST_BLOCKS}",
-    )
-    transport: str = option("auto", "how KV is moved", choices=("auto", "shm", "nixl", "tcp", "grpc"))
-    allow_plain_kv: bool = option(False, ALLOW_PLAIN_KV_HELP)
-    policy: tuple[str, ...] = option(
-        (), f"how the router places requests: {', '.join(PRESETS)}; repeatable as MODEL=NAME (default: {DEFAULT})"
-    )
-    tool_parser: tuple[str, ...] = option((), TOOL_PARSER_HELP)
-    reasoning_parser: tuple[str, ...] = option((), REASONING_PARSER_HELP)
-    policy_file: str = option("", "TOML file with the policies and weights of models; --policy comes before it")
-    policy_weight: tuple[str, ...] = option((), "changes or adds a term of placement, PHASE.TERM=W; repeatable")
-    split: str = option(
-        DEFAULT_SPLIT.value,
-        "which prompts run apart from their decodes: where it pays, all, or none",
-        choices=tuple(split.value for split in Split),
-    )
-    share_prefixes: str = option(
-        "auto",
-        "bring beginnings of prompts from other workers and stores where that costs less than computing them",
-        choices=SHARING,
-    )
-    isolate_long_prompts: str = option(
-        LongPromptConfig.isolation, "keep long prompts off some of the prefill workers", choices=ISOLATIONS
-    )
-    slow_factor: float = option(
-        OutlierConfig.slow_factor,
-        "eject workers whose steps take this many times the median of their peers'; 0: never",
-        check=is_slow_factor,
-        must="must be 0, or above 1 and at most 1000",
-    )
-    replay_across_engines: bool = option(False, REPLAY_ACROSS_ENGINES_HELP)
-    console: bool = option(True, CONSOLE_HELP)
-    console_token_file: str = option("", CONSOLE_TOKEN_HELP)
-    trace_file: str = option("", "append all spans to this file as OTLP JSON lines")
-    jaeger_url: str = option("", JAEGER_HELP, check=lambda url: not url or is_web_address(url), must=A_WEB_ADDRESS)
-    drain_s: float = option(
-        30.0, "time requests get to finish when stopping, seconds", check=duration_or_zero, must=A_DURATION_OR_ZERO
+    tls_dir: str = option(
+        "",
+        "folder with ca.pem, and NAME.pem and NAME.key for router, worker, store and operator, as baton certs dev "
+        "makes it: all processes speak TLS (default: none does)",
     )
     log_level: str | None = option(
         None,
@@ -226,9 +127,21 @@ class ClusterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class UpConfig(TierConfig, TenantConfig, EngineChoice, ClusterConfig):
-    """Keeps the configuration of `baton up`: the cluster's, its workers' engine, its tenants, and the tiers of each of
-    its workers and stores."""
+class UpConfig(
+    TierConfig,
+    StoreMemory,
+    TransferConfig,
+    EngineChoice,
+    ComputeConfig,
+    PublicConfig,
+    RoutingConfig,
+    DrainConfig,
+    TraceConfig,
+    ClusterAuthConfig,
+    ClusterConfig,
+    ModelChoice,
+):
+    """Keeps the configuration of `baton up`: the cluster's, and the options that its processes get as they are."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -240,9 +153,9 @@ def main(argv: Sequence[str], prog: str) -> int:
         demand_private_keys(config.host, config.allow_plain_token or _has_public_tls(config))
     _require_free(config, *_plan_ports(config, roles))  # a wrong flag is reported before a long download
     certificates = _operator_certificates(config)  # and so is a certificate that cannot be used,
-    token = None if config.cluster_auth == MTLS else cluster_token(config.cluster_token_file)  # or a token file
+    token = config.token()  # or a token file
     _require_writable(config.trace_file)
-    read_selection(config.policy, config.policy_weight, config.policy_file)
+    config.selection()
     ParserChoice("--tool-parser", config.tool_parser, TOOL_PARSERS)
     ParserChoice("--reasoning-parser", config.reasoning_parser, REASONING_PARSERS)
     config = dataclasses.replace(config, vllm_python=demand_engine(config))
@@ -309,7 +222,7 @@ def _with_dtype(config: UpConfig, model: ResolvedModel, output: ClusterOutput) -
 def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> ClusterPlan:
     """Returns the plan that divides this machine, as it is now, among the router and workers of these roles."""
     metrics_ports, http_port, control_port = _plan_ports(config, roles)
-    shares = divide_cores(machine.usable_cores(), len(roles), threads=config.threads, quota=machine.cpu_quota())
+    shares = divide_cores(machine.usable_cores(), len(roles), threads=config.threads or None, quota=machine.cpu_quota())
     workers = [
         PlannedWorker(
             f"{role}-{roles[:index].count(role)}", role, metrics_ports[1 + index], shares[index], device, memory
@@ -325,15 +238,12 @@ def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> C
         stores=tuple(
             PlannedStore(f"store-{index}", metrics_ports[1 + len(roles) + index]) for index in range(config.kvtransfer)
         ),
-        store_flags=_store_flags(config),
-        worker_flags=_worker_flags(config),
-        router_flags=_router_flags(config),
-        trace_file=config.trace_file,
+        store_flags=_flags(config, StoreConfig),
+        worker_flags=_flags(config, WorkerConfig),
+        router_flags=_flags(config, RouterConfig),
         drain_s=config.drain_s,
         http_port=http_port,
         control_port=control_port,
-        cluster_token_file=config.cluster_token_file,
-        cluster_auth=config.cluster_auth,
         tls_dir=config.tls_dir,
         has_public_tls=_has_public_tls(config),
     )
@@ -385,80 +295,10 @@ def _require_writable(trace_file: str) -> None:
             raise ConfigError(f"--trace-file: {printable(trace_file)}: {error.strerror}") from error
 
 
-def _worker_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = ["--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--quantization", config.quantization]
-    flags += ["--transport", config.transport, _plain_kv_flag(config), "--engine", config.engine]
-    if config.engine == VLLM:
-        flags += ["--vllm-python", config.vllm_python]
-        flags += [part for argument in config.engine_arg for part in ("--engine-arg", argument)]
-    if config.log_level is not None:
-        flags += ["--log-level", config.log_level]
-    if config.kv_blocks is not None:
-        flags += ["--kv-blocks", str(config.kv_blocks)]
-    return (*flags, "--kv-host-bytes", config.kv_host_bytes, *_tier_flags(config))
-
-
-def _plain_kv_flag(config: UpConfig) -> str:
-    return "--allow-plain-kv" if config.allow_plain_kv else "--no-allow-plain-kv"
-
-
-def _tier_flags(config: UpConfig) -> list[str]:
-    """Returns the flags of the tiers of workers and stores. Each has a file of its own in the folder, named by its
-    id."""
-    folder = str(pathlib.Path(config.kv_disk).absolute()) if config.kv_disk else ""
-    flags = ["--kv-disk", folder, "--kv-disk-bytes", config.kv_disk_bytes]
-    # Its URL may have a password. One that the workers find in their environment anyway stays out of command lines.
-    if os.environ.get(_BACKEND_VARIABLE, "") != config.kv_backend:
-        flags += ["--kv-backend", config.kv_backend]
-    return flags
-
-
-def _store_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = ["--kvtransfer-bytes", config.kvtransfer_bytes, "--transport", config.transport, _plain_kv_flag(config)]
-    if config.log_level is not None:
-        flags += ["--log-level", config.log_level]
-    return (*flags, *_tier_flags(config))
-
-
-def _router_flags(config: UpConfig) -> tuple[str, ...]:
-    flags = [  # even the defaults: the router would look at the environment
-        f"--split={config.split}",
-        f"--share-prefixes={config.share_prefixes}",
-        f"--isolate-long-prompts={config.isolate_long_prompts}",
-        f"--slow-factor={config.slow_factor:g}",
-        "--replay-across-engines" if config.replay_across_engines else "--no-replay-across-engines",
-        "--console" if config.console else "--no-console",
-        f"--jaeger-url={config.jaeger_url}",
-        "--allow-plain-token" if config.allow_plain_token else "--no-allow-plain-token",
-    ]
-    flags += _tenant_flags(config)
-    for flag, file in (
-        ("public-tls-cert", config.public_tls_cert),
-        ("public-tls-key", config.public_tls_key),
-        ("tls-client-ca", config.tls_client_ca),
-    ):
-        flags.append(f"--{flag}={pathlib.Path(file).absolute() if file else ''}")
-    if config.console_token_file:
-        flags.append(f"--console-token-file={pathlib.Path(config.console_token_file).absolute()}")
-    if config.log_level is not None:
-        flags.append(f"--log-level={config.log_level}")
-    flags += [f"--policy={policy}" for policy in config.policy]
-    flags += [f"--policy-weight={weight}" for weight in config.policy_weight]
-    flags += [f"--tool-parser={parser}" for parser in config.tool_parser]
-    flags += [f"--reasoning-parser={parser}" for parser in config.reasoning_parser]
-    if config.policy_file:
-        flags += [f"--policy-file={pathlib.Path(config.policy_file).absolute()}"]
-    return tuple(flags)
-
-
-def _tenant_flags(config: TenantConfig) -> Iterator[str]:
-    for field in dataclasses.fields(TenantConfig):
-        value = getattr(config, field.name)
-        if field.name == "tenants_store" and value == os.environ.get(_STORE_VARIABLE, ""):
-            continue  # its URL may have a password; the router finds it in its environment
-        if field.name in _FILES and value:
-            value = pathlib.Path(value).absolute()
-        yield f"--{field.name.replace('_', '-')}={value}"
+def _flags(config: UpConfig, of: type) -> tuple[str, ...]:
+    """Returns the flags of a process that is configured by `of`: its options as they are here."""
+    flags = configuration.flags(config, of)
+    return (*flags, f"--log-level={config.log_level}") if config.log_level is not None else tuple(flags)
 
 
 def _place(config: UpConfig, model: ResolvedModel, num_workers: int) -> list[tuple[str, float | None]]:
@@ -477,7 +317,7 @@ def _place(config: UpConfig, model: ResolvedModel, num_workers: int) -> list[tup
         weights_bytes = widening * machine.directory_bytes(model.path)
         share = memory_utilization(available, total, weights_bytes, num_workers, kept_bytes)
         placed = [(config.device, share)] * num_workers
-    return placed if config.kv_blocks is None else [(device, None) for device, _ in placed]
+    return [(device, None) for device, _ in placed] if config.kv_blocks else placed
 
 
 def _kept_bytes(config: UpConfig, num_workers: int) -> int:

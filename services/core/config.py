@@ -28,26 +28,12 @@ _INT_RANGE = (-(1 << 31), (1 << 31) - 1)
 DEFAULT_PORT = 50051
 """A router's, for clients."""
 DEFAULT_CONTROL_PORT = 50052
-LOG_INTERVAL_HELP = "seconds between lines about what this process does, while it does anything; 0 writes none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DTYPE_HELP = (
-    "type of weights, activations and KV cache, the same on all workers; auto: as the model was saved, or on a CPU "
-    "float32 where the CPU has no instructions for bfloat16"
-)
 KV_DTYPES = (*DTYPES, "int8")
-KV_DTYPE_HELP = (
-    "type of the KV cache, the same on all workers; auto: that of --dtype; 16 bits beside float32 halve it; int8, only "
-    "on a CPU, rounds it to about half of 16 bits"
-)
 
 KEPT_WEIGHTS = ("gguf", "gptq", "awq")
 """Kinds of quantised checkpoints whose weights may stay as they are, as `--quantization` names them."""
 QUANTIZATION = ("auto", "none", "int8", "int4", *KEPT_WEIGHTS)
-QUANTIZATION_HELP = (
-    "bits of weights on a CPU, the same on all workers; none: as saved, and quantised ones in the type of --dtype; "
-    "int8 and int4 round them at load; gguf, gptq and awq: those of a GGUF file or of a checkpoint of that kind stay "
-    "as they are there; auto: one of these where --dtype is auto too, else none"
-)
 KEPT_BLOCKS_FILE = "gguf-blocks"
 """The file in a model's directory with the weights of the GGUF file that it was converted from, as safetensors. Its
 name does not say so, since other engines take every `*.safetensors` for a part of the model."""
@@ -60,10 +46,11 @@ def option(
     check: Callable[[Any], bool] | None = None,
     must: str = "",
     choices: tuple[str, ...] = (),
+    metavar: str = "",
 ) -> Any:
     """Returns a dataclass field that is also a flag. `check` says whether a value is allowed, and `must` describes that
-    in the error message. Raises TypeError if the default is a list."""
-    metadata = {"help": help, "check": check, "must": must, "choices": choices}
+    in the error message. `metavar` stands for a value in the help. Raises TypeError if the default is a list."""
+    metadata = {"help": help, "check": check, "must": must, "choices": choices, "metavar": metavar}
     if isinstance(default, list):
         raise TypeError("use a tuple for a repeatable option")
     return dataclasses.field(default=default, metadata=metadata)
@@ -120,42 +107,66 @@ def log_interval(value: float) -> bool:
     return value == 0 or duration(value)
 
 
-def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
+def add_arguments(parser: argparse.ArgumentParser, config_type: type, *, has_variables: bool = True) -> None:
     """Adds a flag to `parser` for every option of `config_type`. A flag that is not given is absent from the parsed
-    arguments, so that `load` can take the variable."""
+    arguments, so that `load` can take the variable. Without `has_variables` the help names none."""
     for field, kind, repeated in _options(config_type):
         flag = _flag(field.name)
         default = "" if field.default in (None, "", ()) else f" (default: {field.default})"
-        text = f"{field.metadata['help']}{default} [{_variable(field.name)}]".replace("%", "%%")
+        variable = f" [{_variable(field.name)}]" if has_variables else ""
+        text = f"{field.metadata['help']}{default}{variable}".replace("%", "%%")
+        choices = field.metadata["choices"]
+        metavar = field.metadata["metavar"] or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper())
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         elif repeated:
-            parser.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text)
+            parser.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text, metavar=metavar)
         else:
-            metavar = None if field.metadata["choices"] else kind.__name__.upper()
             parser.add_argument(flag, default=argparse.SUPPRESS, help=text, metavar=metavar)
 
 
 def load(config_type: type[T], arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> T:
     """Returns the configuration; raises ConfigError, which names the flag or the variable that is wrong."""
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    for field, kind, repeated in _options(config_type):
-        name = field.name
-        if hasattr(arguments, name):
-            raw, origin = getattr(arguments, name), _flag(name)
-        elif _variable(name) in environ:
-            raw, origin = environ[_variable(name)], _variable(name)
-            raw = tuple(part for part in raw.split(",") if part) if repeated else raw
-        else:
+    return config_type(**{each[0].name: _read(*each, arguments, environ) for each in _options(config_type)})
+
+
+def flags(config: Any, of: type, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the flags with which `load` gives a configuration of the type `of` the values that `config` has.
+
+    They are flags of the options that both have from one declaration, and that do not have these values anyway, by
+    default or by the variables in `environ`. So what is secret and stands in the environment is not shown to others.
+    """
+    environ = os.environ if environ is None else environ
+    found: list[str] = []
+    for field, kind, repeated in _options(of):
+        if type(config).__dataclass_fields__.get(field.name) is not field:
             continue
-        if repeated:
-            value: Any = tuple(_convert(part, kind, origin) for part in raw)
+        value: Any = getattr(config, field.name)
+        if value == _read(field, kind, repeated, argparse.Namespace(), environ):
+            continue
+        flag = _flag(field.name)
+        if kind is bool:
+            found.append(flag if value else f"--no-{flag[2:]}")
         else:
-            value = _convert(raw, kind, origin)
-        _validate(field, value, origin)
-        values[name] = value
-    return config_type(**values)
+            found += [f"{flag}={part}" for part in (value if repeated else (value,))]
+    return found
+
+
+def _read(
+    field: dataclasses.Field[Any], kind: type, repeated: bool, arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> Any:
+    name = field.name
+    if hasattr(arguments, name):
+        raw, origin = getattr(arguments, name), _flag(name)
+    elif _variable(name) in environ:
+        raw, origin = environ[_variable(name)], _variable(name)
+        raw = tuple(part for part in raw.split(",") if part) if repeated else raw
+    else:
+        return field.default
+    value = tuple(_convert(part, kind, origin) for part in raw) if repeated else _convert(raw, kind, origin)
+    _validate(field, value, origin)
+    return value
 
 
 def _options(config_type: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
@@ -196,7 +207,7 @@ def _convert(raw: Any, kind: type, origin: str) -> Any:
         value = kind(raw)
     except ValueError:
         raise ConfigError(f"{origin}: {raw!r} is not {'a whole number' if kind is int else 'a number'}") from None
-    if kind is float and not math.isfinite(value):
+    if kind is float and math.isnan(value):
         raise ConfigError(f"{origin}: {raw!r} is not a number")
     if kind is int and not _INT_RANGE[0] <= value <= _INT_RANGE[1]:
         raise ConfigError(f"{origin}: {raw[:32]!r} is out of range")

@@ -39,11 +39,8 @@ from services.router.front.http.server import HttpServer
 from services.router.front.intake import Intake
 from services.router.front.operator import control, registry
 from services.router.malloc import Trimmer, separate_large_blocks
-from services.router.policy import PolicyConfig, Split, sharing
+from services.router.policy import PolicyConfig
 from services.router.policy.health import HealthConfig
-from services.router.policy.long_prompts import LongPromptConfig
-from services.router.policy.outliers import OutlierConfig
-from services.router.policy_file import read_selection
 from services.router.telemetry.json_lines import JsonLines
 from services.router.telemetry.metrics import RouterMetrics
 from services.router.telemetry.request_log import RequestLog
@@ -121,7 +118,7 @@ class Router:
         # Several texts are tokenised at once by the router's threads; the library's own pool would use every core for
         # each.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._policies = read_selection(config.policy, config.policy_weight, config.policy_file)
+        self._policies = config.selection()
         self._tool_parsers = ParserChoice("--tool-parser", config.tool_parser, TOOL_PARSERS)
         self._reasoning_parsers = ParserChoice("--reasoning-parser", config.reasoning_parser, REASONING_PARSERS)
         model_id = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
@@ -422,23 +419,19 @@ def _own_text(folder: str) -> ModelText:
 
 
 def _coordinator_config(config: RouterConfig, text: ModelText, policy: PolicyConfig) -> CoordinatorConfig:
-    return CoordinatorConfig(
+    router = CoordinatorConfig(
         model_context_tokens=text.context_tokens,
         vocab_size=text.vocab_size,
         max_workers=config.max_workers,
         max_queue=config.max_queue,
         queue_timeout_s=config.queue_timeout_s,
         no_worker_timeout_s=config.no_worker_timeout_s,
-        replay_across_engines=config.replay_across_engines,
         aging_s=config.aging_s,
         step_timeout_s=config.step_timeout_s,
         canary_salt=f"canary-{new_request_id()}",
-        policy=sharing(policy, config.share_prefixes),
-        long_prompts=LongPromptConfig(isolation=config.isolate_long_prompts),
-        outliers=OutlierConfig(slow_factor=config.slow_factor),
-        split=Split(config.split),
         health=HealthConfig(canaries=config.canaries, recheck_s=config.canary_period_s, starts_slowly=True),
     )
+    return config.applied_to(router, policy)
 
 
 def tokenizer_threads(config: RouterConfig) -> int:

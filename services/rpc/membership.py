@@ -15,26 +15,37 @@ from services.core.printable import printable
 from services.rpc.certificates import CA_HELP, CERT_HELP, KEY_HELP, Certificates, cluster_certificates
 
 TOKEN, MTLS, BOTH = CLUSTER_AUTH = ("token", "mtls", "both")
-PLAIN_TOKEN_HELP = (
-    "let the cluster token and clients' keys cross networks without TLS, as on a private network; else it is refused "
-    "beyond loopback"
-)
-CLUSTER_AUTH_HELP = (
-    "what routers, workers and operators of one cluster show each other, the same on all: the token, certificates that "
-    "name their roles (and no token is made or needed), or both"
-)
 
 
 @dataclass(frozen=True)
-class MembershipConfig:
-    """Keeps the configuration of a process of a cluster, as one of it."""
+class ClusterAuthConfig:
+    """Keeps the flags that say what processes of one cluster show each other. `baton up` has the same."""
 
     cluster_token_file: str = option("", FILE_HELP)
-    cluster_auth: str = option(TOKEN, CLUSTER_AUTH_HELP, choices=CLUSTER_AUTH)
+    cluster_auth: str = option(
+        TOKEN,
+        "what routers, workers and operators of one cluster show each other, the same on all: the token, certificates "
+        "that name their roles (and no token is made or needed), or both",
+        choices=CLUSTER_AUTH,
+    )
+    allow_plain_token: bool = option(
+        False,
+        "let the cluster token and clients' keys cross networks without TLS, as on a private network; else it is "
+        "refused beyond loopback",
+    )
+
+    def token(self) -> str | None:
+        """Returns the cluster token, which is made if need be; None if it is not used. Raises ConfigError."""
+        return None if self.cluster_auth == MTLS else cluster_token(self.cluster_token_file)
+
+
+@dataclass(frozen=True)
+class MembershipConfig(ClusterAuthConfig):
+    """Keeps the configuration of a process of a cluster, as one of it."""
+
     tls_cert: str = option("", CERT_HELP)
     tls_key: str = option("", KEY_HELP)
     tls_ca: str = option("", CA_HELP)
-    allow_plain_token: bool = option(False, PLAIN_TOKEN_HELP)
 
     def demand_private(self, *places: tuple[str, str]) -> None:
         """Raises ConfigError if the cluster token would cross a network in the clear at one of these places, each a
@@ -52,10 +63,6 @@ class MembershipConfig:
     def by_role(self) -> bool:
         """Returns whether callers must show certificates that name their roles."""
         return self.cluster_auth != TOKEN
-
-    def token(self) -> str | None:
-        """Returns the cluster token, which is made if need be; None if it is not used. Raises ConfigError."""
-        return None if self.cluster_auth == MTLS else cluster_token(self.cluster_token_file)
 
     def certificates(self) -> Certificates | None:
         """Returns the process's certificates in the cluster; None without TLS. Raises ConfigError."""

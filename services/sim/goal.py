@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.core.errors import ConfigError
 from services.sim.cluster import Served
-from services.sim.report import Objective
+from services.sim.report import PERCENTS, Objective
 
 _ROUNDING = 1e-9
 """A time that is as long as its bound but for an error of rounding keeps it."""
@@ -61,6 +63,26 @@ class Goal:
 
     def of(self, metrics: Sequence[str]) -> Goal:
         return Goal({name: bound for name, bound in self.bounds_ms.items() if name.partition("_")[0] in metrics})
+
+
+def parse_goal(text: str) -> Goal:
+    """Returns the bounds that a value of `--slo` such as "ttft_p95=500ms,tpot_p95=50ms" names. Raises ConfigError."""
+    bounds: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"([a-z]+)_p(\d+)=(\d+(?:\.\d+)?)(ms|s)", part.strip(), re.ASCII)
+        if match is None or match[1] not in METRICS or match[2] not in map(str, PERCENTS):
+            percents = ", ".join(f"p{percent}" for percent in PERCENTS)
+            raise ConfigError(
+                f"--slo: {part!r} is not like ttft_p95=500ms; there are {', '.join(METRICS)} and {percents}"
+            )
+        bound_ms = float(match[3]) * (1000 if match[4] == "s" else 1)
+        if not 0 < bound_ms <= 1e12:
+            raise ConfigError(f"--slo: {part!r} must be above 0, and at most a thousand million seconds")
+        name = f"{match[1]}_p{match[2]}"
+        if name in bounds:
+            raise ConfigError(f"--slo: {name} has two bounds")
+        bounds[name] = bound_ms
+    return Goal(bounds)
 
 
 class Watch:

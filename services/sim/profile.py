@@ -102,6 +102,29 @@ class WorkerProfile:
                 return points
         return ""
 
+    def changed(self, settings: Iterable[str]) -> WorkerProfile:
+        """Returns the profile with other figures, each given as FIELD=VALUE. Raises ConfigError."""
+        types = {field.name: field.type for field in dataclasses.fields(self) if field.type in ("int", "float")}
+        changes: dict[str, Any] = {}
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            if name not in types:
+                raise ConfigError(f"{setting!r} names no field; there are {', '.join(types)}")
+            if points := self.points_instead_of(name):
+                raise ConfigError(
+                    f"{setting!r}: the profile has measured steps of several sizes, and {points} of it say that; "
+                    "--slow WORKER=X makes steps longer, another --profile all of them"
+                )
+            try:
+                changes[name] = float(value)
+            except ValueError as error:
+                raise ConfigError(f"{setting!r}: {value!r} is no number") from error
+            if types[name] == "int":
+                if not changes[name].is_integer():
+                    raise ConfigError(f"{setting!r}: must be a whole number")
+                changes[name] = int(changes[name])
+        return dataclasses.replace(self, **changes)
+
     def slowed(self, times: float) -> WorkerProfile:
         """Returns the profile of a worker whose steps take so many times as long."""
         if times == 1.0:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from services.core.config import option
 from services.core.sizes import A_SIZE, is_size
 
-ALLOW_PLAIN_KV_HELP = "with TLS, let KV cross networks in the clear too: by NIXL, and to a --kv-backend without TLS"
-
 
 def _is_size_or_none(text: str) -> bool:
     return not text or is_size(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import compose_table
 from services.cli.main import COMMANDS
 from tests.support.compose import COMPOSE_FILE, DEPLOY, TLS_FILE, env_file, num_workers, services, variables
 
@@ -35,6 +36,18 @@ def test_the_example_of_an_env_file_has_every_setting_and_its_default() -> None:
     assert rows.pop("OTLP_ENDPOINT") == "http://jaeger:4317"
     assert rows == {name: next(iter(given)) for name, given in VARIABLES.items() if name != "OTLP_ENDPOINT"}
     assert env_file(DEPLOY / ".env.example") == env_file(DEPLOY / ".env"), "copied as it is, it changes nothing"
+
+
+def test_a_setting_that_is_new_is_written_behind_the_one_before_it() -> None:
+    assert compose_table.readme(README) == README
+    without = re.sub(r"^\| `SLOW_FACTOR` .*\n", "", README, flags=re.M)
+    rows = compose_table.readme(without).splitlines()
+    (at,) = [
+        number for number, row in enumerate(rows) if row.startswith("| `SLOW_FACTOR` | `2` | a worker whose steps")
+    ]
+    assert rows[at - 1].startswith("| `ISOLATE_LONG_PROMPTS` |")
+    example = (DEPLOY / ".env.example").read_text()
+    assert compose_table.env_example(example.replace("# SLOW_FACTOR=2\n", "")) == example
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -22,8 +22,6 @@ def make_plan() -> ClusterPlan:
         port=0,
         router_metrics_port=0,
         workers=tuple(workers),
-        worker_flags=("--dtype", "float32"),
-        trace_file="",
         drain_s=5.0,
     )
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.errors import ConfigError
+from services.core.process_config import DEFAULT_MODEL
 from services.vllm.environment import vllm_python
 
 

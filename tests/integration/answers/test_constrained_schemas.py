@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from baton.v1 import inference_pb2, types_pb2
 from baton_client import json_schema
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.examples import num_examples
 from tests.support.http_client import HTTP, bare_client

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 from tests.support import ROOT
 from tests.support.cluster import running_cluster
 from tests.support.equality import GreedyReference

@@ -19,9 +19,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.hashing import num_blocks_for
+from services.core.process_config import DEFAULT_MODEL
 from services.engine.attention import choice
 from services.engine.cpu import fast_paths, quantised_linear
 from services.engine.cpu.fast_paths import use_fast_paths

@@ -57,7 +57,7 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         (["up", "--unknown"], 2, "unrecognized arguments: --unknown"),
         (["prefill", "--block-size", "1025"], 2, "--block-size: 1025 must be in [0, 1024]"),
         (["decode", "--kv-blocks", "1"], 2, "--kv-blocks: 1 must be 0, or at least 2"),
-        (["up", "--kv-blocks", "1"], 2, "--kv-blocks: 1 must be at least 2"),
+        (["up", "--kv-blocks", "1"], 2, "--kv-blocks: 1 must be 0, or at least 2"),
         (["prefill", "--router", "router"], 2, "--router: 'router' is not HOST:PORT of a router's control port"),
         (["decode", "--router", "127.0.0.1:1", "--router", "router:0"], 2, "--router: 'router:0' is not HOST:PORT"),
         (["mixed", "--router", "router:70000"], 2, "--router: 'router:70000' is not HOST:PORT"),

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
+from services.core.process_config import DEFAULT_MODEL
 from tests.integration.faults.conftest import ALL, WORKERS
 from tests.support import ROOT
 from tests.support.equality import GreedyReference

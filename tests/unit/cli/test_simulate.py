@@ -15,6 +15,7 @@ import pytest
 from baton.v1 import control_pb2, types_pb2
 from services.cli import calibrate, simulate
 from services.core.errors import BatonError, ConfigError, NoWorker
+from services.sim import calibration
 from services.sim.profile import WorkerProfile, read_profile, write_profile
 
 
@@ -45,10 +46,11 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
         (["--profile", "nowhere.json"], "--profile: no file nowhere.json; `baton calibrate` writes one"),
         (["--prefill", "2"], "--decode: somebody must decode"),
         (["--decode", "-1", "--mixed", "1"], "--decode: -1 is not from 0 to 1024"),
-        (["--rate-scale", "0"], "--rate-scale: must be above 0"),
-        (["--length-scale", "nan"], "--length-scale: must be above 0"),
+        (["--rate-scale", "0"], "--rate-scale: 0.0 must be above 0"),
+        (["--length-scale", "nan"], "--length-scale: 'nan' is not a number"),
+        (["--length-scale", "inf"], "--length-scale: inf must be above 0"),
         (["--seconds", "1e99"], "--seconds: 1e\\+99"),
-        (["--requests", "0"], "--requests: must be from 1"),
+        (["--requests", "0"], "--requests: 0 must be from 1"),
         (
             ["--requests", "10000", "--tenant", "a=1", "--tenant", "b=10000"],
             "--requests: must be from 1 to .* together",
@@ -58,7 +60,7 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
         (["--tenant-weight", "=2"], "--tenant-weight: '=2' is not like shop=2"),
         (["--tenant", "a=1", "--trace", "x.csv"], "--tenant: a trace says itself who its callers are"),
         (["--trace", "nowhere.csv"], "--trace: nowhere.csv cannot be read: No such file"),
-        (["--slo-ttft-ms", "-5"], "--slo-ttft-ms: -5 must be above 0"),
+        (["--slo-ttft-ms", "-5"], "--slo-ttft-ms: -5.0 must be above 0"),
         (["--json", "/proc/none/a.json"], "--json: /proc/none/a.json cannot be written"),
         (["--plot", "."], "--plot: . cannot be written: it is a folder"),
         (["--plot", "-"], "--plot: a picture goes to a file, not to stdout"),
@@ -71,6 +73,8 @@ def test_figures_are_printed_and_written(profile: str, tmp_path: Path, capsys: p
         (["--ablations", "--mixed", "2", "--plot", "a.svg"], "--plot: --ablations has clusters of its own"),
         (["--ablations", "--mixed", "2", "--die", "mixed-0@1"], "--die: --ablations has clusters of its own"),
         (["--ablations", "--mixed", "2", "--no-chunking"], "--no-chunking: --ablations has clusters of its own"),
+        (["--ablations", "--mixed", "2", "--slow-factor", "3"], "--slow-factor: --ablations has clusters of its own"),
+        (["--ablations", "--mixed", "2", "--split", "auto"], "--split: --ablations has clusters of its own"),
         (["--profile", "README.md"], "--profile: README.md is no profile, which `baton calibrate` writes"),
     ],
 )
@@ -109,6 +113,18 @@ def test_tenants_are_made_up_by_their_rates_and_reported_each(profile: str, caps
     assert all(of["tokens"] and of["ttft_ms"]["p99"] and not of["num_failed"] for of in by_tenant.values())
     assert simulate.main([*arguments[:-2], "--tenant", "b=2"], "baton simulate") == 0
     assert "tenant b: TTFT p50" in capsys.readouterr().out
+
+
+def test_variables_of_processes_that_serve_are_not_read(
+    profile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for _ in range(2):
+        assert simulate.main(["--profile", profile, "--requests", "20", "--json"], "baton simulate") == 0
+        found.append(json.loads(capsys.readouterr().out))
+        for name, value in {"SPLIT": "never", "POLICY": "none", "PREFILL": "7", "SLOW_FACTOR": "x"}.items():
+            monkeypatch.setenv(f"BATON_{name}", value)
+    assert found[0] == found[1]
 
 
 def test_where_nothing_can_be_written_nothing_is_simulated(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,11 +171,11 @@ def test_a_phases_cost_is_that_of_the_workers_that_have_it() -> None:
         status((9.0, 20.0, 0.5), roles=[types_pb2.WORKER_ROLE_DECODE]),
         status((3.0, 30.0, 0.7), roles=[types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE]),
     )
-    found = calibrate.profile_of([*prefill, *decode], cost_per_hour=1.0)
+    found = calibration.profile_of([*prefill, *decode], cost_per_hour=1.0)
     assert (found.ms_per_prefill_token, found.ms_per_decode_step, found.ms_per_decode_sequence) == (1.0, 20.0, 0.5)
-    found = calibrate.profile_of([*prefill, *decode, *mixed], cost_per_hour=1.0)
+    found = calibration.profile_of([*prefill, *decode, *mixed], cost_per_hour=1.0)
     assert (found.ms_per_prefill_token, found.ms_per_decode_step) == (2.0, 25.0)
-    found = calibrate.profile_of(decode, cost_per_hour=1.0)
+    found = calibration.profile_of(decode, cost_per_hour=1.0)
     assert found.ms_per_prefill_token == 9.0, "there is no other"
 
 
@@ -178,19 +194,20 @@ def status(*loads: tuple[float, float, float], roles: Sequence[int] = ()) -> lis
 
 
 def test_a_profile_has_the_workers_own_figures() -> None:
-    found = calibrate.profile_of(status((1.0, 10.0, 0.5), (3.0, 30.0, 1.5), (0.0, 0.0, 0.0)), cost_per_hour=2.0)
+    found = calibration.profile_of(status((1.0, 10.0, 0.5), (3.0, 30.0, 1.5), (0.0, 0.0, 0.0)), cost_per_hour=2.0)
     assert (found.ms_per_prefill_token, found.ms_per_decode_step, found.ms_per_decode_sequence) == (2.0, 20.0, 1.0)
     assert (found.num_blocks, found.max_num_seqs, found.cost_per_hour) == (100, 8, 2.0)
     assert found.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
     with pytest.raises(NoWorker):
-        calibrate.profile_of(status((0.0, 0.0, 0.0)), cost_per_hour=1.0)
+        calibration.profile_of(status((0.0, 0.0, 0.0)), cost_per_hour=1.0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["--measure", "nonsense"], "--measure: 'nonsense' is not HOST:PORT"),
-        (["--cost-per-hour", "nan"], "--cost-per-hour: nan must be at least 0"),
+        (["--cost-per-hour", "inf"], "--cost-per-hour: inf must be at least 0, and finite"),
+        (["--cost-per-hour", "nan"], "--cost-per-hour: 'nan' is not a number"),
         (["--out", "."], "--out: . cannot be written: it is a folder"),
         (["--out", "/proc/none/a.json"], "--out: /proc/none/a.json cannot be written"),
     ],
@@ -212,7 +229,7 @@ def test_figures_that_cannot_be_are_no_wrong_usage(load: tuple[float, float, flo
     workers = status(load)
     workers[0].worker.layout.dtype = dtype
     with pytest.raises(BatonError, match=reason) as raised:
-        calibrate.profile_of(workers, cost_per_hour=1.0)
+        calibration.profile_of(workers, cost_per_hour=1.0)
     assert not isinstance(raised.value, ConfigError)
 
 
@@ -254,7 +271,7 @@ def test_only_workers_of_the_model_that_are_there_are_asked() -> None:
     )
 
     def ids(model: str) -> list[str]:
-        return [each.worker.worker_id for each in calibrate.workers_of(found, model)]
+        return [each.worker.worker_id for each in calibration.workers_of(found, model)]
 
     assert ids("") == ids("own") == ["b", "d"]
     assert ids("other") == ["a"]

@@ -69,3 +69,18 @@ def test_help_shows_default_and_variable() -> None:
     text = " ".join(parser.format_help().split())
     assert "a count, 100% whole (default: 4) [BATON_MAX_SEQS]" in text
     assert "derived" not in text
+
+
+@dataclasses.dataclass(frozen=True)
+class Other(Example):
+    more: int = option(1, "not of the first")
+    ratio: float = option(0.5, "declared anew")
+
+
+def test_flags_give_another_process_what_both_declare_once() -> None:
+    asked = Other(name="y", max_seqs=5, ratio=0.7, limit=3, verbose=False, router=("a:1", "b:2"), more=9)
+    environ = {"BATON_VERBOSE": "1", "BATON_MAX_SEQS": "5", "BATON_NAME": "x"}
+    flags = config.flags(asked, Example, environ)
+    assert flags == ["--name=y", "--limit=3", "--no-verbose", "--router=a:1", "--router=b:2"], "no more than is needed"
+    assert load(flags, environ) == Example(name="y", max_seqs=5, limit=3, router=("a:1", "b:2"))
+    assert config.flags(Other(), Example, {}) == []

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from tokenizers import Tokenizer
 
-from services.cli.model_cache import DEFAULT_MODEL
 from services.cli.model_names import resolve_model
 from services.core.errors import InvalidRequest
+from services.core.process_config import DEFAULT_MODEL
 from services.engine.schedule.constraint import num_words
 from services.rpc.json_schemas import check_json_schema
 from services.worker.grammar import Matcher, Vocabulary, compile_grammar, grammar_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.v1 import inference_pb2
-from services.cli.probing import Probe
 from services.core.errors import BatonError
+from services.sim.probing import Probe
 
 
 class Answers:
