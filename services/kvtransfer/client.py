@@ -224,7 +224,7 @@ class BlockFetcher:
                     break
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if copies and copies[0].future.done():
-                    await self._land(copies.popleft(), order, stream, progress)
+                    await self._land(copies.popleft(), stream, progress)
                 elif not _is_seal(reading):
                     copies.append(self._begin(reading.result(), order, copier, progress, end))
                     reading = asyncio.create_task(stream.next(), name="kv-fetch-next")
@@ -255,7 +255,7 @@ class BlockFetcher:
         progress.begun = upto
         return _Copy(future, upto)
 
-    async def _land(self, copy: _Copy, order: FetchOrder, stream: FetchStream, progress: _Progress) -> None:
+    async def _land(self, copy: _Copy, stream: FetchStream, progress: _Progress) -> None:
         """Acknowledges a copy that has ended. Raises its error, or the one by which the source has ended the fetch."""
         try:
             copy.future.result()
