@@ -174,8 +174,14 @@ class SimScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Returns how many tokens must be computed before their sequences decode."""
-        running = sum(work.to_compute for work in self.running.values() if not (work.decoding or work.cancelled))
+        """Returns how many tokens must be computed before their sequences decode. Of what was cancelled it is at most a
+        step, which is under way."""
+        most = self._profile.max_num_batched_tokens
+        running = sum(
+            min(work.to_compute, most) if work.cancelled else work.to_compute
+            for work in self.running.values()
+            if not work.decoding
+        )
         return running + sum(work.to_compute for work in chain(self.preempted, self.waiting))
 
     # Steps
