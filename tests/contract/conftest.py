@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.router_harness import CONFIG, Cluster
+from tests.support.cluster import CONFIG, Cluster
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.text_model import write_model
 
@@ -23,7 +23,7 @@ async def cluster(model: str) -> AsyncIterator[Cluster]:
     cluster = Cluster(replace(CONFIG, model=model))
     await cluster.start()
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

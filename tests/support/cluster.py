@@ -1,15 +1,18 @@
-"""Provides a whole cluster in this process: router and workers on port 0, and a client that keeps what it received."""
+"""Provides a cluster in this process: a router on port 0, workers real or scripted, and a client that keeps what it
+received."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.core.clock import Clock
@@ -21,8 +24,22 @@ from services.rpc.telemetry import Tracer
 from services.worker.host import WorkerHost
 from tests.support.certificates import certificates, tls_flags
 from tests.support.patience import HANG_S
+from tests.support.recording import recording_tracer
+from tests.support.scripted_worker import MODEL_ID, OUTPUT, ScriptedWorker
 from tests.support.trusted import cluster_token_of, dial
 from tests.support.workers import DECODE, MIXED, PREFILL, LoadEngine, Roles, idle, running_worker, until, worker_config
+
+CONFIG = RouterConfig(
+    served_model_name=MODEL_ID,
+    port=0,
+    control_port=0,
+    heartbeat_s=0.05,
+    silence_s=5.0,
+    register_s=0.05,
+    metrics_port=-1,
+    canaries=False,  # a scripted worker counts every command
+)
+"""Of a router whose workers are scripted."""
 
 
 @dataclass(slots=True)
@@ -40,11 +57,66 @@ class Answer:
 
 
 class Cluster:
-    def __init__(self, router: Router, workers: Sequence[WorkerHost], channel: Any, control_channel: Any) -> None:
-        self.router = router
-        self.workers = list(workers)
-        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        self.control = control_pb2_grpc.ControlServiceStub(control_channel)
+    """Keeps one router, the workers behind it (real or scripted), and what clients and operators dial.
+
+    Scripted workers are this object's to stop, real ones `running_cluster`'s.
+    """
+
+    def __init__(
+        self, config: RouterConfig, clock: Clock | None = None, *, tracer: Tracer | None = None, tls: Path | None = None
+    ) -> None:
+        """`tls`: the folder with the certificate that this end shows; None in the clear."""
+        self.spans = InMemorySpanExporter()
+        """What the router has traced, if no other tracer is given."""
+        self.router = Router(config, tracer or recording_tracer(self.spans), cluster_token_of(config), clock)
+        self.workers: list[WorkerHost] = []
+        self.scripted: list[ScriptedWorker] = []
+        self.leases: dict[bytes, asyncio.Event] = {}
+        """What scripted workers share: the leases that the sources have, and that their ends came."""
+        self._certificates = None if tls is None else certificates(tls, "operator")
+
+    async def start(self) -> None:
+        await self.router.start()
+        self.channel = dial(self.router.address, certificates=self._certificates)
+        self.control_channel = dial(self.router.control_address, certificates=self._certificates)
+        self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.control = control_pb2_grpc.ControlServiceStub(self.control_channel)
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.control_channel.close()
+        await self.router.stop()
+        for worker in self.scripted:
+            await worker.stop()
+
+    async def add(self, role: str, **facts: Any) -> ScriptedWorker:
+        """Returns a scripted worker that has joined."""
+        worker = ScriptedWorker(role, OUTPUT, self.leases, **facts)
+        self.scripted.append(worker)
+        await worker.start()
+        await self.join(worker)
+        return worker
+
+    async def join(self, worker: ScriptedWorker) -> None:
+        """Registers, again and again as workers do, until the router holds a session."""
+
+        async def joined() -> bool:
+            try:
+                await worker.register(self.control_channel)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:  # as while a model's text is fetched
+                    raise
+                return False
+            ready = control_pb2.WORKER_STATE_READY
+            workers = (await self.status()).workers
+            return any(w.worker.worker_id == worker.worker_id and w.state == ready for w in workers)
+
+        await self.until(joined)
+
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(HANG_S):
+            while not await condition():  # noqa: ASYNC110  # the condition is an RPC: only asking tells
+                await asyncio.sleep(0.01)
 
     @property
     def num_ready(self) -> int:
@@ -73,6 +145,8 @@ class Cluster:
             coordinator.check_idle()
         for worker in self.workers:
             await idle(worker)
+        for scripted in self.scripted:
+            await until(lambda each=scripted: not each.num_legs, f"{scripted.worker_id} has no leg")
 
     async def steps_at_rest(self) -> list[int]:
         """Returns how many steps each worker has done, once nothing is under way to it any more.
@@ -135,6 +209,20 @@ async def receive_several(
     return answers
 
 
+def code_of(error: grpc.aio.AioRpcError) -> grpc.StatusCode:
+    return error.code()
+
+
+async def read(call: Any) -> tuple[list[inference_pb2.GenerateStreamResponse], str]:
+    """Returns a stream's events as they came, and its text."""
+    events = [event async for event in call]
+    return events, "".join(event.chunk.text for event in events)
+
+
+def request(text: str = "hello", **fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text=text, **fields)
+
+
 def greedy_request(prompt: Sequence[int], max_tokens: int, **fields: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
@@ -171,18 +259,13 @@ async def running_cluster(
         flags = {"canaries": False, "split": "always", "silence_s": HANG_S, **tls_flags(tls, "router")}
         flags |= router or {}
         config = RouterConfig(model=str(model), host="127.0.0.1", port=0, control_port=0, **flags)
-        brain = Router(config, tracer, cluster_token_of(config), clock)
-        await brain.start()
-        stack.push_async_callback(brain.stop)
-        workers = []
+        cluster = Cluster(config, clock, tracer=tracer, tls=tls)
+        await cluster.start()
+        stack.push_async_callback(cluster.stop)
         for index, role in enumerate(roles):
             changes = {"silence_s": HANG_S, **tls_flags(tls, "worker"), **worker, **(each[index] if each else {})}
-            config = worker_config(model, router=(brain.control_address,), worker_id=f"w{index}", **changes)
-            workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer, load)))
-        shown = None if tls is None else certificates(tls, "operator")
-        channel = await stack.enter_async_context(dial(f"127.0.0.1:{brain.port}", certificates=shown))
-        control_channel = await stack.enter_async_context(dial(brain.control_address, certificates=shown))
-        cluster = Cluster(brain, workers, channel, control_channel)
+            config = worker_config(model, router=(cluster.router.control_address,), worker_id=f"w{index}", **changes)
+            cluster.workers.append(await stack.enter_async_context(running_worker(config, role, worker_tracer, load)))
         await until(lambda: cluster.num_ready == len(roles), "every worker is ready", HANG_S)
         yield cluster
         await cluster.idle()

@@ -13,8 +13,8 @@ import httpx2
 import pytest
 
 from services.router.console import feed
+from tests.support.cluster import CONFIG, Cluster
 from tests.support.patience import HANG_S
-from tests.support.router_harness import CONFIG, Cluster
 
 Events = AsyncIterator[tuple[str, dict[str, Any]]]
 

@@ -22,9 +22,14 @@ from services.rpc.status import to_status
 from services.worker.model_text import ModelTextHost
 from services.worker.session import WORKER_SERVICE
 from tests.support.patience import HANG_S
+from tests.support.text_model import byte_tokenizer
 from tests.support.trusted import CLUSTER_TOKEN
 
 MODEL_ID = "tiny"
+TOKENIZER = byte_tokenizer()
+TEXT = "the baton is passed 🙂."
+OUTPUT = list(TOKENIZER.encode(TEXT, add_special_tokens=False).ids)
+"""What scripted workers of `cluster.py` answer."""
 EOS_TOKEN_ID = 2
 _LAYOUT: dict[str, Any] = {"weights_digest": "x", "dtype": "float32", "num_layers": 1, "block_size": 16}
 LAYOUT = types_pb2.KVLayout(model_id=MODEL_ID, **_LAYOUT)

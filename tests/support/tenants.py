@@ -18,7 +18,7 @@ import httpx2
 
 from baton.v1 import inference_pb2_grpc
 from services.router.tenants.keys import key_of, new_key
-from tests.support.router_harness import CONFIG, Cluster
+from tests.support.cluster import CONFIG, Cluster
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +44,7 @@ async def serving(model: str, file: TenantsFile, **config: Any) -> AsyncIterator
     await cluster.start()
     async with as_a_client(cluster):
         yield cluster
-        await cluster.assert_idle()
+        await cluster.idle()
     await cluster.stop()
 
 

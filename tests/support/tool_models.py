@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2
-from tests.support.router_harness import CONFIG, Cluster
+from tests.support.cluster import CONFIG, Cluster
 from tests.support.text_model import write_model
 
 _CALLS = "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
@@ -82,7 +82,7 @@ class ToolCluster:
     def say(self, text: str) -> int:
         """Sets the output of all workers; its special tokens are that. Returns the number of its tokens."""
         self.says = list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        for worker in self.cluster.workers:
+        for worker in self.cluster.scripted:
             worker.output = [*self.says, 2]
         return len(self.says)
 
@@ -93,7 +93,7 @@ class ToolCluster:
 
     def prompt(self) -> str:
         """Returns the newest prompt that a worker was sent."""
-        return str(self.tokenizer.decode(list(self.cluster.workers[0].commands[-1].token_ids)))
+        return str(self.tokenizer.decode(list(self.cluster.scripted[0].commands[-1].token_ids)))
 
 
 @contextlib.asynccontextmanager
@@ -108,6 +108,6 @@ async def tool_cluster(
         for role in ("prefill", "decode"):
             await tools.add(role)
         yield tools
-        await cluster.assert_idle()
+        await cluster.idle()
     finally:
         await cluster.stop()

@@ -25,8 +25,9 @@ from baton_client import (
 from services.core.errors import BatonError, InvalidRequest, NoWorker, Overloaded, WorkerFailed
 from services.router.front.grpc.servicer import FULL_NAME
 from services.rpc.serving import GrpcServer
+from tests.support.cluster import Cluster, request
 from tests.support.patience import HANG_S
-from tests.support.router_harness import TEXT, Cluster, request
+from tests.support.scripted_worker import TEXT
 
 SOON = RetryPolicy(max_attempts=4, first_pause_s=0.01, max_pause_s=1.0)
 HANG = object()

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from baton_client import Client
+from tests.support.cluster import CONFIG, Cluster
 from tests.support.hidden import with_only, without
 from tests.support.processes import PYTHON_PATH, ROOT
-from tests.support.router_harness import CONFIG, TEXT, Cluster
+from tests.support.scripted_worker import TEXT
 from tests.support.trusted import CLUSTER_TOKEN
 
 pytestmark = pytest.mark.process
@@ -132,7 +133,7 @@ async def target(model: str, client_wheel: Path) -> AsyncIterator[str]:
     await cluster.start()
     await cluster.add("mixed")
     yield cluster.router.address
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

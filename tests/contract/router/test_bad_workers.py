@@ -19,11 +19,11 @@ from prometheus_client import generate_latest
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, types_pb2, worker_pb2
 from services.core.ids import new_incarnation
 from services.core.step_average import StepAverage
+from tests.support.cluster import CONFIG, Cluster, read, request
 from tests.support.examples import num_examples
 from tests.support.patience import HANG_S
 from tests.support.protofuzz import Overrides, extremes, messages
-from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, read, request
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import OUTPUT, TEXT, TOKENIZER, ScriptedWorker
 
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 GARBAGE_ANY = any_pb2.Any(type_url="type.googleapis.com/google.rpc.RetryInfo", value=b"\xff\xff")
@@ -39,7 +39,7 @@ async def cluster(model: str, caplog: pytest.LogCaptureFixture) -> AsyncIterator
     await cluster.start()
     try:
         yield cluster
-        await cluster.assert_idle()
+        await cluster.idle()
     finally:
         await cluster.stop()
     complaints = [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR]
@@ -231,7 +231,7 @@ async def test_a_load_of_nonsense_shuts_nobody_out(cluster: Cluster) -> None:
     """NaN among the costs and negative blocks: requests with a deadline are still served, by this worker too."""
     await cluster.add("prefill")
     decode = await cluster.add("decode")
-    worker = cluster.workers[0]
+    worker = cluster.scripted[0]
     nonsense = types_pb2.LoadSnapshot(
         sequence_number=1 << 62,
         blocks_free=32,
@@ -268,11 +268,11 @@ _LEGS: Overrides = {f"baton.v1.{kind}.leg": _LEG for kind in ("SequenceTokens", 
 @settings(max_examples=num_examples(100), derandomize=True, database=None, suppress_health_check=_QUIET)
 async def test_workers_that_rave(cluster: Cluster, draw: Any) -> None:
     """Random events and loads from two that are too small to be used; the others answer as ever."""
-    if not cluster.workers:
+    if not cluster.scripted:
         for role in ("prefill", "decode"):
             await cluster.add(role)
             await cluster.add(role, worker_id=f"raving-{role}", num_blocks=1)
-    for worker in cluster.workers[1::2]:
+    for worker in cluster.scripted[1::2]:
         if not worker.num_sessions:  # it was thrown out, and if it had said that it drains, its process is to end
             worker.incarnation = new_incarnation()
         async with asyncio.timeout(HANG_S):

@@ -13,9 +13,10 @@ from services.router.config import RouterConfig
 from services.router.console import feed
 from services.router.console.routes import COOKIE, POLICY
 from services.rpc.plain import plain
+from tests.support.cluster import read, request
 from tests.support.console_client import client, looks_counted, running, until, viewing
 from tests.support.patience import HANG_S
-from tests.support.router_harness import TEXT, read, request
+from tests.support.scripted_worker import TEXT
 
 PAGE = "/console/waterfall.js"
 
@@ -47,7 +48,7 @@ async def test_a_viewer_is_told_of_all_that_is_there_and_then_of_what_changes(mo
             await read(cluster.inference.GenerateStream(request(request_id="late")))
             rows = (await until(events, "requests"))["requests"]
             assert [each["id"] for each in rows] == ["late"], "what has not changed is not told again"
-            await cluster.workers[1].stop()
+            await cluster.scripted[1].stop()
             state = await until(events, "state", lambda data: any(each["id"] == "d" for each in data["workers"]))
             gone = next(each for each in state["workers"] if each["id"] == "d")
             assert gone["state"] != "ready"

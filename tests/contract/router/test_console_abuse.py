@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from services.router.console import feed
+from tests.support.cluster import read, request
 from tests.support.console_client import client, looks_counted, running, until, viewing
 from tests.support.patience import HANG_S
-from tests.support.router_harness import read, request
 
 FACE = chr(0x1F600)
 

@@ -11,8 +11,8 @@ import pytest
 
 from services.router.front.http.generation import SESSION
 from services.rpc.names import Attr, Span
+from tests.support.cluster import CONFIG, Cluster
 from tests.support.http_client import bare_client
-from tests.support.router_harness import CONFIG, Cluster
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 8},
@@ -26,7 +26,7 @@ async def cluster(model: str) -> AsyncIterator[Cluster]:
     cluster = Cluster(replace(CONFIG, model=model, http_port=0, policy=("sticky",)))
     await cluster.start()
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

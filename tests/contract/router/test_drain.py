@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2
-from tests.support.router_harness import TEXT, Cluster, code_of, read, request
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.cluster import Cluster, code_of, read, request
+from tests.support.scripted_worker import TEXT, ScriptedWorker
 
 
 async def drain(cluster: Cluster, worker_id: str, deadline_ms: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ async def test_one_that_is_lost_meanwhile_did_not_leave(cluster: Cluster, pair: 
 async def test_another_process_gets_its_name_when_it_has_left(cluster: Cluster, pair: Any) -> None:
     _, decode = pair
     successor = ScriptedWorker("decode", decode.output[:-1], cluster.leases)
-    cluster.workers.append(successor)
+    cluster.scripted.append(successor)
     await successor.start()
     decode.leaves = False
     draining = asyncio.create_task(drain(cluster, "decode", 60_000))

@@ -13,7 +13,8 @@ from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
 from services.router.front.operator.explanation_messages import MOST_ANSWERED
 from services.rpc.names import Attr, Span
 from services.rpc.options import channel_options
-from tests.support.router_harness import TEXT, Cluster, code_of, read, request
+from tests.support.cluster import Cluster, code_of, read, request
+from tests.support.scripted_worker import TEXT
 
 
 async def explain(cluster: Cluster, request_id: str) -> list[control_pb2.ExplainedRequest]:

@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain_text
 
-from tests.support.router_harness import CONFIG, MODEL_ID, Cluster
+from tests.support.cluster import CONFIG, Cluster
+from tests.support.scripted_worker import MODEL_ID
 from tests.support.tenants import http_client
 
 APP = "https://app.example"
@@ -32,7 +33,7 @@ async def cluster(model: str) -> AsyncIterator[Cluster]:
     )
     await cluster.start()
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

@@ -21,8 +21,9 @@ from services.router.policy import PRESETS, Job, PolicyConfig, WorkerView
 from services.router.policy.terms import prefix_cached
 from services.router.text.tokenisation import ModelText
 from services.rpc.status import status_of_call
+from tests.support.cluster import CONFIG, Cluster, code_of, request
 from tests.support.patience import HANG_S
-from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, request
+from tests.support.scripted_worker import TEXT
 from tests.support.text_model import CONTEXT_TOKENS, byte_tokenizer
 
 LONG = "the baton " * 100
@@ -64,7 +65,7 @@ async def small(model: str) -> AsyncIterator[Cluster]:
     await cluster.add("prefill")
     await cluster.add("decode")
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 
@@ -129,7 +130,7 @@ async def test_the_tokenizer_is_waited_for_as_long_as_a_queue(model: str, gate: 
         assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.details() == "the prompt was not tokenised in time"
     gate.open.set()
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 
@@ -199,7 +200,7 @@ async def test_bytes_beyond_the_budget_are_refused_over_grpc_and_http(model: str
         await first
         assert (await client.post(url, json={"prompt": "x" * 30_000})).status_code == 400, "too long, and read again"
     assert (await generate(request())).output.text == TEXT
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 
@@ -244,7 +245,7 @@ async def test_nothing_is_kept_of_what_waits_but_its_tokens(model: str, shape: s
             task.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
     assert cluster.router.byte_budget.used_bytes < len(body) / 4
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 
@@ -272,7 +273,7 @@ async def test_calls_at_once_are_bounded(model: str, gate: Gate) -> None:
     gate.open.set()
     await asyncio.gather(*calls)
     assert (await cluster.inference.Generate(request())).output.text == TEXT
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 
@@ -313,5 +314,5 @@ async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_block
     assert jobs
     for job in jobs:
         assert job.block_hashes == {size: short_hashes(block_hashes(ids, size, "s")) for size in sizes}
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import types_pb2, worker_pb2
-from tests.support.router_harness import TEXT, Cluster, read, request
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.cluster import Cluster, read, request
+from tests.support.scripted_worker import TEXT, ScriptedWorker
 
 Pair = tuple[ScriptedWorker, ScriptedWorker]
 
@@ -20,7 +20,7 @@ async def test_a_leg_that_is_lost_is_placed_again(cluster: Cluster, pair: Pair, 
     _, text = await read(cluster.inference.GenerateStream(request()))
     assert text == TEXT
     assert len(worker.commands) == 2
-    await cluster.assert_idle()
+    await cluster.idle()
 
 
 async def test_an_unsplit_sequence_that_is_lost_is_placed_again(cluster: Cluster) -> None:
@@ -28,7 +28,7 @@ async def test_an_unsplit_sequence_that_is_lost_is_placed_again(cluster: Cluster
     decode.num_to_lose = 1
     _, text = await read(cluster.inference.GenerateStream(request()))
     assert text == TEXT
-    await cluster.assert_idle()
+    await cluster.idle()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
@@ -63,4 +63,4 @@ async def test_a_leg_that_ends_in_the_message_that_no_longer_lists_it_has_ended(
     assert text == TEXT
     assert len(decode.commands) == 1
     decode.decode_gate.set()
-    await cluster.assert_idle()
+    await cluster.idle()

@@ -13,9 +13,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from baton.v1 import worker_pb2
+from tests.support.cluster import Cluster, read, request
 from tests.support.examples import num_examples
 from tests.support.patience import HANG_S
-from tests.support.router_harness import TEXT, Cluster, read, request
+from tests.support.scripted_worker import TEXT
 
 NUM_LIARS = num_examples(20)
 NUM_REQUESTS, NUM_MESSAGES = 6, 8
@@ -111,7 +112,7 @@ async def test_whatever_a_worker_says_hurts_nobody_else(
     events, text = await read(cluster.inference.GenerateStream(request(), timeout=HANG_S))
     assert text == TEXT
     assert events[-1].completion.workers.prefill in ("p", "d")
-    await cluster.assert_idle()
+    await cluster.idle()
     ours = [record for record in caplog.records if record.name.startswith("services.router")]
     assert not ours, ours[0].getMessage()
 

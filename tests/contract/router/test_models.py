@@ -18,9 +18,9 @@ from services.core.ids import new_incarnation
 from services.router.catalogue import UNUSED_S
 from services.router.front.call import Call, Caller
 from services.router.front.incoming import Incoming
+from tests.support.cluster import CONFIG, Cluster, code_of, read, request
 from tests.support.patience import HANG_S
-from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, read, request
-from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
+from tests.support.scripted_worker import MODEL_ID, TEXT, ScriptedWorker
 from tests.support.text_model import write_model
 
 OTHER = "other"
@@ -98,7 +98,7 @@ async def test_each_model_has_a_policy_of_its_own(model: str, text: Path) -> Non
     assert [await generate(cluster), await generate(cluster, model=OTHER)] == [TEXT, TEXT]
     hashing = {each.model_id: each.conductor.coordinator.follows_caches for each in cluster.router.catalogue.all()}
     assert hashing == {MODEL_ID: False, OTHER: True}
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 
@@ -127,7 +127,7 @@ async def _is(value: bool) -> bool:
 
 async def test_workers_that_come_together_bring_it_once(several: Cluster, text: Path) -> None:
     workers = [ScriptedWorker("mixed", [], worker_id=f"w{n}", model_id=OTHER, text=text) for n in range(3)]
-    several.workers += workers
+    several.scripted += workers
     for worker in workers:
         worker.text_gate.clear()
         await worker.start()
@@ -141,7 +141,7 @@ async def test_workers_that_come_together_bring_it_once(several: Cluster, text: 
 
 async def test_whoever_waits_no_longer_leaves_the_attempt_to_go_on(several: Cluster, text: Path) -> None:
     worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
-    several.workers.append(worker)
+    several.scripted.append(worker)
     worker.text_gate.clear()
     await worker.start()
     joining = asyncio.create_task(worker.register(several.control_channel))
@@ -164,7 +164,7 @@ async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, 
     broken = write_model(tmp_path)
     (broken / "config.json").write_text("{}")
     worker = ScriptedWorker("mixed", [], model_id=OTHER)
-    several.workers.append(worker)
+    several.scripted.append(worker)
     await worker.start()
     for worker.text, code in (
         (None, grpc.StatusCode.FAILED_PRECONDITION),
@@ -191,7 +191,7 @@ async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> No
     await several.add("mixed", worker_id="first")
     second = await several.add("mixed", worker_id="second", model_id=OTHER, text=text)
     third = ScriptedWorker("mixed", second.output[:-1], several.leases, worker_id="third", model_id="third", text=text)
-    several.workers.append(third)
+    several.scripted.append(third)
     await third.start()
     error = await refused(third.register(several.control_channel))
     assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -231,7 +231,7 @@ async def test_of_two_models_workers_of_one_name_only_one_joins(several: Cluster
     workers = [
         ScriptedWorker("mixed", [], worker_id="same", model_id=model_id, text=text) for model_id in (OTHER, MODEL_ID)
     ]
-    several.workers += workers
+    several.scripted += workers
     for worker in workers:
         await worker.start()
     other, own = workers
@@ -253,7 +253,7 @@ async def test_of_two_models_workers_of_one_name_only_one_joins(several: Cluster
 async def test_a_router_that_drains_takes_no_model(several: Cluster, text: Path) -> None:
     """It does not take one whose text is under way either: it would be ready again, and take requests."""
     early, late = (ScriptedWorker("mixed", [], worker_id=name, model_id=name, text=text) for name in ("early", "late"))
-    several.workers += [early, late]
+    several.scripted += [early, late]
     await early.start()
     await late.start()
     early.text_gate.clear()
@@ -272,7 +272,7 @@ async def test_a_router_that_stops_leaves_no_fetch(model: str, text: Path) -> No
     cluster = Cluster(replace(CONFIG, model=model))
     await cluster.start()
     worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
-    cluster.workers.append(worker)
+    cluster.scripted.append(worker)
     await worker.start()
     worker.text_gate.clear()
     joining = asyncio.create_task(worker.register(cluster.control_channel))
@@ -284,7 +284,7 @@ async def test_a_router_that_stops_leaves_no_fetch(model: str, text: Path) -> No
 
 async def test_models_that_are_being_fetched_count(several: Cluster, text: Path) -> None:
     first, second = (ScriptedWorker("mixed", [], worker_id=name, model_id=name, text=text) for name in ("a", "b"))
-    several.workers += [first, second]
+    several.scripted += [first, second]
     for worker in (first, second):
         await worker.start()
     first.text_gate.clear()
@@ -310,7 +310,7 @@ def _panicking(folder: Path, changes: dict[str, Any]) -> Path:
 async def test_a_tokenizer_that_panics_when_it_is_read(several: Cluster, tmp_path: Path) -> None:
     text = _panicking(tmp_path, {"model": {"continuing_subword_prefix": "#" * 50}})
     worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
-    several.workers.append(worker)
+    several.scripted.append(worker)
     await worker.start()
     async with asyncio.timeout(HANG_S):
         assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
@@ -332,7 +332,7 @@ async def test_a_tokenizer_that_panics_on_an_answer(several: Cluster, tmp_path: 
 
 async def test_a_failure_to_fetch_is_told_once(several: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     worker = ScriptedWorker("mixed", [], model_id=OTHER)
-    several.workers.append(worker)
+    several.scripted.append(worker)
     await worker.start()
     for _ in range(3):
         await refused(worker.register(several.control_channel))
@@ -341,7 +341,7 @@ async def test_a_failure_to_fetch_is_told_once(several: Cluster, caplog: pytest.
 
 async def test_a_model_has_a_name(several: Cluster, text: Path) -> None:
     worker = ScriptedWorker("mixed", [], model_id="", text=text)
-    several.workers.append(worker)
+    several.scripted.append(worker)
     await worker.start()
     error = await refused(worker.register(several.control_channel))
     assert code_of(error) is grpc.StatusCode.INVALID_ARGUMENT
@@ -351,7 +351,7 @@ async def test_a_model_has_a_name(several: Cluster, text: Path) -> None:
 async def test_a_name_is_one_workers_whatever_the_model(several: Cluster, text: Path) -> None:
     await several.add("mixed", worker_id="same")
     second = ScriptedWorker("mixed", [], worker_id="same", model_id=OTHER, text=text)
-    several.workers.append(second)
+    several.scripted.append(second)
     await second.start()
     assert code_of(await refused(second.register(several.control_channel))) is grpc.StatusCode.ALREADY_EXISTS
     assert await generate(several) == TEXT
@@ -367,7 +367,7 @@ async def test_a_worker_that_may_not_join_takes_no_name_away(model: str, text: P
     own = cluster.router.catalogue.own.conductor
     await cluster.until(lambda: _is(not own.links))
     third = ScriptedWorker("mixed", [], worker_id="same", model_id=OTHER, text=text)
-    cluster.workers.append(third)
+    cluster.scripted.append(third)
     await third.start()
     assert code_of(await refused(third.register(cluster.control_channel))) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert own.coordinator.worker_ids() == {"same"}

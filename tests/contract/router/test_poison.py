@@ -11,8 +11,8 @@ import pytest
 from baton.v1 import worker_pb2
 from services.router.coordinator.actions import SendLeg
 from services.router.workers import wire
-from tests.support.router_harness import TEXT, Cluster, read, request
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.cluster import Cluster, read, request
+from tests.support.scripted_worker import TEXT, ScriptedWorker
 
 POISONED = "poisoned"
 
@@ -55,7 +55,7 @@ async def test_others_stream_on(
         assert (await reader)[1] == TEXT
     assert (prefill.num_sessions, decode.num_sessions) == (1, 1)
     assert len(prefill.commands) == 3
-    await cluster.assert_idle()
+    await cluster.idle()
 
 
 @pytest.mark.usefixtures("poison")
@@ -76,4 +76,4 @@ async def test_queued_poison_breaks_no_worker_that_joins(cluster: Cluster) -> No
     assert [worker.num_sessions for worker in workers] == [1, 1]
     assert all(worker.state.value == "ready" for worker in cluster.router.coordinator.workers())
     assert not any(worker.health.num_failures for worker in cluster.router.coordinator.workers())
-    await cluster.assert_idle()
+    await cluster.idle()

@@ -14,9 +14,10 @@ from openai._streaming import SSEDecoder
 from baton.v1 import inference_pb2, worker_pb2
 from services.core.errors import WorkerFailed
 from services.router.front.http.reply import REQUEST_ID
+from tests.support.cluster import CONFIG, Cluster, read, request
 from tests.support.http_client import bare_client
 from tests.support.patience import HANG_S
-from tests.support.router_harness import CONFIG, TEXT, TOKENIZER, Cluster, read, request
+from tests.support.scripted_worker import TEXT, TOKENIZER
 
 SOON_S = 0.02
 BODIES: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ async def cluster(model: str) -> AsyncIterator[Cluster]:
     cluster.router._inference._progress_after_s = SOON_S
     await cluster.start()
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2
-from tests.support.router_harness import TEXT, Cluster, code_of, read, request
+from tests.support.cluster import Cluster, code_of, read, request
+from tests.support.scripted_worker import TEXT
 
 
 async def recent(cluster: Cluster, **fields: Any) -> list[control_pb2.RecentRequest]:

@@ -13,8 +13,8 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from services.core.errors import InvalidRequest, Overloaded, WorkerIdInUse
 from services.core.ids import new_incarnation
 from services.rpc.status import from_call
-from tests.support.router_harness import CONFIG, TEXT, Cluster, read, request
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.cluster import CONFIG, Cluster, read, request
+from tests.support.scripted_worker import TEXT, ScriptedWorker
 
 Code = grpc.StatusCode
 
@@ -34,7 +34,7 @@ async def test_a_second_process_of_one_name_is_refused_while_the_first_lives(clu
     call = cluster.inference.GenerateStream(request())
     await first.until(lambda: first.commands)
     second = ScriptedWorker("decode", first.output[:-1], cluster.leases)
-    cluster.workers.append(second)
+    cluster.scripted.append(second)
     await second.start()
     for _ in range(3):
         error = await refusal(cluster, second.description())
@@ -60,7 +60,7 @@ async def _lost(cluster: Cluster, worker_id: str) -> bool:
 async def test_one_that_was_never_reached_does_not_keep_its_name(cluster: Cluster) -> None:
     """A process is only known to live by its session."""
     worker = ScriptedWorker("decode", [])
-    cluster.workers.append(worker)
+    cluster.scripted.append(worker)
     await worker.start()
     claim = worker.description()
     claim.incarnation, claim.address = new_incarnation(), "127.0.0.1:1"
@@ -93,7 +93,7 @@ async def test_one_that_was_never_reached_does_not_keep_its_name(cluster: Cluste
 )
 async def test_what_a_worker_says_is_bounded_field_by_field(cluster: Cluster, field: str, value: Any) -> None:
     worker = ScriptedWorker("decode", [])
-    cluster.workers.append(worker)
+    cluster.scripted.append(worker)
     await worker.start()
     description: Any = worker.description()
     owner, _, name = field.rpartition(".")
@@ -138,7 +138,7 @@ async def test_more_than_the_bound_are_refused_and_those_there_stay(model: str) 
     fourth.worker_id = "fourth"
     assert isinstance(await refusal(cluster, fourth), Overloaded)
     assert (await cluster.inference.Generate(request())).output.text == TEXT
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 
@@ -155,7 +155,7 @@ async def test_one_that_cannot_be_dialled_is_told_once_and_has_a_reason(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = ScriptedWorker("decode", [])
-    cluster.workers.append(worker)
+    cluster.scripted.append(worker)
     await worker.start()
     claim = worker.description()
     claim.address = "127.0.0.1:1"

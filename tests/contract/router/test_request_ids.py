@@ -12,8 +12,9 @@ import pytest
 
 from baton.v1 import control_pb2, inference_pb2
 from services.router.front.http.reply import REQUEST_ID
+from tests.support.cluster import CONFIG, Cluster, read, request
 from tests.support.http_client import bare_client
-from tests.support.router_harness import CONFIG, TEXT, Cluster, read, request
+from tests.support.scripted_worker import TEXT
 
 COMPLETIONS = "/v1/completions"
 Phase = control_pb2.RequestPhase
@@ -24,7 +25,7 @@ async def cluster(model: str) -> AsyncIterator[Cluster]:
     cluster = Cluster(replace(CONFIG, model=model, http_port=0))
     await cluster.start()
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
-from tests.support.router_harness import Cluster, request
+from tests.support.cluster import Cluster, request
 from tests.support.scripted_worker import MODEL_ID
 from tests.support.tenants import TenantsFile, http_client, serving
 

@@ -16,9 +16,9 @@ from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2
 from services.rpc import call_limits
 from services.rpc.status import status_of_call
 from tests.support.bad_peers import HTTP2_PREFACE, HTTP2_SETTINGS, NO_WINDOW, grpc_frames, grpc_request
+from tests.support.cluster import CONFIG, Cluster, code_of, read, request
 from tests.support.kv_harness import until
-from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, code_of, read, request
-from tests.support.scripted_worker import MODEL_ID, ScriptedWorker
+from tests.support.scripted_worker import MODEL_ID, OUTPUT, TEXT, TOKENIZER, ScriptedWorker
 from tests.support.text_model import write_model
 
 # Answers
@@ -56,7 +56,7 @@ async def long_cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     cluster = Cluster(replace(CONFIG, model=str(write_model(tmp_path, context_tokens=1 << 16))))
     await cluster.start()
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

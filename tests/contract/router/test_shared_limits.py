@@ -12,8 +12,8 @@ import httpx2
 import pytest
 
 from services.router.tenants.gate import MOST_ROUTERS
+from tests.support.cluster import Cluster
 from tests.support.redis_server import SERVER, WITHOUT, RedisServer
-from tests.support.router_harness import Cluster
 from tests.support.tenants import TenantsFile, http_client, serving
 
 pytestmark = pytest.mark.process

@@ -14,7 +14,7 @@ from baton.v1 import control_pb2
 from services.cli.status import text
 from services.core.clock import ManualClock
 from services.rpc.plain import plain
-from tests.support.router_harness import CONFIG, Cluster, read, request
+from tests.support.cluster import CONFIG, Cluster, read, request
 
 CLOCK = ManualClock()
 
@@ -24,7 +24,7 @@ async def cluster(model: str) -> AsyncIterator[Cluster]:
     cluster = Cluster(replace(CONFIG, model=model, slow_factor=2.0), CLOCK)
     await cluster.start()
     yield cluster
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

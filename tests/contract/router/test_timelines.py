@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2
-from tests.support.router_harness import CONFIG, TEXT, Cluster, code_of, read, request
+from tests.support.cluster import CONFIG, Cluster, code_of, read, request
+from tests.support.scripted_worker import TEXT
 
 Phase = control_pb2.RequestPhase
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2, worker_pb2
-from tests.support.router_harness import code_of
+from tests.support.cluster import code_of
 from tests.support.text_model import write_model
 from tests.support.tool_models import (
     HERMES_TEMPLATE,
@@ -143,7 +143,7 @@ async def test_the_conversation_about_a_call(tmp_path: Path) -> None:
 async def test_a_stream_with_a_call_survives_its_decode_worker(tmp_path: Path) -> None:
     async with tool_cluster(tmp_path, HERMES_TEMPLATE) as tools:
         tools.say(f"I look.\n{HERMES_CALL}")
-        cluster, (_, decode) = tools.cluster, tools.cluster.workers
+        cluster, (_, decode) = tools.cluster, tools.cluster.scripted
         decode.decode_gate.clear()
         reading = cluster.inference.GenerateStream(tool_request())
         await decode.until(lambda: decode.commands)
@@ -183,7 +183,7 @@ async def test_a_call_that_is_cut_off(tmp_path: Path) -> None:
 async def test_a_cancelled_call_leaves_nothing(tmp_path: Path) -> None:
     async with tool_cluster(tmp_path, HERMES_TEMPLATE) as tools:
         tools.say(HERMES_CALL)
-        decode = tools.cluster.workers[1]
+        decode = tools.cluster.scripted[1]
         decode.decode_gate.clear()
         reading = tools.cluster.inference.GenerateStream(tool_request())
         await decode.until(lambda: decode.commands)
@@ -251,7 +251,7 @@ async def test_tools_of_a_model_that_a_worker_has_brought(tmp_path: Path) -> Non
     brought = write_model(tmp_path / "brought", template=MISTRAL_TEMPLATE, special_tokens=["[TOOL_CALLS]"])
     async with tool_cluster(tmp_path / "own", NO_TOOLS) as tools:
         await tools.add("mixed", worker_id="m", model_id="brought", text=brought, num_blocks=128)
-        bringer = tools.cluster.workers[-1]
+        bringer = tools.cluster.scripted[-1]
         own = ToolCluster(tools.cluster, type(tools.tokenizer).from_file(str(brought / "tokenizer.json")))
         own.say('[TOOL_CALLS]now{"a": 1}')
         request = tool_request(model="brought", tools=[NOW_TOOL])
@@ -266,7 +266,7 @@ async def test_calls_that_must_follow_schemas_become_a_constraint(tmp_path: Path
     named = inference_pb2.ToolChoice(function="now")
     async with tool_cluster(tmp_path, HERMES_TEMPLATE.replace("</think>", "")) as tools:
         tools.say(HERMES_CALL)
-        generate, prefill = tools.cluster.inference.Generate, tools.cluster.workers[0]
+        generate, prefill = tools.cluster.inference.Generate, tools.cluster.scripted[0]
         grammars = []
         for fields in ({"tool_choice": required}, {"tool_choice": named}, {"tools": [WEATHER_TOOL, strict]}, {}):
             await generate(tool_request(**fields))

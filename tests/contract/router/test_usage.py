@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.v1 import types_pb2
 from services.rpc.names import Attr, Span
-from tests.support.router_harness import OUTPUT, TOKENIZER, Cluster, read, request
-from tests.support.scripted_worker import MODEL_ID
+from tests.support.cluster import Cluster, read, request
+from tests.support.scripted_worker import MODEL_ID, OUTPUT, TOKENIZER
 from tests.support.tenants import TenantsFile, http_client, serving
 
 NUM_PROMPT = len(TOKENIZER.encode("hello").ids)
@@ -165,7 +165,7 @@ async def test_a_request_that_is_cancelled_is_charged_what_it_had(
         if event.HasField("chunk"):
             break
     call.cancel()
-    await cluster.assert_idle()
+    await cluster.idle()
     pair[1].decode_gate.set()
 
     await cluster.until(lambda: has_cancelled(cluster, 1))

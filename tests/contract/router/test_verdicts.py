@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2
-from tests.support.router_harness import TEXT, Cluster, read, request
+from tests.support.cluster import Cluster, read, request
+from tests.support.scripted_worker import TEXT
 
 
 async def test_a_verdict_that_a_worker_tells_of_is_told_to_all_others(cluster: Cluster, pair: Any) -> None:

@@ -12,9 +12,9 @@ import pytest
 from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
 from services.core.errors import RoleGone, WorkerIdInUse
 from services.rpc.status import from_call
+from tests.support.cluster import Cluster, read, request
 from tests.support.patience import HANG_S
-from tests.support.router_harness import TEXT, Cluster, read, request
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import TEXT, ScriptedWorker
 
 Description = control_pb2.WorkerDescription
 PREFILL, DECODE = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
@@ -71,7 +71,7 @@ async def test_nobody_else_describes_a_worker_that_lives(cluster: Cluster, pair:
 async def test_a_lie_that_comes_first_does_not_last(cluster: Cluster, what: str) -> None:
     """Somebody registers a worker, at its own address or another, before the worker does."""
     worker = ScriptedWorker("decode", [])
-    cluster.workers.append(worker)
+    cluster.scripted.append(worker)
     await worker.start()
     claim = with_roles(worker.description(), *([PREFILL] if what == "roles" else [DECODE]))
     if what != "roles":
@@ -88,7 +88,7 @@ async def test_a_lie_that_comes_first_does_not_last(cluster: Cluster, what: str)
 @pytest.mark.parametrize("what", CHANGES)
 async def test_a_worker_that_says_it_is_another_has_no_session(cluster: Cluster, what: str) -> None:
     worker = ScriptedWorker("decode", [])
-    cluster.workers.append(worker)
+    cluster.scripted.append(worker)
     await worker.start()
     worker.claim = worker.description()
     CHANGES[what](worker.claim)
@@ -104,7 +104,7 @@ async def test_a_worker_that_says_it_is_another_has_no_session(cluster: Cluster,
 
 async def test_a_worker_that_does_not_say_what_it_is_has_no_session(cluster: Cluster) -> None:
     worker = ScriptedWorker("decode", [])
-    cluster.workers.append(worker)
+    cluster.scripted.append(worker)
     await worker.start()
     worker.claim = Description()
     await register(cluster, worker.description())

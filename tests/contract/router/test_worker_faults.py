@@ -16,9 +16,9 @@ from services.core.errors import Draining, StepFailed
 from services.core.lifecycle import Lifecycle
 from services.router.main import serve
 from services.rpc.names import Span
+from tests.support.cluster import CONFIG, Cluster, code_of, read, request
 from tests.support.patience import HANG_S
-from tests.support.router_harness import CONFIG, OUTPUT, TEXT, Cluster, code_of, read, request
-from tests.support.scripted_worker import MODEL_ID
+from tests.support.scripted_worker import MODEL_ID, OUTPUT, TEXT
 
 
 async def test_a_lost_decode_worker_is_invisible_to_the_client(cluster: Cluster, pair: Any) -> None:

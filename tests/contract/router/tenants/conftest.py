@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx2
 import pytest
 
-from tests.support.router_harness import Cluster
+from tests.support.cluster import Cluster
 from tests.support.tenants import TenantsFile, http_client, serving
 
 

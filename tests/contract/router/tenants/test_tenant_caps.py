@@ -13,7 +13,8 @@ import pytest
 from baton.v1 import types_pb2
 from services.router.front.http.completions import DEFAULT_MAX_TOKENS
 from services.router.telemetry.usage import RequestUsage
-from tests.support.router_harness import TOKENIZER, Cluster, request
+from tests.support.cluster import Cluster, request
+from tests.support.scripted_worker import TOKENIZER
 from tests.support.tenants import TenantsFile
 
 COMPLETIONS = "/v1/completions"

@@ -17,9 +17,9 @@ from google.rpc import error_details_pb2
 from baton.v1 import inference_pb2, types_pb2
 from services.rpc.names import Attr, Span
 from services.rpc.status import status_of_call
+from tests.support.cluster import CONFIG, Cluster, code_of, read, request
 from tests.support.patience import HANG_S
-from tests.support.router_harness import CONFIG, OUTPUT, TEXT, TOKENIZER, Cluster, code_of, read, request
-from tests.support.scripted_worker import MODEL_ID
+from tests.support.scripted_worker import MODEL_ID, OUTPUT, TEXT, TOKENIZER
 from tests.support.tenants import Metadata, TenantsFile, as_a_client
 
 Code = grpc.StatusCode
@@ -159,7 +159,7 @@ async def test_tokens_by_the_minute(cluster: Cluster, pair: Any, http: Any, file
     assert (reply.status_code, told["type"], told["code"]) == (429, "tokens", "rate_limit_exceeded")
     waiting.cancel()
     pair[0].prefill_gate.set()
-    await cluster.assert_idle()
+    await cluster.idle()
     # The prompt was charged if its worker had begun; the output was not.
     few = types_pb2.StoppingParams(max_tokens=MOST_OUTPUT - NUM_PROMPT)
     answer = await cluster.inference.Generate(request(stopping=few), metadata=metadata)
@@ -201,7 +201,7 @@ async def test_several_prompts_in_one_call_get_in_together(
     assert (await http.post(COMPLETIONS, json=body, headers=headers)).status_code == 200
     begun = len(pair[0].commands)
     assert (await http.post(COMPLETIONS, json=body, headers=headers)).status_code == 429
-    await cluster.assert_idle()
+    await cluster.idle()
     assert len(pair[0].commands) == begun
 
 
@@ -312,7 +312,7 @@ async def test_prompts_of_a_tenant_that_says_so_are_not_logged(
             await cluster.inference.Generate(request(f"said by {name}"), metadata=file.metadata(name))
     assert "said by acme" in caplog.text
     assert "said by quiet" not in caplog.text
-    await cluster.assert_idle()
+    await cluster.idle()
     await cluster.stop()
 
 

@@ -18,7 +18,7 @@ from services.router.tenants import gate
 from services.router.tenants.keys import new_key
 from services.router.tenants.wrong_keys import BURST
 from services.rpc.status import status_of_call
-from tests.support.router_harness import Cluster
+from tests.support.cluster import Cluster
 from tests.support.tenants import TenantsFile
 
 COMPLETIONS = "/v1/completions"
