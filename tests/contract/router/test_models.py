@@ -56,6 +56,16 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
     return raised.value
 
 
+async def turned_away(cluster: Cluster, worker: ScriptedWorker) -> grpc.aio.AioRpcError:
+    """Registers as workers do, which are told to come again while a text is fetched, and returns the router's last
+    word."""
+    wait = grpc.StatusCode.UNAVAILABLE
+    async with asyncio.timeout(HANG_S):
+        while code_of(error := await refused(worker.register(cluster.control_channel))) is wait:  # noqa: ASYNC110  # only asking tells
+            await asyncio.sleep(0.01)
+    return error
+
+
 async def test_a_worker_brings_its_model(several: Cluster, text: Path) -> None:
     await several.add("mixed", worker_id="first")
     second = await several.add("mixed", worker_id="second", model_id=OTHER, text=text)
@@ -171,15 +181,15 @@ async def test_a_model_whose_text_cannot_be_had_is_not_served(several: Cluster, 
         (broken, grpc.StatusCode.INVALID_ARGUMENT),
     ):
         worker.worker_id = f"its text is {code.name}".replace(" ", "-")  # one of the same name is asked only later
-        error = await refused(worker.register(several.control_channel))
+        error = await turned_away(several, worker)
         assert code_of(error) is code
         assert str(tmp_path) not in (error.details() or "")
         assert "baton-model-" not in (error.details() or ""), "where the router kept it is nobody's business"
         assert await names(several) == [MODEL_ID]
     worker.text = text
-    assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
+    assert code_of(await turned_away(several, worker)) is grpc.StatusCode.INVALID_ARGUMENT
     worker.incarnation = new_incarnation()
-    assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
+    assert code_of(await turned_away(several, worker)) is grpc.StatusCode.INVALID_ARGUMENT
     assert worker.num_texts_given == 2, "it was not asked again at once, nor as another process"
     worker.worker_id = "another"
     await several.join(worker)
@@ -312,8 +322,7 @@ async def test_a_tokenizer_that_panics_when_it_is_read(several: Cluster, tmp_pat
     worker = ScriptedWorker("mixed", [], model_id=OTHER, text=text)
     several.scripted.append(worker)
     await worker.start()
-    async with asyncio.timeout(HANG_S):
-        assert code_of(await refused(worker.register(several.control_channel))) is grpc.StatusCode.INVALID_ARGUMENT
+    assert code_of(await turned_away(several, worker)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_tokenizer_that_panics_on_an_answer(several: Cluster, tmp_path: Path) -> None:
@@ -335,7 +344,7 @@ async def test_a_failure_to_fetch_is_told_once(several: Cluster, caplog: pytest.
     several.scripted.append(worker)
     await worker.start()
     for _ in range(3):
-        await refused(worker.register(several.control_channel))
+        await turned_away(several, worker)
     assert len([each for each in caplog.records if "cannot be served" in each.getMessage()]) == 1
 
 
