@@ -219,6 +219,15 @@ async def read(call: Any) -> tuple[list[inference_pb2.GenerateStreamResponse], s
     return events, "".join(event.chunk.text for event in events)
 
 
+async def begun(call: Any) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
+    """Returns a stream's events behind its first chunk, once that has come."""
+    events = aiter(call)
+    async with asyncio.timeout(HANG_S):
+        while (await anext(events)).WhichOneof("event") != "chunk":
+            pass
+    return events
+
+
 def request(text: str = "hello", **fields: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(text=text, **fields)
 

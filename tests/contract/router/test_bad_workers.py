@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, types_pb2, worker_pb2
 from services.core.ids import new_incarnation
 from services.core.step_average import StepAverage
-from tests.support.cluster import CONFIG, Cluster, read, request
+from tests.support.cluster import CONFIG, Cluster, begun, read, request
 from tests.support.examples import num_examples
 from tests.support.patience import HANG_S
 from tests.support.protofuzz import Overrides, extremes, messages
@@ -134,11 +134,7 @@ async def talking(cluster: Cluster) -> tuple[ScriptedWorker, Any]:
     rogue.decode_gate.clear()
     call = cluster.inference.GenerateStream(request())
     await rogue.until(lambda: rogue.commands)
-    events = aiter(call)
-    async with asyncio.timeout(HANG_S):
-        while (await anext(events)).WhichOneof("event") != "chunk":
-            pass
-    return rogue, events
+    return rogue, await begun(call)
 
 
 async def test_a_worker_that_speaks_of_another_ones_leg(cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2
-from tests.support.cluster import Cluster, read, request
+from tests.support.cluster import Cluster, begun, read, request
 from tests.support.scripted_worker import TEXT
 
 
@@ -34,11 +34,11 @@ async def test_blocks_have_other_names_from_a_verdict_on(cluster: Cluster, pair:
 async def test_a_stream_from_a_worker_that_is_found_wrong_ends_with_data_loss(cluster: Cluster, pair: Any) -> None:
     prefill, decode = pair
     decode.decode_gate.clear()
-    call = cluster.inference.GenerateStream(request())
+    events = await begun(cluster.inference.GenerateStream(request()))  # what was sent cannot be taken back
     await decode.until(lambda: decode.commands)
     decode.verdicts = {prefill.incarnation: 1}
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await read(call)
+        await read(events)
     assert raised.value.code() is grpc.StatusCode.DATA_LOSS
     assert "found to compute wrong" in str(raised.value.details())
     status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
