@@ -1,8 +1,7 @@
 """Compares the presets of placement in the simulator, in one scenario made for each of them.
 
-`python -m benchmarks.routing [PRESET ...] [--seed N] [--figure NAME]` prints, for the scenario of each preset, the
-figure that all presets get, the best first. Time is virtual: the figures are the same on every machine.
-`tests/unit/sim/test_routing_presets.py` demands that each preset wins its own.
+`python -m benchmarks.routing [PRESET ...] [--seeds N,...] [--figure NAME] [--json FILE]` measures the figure that each
+preset gets in the scenario of each. Time is virtual: the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from benchmarks.figure import Figure, Findings
+from benchmarks.result import Result
 from services.router.policy import PRESETS
 from services.sim.cluster import ROUTER, SimPlan, simulate
 from services.sim.profile import WorkerProfile
@@ -43,7 +45,6 @@ class Scenario:
     """As in the report of `baton simulate`: "ttft_ms.p95", for example."""
     plan: SimPlan
     trace: Sequence[TracedRequest]
-    more_is_better: bool = False
 
     def run(self, preset: str) -> float:
         """Returns the figure with this preset. Raises AssertionError if a request failed."""
@@ -53,16 +54,6 @@ class Scenario:
         assert not report["num_failed"], f"{preset}: {report['num_failed']}"
         name, _, percent = self.figure.partition(".")
         return float(report[name][percent] if percent else report[name])
-
-    def ranked(self) -> list[tuple[str, float]]:
-        """Returns all presets with their figures, the best first."""
-        figures = {preset: self.run(preset) for preset in PRESETS}
-        return sorted(figures.items(), key=lambda item: item[1], reverse=self.more_is_better)
-
-    def lead(self, ranked: Sequence[tuple[str, float]]) -> float:
-        """Returns by which factor the best figure is better than the second."""
-        best, second = ranked[0][1], ranked[1][1]
-        return best / second if self.more_is_better else second / best
 
 
 def _arrivals(count: int, per_s: float, seed: int) -> Iterator[tuple[int, float, random.Random]]:
@@ -162,7 +153,7 @@ def _prefix_aware(seed: int) -> Scenario:
     trace = _documents(160, 7, [1.0] * 20, 8, (1400, 1800), seed=seed)
     plan = SimPlan(4, 2, profile=SMALL)
     what = "twenty system prompts, a quarter of each prompt, in small pools"
-    return Scenario(what, "hit_rate", plan, trace, more_is_better=True)
+    return Scenario(what, "hit_rate", plan, trace)
 
 
 def _sticky(seed: int) -> Scenario:
@@ -207,23 +198,30 @@ SCENARIOS: Mapping[str, Callable[[int], Scenario]] = {
 }
 
 
+def compared(preset: str, seeds: Sequence[int], figure: str = "") -> Findings:
+    """Returns the figure that each preset gets in the scenario of `preset`, a sample for each seed."""
+    found: dict[str, list[float]] = {name: [] for name in PRESETS}
+    for seed in seeds:
+        scenario = SCENARIOS[preset](seed)
+        scenario = dataclasses.replace(scenario, figure=figure or scenario.figure)
+        for name in PRESETS:
+            found[name].append(scenario.run(name))
+    return [Figure(f"{preset}: {scenario.what}; {scenario.figure}, {name}", "", tuple(found[name])) for name in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
     parser.add_argument("preset", nargs="*", help=f"whose scenario is run, of {', '.join(SCENARIOS)} (default: all)")
-    parser.add_argument("--seed", type=int, default=1, help="of arrivals and lengths (default: 1)")
+    parser.add_argument("--seeds", default="1,2,3", help="of arrivals and lengths, a sample for each (default: 1,2,3)")
     parser.add_argument("--figure", default="", help='another figure of the report, such as "ttft_ms.p95"')
+    parser.add_argument("--json", type=Path, default=Path("out/routing.json"), help="the result file")
     arguments = parser.parse_args()
     if unknown := set(arguments.preset) - set(SCENARIOS):
         parser.error(f"there is no {', '.join(sorted(unknown))}")
+    result = Result({name: value for name, value in vars(arguments).items() if name != "json"})
     for preset in arguments.preset or SCENARIOS:
-        scenario = SCENARIOS[preset](arguments.seed)
-        if arguments.figure:
-            more_is_better = scenario.more_is_better and arguments.figure == scenario.figure
-            scenario = dataclasses.replace(scenario, figure=arguments.figure, more_is_better=more_is_better)
-        ranked = scenario.ranked()
-        figures = ", ".join(f"{name} {value:.3g}" for name, value in ranked)
-        lead = f"{scenario.lead(ranked):.2f} x" if ranked[0][0] == preset else "not the best"
-        print(f"{preset} ({lead}): {scenario.what}; {scenario.figure}: {figures}", flush=True)
+        result.show(compared(preset, [int(seed) for seed in arguments.seeds.split(",")], arguments.figure))
+    result.write(arguments.json)
 
 
 if __name__ == "__main__":

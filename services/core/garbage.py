@@ -1,10 +1,9 @@
 """Keeps Python's collector of reference cycles from stopping a service for long.
 
 A full collection looks at every object that there is: with 1,300 streams open a router's took 0.4 s, in which no stream
-had a token, once in some seconds (docs/performance.md). Python begins one whenever the objects that have outlived two
-smaller collections are a quarter of all, and with its own thresholds streams soon are. Nearly nothing here is freed
-through a full collection: services break their cycles themselves, and cycles that die young are found by the smaller
-ones.
+had a token, once in some seconds. Python begins one whenever the objects that have outlived two smaller collections are
+a quarter of all, and with its own thresholds streams soon are. Nearly nothing here is freed through a full collection:
+services break their cycles themselves, and cycles that die young are found by the smaller ones.
 """
 
 from __future__ import annotations

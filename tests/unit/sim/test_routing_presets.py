@@ -24,8 +24,8 @@ def test_every_preset_has_a_scenario() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_preset_loses_a_request_in_its_scenario(preset: str) -> None:
-    """How much better it is there than the others is a result: `benchmarks/results/2026-11-26-presets-simulated.json`.
-    The run itself asserts that no request failed."""
+    """How much better it is there than the others is a result: `benchmarks/results/2026-11-28-routing.json`. The run
+    itself asserts that no request failed."""
     scenario = SCENARIOS[preset](1)
     assert scenario.run(preset) > 0
 
