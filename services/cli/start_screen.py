@@ -396,7 +396,7 @@ def _words(part: StartPart, now: float) -> str:
 
 def _first_request(http: str, target: str, *, needs_key: bool) -> str:
     if not http:
-        return f'{_command_line("generate", target, DEFAULT_TARGET)} --prompt "The sea is" --max-tokens 32'
+        return f'{_command_line("generate", target, DEFAULT_TARGET)} --prompt "Why is the sky blue?"'
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
     key = f'-H "authorization: Bearer ${API_KEY}" ' if needs_key else ""
     return f"curl {http}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'"
