@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import pathlib
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -52,6 +54,16 @@ class Parser(argparse.ArgumentParser):
             for parser in cast("dict[str, Parser]", action.choices or {}).values():
                 names |= parser.option_names()
         return names
+
+
+def command_line(command: str, target: str, default: str, token_file: str = "") -> str:
+    """Returns what a person types on this machine, in any folder, without the flags that it does without."""
+    words = ["baton", command]
+    if target != default:
+        words += ["--target", target]
+    if token_file:
+        words += ["--cluster-token-file", str(pathlib.Path(token_file).expanduser().absolute())]
+    return shlex.join(words)
 
 
 def near(name: str, names: Iterable[str]) -> str:
