@@ -63,6 +63,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file; - is standard input")
     prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="a prompt that is tokenised already")
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `request_of` and `answer_of` read, but for those of the prompt itself."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--chat",
@@ -85,7 +91,6 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     constraint.add_argument("--grammar", metavar="F", help="answer with a text of this grammar, GBNF or Lark")
     constraint.add_argument("--choice", action="append", metavar="TEXT", help="answer with one of these; repeatable")
     add_sampling(parser, max_tokens=MAX_TOKENS)
-    return parser
 
 
 def add_sampling(

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mixed": ("services.cli.service", "run one worker that does both"),
     "kvtransfer": ("services.cli.service", "run one store: host memory that keeps KV for workers"),
     "generate": ("services.cli.generate", "send one prompt and print the answer as it comes"),
+    "run": ("services.cli.run", "answer one prompt, with a cluster of its own if none runs"),
     "chat": ("services.cli.chat", "talk to the model"),
     "status": ("services.cli.status", "show the workers, their load and their blocks"),
     "top": ("services.cli.top", "watch the workers, the pairs and the requests, live in the terminal"),
