@@ -38,7 +38,12 @@ BIN := $(VENV)/bin
 LOADGEN := out/loadgen-venv
 CLIENTS := out/clients-venv
 VLLM := out/vllm-venv
+# What runs, and beside it what tests and checks need.
 INSTALLED := $(VENV)/.installed
+DEVELOPS := $(VENV)/.installed-dev
+PATIENTLY := $(BIN)/python scripts/patiently.py
+PIP_INSTALL = $(PATIENTLY) $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(TORCH_INDEX) \
+	--constraint requirements/constraints.txt --editable ./client
 # Exits with 3 if it is too old; whatever cannot be run exits with something else.
 IS_NEW_ENOUGH := 'import sys; sys.exit(3 * (sys.version_info < (3, 11)))'
 
@@ -50,7 +55,7 @@ help:
 
 # A checkout may come to another processor: the kernels for this one are asked for each time, and mostly there.
 install: $(INSTALLED)
-	@$(BIN)/python -m services.engine.native.build --fetch-compiler || true
+	@$(PATIENTLY) $(BIN)/python -m services.engine.native.build --fetch-compiler || true
 
 # The client is installed with a copy of what is generated from the protos.
 $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt $(wildcard protos/baton/v1/*.proto)
@@ -62,21 +67,24 @@ $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt 
 		echo "$(VENV) $$what. Remove it, and it is made anew: rm -r $(VENV)" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 # Of what is installed little is ever imported: that is compiled then, and not all of it here, which took 40 s.
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(TORCH_INDEX) \
-		--constraint requirements/constraints.txt --editable ./client --editable '.[dev]'
+	$(PIP_INSTALL) --editable '.[worker]'
+	touch $@
+
+$(DEVELOPS): $(INSTALLED)
+	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
 model: install
 	$(BIN)/baton models pull
 
-protos: $(INSTALLED)
+protos: $(DEVELOPS)
 	PYTHON=$(BIN)/python scripts/gen_protos.sh
 
-format: $(INSTALLED)
+format: $(DEVELOPS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lint: $(INSTALLED)
+lint: $(DEVELOPS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint
@@ -84,18 +92,18 @@ lint: $(INSTALLED)
 	$(BIN)/python scripts/compose_table.py --check
 	$(BIN)/python scripts/slo_rules.py --check
 
-types: $(INSTALLED)
+types: $(DEVELOPS)
 	$(BIN)/mypy
 	$(BIN)/mypy --implicit-reexport --cache-dir .mypy_cache/tests tests benchmarks scripts examples
 
-contracts: $(INSTALLED)
+contracts: $(DEVELOPS)
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python scripts/gen_protos.sh --check
 
 # tests/conftest.py says which test is in which tier. Tests run side by side where they wait or compute, one by one where
 # they start processes or measure time or memory. No test of the gate measures anything; a smoke that may have failed
 # because the machine is busy runs once more (tests/smoke/conftest.py).
-test: install
+test: install $(DEVELOPS)
 	$(BIN)/python -m pytest -m gate -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS) $(GATE)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest tests/smoke $(PYTEST_ARGS) || case $$? in \
 		1) echo "== once more:"; $(BIN)/python -m pytest tests/smoke --last-failed -rA $(PYTEST_ARGS) ;; \
@@ -110,24 +118,24 @@ test-all: test model
 	$(BIN)/python -m pytest -m "process and not clock and not smoke and not proof" --durations 15 $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 # Hours of it: what is found goes into a file under benchmarks/results. It goes on where it was ended.
-proof: model
+proof: model $(DEVELOPS)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.proof $(PROOF_ARGS)
 
 # Real processes killed, stopped and cut off: all of it. On a busy machine it takes its time.
-faults: model
+faults: model $(DEVELOPS)
 	$(BIN)/python -m pytest -m faults tests/integration/faults $(PYTEST_ARGS)
 
-sim: $(INSTALLED)
+sim: $(DEVELOPS)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START) --jobs $(JOBS) \
 		--resume out/sim-$(START)-$(SEEDS).jsonl $(SIM_ARGS)
 
-soak: install
+soak: install $(DEVELOPS)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 demo: model
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
-bench: install
+bench: install $(DEVELOPS)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # In an environment of its own: what a load generator needs differs from what Baton needs.
@@ -140,7 +148,7 @@ $(LOADGEN)/.installed: requirements/loadgen.txt
 	touch $@
 
 # Clients that nobody here wrote, in an environment of their own; the tests skip what is not installed.
-clients: $(INSTALLED) $(CLIENTS)/.installed
+clients: $(DEVELOPS) $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/clients $(PYTEST_ARGS)
 
 $(CLIENTS)/.installed: requirements/clients.txt tests/clients/node/package-lock.json
@@ -153,7 +161,7 @@ $(CLIENTS)/.installed: requirements/clients.txt tests/clients/node/package-lock.
 # vLLM needs other packages than Baton does. Of Baton's own code, which is not installed there, it gets what runs there.
 vllm: $(VLLM)/.installed
 
-test-vllm: model $(VLLM)/.installed
+test-vllm: model $(VLLM)/.installed $(DEVELOPS)
 	$(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)$(NONE_CHOSEN)
 
 $(VLLM)/.installed: requirements/vllm.txt

@@ -6,9 +6,12 @@ Owns: how wrong usage is reported: as a ConfigError, so that it becomes one line
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+import pathlib
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
 from services.core import config as configuration
 from services.core.config import DAY_S, DEFAULT_CONTROL_PORT, DEFAULT_PORT
@@ -31,6 +34,43 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does. An option that is not there is told before anything else that is wrong, with the
+        option of the most similar name: what is missing is often what was misspelt. Raises ConfigError."""
+        known = self.option_names()
+        for word in args or ():
+            name = word.partition("=")[0]
+            if word == "--":
+                break
+            # What has a blank in it is a value, for argparse too.
+            if name.startswith("--") and " " not in word and name not in known:
+                self.error(f"there is no {name}{near(name, known)}")
+        return super().parse_args(args, namespace)
+
+    def option_names(self) -> set[str]:
+        """Returns the names of the options, also of commands within the command."""
+        names = set(self._option_string_actions)
+        for action in self._subparsers._group_actions if self._subparsers else ():
+            for parser in cast("dict[str, Parser]", action.choices or {}).values():
+                names |= parser.option_names()
+        return names
+
+
+def command_line(command: str, target: str, default: str, token_file: str = "") -> str:
+    """Returns what a person types on this machine, in any folder, without the flags that it does without."""
+    words = ["baton", command]
+    if target != default:
+        words += ["--target", target]
+    if token_file:
+        words += ["--cluster-token-file", str(pathlib.Path(token_file).expanduser().absolute())]
+    return shlex.join(words)
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """Returns a question whether the most similar name was meant; empty if none is similar."""
+    found = difflib.get_close_matches(name, list(names), 1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
 
 def parsed(parser: Parser, config_type: type[T], argv: Sequence[str]) -> tuple[T, argparse.Namespace]:
     """Returns what the flags say of the options of `config_type`, and all that they say. Variables are not read: they
@@ -42,9 +82,7 @@ def parsed(parser: Parser, config_type: type[T], argv: Sequence[str]) -> tuple[T
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Adds `--target HOST:PORT`, the flags of TLS, and the time to wait for it."""
-    parser.add_argument(
-        "--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router's address (default: %(default)s)"
-    )
+    add_address(parser, "the router's address")
     add_tls(parser, names_server=True)
     add_plain_token(parser)
     add_timeout(parser)
@@ -53,12 +91,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_control(parser: argparse.ArgumentParser, timeout_s: float | None = None) -> None:
     """Adds `--target` of a router's control port, the cluster token's file, the flags of TLS, and the time to wait
     for an answer."""
-    parser.add_argument(
-        "--target",
-        default=DEFAULT_CONTROL_TARGET,
-        metavar="HOST:PORT",
-        help="the router's control port (default: %(default)s)",
-    )
+    add_address(parser, "the router's control port", "BATON_CONTROL_TARGET", DEFAULT_CONTROL_TARGET)
     parser.add_argument(
         "--cluster-token-file",
         default=os.environ.get("BATON_CLUSTER_TOKEN_FILE", ""),
@@ -69,6 +102,18 @@ def add_control(parser: argparse.ArgumentParser, timeout_s: float | None = None)
     add_tls(parser, names_server=False)
     add_plain_token(parser)
     add_timeout(parser, timeout_s)
+
+
+def add_address(
+    parser: argparse.ArgumentParser, what: str, variable: str = "BATON_TARGET", default: str = DEFAULT_TARGET
+) -> None:
+    """Adds `--target HOST:PORT` alone. By default it is the router of this machine that `baton up` starts."""
+    parser.add_argument(
+        "--target",
+        default=os.environ.get(variable) or default,
+        metavar="HOST:PORT",
+        help=f"{what} (default: {default}) [{variable}]",
+    )
 
 
 def add_tls(parser: argparse.ArgumentParser, *, names_server: bool) -> None:

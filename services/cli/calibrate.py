@@ -19,7 +19,7 @@ from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control, parse
 from services.cli.client import control, explain, tls_of
 from services.cli.sim_flags import check_writable, default_profile, tell
 from services.core.addresses import is_address
-from services.core.config import option
+from services.core.config import A_DURATION, duration, option
 from services.core.errors import ConfigError, NoWorker
 from services.sim.calibration import measured, profile_of, workers_of
 from services.sim.profile import WorkerProfile, write_profile
@@ -41,14 +41,18 @@ class CalibrateConfig:
     )
     measure: str = option(
         "",
-        "the router's port for clients: send it requests for a minute or two, beside which nothing may run, and take "
+        "the router's port for clients: send it requests for a minute, beside which nothing may run, and take "
         "what they show; without it, what the workers have measured of themselves",
         check=lambda v: not v or is_address(v),
         must="is not HOST:PORT",
         metavar="HOST:PORT",
     )
-    repeats: int = option(
-        3, "rounds of measurements", check=lambda v: 1 <= v <= 1000, must="is not from 1 to 1000", metavar="N"
+    seconds: float = option(
+        60.0,
+        "with --measure: how long; Ctrl-C ends it sooner, and what was measured is taken",
+        check=duration,
+        must=A_DURATION,
+        metavar="S",
     )
 
 
@@ -67,7 +71,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         workers = wait_for_both_roles(ask, arguments.timeout) if config.measure else ask()
     profile = profile_of(workers, config.cost_per_hour)
     if config.measure:
-        profile = _measured(profile, workers, config.measure, config.repeats)
+        profile = _measured(profile, workers, config.measure, config.seconds)
     write_profile(out, profile)
     print(
         f"{out}: {profile.ms_per_prefill_token:.3g} ms a prompt token, {profile.ms_per_decode_step:.3g} ms a decode "
@@ -98,9 +102,23 @@ def wait_for_both_roles(
         sleep(_ASK_AGAIN_S)
 
 
-def _measured(known: WorkerProfile, workers: Sequence[Any], target: str, repeats: int) -> WorkerProfile:
+def _measured(known: WorkerProfile, workers: Sequence[Any], target: str, within_s: float) -> WorkerProfile:
+    from tqdm import tqdm
+
+    form = "{desc:<48}|{bar:20}| {n:.0f} of {total:.0f} s"
     try:
-        return measured(known, workers, target, repeats, tell)
+        with tqdm(total=within_s, bar_format=form, disable=None) as bar:
+            told = ""
+
+            def show(doing: str, elapsed_s: float) -> None:
+                nonlocal told
+                if bar.disable and doing != told:  # no terminal: a line for each part
+                    tell(f"{elapsed_s:.0f} of {within_s:g} s: {doing}")
+                told = doing
+                bar.set_description_str(doing, refresh=False)
+                bar.update(min(elapsed_s, within_s) - bar.n)
+
+            return measured(known, workers, target, within_s, show)
     except CallFailed as error:
         if error.code is grpc.StatusCode.UNIMPLEMENTED:
             raise ConfigError(f"--measure: {target} is not the router's port for clients (--port)") from error

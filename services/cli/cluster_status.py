@@ -26,6 +26,7 @@ class ClusterStatus:
     num_pairs: int
     num_proven: int
     """Pairs between which a canary's KV has been handed over."""
+    router_pid: int = 0
 
 
 async def read_status(
@@ -44,4 +45,5 @@ async def read_status(
         status.num_queued + status.num_prefilling + status.num_parked + status.num_decoding,
         len(status.pairs),
         sum(pair.state == control_pb2.PAIR_STATE_PROVEN for pair in status.pairs),
+        status.router_pid,
     )

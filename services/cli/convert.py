@@ -1,7 +1,7 @@
 """Runs `python -m services.cli.convert GGUF OUT LIFELINE`: one conversion in its own process, whose end frees torch's
 memory. It ends with the process that has the other end of the pipe LIFELINE.
 
-Owns: nothing. It prints the reason of a failure as one line on stdout, for the parent; progress goes to stderr.
+Owns: nothing. It prints the reason of a failure as one line on stdout, for the parent.
 """
 
 from __future__ import annotations

@@ -66,30 +66,39 @@ def _request(request: dict[str, Any]) -> Iterator[str]:
 
 
 def _choice(choice: dict[str, Any]) -> Iterator[str]:
-    candidates, terms, verdict = choice["candidates"], choice["terms"], choice["verdict"]
+    candidates, is_only = choice["candidates"], choice["verdict"]["decider"] == "only"
     winner = clip(candidates[0]["worker_id"]) if candidates else "-"
     yield (
         f"{_PHASES.get(choice['phase'], choice['phase'])} on {winner}  leg {choice['leg']}  attempt {choice['attempt']}"
         f"  {_ago(choice)}  waited {_ms(choice['waited_us'] / 1000)}  {choice['outcome'] or 'runs'}"
+        + ("  it was the only candidate" if is_only else "")
     )
-    heading = ["worker", *(f"{term['weight']:g} x {clip(term['name'])}" for term in terms), "score"]
-    yield from table([heading, *(_row(each) for each in candidates)])
-    num_more = choice["num_candidates"] - len(candidates)
-    if num_more > 0:
-        yield f"and {num_more} more with lower scores"
+    if not is_only:
+        yield from _comparison(choice)
     if "unsplit" in choice:
         yield f"not split   {_unsplit(choice['unsplit'])}"
     if "split" in choice:
         yield f"split       {_split(choice['split'])}"
     if "prefix" in choice:
         yield f"prefix      {_prefix(choice['prefix'])}"
-    yield f"decided by  {_decided(verdict, winner)}"
-    if verdict["decider"] in ("term", "tie") and len(candidates) > 1:
-        yield f"next best   {_cost(verdict, clip(candidates[1]['worker_id']))}"
     if choice["num_left_out"]:
         yield f"left out    {_left_out(choice)}"
     if "before" in choice:
         yield f"before      {_vain(choice['before'])}"
+
+
+def _comparison(choice: dict[str, Any]) -> Iterator[str]:
+    """Yields the candidates' scores, and what decided between them."""
+    candidates, terms, verdict = choice["candidates"], choice["terms"], choice["verdict"]
+    winner = clip(candidates[0]["worker_id"]) if candidates else "-"
+    heading = ["worker", *(f"{term['weight']:g} x {clip(term['name'])}" for term in terms), "score"]
+    yield from table([heading, *(_row(each) for each in candidates)])
+    num_more = choice["num_candidates"] - len(candidates)
+    if num_more > 0:
+        yield f"and {num_more} more with lower scores"
+    yield f"decided by  {_decided(verdict, winner)}"
+    if verdict["decider"] in ("term", "tie") and len(candidates) > 1:
+        yield f"next best   {_cost(verdict, clip(candidates[1]['worker_id']))}"
 
 
 def _prefix(prefix: dict[str, Any]) -> str:
@@ -143,8 +152,6 @@ def _decided(verdict: dict[str, Any], winner: str) -> str:
             return f"{clip(verdict['term'])}: {verdict['term_difference']:.3f} more for {winner}"
         case "tie":
             return "nothing: the scores are equal, and the lower id wins"
-        case "only":
-            return "nothing: it was the only candidate"
         case "aged":
             return (
                 "its age: it had waited so long that it went to the worker nearest to having room, whatever its score"

@@ -13,22 +13,34 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.v1 import inference_pb2
+from baton_client import Client
 from services.cli.arguments import Parser, add_target, token_ids
 from services.cli.client import AnswerPrinter, inference, shown, tls_of
 from services.core.errors import BatonError, ConfigError
 from services.core.printable import printable, printable_json
 from services.rpc.plain import plain
 
+MAX_TOKENS = 256
+"""The longest answer of a person who has not said how long it may be."""
 _SHOWN_TIMINGS = (("ttft_ms", "first token"), ("transfer_exposed_ms", "exposed transfer"), ("total_ms", "total"))
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     arguments = make_parser(prog).parse_args(argv)
     request = request_of(arguments)
-    with (
-        inference(arguments.target, tls_of(arguments)) as client,
-        client.generate_stream(request, timeout_s=arguments.timeout) as events,
-    ):
+    with inference(arguments.target, tls_of(arguments)) as client:
+        answer_of(client, request, arguments)
+    return 0
+
+
+def answer_of(client: Client, request: inference_pb2.GenerateRequest, arguments: argparse.Namespace) -> None:
+    """Sends the request and prints its answer. A text is sent as a user's message where the model takes messages,
+    unless the arguments say otherwise."""
+    if request.HasField("text") and not arguments.raw:
+        models = client.list_models(timeout_s=arguments.timeout)
+        if takes_messages(models, request.model):
+            _make_messages(request, None)
+    with client.generate_stream(request, timeout_s=arguments.timeout) as events:
         answer = _read(events, echo=not arguments.json and arguments.n in (None, 1))
     if arguments.json:
         print(printable_json(answer))
@@ -36,7 +48,12 @@ def main(argv: Sequence[str], prog: str) -> int:
         if "further" in answer:
             _print_all(answer)
         _summarise(answer)
-    return 0
+
+
+def takes_messages(models: Sequence[inference_pb2.Model], name: str) -> bool:
+    """Returns whether the model of that name has a chat template. Without a name it is the router's own, the first."""
+    found = next((model for model in models if name in ("", model.id)), None)
+    return found is not None and found.has_chat_template
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -46,8 +63,20 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file; - is standard input")
     prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="a prompt that is tokenised already")
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message in the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `request_of` and `answer_of` read, but for those of the prompt itself."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat",
+        action="store_true",
+        help="send the prompt as a user's message in the chat template (default: if the model has one)",
+    )
+    form.add_argument("--raw", action="store_true", help="send the prompt as it is, for the model to go on with")
+    parser.add_argument("--system", metavar="TEXT", help="system message, before the prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--request-id", metavar="ID", help="label, also of the trace (default: drawn by the router)")
     parser.add_argument("--session", metavar="ID", help="the conversation it belongs to: some policies place by it")
@@ -61,14 +90,18 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     constraint.add_argument("--regex", metavar="R", help="answer with what this expression matches as a whole")
     constraint.add_argument("--grammar", metavar="F", help="answer with a text of this grammar, GBNF or Lark")
     constraint.add_argument("--choice", action="append", metavar="TEXT", help="answer with one of these; repeatable")
-    add_sampling(parser)
-    return parser
+    add_sampling(parser, max_tokens=MAX_TOKENS)
 
 
-def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None = None) -> None:
+def add_sampling(
+    parser: argparse.ArgumentParser, *, temperature: float | None = None, max_tokens: int | None = None
+) -> None:
     """Adds the flags that `apply_sampling` reads. A flag that is not given leaves its value to the router."""
     parser.add_argument("--model", metavar="ID", help="which of the models that are served (default: the router's own)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to produce")
+    default = f" (default: {max_tokens})" if max_tokens is not None else ""
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", default=max_tokens, help=f"most tokens to produce{default}"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", default=temperature, help="0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repeating")
@@ -129,8 +162,9 @@ def _set_constraint(arguments: argparse.Namespace, request: inference_pb2.Genera
 
 
 def _set_token_ids(arguments: argparse.Namespace, request: inference_pb2.GenerateRequest) -> None:
-    if arguments.chat:
-        raise ConfigError("--chat needs text: give --prompt or --prompt-file")
+    if arguments.chat or arguments.system is not None:
+        flag = "--chat" if arguments.chat else "--system"
+        raise ConfigError(f"{flag} needs text: give --prompt or --prompt-file")
     request.token_ids.SetInParent()  # an empty list is for the router to refuse
     try:
         request.token_ids.ids.extend(arguments.token_ids)
@@ -142,12 +176,20 @@ def _set_text(arguments: argparse.Namespace, request: inference_pb2.GenerateRequ
     text, flag = arguments.prompt, "--prompt"
     if text is None:
         text, flag = _read_file(arguments.prompt_file, "--prompt-file"), "--prompt-file"
-    if not arguments.chat:
-        assign(request, "text", text, flag)
-        return
-    if arguments.system is not None:
-        assign(request.messages.messages.add(role="system"), "content", arguments.system, "--system")
-    assign(request.messages.messages.add(role="user"), "content", text, flag)
+    assign(request, "text", text, flag)
+    if arguments.system is not None and arguments.raw:
+        raise ConfigError("--system: not allowed with --raw, which sends no messages")
+    if arguments.chat or arguments.system is not None:
+        _make_messages(request, arguments.system)
+
+
+def _make_messages(request: inference_pb2.GenerateRequest, system: str | None) -> None:
+    """Makes the request's text a user's message, behind a system message if there is one."""
+    text = request.text
+    request.messages.SetInParent()
+    if system is not None:
+        assign(request.messages.messages.add(role="system"), "content", system, "--system")
+    request.messages.messages.add(role="user", content=text)
 
 
 def _read_file(path: str, flag: str) -> str:

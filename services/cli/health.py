@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.cli.arguments import Parser, add_timeout, add_tls
+from services.cli.arguments import Parser, add_address, add_timeout, add_tls
 from services.cli.client import connect, tls_of
 
 _TIMEOUT_S = 5.0
@@ -14,7 +14,7 @@ _TIMEOUT_S = 5.0
 
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Asks one process, router or worker, whether it serves.")
-    parser.add_argument("--target", required=True, metavar="HOST:PORT", help="the process's gRPC address")
+    add_address(parser, "the process's gRPC address")
     add_tls(parser, names_server=True)
     add_timeout(parser, _TIMEOUT_S)
     parser.add_argument(

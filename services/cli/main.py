@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mixed": ("services.cli.service", "run one worker that does both"),
     "kvtransfer": ("services.cli.service", "run one store: host memory that keeps KV for workers"),
     "generate": ("services.cli.generate", "send one prompt and print the answer as it comes"),
+    "run": ("services.cli.run", "answer one prompt, with a cluster of its own if none runs"),
     "chat": ("services.cli.chat", "talk to the model"),
     "status": ("services.cli.status", "show the workers, their load and their blocks"),
     "top": ("services.cli.top", "watch the workers, the pairs and the requests, live in the terminal"),
@@ -97,7 +98,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        raise ConfigError(f"{command!r} is not a command; there are {', '.join(COMMANDS)}")
+        from services.cli.arguments import near
+
+        raise ConfigError(f"{command!r} is not a command{near(command, COMMANDS)}; there are {', '.join(COMMANDS)}")
     # Read when grpc is imported, here and in child processes: its own lines say nothing that Baton does not say.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     module = importlib.import_module(COMMANDS[command][0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from services.cli.child import Lifeline
+from services.cli.waiting import waiting
 from services.cli.worker_packages import demand_torch
 from services.core.errors import UnknownModel
 from services.core.home import baton_home
@@ -82,25 +84,32 @@ def new_entry(target: pathlib.Path, model_id: str, source: str) -> Iterator[path
             (workspace / "model" / ENTRY_FILE).write_text(json.dumps(entry) + "\n")
             shutil.rmtree(target, ignore_errors=True)  # without an entry file it is no entry
             (workspace / "model").rename(target)
+        except (OSError, UnknownModel) as error:
+            if os.strerror(errno.ENOSPC) in str(error):
+                full = f"{target.parent} is full; BATON_HOME names a folder on another disk"
+                raise UnknownModel(f"{error}: {full}") from error
+            raise
         finally:
             shutil.rmtree(workspace, ignore_errors=True)
 
 
 def convert_gguf(gguf: pathlib.Path, out: pathlib.Path) -> None:
-    """Converts in a child process, which shows its progress on stderr, and keeps the quantised weights beside those in
-    16 bits. Raises UnknownModel with the reason."""
+    """Converts in a child process, and keeps the quantised weights beside those in 16 bits. Raises UnknownModel with
+    the reason."""
     demand_torch("converting a GGUF file")
     lifeline = Lifeline()
     command = [sys.executable, "-m", "services.cli.convert", str(gguf), str(out), str(lifeline.read_fd)]
     try:
-        process = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=(lifeline.read_fd,),
-            check=False,
-        )
+        with waiting("converting the model, once"):
+            process = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=(lifeline.read_fd,),
+                check=False,
+                env={**os.environ, "TQDM_DISABLE": "1"},  # its bars are of parts, with silence between them
+            )
     finally:
         lifeline.close()
     if process.returncode != 0:

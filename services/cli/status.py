@@ -1,16 +1,21 @@
-"""Runs `baton status`: the cluster as its router sees it."""
+"""Runs `baton status`: the cluster as its router sees it, in short or in full, once or again and again."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from baton.v1 import control_pb2
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, tls_of
+from services.cli.status_summary import WINDOW_S, last_minute, summary
 from services.cli.tables import clip, table
+from services.cli.top_feed import MOST_REQUESTS, RouterFeed
 from services.cli.worker_words import CLASSES, role_of
+from services.core.errors import BatonError
 from services.core.printable import printable
 from services.kv.layout import TORCH
 from services.rpc.plain import plain
@@ -18,6 +23,7 @@ from services.rpc.plain import plain
 _MODEL_HEADINGS = ("model", "state", "context", "workers", "queued", "running")
 _PAIRING = "to pair, workers need the same engine, weights, --dtype, --kv-dtype and --quantization"
 _HEADINGS = ("worker", "role", "state", "pid", "address", "run", "wait", *CLASSES, "session", "age")
+_EVERY_S = 1.0
 _MOST_LINE_CHARS = 400
 _MOST_NAMED = 16
 """The most names of a list."""
@@ -26,16 +32,57 @@ _MOST_NAMED = 16
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Shows the workers, their load and their blocks.")
     add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
-    parser.add_argument("--json", action="store_true", help="everything the router knows, as JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="everything the router knows, as JSON")
+    form.add_argument("--watch", action="store_true", help="show it again each second, until Ctrl-C")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also the ledger of blocks, kernels, policies, and what splitting pays"
+    )
     arguments = parser.parse_args(argv)
     with control(arguments.target, arguments.cluster_token_file, tls_of(arguments)) as call:
-        status = plain(call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout))
-    print(json.dumps(status) if arguments.json else text(arguments.target, status))
+        if arguments.json:
+            print(json.dumps(plain(call("GetStatus", control_pb2.GetStatusRequest(), arguments.timeout))))
+            return 0
+        feed = RouterFeed(call, arguments.target, arguments.timeout)
+        feed.refresh()
+        if arguments.watch:
+            _watch(feed, verbose=arguments.verbose)
+        print(_shown(feed, verbose=arguments.verbose))
     return 0
 
 
+def _shown(feed: RouterFeed, *, verbose: bool) -> str:
+    assert feed.status is not None, "it has been heard"
+    status, now = feed.status, feed.now
+    figures = last_minute(feed.requests, now, status["up_ms"] / 1e3 or WINDOW_S, MOST_REQUESTS)
+    lines = [*summary(feed.target, status, figures, time.time()), *map(printable, _groups(status))]
+    if feed.error is not None:
+        lines.append(f"no answer for {now - feed.heard_s:.0f} s: {clip(printable(str(feed.error)), _MOST_LINE_CHARS)}")
+    return "\n".join([*lines, *(["", text(feed.target, status)] if verbose else [])])
+
+
+def _watch(feed: RouterFeed, *, verbose: bool) -> NoReturn:
+    """Draws in place on a terminal, else prints one below the other. A router that falls silent is asked again."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    with contextlib.ExitStack() as stack:
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
+        while True:
+            picture = Text(_shown(feed, verbose=verbose))
+            if live is not None:
+                live.update(picture, refresh=True)
+            else:
+                print(picture.plain, end="\n\n", flush=True)
+            time.sleep(_EVERY_S)
+            with contextlib.suppress(BatonError):  # the feed keeps it
+                feed.refresh()
+
+
 def text(target: str, status: dict[str, Any]) -> str:
-    """Returns the status as text for people. `status` is a GetStatusResponse as plain data."""
+    """Returns all of the status as text for people. `status` is a GetStatusResponse as plain data."""
     ready = "ready" if status["ready"] else "not ready"
     lines = [
         f"router {target}{_http(target, status)}  pid {status['router_pid']}  {_models(status)}  {ready}",

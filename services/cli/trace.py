@@ -21,7 +21,7 @@ from services.cli.arguments import Parser
 from services.cli.tables import prints
 from services.cli.trace_breakdown import break_down
 from services.cli.trace_reader import RecordedRequest, read_requests
-from services.cli.trace_view import ASCII, UNICODE, request_list, request_view
+from services.cli.trace_view import ASCII, UNICODE, Ink, request_list, request_view
 from services.core.errors import ConfigError
 from services.core.home import baton_state
 from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, comparison_link, is_web_address, search_link, trace_link
@@ -91,9 +91,16 @@ def _print_text(args: argparse.Namespace, requests: Sequence[RecordedRequest]) -
         print()
     views = requests if args.request else requests[-1:]
     ink = UNICODE if prints(UNICODE.solid + UNICODE.hidden) else ASCII
-    print("\n\n".join("\n".join(map(printable, request_view(request, ink))) for request in views))
+    print("\n\n".join("\n".join(map(printable, _view(request, ink))) for request in views))
     if args.jaeger_url:
         print("\n" + "\n".join(map(printable, _jaeger_links(args.jaeger_url, views))))
+
+
+def _view(request: RecordedRequest, ink: Ink) -> list[str]:
+    lines, missing = request_view(request, ink), request.missing()
+    if missing:
+        lines += ["", f"not there: {', '.join(missing)}; each process writes its own, a moment after the end"]
+    return lines
 
 
 def _jaeger_links(base: str, requests: Sequence[RecordedRequest]) -> list[str]:

@@ -69,6 +69,17 @@ class RecordedRequest:
     def named(self, name: str) -> list[SpanRecord]:
         return [span for span in self.spans if span.name == name]
 
+    def missing(self) -> list[str]:
+        """Returns the workers' spans that a request which succeeded has, and that are not there; a request that runs
+        still lacks nothing."""
+        if self.root is None or self.root.failed:
+            return []
+        due, about = [Span.PREFILL_COMPUTE], self.root.attributes
+        workers = (about.get(Attr.PREFILL_WORKER), about.get(Attr.DECODE_WORKER))
+        if all(workers) and workers[0] != workers[1] and about.get(Attr.OUTPUT_TOKENS, 0) > 1:
+            due += [Span.KV_TRANSFER, Span.DECODE_RUN]
+        return [name for name in due if not self.named(name)]
+
     def tree(self) -> list[tuple[int, SpanRecord]]:
         """Returns (depth, span), parents before children. A span whose parent is missing is placed under the root."""
         by_parent: dict[str, list[SpanRecord]] = {}

@@ -17,8 +17,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import psutil
+
 from services.cli import machine
-from services.cli.arguments import Parser
+from services.cli.arguments import DEFAULT_CONTROL_TARGET, DEFAULT_TARGET, Parser, command_line
 from services.cli.child import Lifeline
 from services.cli.cluster import (
     CONTROL_HOST,
@@ -30,6 +32,7 @@ from services.cli.cluster import (
     PlannedWorker,
 )
 from services.cli.cluster_output import ClusterOutput, PlainOutput, is_screen_wanted
+from services.cli.cluster_status import read_status
 from services.cli.engine_setup import choose_types, demand_engine, demand_one_gpu_each
 from services.cli.model_cache import ResolvedModel
 from services.cli.model_names import demand_weights, resolve_model
@@ -43,6 +46,7 @@ from services.cli.plan import (
     plan_workers,
     spread_devices,
 )
+from services.cli.readiness import local_address
 from services.cli.tables import size
 from services.core import config as configuration
 from services.core.addresses import bare_host, is_loopback
@@ -151,9 +155,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     roles = plan_workers(config.prefill, config.decode, config.mixed)
     if config.tenants:
         demand_private_keys(config.host, config.allow_plain_token or _has_public_tls(config))
-    _require_free(config, *_plan_ports(config, roles))  # a wrong flag is reported before a long download
-    certificates = _operator_certificates(config)  # and so is a certificate that cannot be used,
-    token = config.token()  # or a token file
+    certificates = _operator_certificates(config)  # what is wrong with a flag is reported before a long download
+    token = config.token()
+    _demand_alone(config, roles, token, certificates)
     _require_writable(config.trace_file)
     config.selection()
     ParserChoice("--tool-parser", config.tool_parser, TOOL_PARSERS)
@@ -273,6 +277,34 @@ def _plan_ports(config: UpConfig, roles: Sequence[str]) -> tuple[list[int], int,
     metrics_ports = plan_metrics_ports(config.port, config.metrics_port, 1 + len(roles) + config.kvtransfer)
     http_port = plan_http_port(config.port, config.http_port, metrics_ports)
     return metrics_ports, http_port, plan_control_port(config.port, config.control_port, (http_port, *metrics_ports))
+
+
+def _demand_alone(config: UpConfig, roles: Sequence[str], token: str | None, certificates: Certificates | None) -> None:
+    """Raises ConfigError if a port is taken: of a cluster that runs here it says how to use it, or to end it."""
+    metrics_ports, http_port, control_port = _plan_ports(config, roles)
+    try:
+        _require_free(config, metrics_ports, http_port, control_port)
+    except ConfigError as taken:
+        control = local_address(CONTROL_HOST, control_port)
+        running = asyncio.run(read_status(control, token, certificates)) if control_port else None
+        if running is None:
+            raise
+        target = local_address(config.host, config.port)
+        raise ConfigError(
+            f"a cluster runs here already, as pid {_supervisor_of(running.router_pid)}. To talk to it: "
+            f"{command_line('chat', target, DEFAULT_TARGET)}; to see it: "
+            f"{command_line('status', control, DEFAULT_CONTROL_TARGET)}; to stop it: Ctrl-C there, or kill that pid; "
+            f"to start another beside it: baton up --port 0"
+        ) from taken
+
+
+def _supervisor_of(router_pid: int) -> int:
+    """Returns the `baton up` that keeps the router running; the router itself if nobody does."""
+    try:
+        parent = psutil.Process(router_pid).parent()
+        return parent.pid if parent is not None and "up" in parent.cmdline() else router_pid
+    except psutil.Error:  # another user's, or it has ended
+        return router_pid
 
 
 def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int, control_port: int) -> None:

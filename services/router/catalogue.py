@@ -158,6 +158,11 @@ class Catalogue:
         """Returns whether a request for some model would find a worker."""
         return any(model.ready for model in self._models.values())
 
+    @property
+    def stopping(self) -> bool:
+        """Returns whether it takes no more requests for good."""
+        return self._stopping
+
     # Workers
 
     async def register(self, info: WorkerInfo) -> None:

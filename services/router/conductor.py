@@ -310,6 +310,8 @@ class Conductor:
     async def drain(self, deadline_s: float) -> None:
         """Admits no more requests, and waits for those under way, at most `deadline_s` seconds."""
         self.coordinator.stop_admission()
+        if self._live:
+            log.info("draining: %d requests run still, and get at most %g s", len(self._live), deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._until(lambda: not self._live)

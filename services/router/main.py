@@ -194,7 +194,15 @@ class Router:
         )
         routes = self._console.routes() if self._console is not None else []
         app: ASGIApp = make_app(
-            intake, self.catalogue, gate, self._metrics.registry, budget, limits, routes, config.http_keepalive_s
+            intake,
+            self.catalogue,
+            gate,
+            self._metrics.registry,
+            budget,
+            limits,
+            routes,
+            config.http_keepalive_s,
+            clock=clock,
         )
         self._http = self._new_http_server(app)
         self._control = control.ControlServicer(

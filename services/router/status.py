@@ -6,10 +6,12 @@ Owns: in which words. Never: a clock, or a state of its own.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from baton.v1 import control_pb2
 from services.router.catalogue import Catalogue, ServedModel
+from services.router.components import components
 from services.router.conductor import Conductor
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
@@ -57,6 +59,13 @@ def status(catalogue: Catalogue, now: float) -> control_pb2.GetStatusResponse:
     )
 
 
+def components_of(catalogue: Catalogue, found: control_pb2.GetStatusResponse) -> list[control_pb2.Component]:
+    """Returns how the parts of the cluster are, of which `found` is the status."""
+    states = Counter(_pair_state(pair) for _, pair in pairs(catalogue))
+    share = max(model.conductor.coordinator.queue_share for model in catalogue.all())
+    return components(found, states, share, stopping=catalogue.stopping)
+
+
 def pairs(catalogue: Catalogue) -> Iterator[tuple[Worker, Pair]]:
     """Yields each destination with each of its pairs, of all models."""
     for model in catalogue.all():
@@ -67,7 +76,7 @@ def pair_status(worker: Worker, pair: Pair) -> control_pb2.PairStatus:
     found = control_pb2.PairStatus(
         prefill=pair.source.worker_id,
         decode=worker.info.worker_id,
-        state=_PAIR_STATES.get(pair.health.state, control_pb2.PAIR_STATE_UNPROVEN),
+        state=_pair_state(pair),
         reason=_reason_of(pair.health),
     )
     if pair.timings is not None and pair.timings.HasField("transport"):
@@ -75,6 +84,10 @@ def pair_status(worker: Worker, pair: Pair) -> control_pb2.PairStatus:
     if (bytes_per_s := worker.sources.bytes_per_s(pair.source.worker_id)) is not None:
         found.bytes_per_s = int(bytes_per_s)
     return found
+
+
+def _pair_state(pair: Pair) -> control_pb2.PairState:
+    return _PAIR_STATES.get(pair.health.state, control_pb2.PAIR_STATE_UNPROVEN)
 
 
 def state_of(worker: Worker) -> control_pb2.WorkerState:

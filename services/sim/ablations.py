@@ -14,7 +14,7 @@ from typing import Any
 
 from services.sim.cluster import ROUTER, SimPlan, simulate
 from services.sim.profile import WorkerProfile
-from services.sim.report import Objective, summary
+from services.sim.report import Objective, figure, summary
 from services.sim.scheduler import WorkerRules
 from services.sim.trace import TracedRequest
 
@@ -147,8 +147,8 @@ def table(found: Sequence[Ablation]) -> str:
         (
             each.what,
             each.figure,
-            f"{each.with_it:.4g} {each.unit}",
-            f"{each.without_it:.4g} {each.unit}",
+            f"{figure(each.with_it)} {each.unit}",
+            f"{figure(each.without_it)} {each.unit}",
             f"{each.gain:.2f} x",
         )
         for each in found

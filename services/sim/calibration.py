@@ -64,10 +64,10 @@ def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
 
 
 def measured(
-    known: WorkerProfile, workers: Sequence[Any], target: str, repeats: int, tell: Callable[[str], None]
+    known: WorkerProfile, workers: Sequence[Any], target: str, within_s: float, tell: Callable[[str, float], None]
 ) -> WorkerProfile:
     """Returns the profile that requests to the cluster show, which must do nothing else. `target` is its router's port
-    for clients. Raises BatonError, and the client's errors."""
+    for clients. An interrupt ends the measurements, as the time does. Raises BatonError, and the client's errors."""
     own = [set(each.worker.roles) for each in workers]
     prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
     dedicated = any(len(roles) == 1 for roles in own)
@@ -86,7 +86,7 @@ def measured(
             (sum(prefill in roles for roles in own), sum(decode in roles for roles in own)),
             handed_over=dedicated,
             beside=dedicated and one_host,
-            repeats=repeats,
+            within_s=within_s,
             tell=tell,
         )
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.sim.chart import Axis, Chart, Curve
 from services.sim.goal import Goal
-from services.sim.report import failures
+from services.sim.report import failures, figure
 from services.sim.search import Candidate, Found
 
 
@@ -31,7 +31,7 @@ def text(found: Found, goal: Goal, most_workers: int) -> str:
 def _out_of_reach(found: Found, goal: Goal) -> list[str]:
     return [
         f"{name} <= {goal.bounds_ms[name]:g} ms is out of reach, however many workers there are: "
-        f"{_what_alone(name)} takes {alone_ms:.3g} ms on an idle one"
+        f"{_what_alone(name)} takes {figure(alone_ms)} ms on an idle one"
         for name, alone_ms in found.out_of_reach.items()
     ]
 

@@ -52,46 +52,44 @@ class Probe:
         context_tokens: int,
         vocab_size: int,
         workers: tuple[int, int],
-        repeats: int,
     ) -> None:
         """`workers` are how many take prompts, and how many decode: the load is for each of them."""
         self._client = client
         self._model = model
         self._context_tokens = context_tokens
-        self._repeats = repeats
+        self.doing = "the first requests"
+        """What it measures now, for people."""
         self._vocab_size = vocab_size
         self._num_prefill, self._num_decode = workers
         self._num_asked = 0
 
-    async def timings(self, *, handed_over: bool, beside: bool, tell: Callable[[str], None]) -> StepTimings:
-        """Returns what was measured. `handed_over` says that prompts leave the workers that compute them: then it is
-        measured what that takes of these workers. `beside` says that the others compute on the same host meanwhile:
-        then each is measured while they do, too.
+    async def measure(self, timings: StepTimings, *, handed_over: bool) -> None:
+        """Adds measurements to `timings` until it is cancelled. `handed_over` says that prompts leave the workers that
+        compute them: then it is measured what that takes of these workers, and, if there are `timings.beside_streams`,
+        while the others compute on the same host.
 
         Each round measures everything, so that a machine that is slower for some seconds is so for all figures.
         """
         for _ in range(2):
             await self._answer(64, 8)  # whatever happens only once has happened
-        timings = StepTimings({}, {}, beside_streams=_LONG_BATCH if beside else 0)
-        for number in range(1, self._repeats + 1):
-            tell(f"round {number} of {self._repeats}: prompts alone")
-            await self._prompts_alone(timings)
-            tell("  streams")
+        for number in itertools.count(1):
+            await self._prompts_alone(timings, f"round {number}: prompts alone")
             for streams, length in [*((streams, _SHORT) for streams in _BATCHES), (_LONG_BATCH, _LONG)]:
                 if length + _GAPS * 3 < self._context_tokens:
+                    self.doing = f"round {number}: {streams} streams"
                     gaps = await self._streams(streams * self._num_decode, length)
                     timings.decode_ms.setdefault((streams, length + 2 * _GAPS), []).extend(gaps)
             if not handed_over:
                 continue
-            tell("  prompts that wait for one another" + (", beside streams" if beside else ""))
+            self.doing = f"round {number}: prompts that wait for one another"
             for size in (64, 512):
                 if size < self._context_tokens - 1:
-                    ms, gaps = await self._saturated(size, self._num_decode * _LONG_BATCH if beside else 0)
+                    ms, gaps = await self._saturated(size, self._num_decode * timings.beside_streams)
                     timings.saturated_ms.setdefault(size, []).append(ms)
                     timings.beside_ms.extend(gaps)
-        return timings
 
-    async def _prompts_alone(self, timings: StepTimings) -> None:
+    async def _prompts_alone(self, timings: StepTimings, doing: str) -> None:
+        self.doing = doing
         for size in _PROMPTS:
             if size >= self._context_tokens - 1:
                 continue
@@ -176,11 +174,30 @@ async def probe(
     *,
     handed_over: bool,
     beside: bool,
-    repeats: int,
-    tell: Callable[[str], None],
+    within_s: float,
+    tell: Callable[[str, float], None],
 ) -> StepTimings:
-    """Measures the cluster behind a router's public port. Raises the client's errors."""
+    """Returns what is measured of the cluster behind a router's public port in that time, or until the task is
+    cancelled. `beside` says that all workers are on one host.
+
+    `tell` hears each second what is measured, and for how long it has been at work. Raises the client's errors.
+    """
+    timings = StepTimings({}, {}, beside_streams=_LONG_BATCH if beside else 0)
     async with AsyncClient(target, retry=ONCE, options=channel_options()) as client:
-        return await Probe(client, model, context_tokens, vocab_size, workers, repeats).timings(
-            handed_over=handed_over, beside=beside, tell=tell
-        )
+        probe = Probe(client, model, context_tokens, vocab_size, workers)
+        telling = asyncio.create_task(_tell(probe, tell))
+        try:
+            async with asyncio.timeout(within_s):
+                await probe.measure(timings, handed_over=handed_over)
+        except (TimeoutError, asyncio.CancelledError):
+            pass  # what was measured is kept
+        finally:
+            telling.cancel()
+    return timings
+
+
+async def _tell(probe: Probe, tell: Callable[[str, float], None]) -> None:
+    began_s = time.monotonic()
+    while True:
+        tell(probe.doing, time.monotonic() - began_s)
+        await asyncio.sleep(1.0)

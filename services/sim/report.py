@@ -118,10 +118,16 @@ def text(figures: Mapping[str, Any]) -> str:
         f"busy  {busy}",
         f"cache {figures['hit_rate']:.1%} of prompt tokens were in a prefix cache",
         f"KV moved {figures['bytes_moved'] / 1e9:.2f} GB, {figures['num_preemptions']} preemptions, "
-        f"{figures['num_retries']} retries, failed: {failed}, cost {figures['cost']:.4g}",
+        f"{figures['num_retries']} retries, failed: {failed}, cost {figure(figures['cost'])}",
         *(f"slow  {each['worker_id']} at {each['at_s']:.0f} s: {each['reason']}" for each in figures["ejections"]),
     ]
     return "\n".join(lines)
+
+
+def figure(value: float) -> str:
+    """Returns the number in about three digits, and without an exponent."""
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.3g}"
 
 
 def failures(figures: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ class Up:
 
     def generate(self, prompt: str = "The baton is passed", max_tokens: int = 4) -> dict[str, object]:
         # Greedy: a random model samples the end of its text now and then.
-        flags = ("--max-tokens", str(max_tokens), "--temperature", "0", "--json")
+        flags = ("--raw", "--max-tokens", str(max_tokens), "--temperature", "0", "--json")
         process = self.baton("generate", "--prompt", prompt, *flags)
         assert process.returncode == 0, process.stderr
         answer: dict[str, object] = json.loads(process.stdout)

@@ -25,6 +25,13 @@ class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAIR_STATE_PROVEN: _ClassVar[PairState]
     PAIR_STATE_BROKEN: _ClassVar[PairState]
 
+class ComponentState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMPONENT_STATE_UNSPECIFIED: _ClassVar[ComponentState]
+    COMPONENT_STATE_OK: _ClassVar[ComponentState]
+    COMPONENT_STATE_DEGRADED: _ClassVar[ComponentState]
+    COMPONENT_STATE_DOWN: _ClassVar[ComponentState]
+
 class RequestPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REQUEST_PHASE_UNSPECIFIED: _ClassVar[RequestPhase]
@@ -104,6 +111,10 @@ PAIR_STATE_UNSPECIFIED: PairState
 PAIR_STATE_UNPROVEN: PairState
 PAIR_STATE_PROVEN: PairState
 PAIR_STATE_BROKEN: PairState
+COMPONENT_STATE_UNSPECIFIED: ComponentState
+COMPONENT_STATE_OK: ComponentState
+COMPONENT_STATE_DEGRADED: ComponentState
+COMPONENT_STATE_DOWN: ComponentState
 REQUEST_PHASE_UNSPECIFIED: RequestPhase
 REQUEST_PHASE_QUEUED: RequestPhase
 REQUEST_PHASE_PREFILLING: RequestPhase
@@ -210,7 +221,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "models", "pairs", "http_port")
+    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "models", "pairs", "http_port", "up_ms", "components")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +233,8 @@ class GetStatusResponse(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
+    UP_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     router_pid: int
     ready: bool
@@ -233,7 +246,19 @@ class GetStatusResponse(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
     http_port: int
-    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
+    up_ms: int
+    components: _containers.RepeatedCompositeFieldContainer[Component]
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ..., up_ms: _Optional[int] = ..., components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ...) -> None: ...
+
+class Component(_message.Message):
+    __slots__ = ("name", "state", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: ComponentState
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ComponentState, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("model_id", "ready", "context_tokens", "num_workers", "num_queued", "num_live", "kv_groups", "split_break_even", "policy", "prefix_break_even")

@@ -451,6 +451,11 @@ class Coordinator:
         """
         return self._stopping is None and self._ready
 
+    @property
+    def queue_share(self) -> float:
+        """Returns how full the queue is, from 0 to 1."""
+        return len(self._book.queue) / max(1, self._config.max_queue)
+
     def context_tokens(self) -> int:
         """Returns the longest sequence, in tokens, that any worker with a past or present session could hold, if the
         model was made for it: a worker may say anything of itself.

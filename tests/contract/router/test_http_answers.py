@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain_text
 
+from baton.v1 import control_pb2
 from tests.support.cluster import CONFIG, Cluster
 from tests.support.scripted_worker import MODEL_ID
 from tests.support.tenants import http_client
@@ -115,6 +116,17 @@ async def test_small_endpoints(http: httpx2.AsyncClient) -> None:
     assert (await http.get("/ping")).status_code == 200
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert model["root"] == model["id"] == MODEL_ID
+
+
+async def test_health_names_the_parts_of_the_cluster(cluster: Cluster, http: httpx2.AsyncClient) -> None:
+    answer = await http.get("/health")
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "status": "ready",
+        "components": {name: {"status": "ok"} for name in ("router", "prefill", "decode", "pairs", "queue", "kv")},
+    }
+    status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
+    assert {each.name for each in status.components} == set(answer.json()["components"])
 
 
 async def test_metrics_in_both_formats(http: httpx2.AsyncClient) -> None:

@@ -79,6 +79,8 @@ async def test_a_worker_brings_its_model(several: Cluster, text: Path) -> None:
         error = await refused(generate(several, model=name))
         assert code_of(error) is grpc.StatusCode.NOT_FOUND
         assert "'tiny', 'other' are" in (error.details() or "")
+    listed = (await several.inference.ListModels(inference_pb2.ListModelsRequest())).models
+    assert [each.has_chat_template for each in listed] == [True, False]
     said = inference_pb2.GenerateRequest(model=OTHER)
     said.messages.messages.add(role="user", content="hi")
     error = await refused(several.inference.Generate(said))

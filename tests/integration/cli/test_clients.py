@@ -83,6 +83,11 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.Contr
         lost.worker.worker_id = "prefill-0"
         return status
 
+    def ListTimelines(
+        self, request: control_pb2.ListTimelinesRequest, context: grpc.ServicerContext
+    ) -> control_pb2.ListTimelinesResponse:
+        return control_pb2.ListTimelinesResponse(router_incarnation=1)
+
 
 def completion(num_tokens: int) -> inference_pb2.Completion:
     return inference_pb2.Completion(
@@ -188,10 +193,16 @@ def test_timeout_is_the_deadline(router: Router, capsys: pytest.CaptureFixture[s
 def test_status(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--target", router.target]) == 0
     out = capsys.readouterr().out
+    assert "tiny  ready" in out
+    assert "requests   0 running, 3 waiting" in out
+    row = next(" ".join(line.split()) for line in out.splitlines() if line.startswith("prefill-0"))
+    assert row == "prefill-0 - silent for 3 s - - -"
+    assert main(["status", "--target", router.target, "--verbose"]) == 0
+    out = capsys.readouterr().out
     assert f"router {router.target}  pid 42  model tiny  ready" in out
     assert "queued 3" in out
     assert "prefill-0: silent for 3 s" in out
-    row = next(" ".join(line.split()) for line in out.splitlines() if line.startswith("decode-0"))
+    row = [" ".join(line.split()) for line in out.splitlines() if line.startswith("decode-0")][-1]
     assert row == "decode-0 decode ready 77 127.0.0.1:5000 0 0 0 0 0 5 10 yes 7 ms"
 
 
@@ -242,7 +253,7 @@ CONTROLS = "\x1b[2J\x1b]0;title\x07 \r\n\x9b31m \u202e \u2028 \x7f"
 
 def test_what_a_peer_says_does_not_speak_to_the_terminal(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
     router.reason = CONTROLS
-    assert main(["status", "--target", router.target]) == 0
+    assert main(["status", "--target", router.target, "--verbose"]) == 0
     out = capsys.readouterr().out
     assert all(line.isprintable() for line in out.splitlines())
     assert r"prefill-0: \x1b[2J\x1b]0;title\x07 \r\n\x9b31m \u202e \u2028 \x7f" in out
@@ -362,5 +373,8 @@ def test_chat_says_how_fast_an_answer_was_and_by_whom(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one two three\n"))
     assert main(["chat", "--target", router.target, *flags]) == 0
     out, err = capsys.readouterr()
+    if is_terminal:
+        first, _, out = out.partition("\n")
+        assert first.startswith("tiny  /help lists commands, ")
     assert out == "> one two three \n> \n"
     assert err == ("3 tokens | first token 12 ms | prefill-0 -> decode-0: 1024.0 GiB by shm\n" if is_told else "")

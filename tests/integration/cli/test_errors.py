@@ -54,7 +54,9 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         (["decode", "--device", "cuda:99", "--model", "/no/such/model"], 2, "--device: cuda:99"),
         (["decode", "--device", "cuda:x"], 2, "--device: 'cuda:x' must be cpu, cuda, or one GPU such as cuda:0"),
         (["prefill", "--shm-dir", "/no/folder"], 2, "--shm-dir: /no/folder is no folder that this process may write"),
-        (["up", "--unknown"], 2, "unrecognized arguments: --unknown"),
+        (["up", "--unknown"], 2, "there is no --unknown"),
+        (["up", "--prefil", "2"], 2, "there is no --prefil (did you mean --prefill?)"),
+        (["generatee"], 2, "'generatee' is not a command (did you mean generate?)"),
         (["prefill", "--block-size", "1025"], 2, "--block-size: 1025 must be in [0, 1024]"),
         (["decode", "--kv-blocks", "1"], 2, "--kv-blocks: 1 must be 0, or at least 2"),
         (["up", "--kv-blocks", "1"], 2, "--kv-blocks: 1 must be 0, or at least 2"),
@@ -69,7 +71,6 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         (["router", "--max-workers", "0"], 2, "--max-workers: 0 must be in [1, 65536]"),
         (["prefill", "--ready-fd", "987"], 2, "file descriptor 987 is not open"),
         (["generate"], 2, "one of the arguments --prompt --prompt-file --token-ids is required"),
-        (["health"], 2, "the following arguments are required: --target"),
         (
             ["generate", "--target", NO_ONE, "--prompt", "hi"],
             1,

@@ -86,7 +86,6 @@ def test_a_choice_is_a_table_with_the_reason_and_the_next_best() -> None:
     ("verdict", "line"),
     [
         ({"decider": control_pb2.DECIDER_TIE}, "decided by  nothing: the scores are equal, and the lower id wins"),
-        ({"decider": control_pb2.DECIDER_ONLY}, "decided by  nothing: it was the only candidate"),
         ({"decider": control_pb2.DECIDER_AGED}, "decided by  its age: it had waited so long that it went"),
         ({"decider": 99}, "decided by  99"),
         ({"decider": control_pb2.DECIDER_TERM, "step_ms": -3.0}, "b: the same score, decode steps 3.0 ms shorter"),
@@ -97,6 +96,14 @@ def test_a_choice_is_a_table_with_the_reason_and_the_next_best() -> None:
 def test_every_reason_is_in_words(verdict: dict[str, Any], line: str) -> None:
     scored = [("a", 1.0, [0.5, 1.0]), ("b", 1.0, [0.5, 1.0])]
     assert line in shown(choice(*scored, phase=DECODE, verdict=control_pb2.PlacementVerdict(**verdict)))
+
+
+def test_an_only_candidate_is_told_in_one_line() -> None:
+    verdict = control_pb2.PlacementVerdict(decider=control_pb2.DECIDER_ONLY)
+    _, _, *lines = shown(choice(("a", 1.0, [0.5, 1.0]), phase=DECODE, verdict=verdict)).splitlines()
+    (line,) = lines
+    assert line.startswith("decode on a  ")
+    assert line.endswith("  it was the only candidate")
 
 
 def test_every_filter_of_the_policy_is_in_words() -> None:

@@ -17,6 +17,7 @@ from services.cli import calibrate, simulate
 from services.core.errors import BatonError, ConfigError, NoWorker
 from services.sim import calibration
 from services.sim.profile import WorkerProfile, read_profile, write_profile
+from services.sim.report import figure
 
 
 @pytest.fixture
@@ -277,3 +278,26 @@ def test_only_workers_of_the_model_that_are_there_are_asked() -> None:
     assert ids("other") == ["a"]
     with pytest.raises(NoWorker, match="no worker of third is there; models: own, other"):
         ids("third")
+
+
+def test_without_a_profile_the_default_models_is_taken_and_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    assert simulate.main(["--requests", "20"], "baton simulate") == 0
+    out, err = capsys.readouterr()
+    assert "(smollm2-135m-instruct on " in out
+    assert "shipped" in out
+    assert "no --profile: workers cost what was measured of smollm2-135m-instruct on " in err
+    assert "`baton calibrate` measures yours" in err
+    write_profile(tmp_path / "profile.json", WorkerProfile("mine", 0.1, 10.0, 0.1))
+    assert simulate.main(["--requests", "20"], "baton simulate") == 0
+    out, err = capsys.readouterr()
+    assert "(mine)" in out
+    assert "no --profile" not in err
+
+
+def test_no_figure_has_an_exponent() -> None:
+    assert [figure(value) for value in (0.1234, 2.0, 19.14, 2919.6, 1234567.0)] == [
+        *("0.123", "2", "19.1", "2,920", "1,234,567"),
+    ]

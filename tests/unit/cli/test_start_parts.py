@@ -218,7 +218,9 @@ def test_while_it_drains_only_errors_are_shown(drawn: Drawn) -> None:
     drawn.screen.stopping("SIGINT")
     os.write(drawn.log.fd, b"12:00:00.000 WARNING decode-0 a: router lost\n12:00:00.000 ERROR decode-0 a: broken\n")
     drawn.screen._take(ClusterStatus({}, 3, 0, 0))
-    assert any(row.endswith("3 requests run still") for row in refreshed(drawn))
+    drawn.now_s += 4.0
+    drawn.screen._take(ClusterStatus({}, 3, 0, 0))
+    assert any(row.endswith("3 requests run still: 4 s of at most 30") for row in refreshed(drawn))
     drawn.screen._take(None)
     assert any(row.endswith("ending the processes") for row in refreshed(drawn))
     drawn.screen._show_news()

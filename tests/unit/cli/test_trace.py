@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+from dataclasses import replace
 
 import pytest
 
 from services.cli import trace
 from services.cli.main import main
+from services.cli.trace_reader import read_requests
 from services.core.errors import NoWorker
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Tracer, configure_tracing
@@ -248,3 +250,17 @@ def test_a_line_still_being_written_is_left_out(tracers, tmp_path, capsys):
     with (tmp_path / "trace.jsonl").open("a") as file:
         file.write('{"resourceSpans": [{"sc')
     assert "req-1" in show(capsys, tmp_path / "trace.jsonl")
+
+
+def test_spans_that_are_due_and_not_there_are_named(tracers, tmp_path):
+    record(tracers, "req-1", 100.0)
+    close(tracers)
+    (whole,) = read_requests(str(tmp_path / "trace.jsonl"))
+    workers = {Attr.PREFILL_WORKER: "prefill-0", Attr.DECODE_WORKER: "decode-0"}
+    whole = replace(whole, root=replace(whole.root, attributes=whole.root.attributes | workers))
+    assert whole.missing() == []
+    partly = replace(whole, spans=tuple(span for span in whole.spans if span.instance != "decode-0"))
+    assert partly.missing() == [Span.KV_TRANSFER, Span.DECODE_RUN]
+    assert replace(partly, root=None).missing() == [], "it runs still"
+    unsplit = replace(partly.root, attributes=partly.root.attributes | {Attr.DECODE_WORKER: "prefill-0"})
+    assert replace(partly, root=unsplit).missing() == []

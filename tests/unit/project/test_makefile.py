@@ -77,7 +77,9 @@ def test_an_environment_of_a_new_python_is_used(tree: Path) -> None:
     script(tree / ".venv/bin/pip", NEW)
     result = install(tree, script(tree / "new", NEW))
     assert result.returncode == 0, result.stderr
-    assert "runs -m pip install" in result.stdout
+    assert "pip install " in result.stdout
+    assert ".[worker]" in result.stdout
+    assert ".[dev]" not in result.stdout, "who tries it out needs no tests"
     assert (tree / ".venv/.installed").exists()
 
 

@@ -82,6 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     max_model_len=model.context_tokens,
                     vocab_size=model.facts.vocab_size,
                     ready=model.ready,
+                    has_chat_template=model.text.template is not None,
                 )
                 for model in self._catalogue.all()
                 if tenant.may_use(model.model_id)

@@ -23,7 +23,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.v1 import control_pb2
 from services.core.addresses import bare_host, host_names
+from services.core.clock import Clock
 from services.core.errors import BatonError
 from services.core.ids import new_request_id
 from services.router.catalogue import Catalogue, ServedModel
@@ -35,9 +37,12 @@ from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, 
 from services.router.front.http.responses.call import read_call as read_response_call
 from services.router.front.http.tokenise import Tokenisation, read_detokenize, read_tokenize
 from services.router.front.intake import Intake
+from services.router.status import components_of, status
 from services.router.tenants.gate import Gate
+from services.rpc.plain import plain
 from services.rpc.prometheus import Rendering
 
+_COMPONENTS_S = 1.0
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
 _REQUEST_ID = REQUEST_ID.encode()
 
@@ -116,12 +121,14 @@ def make_app(
     limits: BodyLimits,
     console: Sequence[Route] = (),
     keepalive_s: float = 0.0,
+    *,
+    clock: Clock,
 ) -> Starlette:
     """Returns the application. `console` are the routes of the console, if there is one.
 
     Where callers need keys there are no metrics: they tell of all tenants, and have a port of their own.
     """
-    small = _Small(catalogue, gate, registry)
+    small = _Small(catalogue, gate, registry, clock)
     complete = Generation(intake, catalogue, gate, completions.read_call, budget, limits, keepalive_s)
     chat_complete = Generation(intake, catalogue, gate, chat.read_call, budget, limits, keepalive_s)
     respond = Generation(intake, catalogue, gate, read_response_call, budget, limits, keepalive_s)
@@ -152,10 +159,13 @@ def make_app(
 class _Small:
     """Serves endpoints that answer from the router's state."""
 
-    def __init__(self, catalogue: Catalogue, gate: Gate, registry: CollectorRegistry) -> None:
+    def __init__(self, catalogue: Catalogue, gate: Gate, registry: CollectorRegistry, clock: Clock) -> None:
         self._catalogue = catalogue
         self._gate = gate
         self._rendering = Rendering(registry)
+        self._clock = clock
+        self._known: tuple[float, dict[str, Any]] | None = None
+        """When the parts of the cluster were looked at last, and how they were."""
 
     async def models(self, request: Request) -> Response:
         tenant = await caller_of(self._gate, request.scope)
@@ -167,9 +177,20 @@ class _Small:
         return JSONResponse(_model(self._catalogue.get(request.path_params["model"], tenant)))
 
     async def health(self, request: Request) -> Response:
-        """Answers 200 while a request for some model would be placed: for load balancers."""
+        """Answers 200 while a request for some model would be placed: for load balancers. Where callers need no keys
+        it says too how the parts of the cluster are."""
         ready = self._catalogue.ready
-        return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+        found: dict[str, Any] = {"status": "ready" if ready else "not ready"}
+        if self._gate.is_open:
+            found["components"] = self._components()
+        return JSONResponse(found, 200 if ready else 503)
+
+    def _components(self) -> dict[str, Any]:
+        """Returns the parts of the cluster by name, found out at most once a second: anybody may ask for them."""
+        now = self._clock.now()
+        if self._known is None or now - self._known[0] >= _COMPONENTS_S:
+            self._known = now, _by_name(components_of(self._catalogue, status(self._catalogue, now)))
+        return self._known[1]
 
     async def live(self, request: Request) -> Response:
         """Answers 200 while the process serves: for supervisors. A router without workers must not be restarted."""
@@ -181,6 +202,15 @@ class _Small:
     async def metrics(self, request: Request) -> Response:
         body, content_type = await self._rendering.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
+
+
+def _by_name(found: Sequence[control_pb2.Component]) -> dict[str, Any]:
+    """Returns the parts by name: each a state, and a reason unless it is ok."""
+    parts = map(plain, found)
+    return {
+        part["name"]: {"status": part["state"], **({"reason": part["reason"]} if part["reason"] else {})}
+        for part in parts
+    }
 
 
 def _model(model: ServedModel) -> dict[str, Any]:

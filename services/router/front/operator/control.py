@@ -14,7 +14,7 @@ from services.router.catalogue import Catalogue
 from services.router.front.labels import MAX_LABEL_CHARS
 from services.router.front.operator.explanation_messages import explained
 from services.router.front.operator.timeline_messages import now_of, told
-from services.router.status import pair_status, pairs, status
+from services.router.status import components_of, pair_status, pairs, status
 from services.router.telemetry.recent_requests import LONGEST_S, RecentRequest
 from services.router.telemetry.slo import Objectives
 from services.router.telemetry.timelines import Timelines
@@ -37,6 +37,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._objectives = objectives
         self._incarnation = incarnation
         self._clock = clock
+        self._started_s = clock.now()
         self.http_port = 0
         """The router's HTTP port; 0 if it serves no HTTP."""
 
@@ -45,6 +46,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.GetStatusResponse:
         found = status(self._catalogue, self._clock.now())
         found.router_incarnation, found.router_pid, found.http_port = self._incarnation, os.getpid(), self.http_port
+        found.up_ms = round((self._clock.now() - self._started_s) * 1000)
+        found.components.extend(components_of(self._catalogue, found))
         found.pairs.extend(pair_status(worker, pair) for worker, pair in pairs(self._catalogue))
         return found
 

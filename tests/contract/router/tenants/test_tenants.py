@@ -100,7 +100,9 @@ async def test_without_a_key_nothing_opens(cluster: Cluster, pair: Any, http: An
         told = reply.json()["error"]
         assert (reply.status_code, told["code"], told["type"]) == (401, "invalid_api_key", "invalid_request_error")
         assert reply.headers["www-authenticate"] == "Bearer"
-    assert (await http.get("/health")).status_code == 200, "load balancers have no key"
+    health = await http.get("/health")
+    assert health.status_code == 200, "load balancers have no key"
+    assert health.json() == {"status": "ready"}, "the parts are for operators"
     assert (await http.get("/metrics")).status_code == 404, "they tell of all tenants"
     assert (await http.get("/")).status_code == 404, "and so does the console"
     assert not pair[0].commands
