@@ -250,4 +250,5 @@ def output_form(request: inference_pb2.GenerateRequest, forms: ModelForms, *, is
     is_named = request.tool_choice.WhichOneof("choice") == "function"
     only_one = is_named or (request.HasField("parallel_tool_calls") and not request.parallel_tool_calls)
     names = frozenset(tool.name for tool in request.tools)
-    return OutputForm(forms.reasoning, is_thinking, forms.tools, names, only_one)
+    only_calls = bool(required_calls(request))
+    return OutputForm(forms.reasoning, is_thinking, forms.tools, names, only_one_call=only_one, only_calls=only_calls)

@@ -60,7 +60,7 @@ class Detokeniser:
         """Returns the text that is now certain; empty while a character is incomplete."""
         if token_id in self._marks:
             return self.flush() + self._marks[token_id]
-        self._held.append(token_id)
+        self._held = [*self._held, token_id]  # a copy of this object has the list before
         whole = self._decode(self._context + self._held)
         text = whole[len(self._context_text) :]
         incomplete = not text or text.endswith(_REPLACEMENT)

@@ -245,6 +245,35 @@ def test_errors_quote_little_of_what_was_sent(texts: TokenTexts) -> None:
     assert len(dump(http_error(caught.value).body)) < 1000
 
 
+def test_what_an_assistant_has_refused_to_say_is_what_it_said(texts: TokenTexts) -> None:
+    part = {"type": "refusal", "refusal": "I cannot."}
+    for message in ({"content": None, "refusal": "I cannot."}, {"refusal": "I cannot."}, {"content": [part]}):
+        (read,) = only(conversation(texts, messages=[{"role": "assistant", **message}])).messages.messages
+        assert read.content == "I cannot."
+    (item,) = response(texts, input=[{"role": "assistant", "content": [part]}]).prompts
+    assert item.incoming.request.messages.messages[0].content == "I cannot."
+    for read_call, field in ((conversation, "messages"), (response, "input")):
+        with pytest.raises(errors.InvalidRequest, match="'refusal'") as caught:
+            read_call(texts, **{field: [{"role": "user", "content": [part]}]})
+        assert caught.value.field == f"{field}[0].content[0].type"
+
+
+def test_a_response_may_be_asked_for_what_every_one_has(texts: TokenTexts) -> None:
+    asked = response(texts, reasoning={"effort": "medium", "summary": "auto"}, max_tool_calls=3)
+    assert asked.echoed["reasoning"] == {"effort": "medium", "summary": "auto"}
+    assert asked.echoed["max_tool_calls"] == 3
+    for reasoning in ({"effort": "high"}, {"summary": "detailed"}, {"generate_summary": "concise"}):
+        with pytest.raises(errors.InvalidRequest, match="not supported") as caught:
+            response(texts, reasoning=reasoning)
+        assert caught.value.field == f"reasoning.{next(iter(reasoning))}"
+
+
+def test_every_key_that_is_no_token_id_is_named(texts: TokenTexts) -> None:
+    with pytest.raises(errors.InvalidRequest, match="'bad1', '-2'") as caught:
+        completion(texts, logit_bias={"bad1": 1, "7": 1, "-2": 1})
+    assert caught.value.field == "logit_bias"
+
+
 def test_parts_of_text_are_lines(texts: TokenTexts) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     call = conversation(
@@ -358,6 +387,28 @@ def test_where_a_chat_ends(texts: TokenTexts) -> None:
         ("n_predict", 5),
         ("cache_prompt", False),
         ("do_sample", False),
+        ("truncation_side", "right"),
+        ("prompt_token_ids", [1, 2]),
+        ("return_prompt_text", True),
+        ("watermarking", True),
+        ("previous_response", {"id": "resp_1"}),
+        ("previous_input_messages", [{"role": "user"}]),
+        ("enable_response_messages", True),
+        ("extra_key", "tenant"),
+        ("return_meta_info", True),
+        ("return_prompt_token_ids", True),
+        ("n_cmpl", 2),
+        ("min_keep", 3),
+        ("return_tokens", True),
+        ("post_sampling_probs", True),
+        ("parse_tool_calls", False),
+        ("adaptive_target", 0.5),
+        ("enable_thinking", False),
+        ("thinking", {"type": "enabled"}),
+        ("format", "json"),
+        ("random_seed", 7),
+        ("banned_tokens", [5]),
+        ("extra_body", {"top_k": 1}),
     ],
 )
 def test_fields_of_other_servers_are_refused_by_name(texts: TokenTexts, read: Any, name: str, value: Any) -> None:
@@ -369,6 +420,27 @@ def test_fields_of_other_servers_are_refused_by_name(texts: TokenTexts, read: An
 @pytest.mark.parametrize("read", [completion, conversation, response])
 def test_what_changes_nothing_is_accepted(texts: TokenTexts, read: Any) -> None:
     read(texts, mirostat=0, typical_p=1.0, cache_prompt=True, samplers=[], xtc_threshold=0.1, dry_base=1.75, user="me")
+    read(texts, truncation_side="left", n_cmpl=1, min_keep=0, adaptive_target=-1.0, extra_body={}, id_slot=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("prefix", True), ("partial", True), ("tools", [{"type": "function"}]), ("audio", {"id": "a"})]
+)
+def test_what_would_change_a_message_is_refused_by_name(texts: TokenTexts, name: str, value: Any) -> None:
+    message = {"role": "assistant", "content": "Once upon"}
+    with pytest.raises(errors.InvalidRequest, match="not supported") as caught:
+        conversation(texts, messages=[{**message, name: value}])
+    assert caught.value.field == f"messages[0].{name}"
+    for nothing in (None, *{"audio": (), "tools": ([],)}.get(name, (False,))):
+        conversation(texts, messages=[{**message, name: nothing}])
+
+
+def test_reasoning_is_not_asked_of_a_chat_in_the_words_of_a_response(texts: TokenTexts) -> None:
+    for read in READERS:
+        read(texts, reasoning={})
+        with pytest.raises(errors.InvalidRequest, match="not supported") as caught:
+            read(texts, reasoning={"effort": "high"})
+        assert caught.value.field == "reasoning"
 
 
 @pytest.mark.parametrize("read", [completion, conversation, response])

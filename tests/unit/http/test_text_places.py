@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -112,6 +113,35 @@ def test_a_prompt_that_is_echoed_counts(prompt: str) -> None:
     assert lists["text_offset"][:2] == [0, 0]
     assert places["x"] == len(prompt)
     assert places["b"] == prompt.index("b")
+
+
+@given(outputs=st.lists(st.lists(TOKEN, min_size=1, max_size=8), min_size=2, max_size=3), echoes=st.booleans())
+def test_each_of_several_answers_has_its_own_places(outputs: list[list[int]], echoes: bool) -> None:
+    """Answers to one prompt come side by side, and their places are what each has alone."""
+    prompt = encode("ab c")
+
+    def scored() -> PromptScores:
+        scores = PromptScores(TEXTS, num_echoed=0 if echoes else None)
+        scores.begin(prompt)
+        rest = [types_pb2.TokenLogprobs(logprob=-1.0)] * (len(prompt) - 1)
+        scores.add(inference_pb2.PromptLogprobs(position=1, logprobs=rest))
+        return scores
+
+    answers = [_chunks(ids, prompt=prompt) for ids in outputs]
+    shared = scored()
+    wholes = [CompletionStyle(TEXTS, index, shared).whole(_whole(each), STOPPED) for index, each in enumerate(answers)]
+    alone = [CompletionStyle(TEXTS, 0, scored()).whole(_whole(each), STOPPED) for each in answers]
+    assert [each["logprobs"] for each in wholes] == [each["logprobs"] for each in alone]
+    shared = scored()
+    styles = [CompletionStyle(TEXTS, index, shared) for index in range(len(answers))]
+    written: list[list[Any]] = [[] for _ in answers]
+    for turn in itertools.zip_longest(*answers):
+        for style, choices, chunk in zip(styles, written, turn, strict=True):
+            choices += [] if chunk is None else [style.delta(chunk)]
+    for index, (choices, style, chunks) in enumerate(zip(written, styles, answers, strict=True)):
+        choices.append(style.closing(STOPPED))
+        single = CompletionStyle(TEXTS, index, scored())
+        assert choices == [*(single.delta(chunk) for chunk in chunks), single.closing(STOPPED)]
 
 
 def test_tokens_that_look_the_same_have_names_of_their_own() -> None:

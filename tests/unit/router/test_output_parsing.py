@@ -166,6 +166,26 @@ def test_arguments_that_are_cut_off_stay_arguments() -> None:
     assert calls('<tool_call>{"name": "f", "arguments": {"a": "x', HERMES) == ("", [("f", '{"a": "x')])
 
 
+@pytest.mark.parametrize(
+    ("family", "output"),
+    [
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n' * 2),
+        (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 1}}'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1}}]'),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{"a": 1}'),
+    ],
+)
+def test_wherever_an_output_of_calls_alone_is_cut_off_it_has_no_text(family: Any, output: str) -> None:
+    for thought in ("", "<think>hm</think>\n"):
+        form = OutputForm("think" if thought else "none", tools=family, names=NAMES, only_calls=True)
+        for length in range(len(output) + 1):
+            whole, num_calls = parsed(form, [thought + output[:length]])
+            assert parsed(form, list(thought + output[:length]))[0] == whole
+            assert (whole.text, whole.reasoning) == ("", thought and "hm")
+            assert all('{"a": 1}'.startswith(part.arguments) for part in whole.calls)
+        assert num_calls == 2
+
+
 def test_after_the_one_call_that_is_wanted_nothing_is_read() -> None:
     output = (
         '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>x'

@@ -6,7 +6,7 @@ from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, chat_logprobs
 from services.router.front.http.body import Body, as_list, as_record
-from services.router.front.http.content import ROLES, as_content
+from services.router.front.http.content import REFUSAL, ROLES, as_content
 from services.router.front.http.parameters import (
     NOT_IN_CHAT,
     OF_MESSAGES,
@@ -23,8 +23,15 @@ from services.router.front.validation import MAX_MESSAGES
 from services.router.text.token_texts import TokenTexts
 
 _OBJECTS = Objects("chatcmpl-", "chat.completion", "chat.completion.chunk")
-# Fields of messages whose content would be lost. Values that carry nothing are accepted.
-_NOT_SUPPORTED: Neutral = {"function_call": (), "audio": ()}
+# Fields of messages whose content would be lost, and those with which others ask to continue the last message. Values
+# that carry nothing are accepted.
+_NOT_SUPPORTED: Neutral = {
+    "function_call": (),
+    "audio": (),
+    "tools": ([],),
+    "prefix": (False,),
+    "partial": (False,),
+}
 
 
 def read_call(body: Body, texts: TokenTexts) -> HttpCall:
@@ -82,13 +89,20 @@ def read_messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
         message = Body(as_record(entry, path), path)
         role = message.text("role") or ""
         refuse_unsupported(message, _NOT_SUPPORTED)
-        given = message.take("content")
-        content = "" if given is None and role == "assistant" else as_content(given, f"{path}.content")
-        entry = request.messages.messages.add(role=ROLES.get(role, role), content=content)
+        entry = request.messages.messages.add(role=ROLES.get(role, role), content=_content(message, role))
         read_calls(message, entry)
         entry.tool_call_id = message.text("tool_call_id") or ""
         entry.name = message.text("name") or ""
         entry.reasoning = message.text("reasoning_content") or message.text("reasoning") or ""
+
+
+def _content(message: Body, role: str) -> str:
+    given = message.take("content")
+    if role != "assistant":
+        return as_content(given, message.path("content"))
+    if given is None:
+        return message.text(REFUSAL) or ""
+    return as_content(given, message.path("content"), ("text", REFUSAL))
 
 
 class ChatStyle:

@@ -11,6 +11,8 @@ MAX_PARTS = 256
 """The most parts of one content."""
 ROLES = {"developer": "system"}
 """Roles that have another name here: OpenAI's newer ones."""
+REFUSAL = "refusal"
+"""The type of a part that says what an assistant would not do, and the part's field with the words."""
 
 
 def as_content(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
@@ -33,7 +35,8 @@ def _part(entry: Any, path: str, kinds: tuple[str, ...]) -> str:
         shown = "missing" if kind is None else repr(kind[:64])
         served = ", ".join(map(repr, kinds))
         raise InvalidRequest(part.path("type"), f"is {shown}; only {served} is supported by this server")
-    text = part.text("text")
+    name = REFUSAL if kind == REFUSAL else "text"
+    text = part.text(name)
     if text is None:
-        raise InvalidRequest(part.path("text"), "is missing")
+        raise InvalidRequest(part.path(name), "is missing")
     return text

@@ -8,6 +8,7 @@ them. Fields that are neither refused nor supported are ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from services.rpc.parameters import (
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
+_TOKEN_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,9 @@ def _sampling(body: Body, sampling: types_pb2.SamplingParams) -> Params:
     value = body.take("logit_bias")
     biases = {} if value is None else as_record(value, "logit_bias")
     bounded(biases, "logit_bias", MAX_LOGIT_BIASES)
+    if odd := [repr(text[:32]) for text in biases if not _TOKEN_ID.fullmatch(text)]:
+        raise InvalidRequest("logit_bias", f"has keys that are no token ids: {', '.join(odd[:8])}")
     for text, bias in biases.items():
-        if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-            raise InvalidRequest("logit_bias", f"has the key {text[:32]!r}, which is no token id")
         sampling.logit_bias.add(token_id=int(text), bias=as_number(bias, f"logit_bias.{text}"))
     params = {"sampling.bad_token_ids": "bad_words"}
     for index, text in enumerate(biases):
@@ -215,6 +217,15 @@ NOT_SERVED: Neutral = {
     "include_reasoning": (True,),
     "vllm_xargs": ({},),
     "structural_tag": (),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
+    "prompt_token_ids": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "ec_transfer_params": (),
+    "enable_response_messages": (False,),
+    "previous_input_messages": ([],),
+    "previous_response": (),
     # SGLang's
     "regex": ("",),
     "ebnf": ("",),
@@ -227,6 +238,13 @@ NOT_SERVED: Neutral = {
     "return_hidden_states": (False,),
     "sampling_params": ({},),
     "input_ids": (),
+    "extra_key": (),
+    "session_params": ({},),
+    "stream_reasoning": (True,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "return_cached_tokens_details": (False,),
     "max_new_tokens": (),
     "min_new_tokens": (0,),
     # llama.cpp's; what only shapes another of them changes nothing by itself
@@ -251,7 +269,41 @@ NOT_SERVED: Neutral = {
     "thinking_forced_open": (False,),
     "lora": ([],),
     "response_fields": ([],),
+    "n_cmpl": (1,),
+    "min_keep": (0,),
+    "adaptive_target": (-1,),
+    "return_tokens": (False,),
+    "post_sampling_probs": (False,),
+    "parse_tool_calls": (True,),
+    "reasoning_in_content": (False,),
+    "reasoning_budget_tokens": (-1,),
+    "thinking_budget_tokens": (-1,),
     # of others
+    "thinking": (),
+    "enable_thinking": (),
+    "think": (),
+    "thinking_budget": (),
+    "format": ("",),
+    "random_seed": (),
+    "safe_prompt": (False,),
+    "truncate": (),
+    "prompt_truncate_len": (),
+    "context_length_exceeded_behavior": ("error",),
+    "return_full_text": (False,),
+    "decoder_input_details": (False,),
+    "top_n_tokens": (0,),
+    "max_length": (),
+    "min_length": (0,),
+    "banned_tokens": ([], ""),
+    "banned_strings": ([], ""),
+    "ban_eos_token": (False,),
+    "add_bos_token": (True,),
+    "token_healing": (False,),
+    "temperature_last": (False,),
+    "nsigma": (0,),
+    "skew": (0,),
+    "rep_pen": (1,),
+    "extra_body": ({},),
     "typical": (1,),
     "top_a": (0,),
     "tfs": (1,),
@@ -272,13 +324,14 @@ NOT_SERVED: Neutral = {
 NOT_IN_COMPLETIONS: Neutral = {
     **NOT_SERVED,
     **OF_MESSAGES,
+    "reasoning": ({},),
     "max_completion_tokens": (),
     "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
 }
-NOT_IN_CHAT: Neutral = {**NOT_SERVED, "echo": (False,)}
+NOT_IN_CHAT: Neutral = {**NOT_SERVED, "echo": (False,), "reasoning": ({},)}
 
 
 def refuse_unsupported(body: Body, fields: Neutral) -> None:

@@ -33,12 +33,15 @@ class CallParser:
     """Parses one output. Give it each piece in order, then `flush`. `_call`, of each family, reads what may be calls,
     from their first character, and raises Mismatch where they stop being that."""
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str], *, only_one: bool = False) -> None:
+    def __init__(
+        self, names: Collection[str], new_id: Callable[[], str], *, only_one: bool = False, only_calls: bool = False
+    ) -> None:
         """`names` are the functions that may be called; `new_id` draws the id of a call. With `only_one` nothing is
-        read after the first."""
+        read after the first. With `only_calls` nothing is text: what is no call was cut off before it became one."""
         self._names = names
         self._new_id = new_id
         self._only_one = only_one
+        self._only_calls = only_calls
         self._reader = Reader()
         self._text: list[str] = []
         self._parts: list[CallPart] = []
@@ -90,6 +93,8 @@ class CallParser:
             self._give(rest)
 
     def _give(self, text: str) -> None:
+        if self._only_calls:
+            return
         self._has_text = self._has_text or bool(text)
         self._text.append(text)
 

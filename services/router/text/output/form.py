@@ -24,6 +24,8 @@ class OutputForm:
     names: Collection[str] = field(default=frozenset())
     """The functions that may be called."""
     only_one_call: bool = False
+    only_calls: bool = False
+    """Whether the output is held to calls, so that nothing in it but what is thought is text."""
 
     @property
     def is_plain(self) -> bool:
@@ -46,7 +48,12 @@ class OutputParser:
         self._reasoning = None if form.reasoning == NONE else ReasoningParser(opened=form.is_thinking)
         self._calls: CallParser | None = None
         if (family := form.tools) is not None:
-            self._calls = family.parser(form.names, lambda: family.call_id(random_hex), only_one=form.only_one_call)
+            self._calls = family.parser(
+                form.names,
+                lambda: family.call_id(random_hex),
+                only_one=form.only_one_call,
+                only_calls=form.only_calls,
+            )
 
     @property
     def num_calls(self) -> int:

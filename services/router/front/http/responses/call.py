@@ -43,7 +43,6 @@ NOT_IN_RESPONSES: Neutral = {
     "include": ([],),
     "truncation": ("disabled",),
     "prompt": (),
-    "max_tool_calls": (),
     "top_logprobs": (0,),
     "moderation": (),
     "context_management": ([],),
@@ -62,7 +61,7 @@ NOT_IN_RESPONSES: Neutral = {
     **dict.fromkeys(FIELDS, ()),
     "response_format": ({"type": "text"},),
 }
-_NOT_IN_REASONING: Neutral = {"effort": (), "summary": (), "generate_summary": ()}
+_NOT_IN_REASONING: Neutral = {"effort": ("medium",), "summary": ("auto",), "generate_summary": ("auto",)}
 _NOT_IN_TEXT: Neutral = {"verbosity": ("medium",)}
 
 
@@ -100,7 +99,8 @@ def read_call(body: Body, texts: TokenTexts) -> ResponseCall:
     max_tokens = body.whole("max_output_tokens")
     if max_tokens is not None:
         request.stopping.max_tokens = max_tokens
-    refuse_unsupported(body.record("reasoning"), _NOT_IN_REASONING)
+    reasoning = body.record("reasoning")
+    refuse_unsupported(reasoning, _NOT_IN_REASONING)
     read_tools(body, request, is_flat=True)
     for index in range(len(request.tools)):
         params[f"tools[{index}].parameters_schema"] = f"tools[{index}].parameters"
@@ -118,11 +118,11 @@ def read_call(body: Body, texts: TokenTexts) -> ResponseCall:
             "background": False,
             "instructions": body.take("instructions"),
             "max_output_tokens": max_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": body.whole("max_tool_calls"),  # of tools that the server runs: there are none
             "metadata": _metadata(body),
             "parallel_tool_calls": body.boolean("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {name: reasoning.take(name) for name in ("effort", "summary")},
             "service_tier": "default",
             "store": False,
             "temperature": _or_one(body.number("temperature")),

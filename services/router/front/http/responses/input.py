@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.body import Body, as_list, as_record, as_text
-from services.router.front.http.content import ROLES, as_content
+from services.router.front.http.content import REFUSAL, ROLES, as_content
 from services.router.front.http.parameters import Neutral, refuse_unsupported
 from services.router.front.validation import MAX_MESSAGES
 
@@ -75,7 +75,9 @@ class _Conversation:
                 raise InvalidRequest(item.path("type"), f"is {kind[:64]!r}, which is not supported by this server")
 
     def _message(self, item: Body) -> None:
-        role, content = item.text("role") or "", as_content(item.take("content"), item.path("content"), _TEXTS)
+        role = item.text("role") or ""
+        kinds = (*_TEXTS, REFUSAL) if role == "assistant" else _TEXTS
+        content = as_content(item.take("content"), item.path("content"), kinds)
         if role == "assistant":
             self._assistant(item, may_have_content=False).content = content
         else:
