@@ -172,7 +172,7 @@ class Transfer:
             machine.clock,
             transports=[TRANSPORTS[name][1](site) for name in pulls_by],
             peers=self._peers,
-            copy_threads=machine.thread("kv-copy"),
+            copy_threads=machine.threads("kv-copy"),
         )
 
     @property
