@@ -24,6 +24,7 @@ from services.kv.lease import Lease
 from services.kv.lease_table import LeaseTable
 from services.kv.pool import Holder
 from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.endpoint import TRANSFER_SERVICE
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.logging import ids
 from services.rpc.serving import GrpcServer
@@ -45,7 +46,7 @@ from services.worker.tally import Tally
 from services.worker.tasks import OwnedTasks
 from services.worker.tier_config import LowerTierConfig
 from services.worker.tiers import WorkerTiers
-from services.worker.transfer import TRANSFER_SERVICE, Transfer
+from services.worker.transfer import Site, endpoint_of, withheld
 
 log = logging.getLogger(__name__)
 
@@ -128,14 +129,15 @@ class WorkerHost:
         self._num_snapshots = 0
         self._num_constraining = 0
         """Legs whose constraints are being compiled."""
-        self.transfer = Transfer(
-            config,
-            engine,
-            self.machine,
-            self.board,
+        reader = machine.thread("kv-read")
+        site = Site(config, engine.cache, machine, self.board, reader, self.worker_id, self.incarnation)
+        self.withheld = withheld(site)
+        self.transfer = endpoint_of(
+            site,
+            engine.info,
             self.imports,
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
+            lend=engine.lend,
+            give_back=lambda block_ids: engine.release(block_ids, Holder.LEASE),
         )
         self.layout = self.transfer.layout
         self.fetcher = self.transfer.fetcher
@@ -370,7 +372,7 @@ class WorkerHost:
             max_num_seqs=self._model.max_num_seqs if self._model is not None else MOST_PARKING,
             capacity=self._model.capacity if self._model is not None else 1.0,
             num_tier_blocks=self.tiers.num_slots if self.tiers is not None else 0,
-            withheld=self.transfer.withheld,
+            withheld=self.withheld,
         )
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:
