@@ -217,7 +217,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             blocks_free=self.num_blocks,
             num_running=self.num_running,
             ms_per_decode_step=self.ms_per_decode_step,
-            num_decode_steps=10 * number,
             decode_step=types_pb2.StepAverage(
                 ms=self.ms_per_decode_step, tokens=1, attended_tokens=100, num_steps=10 * number
             ),
@@ -308,7 +307,7 @@ class _Session:
         if not tokens.HasField("finish"):
             await released.wait()
             reason = worker_pb2.LEASE_END_REASON_RELEASED
-            ended = worker_pb2.LeaseEnded(leg=leg, lease_id=lease_id, reason=reason)
+            ended = worker_pb2.LeaseEnded(leg=leg, reason=reason)
             self._emit(lease_ended=ended)
 
     async def _decode(self, command: worker_pb2.DecodeCommand) -> None:

@@ -28,7 +28,7 @@ def released_unsealed(bench: Bench, leg: SendLeg) -> None:
     """The source says that its lease was released, before it has computed the prompt."""
     if leg.phase is Role.PREFILL:
         bench.say("p", started(leg))  # a turn of its own: the lease is offered
-        bench.say("p", LeaseEnded(leg.leg, b"", LeaseEnd.RELEASED))
+        bench.say("p", LeaseEnded(leg.leg, LeaseEnd.RELEASED))
     else:
         bench.say("d", DecodeAdmitted(leg.leg), ImportFailed(leg.leg, lease_alive=False, error=LeaseInvalid("gone")))
 

@@ -154,7 +154,7 @@ def test_what_a_handoff_waited_for_is_no_reason_of_the_prompt_that_is_computed_a
     assert waiting is not None
     assert waiting[1] is not None
     assert waiting[1].phase is PlacedPhase.DECODE
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.EXPIRED))
     again = choice_of(bench.take_leg(Role.PREFILL))
     assert (again.before, again.waited_s) == (None, 0.0)
 

@@ -23,7 +23,7 @@ def test_the_pairs_rate_is_what_the_destination_reports(first: str) -> None:
     decode = bench.take_leg(Role.DECODE)
     bench.say("d", DecodeAdmitted(decode.leg))
     bench.say("p", tokens(prefill, 1))
-    released = LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED)
+    released = LeaseEnded(prefill.leg, LeaseEnd.RELEASED)
     if first == "the source":
         bench.say("p", released)
     bench.say("d", ImportReady(decode.leg, 10_000_000, 5.0), tokens(decode, 1))
