@@ -165,7 +165,7 @@ def test_a_record_of_another_worker_is_noticed(bench: Bench) -> None:
     bench.submit()
     command = bench.take_leg(Role.PREFILL)
     check_choice(command, bench.coordinator)
-    wrong = bench.coordinator.worker("p0" if command.worker_id == "p" else "p").info
+    wrong = bench.coordinator.workers.get("p0" if command.worker_id == "p" else "p").info
     with pytest.raises(AssertionError):
         check_choice(replace(command, worker=wrong), bench.coordinator)
 

@@ -86,7 +86,7 @@ def test_messages_of_an_old_incarnation_are_void(bench: Bench) -> None:
     bench.coordinator.worker_lost("p1", 1, bench.now, crashed=True)
     bench.coordinator.session_opened("p1", 1, bench.now)
     assert not bench.coordinator.take_actions()
-    assert bench.coordinator.worker("p1").state is WorkerState.READY
+    assert bench.coordinator.workers.get("p1").state is WorkerState.READY
 
 
 # Protocol errors
@@ -157,7 +157,7 @@ def test_a_draining_worker_is_left_alone_and_does_not_count(bench: Bench) -> Non
     for incarnation in range(2, 8):
         drained = prefill.worker_id
         bench.say(drained, LegFailed(prefill.leg, Draining("bye")))
-        assert bench.coordinator.worker(drained).state is WorkerState.DRAINING
+        assert bench.coordinator.workers.get(drained).state is WorkerState.DRAINING
         prefill = bench.take_leg(Role.PREFILL)
         assert prefill.worker_id != drained
         bench.lose(drained, crashed=False)
@@ -367,5 +367,5 @@ def test_a_prefill_samples_one_token(bench: Bench, said: tuple[int, ...]) -> Non
     """More than that would reach the client, and the decode worker would be blamed for repeating one of them."""
     prefill, _ = bench.handed_over()
     bench.say(prefill.worker_id, tokens(prefill, *said))
-    assert bench.coordinator.worker(prefill.worker_id).health.reason == "PROTOCOL_VIOLATION: token out of place"
+    assert bench.coordinator.workers.get(prefill.worker_id).health.reason == "PROTOCOL_VIOLATION: token out of place"
     assert bench.output["r"] == []

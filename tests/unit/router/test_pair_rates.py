@@ -30,7 +30,7 @@ def test_the_pairs_rate_is_what_the_destination_reports(first: str) -> None:
     if first == "the destination":
         bench.say("p", released)
     bench.say("d", tokens(decode, 2, 3, 4, at=1, finish=FinishReason.LENGTH))
-    (target,) = (worker for worker in bench.coordinator.workers() if worker.info.worker_id == "d")
+    (target,) = (worker for worker in bench.coordinator.workers.all() if worker.info.worker_id == "d")
     assert target.sources.bytes_per_s("p") == 2e9
 
 

@@ -265,7 +265,7 @@ def test_the_loss_of_a_worker_under_all_parts_fails_the_request_once() -> None:
     come_apart(bench)
     for worker_id in ("p1", "p2"):
         bench.lose(worker_id)
-    bench.lose("d2" if bench.coordinator.worker("d2").has_session else "d1")
+    bench.lose("d2" if bench.coordinator.workers.get("d2").has_session else "d1")
     bench.wait(120.0)
     assert set(bench.failed) == {"r"}
     bench.assert_idle()

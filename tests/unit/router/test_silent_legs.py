@@ -204,7 +204,7 @@ def test_a_prefill_in_the_queue_of_a_busy_worker(bench: Bench) -> None:
     assert bench.phase() is Phase.PREFILLING
     bench.beat("p", 6.0, **BUSY)
     assert isinstance(bench.failed["r"], Overloaded)
-    assert not bench.coordinator.worker("p").health.num_failures
+    assert not bench.coordinator.workers.get("p").health.num_failures
     bench.assert_idle()
 
 

@@ -144,7 +144,7 @@ def test_a_store_whose_source_died_and_that_is_slow_to_find_out_has_not_failed(b
     bench.lose("p")
     bench.wait(2.1)
     assert bench.take(CancelLeg).leg == park.leg
-    assert bench.coordinator.worker("s").health.state is Health.UP
+    assert bench.coordinator.workers.get("s").health.state is Health.UP
 
 
 def test_a_store_that_does_not_answer_is_given_up_and_the_handoff_stays(bench: Bench) -> None:
@@ -324,7 +324,7 @@ def test_a_store_computes_nothing_and_is_sent_no_canary() -> None:
     bench.join("s", Role.STORE)
     bench.wait(1.0)
     assert not bench.take_all(SendLeg)
-    assert bench.coordinator.worker("s").health.state is Health.UP
+    assert bench.coordinator.workers.get("s").health.state is Health.UP
     assert not bench.coordinator.ready, "nobody decodes"
     bench.submit()
     bench.wait(1.0)
