@@ -36,7 +36,6 @@ from services.worker.constraints import Constraints
 from services.worker.departure import Departure
 from services.worker.hub import EventHub
 from services.worker.machine import Machine
-from services.worker.model_text import ModelTextHost
 from services.worker.phase import WorkerPhase, phase_name, role_name
 from services.worker.prefixes import PrefixLoader
 from services.worker.registration import Registrations
@@ -118,7 +117,6 @@ class WorkerHost:
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
         )
-        self.model_text = ModelTextHost(self._model.model if self._model is not None else None, self.awake)
         self._tracer = tracer
         self._tasks = OwnedTasks()
         self._hashing = machine.thread("hash")
@@ -158,7 +156,7 @@ class WorkerHost:
         if self._constraints is not None:
             self._constraints.load()
         self.transfer.register(self.server)
-        servicer = WorkerServicer(self.sessions, self.model_text)
+        servicer = WorkerServicer(self.sessions, self._model.model if self._model is not None else None)
         self.server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
         self.engine.start(self.hub.on_step)
         await self._set_health()

@@ -14,12 +14,11 @@ from typing import Any
 import grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from services.core.clock import MonotonicClock
 from services.core.errors import BatonError, UnsupportedModel
 from services.core.ids import new_incarnation
 from services.rpc.serving import GrpcServer
 from services.rpc.status import to_status
-from services.worker.model_text import ModelTextHost
+from services.worker.model_text import give_model_text
 from services.worker.session import WORKER_SERVICE
 from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN
@@ -168,7 +167,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self.text_gate.wait()
         if self.text is None:
             raise UnsupportedModel("it has no text")
-        await ModelTextHost(self.text, MonotonicClock()).serve(context.write)
+        await give_model_text(self.text, context.write)
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.SessionResponse]:
         requests, response = aiter(request_iterator), worker_pb2.SessionResponse
