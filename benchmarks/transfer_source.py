@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,9 +45,8 @@ def new_pool(layout: Layout, num_blocks: int) -> KVCache:
 
 
 def site_of(pool: KVCache, machine: Machine, board: Any = None, reader: Any = None, incarnation: int = 0) -> Site:
-    """Returns what the makers of transports are given in a worker. Its engine has a pool and nothing else."""
-    engine: Any = SimpleNamespace(cache=pool)
-    return Site(WorkerConfig(), engine, machine, board, reader, "bench", incarnation)
+    """Returns what the makers of transports are given in a worker."""
+    return Site(WorkerConfig(), pool, machine, board, reader, "bench", incarnation)
 
 
 class RemoteSource:

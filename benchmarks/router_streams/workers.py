@@ -127,8 +127,6 @@ class _Worker:
             ms_per_prefill_token=settings.prefill_token_ms,
             ms_per_decode_step=settings.step_ms,
             ms_per_decode_sequence=settings.step_sequence_ms,
-            num_prefill_steps=self._num_steps,
-            num_decode_steps=self._num_steps,
             tokens_per_prefill_step=512,
             prefix_tokens_queried=self._num_prompt_tokens,
         )
@@ -308,7 +306,7 @@ class _Session:
         lease = self._board.pop(lease_id)
         del lease.worker.leases[lease_id]
         self.legs.discard(lease.leg)
-        ended = worker_pb2.LeaseEnded(leg=lease.leg, lease_id=lease_id, reason=worker_pb2.LEASE_END_REASON_RELEASED)
+        ended = worker_pb2.LeaseEnded(leg=lease.leg, reason=worker_pb2.LEASE_END_REASON_RELEASED)
         self.say([worker_pb2.LegEvent(lease_ended=ended)])
 
     def _give_up(self, leg: int) -> None:

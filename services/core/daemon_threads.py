@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,15 +18,20 @@ T = TypeVar("T")
 
 
 class DaemonThreads(Executor):
-    """Is an executor with at most `num_threads` threads, each of which is started when it is first needed."""
+    """Is an executor with at most `num_threads` threads, each of which is started when all others have work.
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    None stands for no bound: nothing waits for other work, and whoever submits it bounds how much there is at once.
+    """
+
+    def __init__(self, num_threads: int | None, name: str) -> None:
         self._num_threads = num_threads
         self._name = name
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._num_unfinished = 0
+        """Pieces of work that wait or are under way."""
         self._lock = threading.Lock()
-        """Guards the threads, and that nothing is submitted behind the shutdown."""
+        """Guards the threads, the number, and that nothing is submitted behind the shutdown."""
         self._is_shut_down = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -35,8 +41,10 @@ class DaemonThreads(Executor):
             if self._is_shut_down:
                 raise RuntimeError(f"the threads {self._name} are shut down")
             self._work.put((future, lambda: fn(*args, **kwargs)))
-            if len(self._threads) < self._num_threads:
-                name = f"{self._name}_{len(self._threads)}"
+            self._num_unfinished += 1
+            num_threads = len(self._threads)
+            if num_threads < self._num_unfinished and (self._num_threads is None or num_threads < self._num_threads):
+                name = f"{self._name}_{num_threads}"
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
                 self._threads[-1].start()
         return future
@@ -69,9 +77,14 @@ class DaemonThreads(Executor):
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
             future, work = item
+            settle: Callable[[], None] | None = None
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(work())
+                    settle = partial(future.set_result, work())
                 except BaseException as error:  # whatever it is, it is the caller's
-                    future.set_exception(error)
-            del item, future, work  # nothing of the work stays while this waits for the next
+                    settle = partial(future.set_exception, error)
+            with self._lock:  # before anybody learns of the end, and submits more: this thread takes that
+                self._num_unfinished -= 1
+            if settle is not None:
+                settle()
+            del item, future, work, settle  # nothing of the work stays while this waits for the next

@@ -112,8 +112,6 @@ class EngineStats:
     ms_per_further_prefill_token: float
     ms_per_decode_step: float
     ms_per_decode_sequence: float
-    num_prefill_steps: int
-    num_decode_steps: int
     tokens_per_prefill_step: float
     prefill_step: StepAverage
     decode_step: StepAverage

@@ -53,8 +53,6 @@ class CostModel:
     """Keeps the measured costs of one worker's steps."""
 
     def __init__(self) -> None:
-        self.num_prefill_steps = 0
-        self.num_decode_steps = 0
         self._most_tokens = 0
         self._prefill, self._decode = _FittedLine(from_zero=True), _FittedLine()
         self._stretch = 1.0
@@ -80,11 +78,9 @@ class CostModel:
     def calibrate(self, num_prefill_tokens: int, num_decodes: int, ms: float) -> None:
         """Adds a step of the start-up, which had prompt tokens or decodes. To these costs the estimates return."""
         if num_prefill_tokens:
-            self.num_prefill_steps += 1
             self._most_tokens = max(self._most_tokens, num_prefill_tokens)
             self._prefill.calibrate(num_prefill_tokens, ms)
         else:
-            self.num_decode_steps += 1
             self._decode.calibrate(num_decodes, ms)
 
     def observe(
@@ -95,7 +91,6 @@ class CostModel:
         shows nothing of what steps cost."""
         if num_prefill_tokens == 0:
             if not held_up:
-                self.num_decode_steps += 1
                 self._decode.observe(num_decodes, ms, now)
         elif num_prefill_tokens >= _FEWEST_TOKENS:
             # Decodes in a step with prompt tokens cost less than a step of their own. So that subtracting the cost of
@@ -104,7 +99,6 @@ class CostModel:
             expected_ms = self._prefill.fit(now).at(num_prefill_tokens)
             self._stretch = max(1.0, rest / expected_ms) if expected_ms else 1.0
             if not held_up:
-                self.num_prefill_steps += 1
                 self._most_tokens = max(self._most_tokens, num_prefill_tokens)
                 self._prefill.observe(num_prefill_tokens, rest, now)
 

@@ -252,8 +252,6 @@ class Engine(PoolFace):
                 ms_per_further_prefill_token=costs.ms_per_further_prefill_token,
                 ms_per_decode_step=costs.ms_per_decode_step,
                 ms_per_decode_sequence=costs.ms_per_decode_sequence,
-                num_prefill_steps=self._costs.num_prefill_steps,
-                num_decode_steps=self._costs.num_decode_steps,
                 tokens_per_prefill_step=costs.tokens_per_prefill_step,
                 prefill_step=self.tally.prefill_step,
                 decode_step=self.tally.decode_step,

@@ -181,8 +181,9 @@ class WorkerEngine(Protocol):
         ...
 
     def take_uncopied(self, most: int) -> list[CachedBlock]:
-        """Returns cached blocks for whoever copies them before they are evicted, each once (see
-        `BlockPool.take_uncopied`). Nothing is held, so that no sequence waits for the copies."""
+        """Returns cached blocks for whoever copies them before they are evicted: each once, until it has been in use
+        again. There need be none while nothing is soon to be evicted. Nothing is held, so that no sequence waits for
+        the copies: ask afterwards which are `unchanged`."""
         ...
 
     def unchanged(self, blocks: Many[CachedBlock]) -> list[bool]:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import grpc
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.clock import Clock
+from services.core.daemon_threads import DaemonThreads
 from services.core.errors import (
     Draining,
     LeaseInvalid,
@@ -99,6 +100,7 @@ class FetchOrder:
 class BlockFetcher:
     """Fetches leases into `memory`, each by one of `transports` that its source offers.
 
+    Copies of one fetch never wait for those of another, each of which has as many threads as it has copies at once.
     The silence of `peers` bounds each answer that the source owes at once and the time in which it says nothing, but
     not the prefill.
     """
@@ -121,7 +123,7 @@ class BlockFetcher:
         self._loop = asyncio.get_running_loop()
         self._peers = peers
         self._connector = Connector(transports, layout, awake=peers.awake, silence_s=peers.silence_s)
-        self._copy_threads = copy_threads or ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
+        self._copy_threads = copy_threads or DaemonThreads(None, "kv-copy")
 
     async def close(self) -> None:
         """Closes the transports after copies under way have ended; then the memory may be closed.

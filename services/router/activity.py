@@ -31,7 +31,7 @@ class RouterFigures:
 
 def read(catalogue: Catalogue, requests: RequestMetrics) -> RouterFigures:
     phases = catalogue.phases()
-    workers = [worker for model in catalogue.all() for worker in model.conductor.coordinator.workers()]
+    workers = [worker for model in catalogue.all() for worker in model.conductor.coordinator.workers.all()]
     return RouterFigures(
         accepted=requests.num_accepted,
         ended=requests.num_ended,

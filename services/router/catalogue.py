@@ -149,7 +149,7 @@ class Catalogue:
     def with_worker(self, worker_id: str) -> ServedModel:
         """Returns the model that the worker serves. Raises UnknownWorker."""
         for model in self.all():
-            if worker_id in model.conductor.coordinator.worker_ids():
+            if worker_id in model.conductor.coordinator.workers:
                 return model
         raise UnknownWorker(f"no worker {worker_id!r}; {self._workers()}")
 
@@ -232,7 +232,8 @@ class Catalogue:
         self._failures[key] = _Failure(error, self._clock.now() + FAILURE_PAUSE_S)
 
     def _workers(self) -> str:
-        known = sorted(name for model in self.all() for name in model.conductor.coordinator.worker_ids())
+        workers = (worker for model in self.all() for worker in model.conductor.coordinator.workers.all())
+        known = sorted(worker.info.worker_id for worker in workers)
         more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
         return (
             f"there {'is' if len(known) == 1 else 'are'} {', '.join(known[:_MOST_NAMED])}{more}"

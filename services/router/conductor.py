@@ -112,7 +112,7 @@ class Conductor:
     @property
     def in_use(self) -> bool:
         """Returns whether it has requests, or knows workers other than stores."""
-        computing = any(worker.info.roles is not Role.STORE for worker in self.coordinator.workers())
+        computing = any(worker.info.roles is not Role.STORE for worker in self.coordinator.workers.all())
         return bool(self._live or self.coordinator.num_expected or computing)
 
     @property
@@ -122,7 +122,7 @@ class Conductor:
 
     def pairs(self) -> Iterator[tuple[Worker, Pair]]:
         """Yields each worker that has a session with each linked source from which it could take over."""
-        for worker in self.coordinator.workers():
+        for worker in self.coordinator.workers.all():
             if worker.has_session:
                 yield from ((worker, pair) for pair in worker.sources.all() if pair.source.worker_id in self.links)
 
@@ -161,7 +161,8 @@ class Conductor:
         if not self.coordinator.worker_joined(info, self._clock.now()):
             return
         # Its process has ended, or the coordinator has forgotten it to make room.
-        for worker_id in (info.worker_id, *(self.links.keys() - self.coordinator.worker_ids())):
+        gone = [worker_id for worker_id in self.links if worker_id not in self.coordinator.workers]
+        for worker_id in (info.worker_id, *gone):
             self._close_link(worker_id, "")
         number = next(self._session_numbers)
         link = WorkerLink(
@@ -172,7 +173,7 @@ class Conductor:
             self._times,
             self._awake,
             self._dial,
-            follows_cache=self.coordinator.follows_caches,
+            follows_cache=self.coordinator.config.policy.hash_prompts,
         )
         self.links[info.worker_id] = link
         link.start()
@@ -190,9 +191,9 @@ class Conductor:
         info = wire.worker_info(worker)
         if not info.is_as(link.info):
             raise InvalidRequest("worker", "is not what was registered at its address")
-        if not self._is_current(link) or info.worker_id not in self.coordinator.worker_ids():
+        if not self._is_current(link) or info.worker_id not in self.coordinator.workers:
             return
-        before = self.coordinator.worker(info.worker_id).info.roles
+        before = self.coordinator.workers.get(info.worker_id).info.roles
         if before is not info.roles and Role.STORE in (before, info.roles):
             raise InvalidRequest("worker.roles", "a store stays one, and nothing becomes one")
         self.coordinator.worker_described(info, self._clock.now())
@@ -237,7 +238,7 @@ class Conductor:
 
         A defect while a link began or ended leaves such workers. They could never join again.
         """
-        for worker in self.coordinator.workers():
+        for worker in self.coordinator.workers.all():
             if not worker.is_gone and worker.info.worker_id not in self.links:
                 self._lose(worker.info, "it has no link", crashed=True)
 
@@ -279,7 +280,7 @@ class Conductor:
         """Returns the link's next heartbeat. A defect here must not end the session: the heartbeat is then empty."""
         heartbeat = worker_pb2.RouterHeartbeat()
         with self.isolated("event"):
-            heartbeat.verdicts.extend(wire.verdicts(self.coordinator.verdicts))
+            heartbeat.verdicts.extend(wire.verdicts(self.coordinator.verdicts.num_of))
             if self._is_current(link):
                 heartbeat.held_leases.extend(self.coordinator.held_leases(link.info.worker_id))
         return heartbeat
@@ -322,7 +323,7 @@ class Conductor:
         """Does the coordinator's timed work and everything that follows from it. Called every TICK_S."""
         with self.isolated("tick"):
             # Unless read regularly, the awake clock takes a quiet time for a suspension.
-            self.coordinator.delayed(self._awake.tick())
+            self.coordinator.awake.delayed(self._awake.tick())
         with self.isolated("tick"):
             self._lose_unlinked()
         with self.isolated("tick"):

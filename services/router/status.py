@@ -49,7 +49,7 @@ def status(catalogue: Catalogue, now: float) -> control_pb2.GetStatusResponse:
         workers=[
             _worker(model.conductor, worker, now)
             for model in models
-            for worker in model.conductor.coordinator.workers()
+            for worker in model.conductor.coordinator.workers.all()
         ],
         num_queued=phases[Phase.QUEUED],
         num_prefilling=phases[Phase.PREFILLING],
@@ -143,10 +143,10 @@ def _model(model: ServedModel, now: float) -> control_pb2.ModelStatus:
         model_id=model.model_id,
         ready=model.ready,
         context_tokens=model.context_tokens,
-        num_workers=sum(worker.has_session for worker in coordinator.workers()),
+        num_workers=sum(worker.has_session for worker in coordinator.workers.all()),
         num_queued=phases[Phase.QUEUED],
         num_live=phases.total(),
-        kv_groups=[control_pb2.KVGroup(**group._asdict()) for group in coordinator.kv_groups()],
+        kv_groups=[control_pb2.KVGroup(**group._asdict()) for group in coordinator.workers.kv_groups()],
         policy=model.policy,
         split_break_even=_split(split) if split is not None else None,
         prefix_break_even=_prefix(prefix) if prefix is not None else None,

@@ -245,7 +245,7 @@ class _Simulation:
             self._note_gap,
             rules=self._rules,
             host=self._workers.values() if profile.shares_host else (),
-            is_followed=self._coordinator.follows_caches,
+            is_followed=self._coordinator.config.policy.hash_prompts,
             unreported=self._unreported.get(worker_id, 1.0),
         )
         self._coordinator.worker_joined(info, self._world.now)

@@ -110,8 +110,6 @@ class SimWorker:
         self._num_loads = 0
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
-        self._num_prefill_steps = 0
-        self._num_decode_steps = 0
         self._prefill_step = self._decode_step = StepAverage()
 
     # What the router says
@@ -223,14 +221,11 @@ class SimWorker:
             num_waiting=scheduler.num_waiting,
             queued_prefill_tokens=scheduler.queued_tokens,
             num_importing=self._num_importing,
-            num_leases=len(scheduler.leases),
             prefix_tokens_queried=self._num_queried_tokens,
             prefix_tokens_hit=self._num_hit_tokens,
             ms_per_prefill_token=profile.ms_per_prefill_token,
             ms_per_decode_step=profile.ms_per_decode_step,
             ms_per_decode_sequence=profile.ms_per_decode_sequence,
-            num_prefill_steps=self._num_prefill_steps,
-            num_decode_steps=self._num_decode_steps,
             prefill_step=self._prefill_step,
             decode_step=self._decode_step,
         )
@@ -353,12 +348,10 @@ class SimWorker:
         num_decodes = self._num_computed(run)
         if run.parts:
             prompt_tokens, attended = _of_prompts(run)
-            self._num_prefill_steps += num_steps
             tokens, attended = num_decodes + prompt_tokens, attended + run.context_tokens
             self._prefill_step = self._prefill_step.after(step_ms, tokens, attended, num_steps)
         else:
             context_tokens = run.context_tokens + num_decodes * (num_steps - 1) / 2
-            self._num_decode_steps += num_steps
             self._decode_step = self._decode_step.after(step_ms, num_decodes, context_tokens, num_steps)
 
     def _cut_short(self) -> None:
@@ -527,7 +520,7 @@ class SimWorker:
         """Ends a lease whose blocks were taken over."""
         self._catch_up()  # steps that have begun took theirs before these were free
         self._end_lease(lease)
-        self._say([LeaseEnded(lease.leg, b"", LeaseEnd.RELEASED)])
+        self._say([LeaseEnded(lease.leg, LeaseEnd.RELEASED)])
         self._look_again()
 
     def _end_lease(self, lease: SimLeg) -> None:

@@ -95,8 +95,6 @@ class StoreEngine(PoolFace):
             ms_per_further_prefill_token=0.0,
             ms_per_decode_step=0.0,
             ms_per_decode_sequence=0.0,
-            num_prefill_steps=0,
-            num_decode_steps=0,
             tokens_per_prefill_step=0.0,
             prefill_step=StepAverage(),
             decode_step=StepAverage(),

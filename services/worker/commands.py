@@ -107,7 +107,7 @@ def num_answers_of(command: AnyCommand) -> int:
 
 def lease_ended_of(leg: int, lease: Lease) -> worker_pb2.LegEvent:
     """Returns the event that tells the router how a leg's lease has ended."""
-    ended = worker_pb2.LeaseEnded(leg=leg, lease_id=lease.lease_id, reason=_END_REASONS[lease.state])
+    ended = worker_pb2.LeaseEnded(leg=leg, reason=_END_REASONS[lease.state])
     return worker_pb2.LegEvent(lease_ended=ended)
 
 

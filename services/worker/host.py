@@ -24,6 +24,7 @@ from services.kv.lease import Lease
 from services.kv.lease_table import LeaseTable
 from services.kv.pool import Holder
 from services.kvtransfer.board import LeaseBoard
+from services.kvtransfer.endpoint import TRANSFER_SERVICE
 from services.kvtransfer.wire import layout_to_proto
 from services.rpc.logging import ids
 from services.rpc.serving import GrpcServer
@@ -35,7 +36,6 @@ from services.worker.constraints import Constraints
 from services.worker.departure import Departure
 from services.worker.hub import EventHub
 from services.worker.machine import Machine
-from services.worker.model_text import ModelTextHost
 from services.worker.phase import WorkerPhase, phase_name, role_name
 from services.worker.prefixes import PrefixLoader
 from services.worker.registration import Registrations
@@ -45,7 +45,7 @@ from services.worker.tally import Tally
 from services.worker.tasks import OwnedTasks
 from services.worker.tier_config import LowerTierConfig
 from services.worker.tiers import WorkerTiers
-from services.worker.transfer import TRANSFER_SERVICE, Transfer
+from services.worker.transfer import Site, endpoint_of, withheld
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,6 @@ class WorkerHost:
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
         )
-        self.model_text = ModelTextHost(self._model.model if self._model is not None else None, self.awake)
         self._tracer = tracer
         self._tasks = OwnedTasks()
         self._hashing = machine.thread("hash")
@@ -128,14 +127,15 @@ class WorkerHost:
         self._num_snapshots = 0
         self._num_constraining = 0
         """Legs whose constraints are being compiled."""
-        self.transfer = Transfer(
-            config,
-            engine,
-            self.machine,
-            self.board,
+        reader = machine.thread("kv-read")
+        site = Site(config, engine.cache, machine, self.board, reader, self.worker_id, self.incarnation)
+        self.withheld = withheld(site)
+        self.transfer = endpoint_of(
+            site,
+            engine.info,
             self.imports,
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
+            lend=engine.lend,
+            give_back=lambda block_ids: engine.release(block_ids, Holder.LEASE),
         )
         self.layout = self.transfer.layout
         self.fetcher = self.transfer.fetcher
@@ -156,7 +156,7 @@ class WorkerHost:
         if self._constraints is not None:
             self._constraints.load()
         self.transfer.register(self.server)
-        servicer = WorkerServicer(self.sessions, self.model_text)
+        servicer = WorkerServicer(self.sessions, self._model.model if self._model is not None else None)
         self.server.add(WORKER_SERVICE, worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
         self.engine.start(self.hub.on_step)
         await self._set_health()
@@ -370,7 +370,7 @@ class WorkerHost:
             max_num_seqs=self._model.max_num_seqs if self._model is not None else MOST_PARKING,
             capacity=self._model.capacity if self._model is not None else 1.0,
             num_tier_blocks=self.tiers.num_slots if self.tiers is not None else 0,
-            withheld=self.transfer.withheld,
+            withheld=self.withheld,
         )
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:

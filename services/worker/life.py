@@ -14,6 +14,7 @@ from typing import Any
 from services.core.errors import WorkerFailed
 from services.core.garbage import collect_rarely
 from services.core.lifecycle import Lifecycle
+from services.kvtransfer.endpoint import TRANSFER_SERVICE
 from services.rpc.certificates import Certificates
 from services.rpc.serving import GrpcServer
 from services.worker.activity import activity_log
@@ -21,7 +22,6 @@ from services.worker.config import PeerConfig
 from services.worker.host import WorkerHost
 from services.worker.metrics import WorkerMetrics
 from services.worker.session import WORKER_SERVICE
-from services.worker.transfer import TRANSFER_SERVICE
 
 
 async def listen(config: PeerConfig, port: int, token: str | None, certificates: Certificates | None) -> GrpcServer:

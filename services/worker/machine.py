@@ -60,6 +60,10 @@ class Machine:
         Work that never returns does not keep the process from ending."""
         return DaemonThreads(1, name)
 
+    def threads(self, name: str) -> Executor:
+        """Returns an executor with a thread for each piece of work that is under way; otherwise as `thread`."""
+        return DaemonThreads(None, name)
+
     def compiler(self, model: str, info: EngineInfo) -> ConstraintCompiler:
         """Returns what compiles constraints over the vocabulary of the model in the folder `model`."""
         from services.worker.grammar_process import GrammarCompiler  # llguidance: only where something is computed

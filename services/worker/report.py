@@ -84,8 +84,6 @@ def snapshot(
         ms_per_further_prefill_token=stats.ms_per_further_prefill_token,
         ms_per_decode_step=stats.ms_per_decode_step,
         ms_per_decode_sequence=stats.ms_per_decode_sequence,
-        num_prefill_steps=stats.num_prefill_steps,
-        num_decode_steps=stats.num_decode_steps,
         tokens_per_prefill_step=stats.tokens_per_prefill_step,
         prefill_step=_step_average(stats.prefill_step),
         decode_step=_step_average(stats.decode_step),

@@ -1,33 +1,26 @@
-"""Holds both ends of a worker's transfers: what serves its own leases, and what fetches those of other workers.
+"""Makes a worker's KV endpoint: its transports, as the configuration and the machine allow them, over its pool.
 
-Owns: which transports there are, the pool's layout, the transfer service and the fetcher, and their order of closing.
-Never: how a transport works (`services.kvtransfer.transports`), a rule about leases or imports (`services.kv`), or
-whose blocks they are (WorkerHost).
+Owns: which transports there are, and the pool's layout. Never: how a transport works
+(`services.kvtransfer.transports`), or what an endpoint does with it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from baton.v1 import kvtransfer_pb2_grpc, types_pb2
 from services.core.addresses import is_loopback, parse
 from services.core.errors import ConfigError
 from services.core.hashing import BlockHash
-from services.engine.worker_engine import WorkerEngine
+from services.engine.config import EngineInfo
 from services.kv.imports import ImportTable
 from services.kv.layout import Layout
-from services.kv.pool import Holder
-from services.kv.regions import check_regions
+from services.kv.regions import BlockMemory, check_regions
 from services.kvtransfer.board import LeaseBoard
-from services.kvtransfer.borrowing import Borrower
-from services.kvtransfer.client import BlockFetcher
-from services.kvtransfer.lending import Lender
-from services.kvtransfer.peers import Peers
-from services.kvtransfer.servicer import KVTransferServicer
+from services.kvtransfer.endpoint import KVEndpoint
 from services.kvtransfer.transports import DestinationEnd, SourceEnd, TransportUnavailable
 from services.kvtransfer.transports.grpc import GrpcDestination, GrpcSource
 from services.kvtransfer.transports.nixl import NixlDestination, NixlSource
@@ -35,16 +28,11 @@ from services.kvtransfer.transports.nixl_agent import has_rdma_device, is_instal
 from services.kvtransfer.transports.shm_source import ShmSource
 from services.kvtransfer.transports.staging import Staging, num_slots_for
 from services.kvtransfer.transports.tcp_source import TcpSource
-from services.kvtransfer.wire import whole_shard
-from services.rpc.serving import GrpcServer
-from services.rpc.status import from_call
 from services.worker.config import PeerConfig
 from services.worker.machine import Machine
 from services.worker.plain_kv import UNENCRYPTED, demand_encryption, must_encrypt
 
 log = logging.getLogger(__name__)
-
-TRANSFER_SERVICE = "baton.v1.KVTransferService"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +40,7 @@ class Site:
     """Has what the ends of a worker's transports may need of it."""
 
     config: PeerConfig
-    engine: WorkerEngine
+    memory: BlockMemory
     machine: Machine
     board: LeaseBoard
     reader: Executor
@@ -62,7 +50,7 @@ class Site:
 
 
 def _shm_source(site: Site) -> ShmSource:
-    cache, config, machine = site.engine.cache, site.config, site.machine
+    cache, config, machine = site.memory, site.config, site.machine
     area = None
     if cache.fd is None:
         num_slots = num_slots_for(cache, config.staging_mb << 20)
@@ -81,7 +69,7 @@ def _tcp_source(site: Site) -> TcpSource:
     config = site.config
     advertised_host = parse(config.advertise)[0] if config.advertise else ""
     return site.machine.serve_blocks(
-        site.engine.cache,
+        site.memory,
         site.reader,
         site.incarnation,
         host=config.host,
@@ -91,11 +79,11 @@ def _tcp_source(site: Site) -> TcpSource:
 
 
 def _nixl_source(site: Site) -> NixlSource:
-    return site.machine.register_blocks(site.engine.cache, site.reader, site.incarnation, ucx=_ucx(site))
+    return site.machine.register_blocks(site.memory, site.reader, site.incarnation, ucx=_ucx(site))
 
 
 def _nixl_destination(site: Site) -> NixlDestination:
-    return site.machine.read_registered(site.engine.cache, ucx=_ucx(site))
+    return site.machine.read_registered(site.memory, ucx=_ucx(site))
 
 
 def _ucx(site: Site) -> dict[str, str]:
@@ -105,16 +93,16 @@ def _ucx(site: Site) -> dict[str, str]:
 def _nixl_helps(site: Site) -> bool:
     """Returns whether NIXL can have a better way than the other transports, and is not only installed."""
     reaches_further = has_rdma_device() and not is_loopback(site.config.host)
-    return is_installed() and (reaches_further or site.engine.cache.region(0).device != "cpu")
+    return is_installed() and (reaches_further or site.memory.region(0).device != "cpu")
 
 
 TRANSPORTS: dict[str, tuple[Callable[[Site], SourceEnd], Callable[[Site], DestinationEnd]]] = {
-    "shm": (_shm_source, lambda site: site.machine.mappings(site.engine.cache.block_bytes)),
+    "shm": (_shm_source, lambda site: site.machine.mappings(site.memory.block_bytes)),
     "nixl": (_nixl_source, _nixl_destination),
     "tcp": (_tcp_source, lambda site: site.machine.read_blocks()),
     "grpc": (
-        lambda site: GrpcSource(site.engine.cache, site.reader),
-        lambda site: GrpcDestination(site.engine.cache.block_bytes),
+        lambda site: GrpcSource(site.memory, site.reader),
+        lambda site: GrpcDestination(site.memory.block_bytes),
     ),
 }
 """The makers of the source's end and the destination's, by the transports' names in `--transport`, the best first."""
@@ -122,100 +110,44 @@ _OFFERED_ALWAYS = "grpc"
 """This transport needs nothing but the connection, so a worker offers it even if it pulls by another."""
 
 
-class Transfer:
-    def __init__(
-        self,
-        config: PeerConfig,
-        engine: WorkerEngine,
-        machine: Machine,
-        board: LeaseBoard,
-        imports: ImportTable,
-        *,
-        worker_id: str,
-        incarnation: int,
-    ) -> None:
-        demand_encryption(config, has_tls=machine.certificates is not None)
-        self.layout = _layout(engine)
-        check_regions(engine.cache, self.layout.block_bytes)
-        self._reader = machine.thread("kv-read")
-        site = Site(config, engine, machine, board, self._reader, worker_id, incarnation)
-        self.sources = list(_offered(site))
-        pulls_by = _pulled(site)
-        self.withheld = f"nixl: {UNENCRYPTED}" if _nixl_is_withheld(site) else ""
-        """What would help to move KV and is not taken, and why; in words for people."""
-        if self.withheld:
-            log.warning("KV is not moved by %s", self.withheld)
-        self._pulls_by = ", else ".join(pulls_by) if len(pulls_by) > 1 else f"{pulls_by[0]} only"
-        self.lender = Lender(
-            board.table,
-            machine.awake,
-            lend=engine.lend,
-            give_back=lambda block_ids: engine.release(block_ids, Holder.LEASE),
-            block_size=self.layout.block_size,
-            num_blocks=engine.info.num_blocks,
-        )
-        self._servicer = KVTransferServicer(
-            board,
-            self.layout,
-            incarnation,
-            machine.awake,
-            transports=self.sources,
-            lender=self.lender,
-            awake=machine.awake,
-        )
-        self._peers = Peers(machine.dial, from_call, awake=machine.awake)
-        self.borrower = Borrower(self._peers, self.layout)
-        self.fetcher = BlockFetcher(
-            engine.cache,
-            self.layout,
-            imports,
-            machine.clock,
-            transports=[TRANSPORTS[name][1](site) for name in pulls_by],
-            peers=self._peers,
-            copy_threads=machine.thread("kv-copy"),
-        )
+def endpoint_of(
+    site: Site,
+    info: EngineInfo,
+    imports: ImportTable,
+    *,
+    lend: Callable[[Sequence[BlockHash]], list[int]],
+    give_back: Callable[[Sequence[int]], None],
+) -> KVEndpoint:
+    """Returns the endpoint of the worker's pool, which `info` describes. `lend` and `give_back` are those of `Lender`.
 
-    @property
-    def offers(self) -> list[types_pb2.KVOffer]:
-        """Returns the offers of this worker's transports."""
-        shards = types_pb2.KVOffer(shards=[whole_shard(self.layout)])
-        offers = []
-        for end in self.sources:  # an end may return the same object again and again
-            offer = types_pb2.KVOffer()
-            offer.CopyFrom(end.offer())
-            offer.MergeFrom(shards)
-            offers.append(offer)
-        return offers
+    Raises ConfigError if the transport that was asked for cannot be had.
+    """
+    config, machine, layout = site.config, site.machine, _layout(info)
+    demand_encryption(config, has_tls=machine.certificates is not None)
+    check_regions(site.memory, layout.block_bytes)
+    if reason := withheld(site):
+        log.warning("KV is not moved by %s", reason)
+    return KVEndpoint(
+        site.memory,
+        layout,
+        site.board,
+        imports,
+        incarnation=site.incarnation,
+        clock=machine.clock,
+        awake=machine.awake,
+        sources=list(_offered(site)),
+        destinations=[TRANSPORTS[name][1](site) for name in _pulled(site)],
+        dial=machine.dial,
+        lend=lend,
+        give_back=give_back,
+        reader=site.reader,
+        copy_threads=machine.threads("kv-copy"),
+    )
 
-    @property
-    def summary(self) -> str:
-        """Returns how this worker pulls and offers KV, in words for the log."""
-        return f"pulls by {self._pulls_by}, offers {' and '.join(end.description for end in self.sources)}"
 
-    def register(self, server: GrpcServer) -> None:
-        server.add(TRANSFER_SERVICE, kvtransfer_pb2_grpc.add_KVTransferServiceServicer_to_server, self._servicer)
-
-    def keep_for_others(self, keep: Callable[[types_pb2.KVSource, list[BlockHash]], int]) -> None:
-        """Has blocks that other workers offer kept here: `keep(source, hashes)` returns how many are wanted."""
-        self._servicer.keep = keep
-
-    def recall_before_lending(self, recall: Callable[[list[BlockHash]], Awaitable[None]]) -> None:
-        """Has `recall(hashes)` awaited before blocks are lent, which brings those to the pool that are below it."""
-        self._servicer.recall = recall
-
-    def leave(self) -> None:
-        """Notes that this worker leaves: fetches of leases that are aborted from now on get Draining as the reason."""
-        self._servicer.leave()
-
-    async def close(self) -> None:
-        """Closes both ends. Call it after the server has stopped; afterwards nothing reads or writes the pool."""
-        self.lender.close()
-        await self.borrower.close()
-        await self.fetcher.close()
-        await self._peers.close()
-        self._reader.shutdown()
-        for end in self.sources:
-            end.close()
+def withheld(site: Site) -> str:
+    """Returns what would help to move KV and is not taken, and why, in words for people; "" if there is nothing."""
+    return f"nixl: {UNENCRYPTED}" if _nixl_is_withheld(site) else ""
 
 
 def _pulled(site: Site) -> list[str]:
@@ -244,8 +176,7 @@ def _offered(site: Site) -> Iterator[SourceEnd]:
             log.warning("%s is not offered to other workers: it %s", name, error)
 
 
-def _layout(engine: WorkerEngine) -> Layout:
-    info = engine.info
+def _layout(info: EngineInfo) -> Layout:
     return Layout(
         model_id=info.model_id,
         weights_digest=info.weights_digest,

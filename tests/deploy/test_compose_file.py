@@ -16,13 +16,13 @@ import pytest
 from services.cli import health
 from services.cli.main import COMMANDS
 from services.core.errors import ConfigError
+from services.kvtransfer.endpoint import TRANSFER_SERVICE
 from services.router.front.grpc import servicer
 from services.router.front.operator import control, registry
 from services.router.policy import PRESETS
 from services.router.policy_file import read_selection
 from services.vllm.environment import VLLM_VERSION
 from services.worker.session import WORKER_SERVICE
-from services.worker.transfer import TRANSFER_SERVICE
 from tests.support import compose
 
 OURS = {name: service for name, service in compose.services().items() if service["image"].startswith("baton:")}

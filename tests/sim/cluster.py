@@ -237,7 +237,7 @@ class Cluster:
     def drain(self, router_name: str, worker_name: str, deadline_s: float) -> None:
         """Calls `ControlService.Drain`."""
         router = self.routers[router_name]
-        if not router.node.alive or worker_name not in {w.info.worker_id for w in router.coordinator.workers()}:
+        if not router.node.alive or worker_name not in {w.info.worker_id for w in router.coordinator.workers.all()}:
             return
         self.world.note("drain", router_name, worker_name)
 

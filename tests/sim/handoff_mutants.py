@@ -120,7 +120,7 @@ def pairs_workers_with_other_blocks() -> Bug:
 def pairs_workers_of_other_engines() -> Bug:
     """It is found only by clusters of two engines whose digests are equal."""
     layout_of = transfer._layout
-    return replaced(transfer, "_layout", lambda engine: dataclasses.replace(layout_of(engine), engine=TORCH))
+    return replaced(transfer, "_layout", lambda info: dataclasses.replace(layout_of(info), engine=TORCH))
 
 
 # Staging slots.

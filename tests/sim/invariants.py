@@ -143,7 +143,7 @@ def _not_told_of_verdicts(cluster: Cluster) -> list[str]:
     """Returns who has not heard of all verdicts that anybody knows of."""
     if cluster.network.cut_for_ever or not cluster.present_routers:
         return []  # some hear of none
-    heard = {router.node.name: router.coordinator.verdicts for router in cluster.present_routers}
+    heard = {router.node.name: router.coordinator.verdicts.num_of for router in cluster.present_routers}
     heard |= {worker.plan.name: worker.host.verdicts.num_of for worker in cluster.present}
     known = Verdicts()
     for num_of in heard.values():
@@ -155,6 +155,8 @@ def _joined(cluster: Cluster, router: SimRouter) -> bool:
     """Returns whether every worker in reach was found again, with no manual step, and none out of reach is taken for
     ready."""
     ready = {
-        worker.info.worker_id: worker.info.incarnation for worker in router.coordinator.workers() if worker.has_session
+        worker.info.worker_id: worker.info.incarnation
+        for worker in router.coordinator.workers.all()
+        if worker.has_session
     }
     return ready == {worker.plan.name: worker.host.incarnation for worker in cluster.within_reach(router)}

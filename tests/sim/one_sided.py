@@ -67,7 +67,7 @@ class SimNixlDestination(NixlDestination):
         part_s: Callable[[], float],
     ) -> None:
         self.silence_s = 5.0
-        self.threads = thread  # type: ignore[assignment]
+        self.threads = thread
         self._memory = memory
         self._token = ""
         self._clock = clock

@@ -128,7 +128,7 @@ class SimRouter:
             timelines=self.timelines,
             times=TokenTimes(),
         )
-        spec = request.spec(self.node.now(), self.coordinator.block_sizes_to_hash(), self.coordinator.epoch)
+        spec = request.spec(self.node.now(), self.coordinator.block_sizes_to_hash(), self.coordinator.verdicts.epoch)
         self.conductor.submit(spec, _any(request), trace, _any(NullMetrics()))
 
     def cancel(self, request: SimRequest) -> None:

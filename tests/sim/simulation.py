@@ -130,7 +130,7 @@ class _Run:
         within_s = PROBE_WITHIN_S
         if cluster.network.cut_for_ever or copies_may_stall(cluster):
             within_s += recovery_s(cluster)  # others have to be found first
-        if not all(worker.health.usable for router in served for worker in router.coordinator.workers()):
+        if not all(worker.health.usable for router in served for worker in router.coordinator.workers.all()):
             within_s += scenario.MAX_PAUSE_S  # what has failed so often is tried no sooner
         self._world.run(lambda: all(request.over for request in probes), self._world.now_s + within_s)
         for request in probes:

@@ -89,7 +89,7 @@ class SimTcpDestination(TcpDestination):
         self._idle = {}
         self._closed = False
         self._timeout_s = 2.0
-        self.threads = thread  # type: ignore[assignment]
+        self.threads = thread
 
     async def _dial(self, source: types_pb2.KVSource, address: str) -> Connection:
         answering = self._sockets.sources.get(address)

@@ -155,6 +155,8 @@ class SimMachine(Machine):
             return StrandThread(self._node)
         return Thread(self._node, lambda: self._copy_s * (0.1 + 4 * self._node.world.random.random() ** 4))
 
+    threads = thread
+
     def compiler(self, model: str, info: EngineInfo) -> ConstraintCompiler:
         return SimCompiler()
 

@@ -95,7 +95,9 @@ class WrongWorkers:
     def _look(self, wrong: SimWorker) -> None:
         if self._over or not self._cluster.present_routers:
             return
-        found = [wrong.host.incarnation in router.coordinator.verdicts for router in self._cluster.present_routers]
+        found = [
+            wrong.host.incarnation in router.coordinator.verdicts.num_of for router in self._cluster.present_routers
+        ]
         if not found or not all(found):  # at moments there is no router
             self._world.after(_LOOKS_EVERY_S, lambda: self._look(wrong))
             return

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
+from services.kvtransfer.endpoint import TRANSFER_SERVICE
 from services.rpc.serving import GrpcServer
 from services.worker.host import WorkerHost
-from services.worker.transfer import TRANSFER_SERVICE
 from tests.support.trusted import CLUSTER_TOKEN
 
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -121,7 +121,7 @@ class Cluster:
     @property
     def num_ready(self) -> int:
         """Returns the number of ready workers, of all models together."""
-        workers = (worker for each in self.coordinators for worker in each.workers())
+        workers = (worker for each in self.coordinators for worker in each.workers.all())
         return sum(worker.state is WorkerState.READY for worker in workers)
 
     @property

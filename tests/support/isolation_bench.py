@@ -252,7 +252,7 @@ class Bench:
     def assert_idle(self) -> None:
         """Asserts that no request is left anywhere. The workers leave for it."""
         self.coordinator.check_idle()
-        assert not any(worker.legs for worker in self.coordinator.workers())
+        assert not any(worker.legs for worker in self.coordinator.workers.all())
         self.leave()
         assert not self.conductor.in_use, "the conductor keeps a request"
 

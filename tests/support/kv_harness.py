@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import takewhile
 from typing import Any
 
@@ -244,6 +244,7 @@ class Destination:
         *,
         silence_s: float = HANG_S,
         dial: Callable[[str], grpc.aio.Channel] = dial,
+        copy_threads: Executor | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.memory = MemfdMemory(64, layout.block_bytes)
@@ -261,6 +262,7 @@ class Destination:
             self.clock,
             transports=[self.mappings, self.nixl, GrpcDestination(layout.block_bytes), self.sockets],
             peers=self.peers,
+            copy_threads=copy_threads,
         )
         self._free = list(range(64))
 

@@ -204,7 +204,7 @@ class Bench:
 
     def assert_idle(self) -> None:
         self.coordinator.check_idle()
-        for worker in self.coordinator.workers():
+        for worker in self.coordinator.workers.all():
             assert not worker.legs
             assert not worker.predictions
 
@@ -359,11 +359,11 @@ class Deep(Bench):
         self.pass_generation()
 
     def health(self, worker_id: str) -> Health:
-        return self.coordinator.worker(worker_id).health.state
+        return self.coordinator.workers.get(worker_id).health.state
 
     def pair(self, source_id: str = "p", target_id: str = "d") -> Health:
-        source = self.coordinator.worker(source_id).info
-        pair = self.coordinator.worker(target_id).sources.get(source)
+        source = self.coordinator.workers.get(source_id).info
+        pair = self.coordinator.workers.get(target_id).sources.get(source)
         assert pair is not None
         return pair.health.state
 

@@ -200,8 +200,6 @@ class ScriptedEngine:
                 ms_per_prefill_token=0.1,
                 ms_per_decode_step=1.0,
                 ms_per_decode_sequence=0.1,
-                num_prefill_steps=self.tally.num_steps,
-                num_decode_steps=self.tally.num_steps,
                 ms_per_further_prefill_token=0.1,
                 tokens_per_prefill_step=16.0,
                 prefill_step=self.tally.prefill_step,

@@ -14,12 +14,11 @@ from typing import Any
 import grpc
 
 from baton.v1 import control_pb2, control_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from services.core.clock import MonotonicClock
 from services.core.errors import BatonError, UnsupportedModel
 from services.core.ids import new_incarnation
 from services.rpc.serving import GrpcServer
 from services.rpc.status import to_status
-from services.worker.model_text import ModelTextHost
+from services.worker.model_text import give_model_text
 from services.worker.session import WORKER_SERVICE
 from tests.support.patience import HANG_S
 from tests.support.text_model import byte_tokenizer
@@ -173,7 +172,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self.text_gate.wait()
         if self.text is None:
             raise UnsupportedModel("it has no text")
-        await ModelTextHost(self.text, MonotonicClock()).serve(context.write)
+        await give_model_text(self.text, context.write)
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.SessionResponse]:
         requests, response = aiter(request_iterator), worker_pb2.SessionResponse
@@ -222,7 +221,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             blocks_free=self.num_blocks,
             num_running=self.num_running,
             ms_per_decode_step=self.ms_per_decode_step,
-            num_decode_steps=10 * number,
             decode_step=types_pb2.StepAverage(
                 ms=self.ms_per_decode_step, tokens=1, attended_tokens=100, num_steps=10 * number
             ),
@@ -313,7 +311,7 @@ class _Session:
         if not tokens.HasField("finish"):
             await released.wait()
             reason = worker_pb2.LEASE_END_REASON_RELEASED
-            ended = worker_pb2.LeaseEnded(leg=leg, lease_id=lease_id, reason=reason)
+            ended = worker_pb2.LeaseEnded(leg=leg, reason=reason)
             self._emit(lease_ended=ended)
 
     async def _decode(self, command: worker_pb2.DecodeCommand) -> None:

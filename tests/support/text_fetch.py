@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from services.core.clock import MonotonicClock
 from services.router.text.model_text_fetch import fetch_model_text
 from services.rpc.serving import GrpcServer
-from services.worker.model_text import ModelTextHost
+from services.worker.model_text import give_model_text
 from services.worker.session import WORKER_SERVICE
 from tests.support.trusted import CLUSTER_TOKEN, dial
-from tests.support.workers import until
 
 
 class OnlyText(worker_pb2_grpc.WorkerServiceServicer):
     """Implements a worker's end of the RPC, with nothing else of a worker."""
 
-    def __init__(self, folder: Path, within_s: float = 60.0) -> None:
-        self.host = ModelTextHost(folder, MonotonicClock(), within_s=within_s)
+    def __init__(self, folder: Path) -> None:
+        self.give = partial(give_model_text, folder)
 
     async def GetModelText(self, request: worker_pb2.GetModelTextRequest, context: Any) -> None:
-        await self.host.serve(context.write)
+        await self.give(context.write)
 
 
 @contextlib.asynccontextmanager
@@ -34,14 +33,15 @@ async def serving(servicer: OnlyText) -> AsyncIterator[str]:
     await server.start()
     try:
         yield server.address
-        await until(lambda: not len(servicer.host), "every place is free again")
     finally:
         await server.stop()
 
 
 async def fetch(address: str, folder: Path, within_s: float = 30.0) -> None:
     async with dial(address) as channel:
-        await fetch_model_text(channel, folder, within_s=within_s)
+        fetched = await fetch_model_text(channel, within_s=within_s)
+    for name, data in fetched.items():
+        (folder / name).write_bytes(data)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -215,7 +215,7 @@ class KVShard(_message.Message):
     def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining", "consecutive_step_failures", "ms_per_decode_sequence", "num_prefill_steps", "num_decode_steps", "tokens_per_prefill_step", "prefill_step", "decode_step", "ms_per_further_prefill_token")
+    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining", "consecutive_step_failures", "ms_per_decode_sequence", "tokens_per_prefill_step", "prefill_step", "decode_step", "ms_per_further_prefill_token")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_IMPORTING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -236,8 +236,6 @@ class LoadSnapshot(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CONSECUTIVE_STEP_FAILURES_FIELD_NUMBER: _ClassVar[int]
     MS_PER_DECODE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    NUM_PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_PREFILL_STEP_FIELD_NUMBER: _ClassVar[int]
     PREFILL_STEP_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -262,13 +260,11 @@ class LoadSnapshot(_message.Message):
     draining: bool
     consecutive_step_failures: int
     ms_per_decode_sequence: float
-    num_prefill_steps: int
-    num_decode_steps: int
     tokens_per_prefill_step: float
     prefill_step: StepAverage
     decode_step: StepAverage
     ms_per_further_prefill_token: float
-    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ..., consecutive_step_failures: _Optional[int] = ..., ms_per_decode_sequence: _Optional[float] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., tokens_per_prefill_step: _Optional[float] = ..., prefill_step: _Optional[_Union[StepAverage, _Mapping]] = ..., decode_step: _Optional[_Union[StepAverage, _Mapping]] = ..., ms_per_further_prefill_token: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ..., consecutive_step_failures: _Optional[int] = ..., ms_per_decode_sequence: _Optional[float] = ..., tokens_per_prefill_step: _Optional[float] = ..., prefill_step: _Optional[_Union[StepAverage, _Mapping]] = ..., decode_step: _Optional[_Union[StepAverage, _Mapping]] = ..., ms_per_further_prefill_token: _Optional[float] = ...) -> None: ...
 
 class StepAverage(_message.Message):
     __slots__ = ("ms", "tokens", "attended_tokens", "num_steps")

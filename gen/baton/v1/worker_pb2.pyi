@@ -310,14 +310,12 @@ class PrefillStarted(_message.Message):
     def __init__(self, leg: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., source: _Optional[_Union[_types_pb2.KVSource, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class LeaseEnded(_message.Message):
-    __slots__ = ("leg", "lease_id", "reason")
+    __slots__ = ("leg", "reason")
     LEG_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     leg: int
-    lease_id: bytes
     reason: LeaseEndReason
-    def __init__(self, leg: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., reason: _Optional[_Union[LeaseEndReason, str]] = ...) -> None: ...
+    def __init__(self, leg: _Optional[int] = ..., reason: _Optional[_Union[LeaseEndReason, str]] = ...) -> None: ...
 
 class DecodeAdmitted(_message.Message):
     __slots__ = ("leg", "cached_tokens")

@@ -124,7 +124,7 @@ class Copier(Protocol):
 
     @property
     def threads(self) -> Executor | None:
-        """Returns the threads on which to copy, if a copy waits for its source; None for the fetcher's one thread."""
+        """Returns the threads on which to copy, if a copy waits for its source; None for the fetcher's."""
         ...
 
     def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:

@@ -21,12 +21,13 @@ import mmap
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.clock import Clock, MonotonicClock
+from services.core.daemon_threads import DaemonThreads
 from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation, TransferFailed
 from services.core.timeouts import timeout_after
 from services.kv.lease import FetchTicket
@@ -51,7 +52,6 @@ _HELLO_S = 3.0
 _STOPPED_S = 1.0
 """How long a read whose fetch was given up may go on before its agent is ended for it, if nobody else needs that."""
 _IDLE_S = 300.0
-_MOST_THREADS = 64
 
 
 def whole(memory: BlockMemory) -> Region:
@@ -201,7 +201,7 @@ class NixlDestination:
     ) -> None:
         """`memory` is the pool that blocks are read into. `clock` keeps awake time. `silence_s` is for each read."""
         self.silence_s = silence_s
-        self.threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="kv-nixl")
+        self.threads: Executor = DaemonThreads(None, "kv-nixl")
         self._memory = memory
         self._token = token
         self._ucx = ucx

@@ -17,11 +17,12 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.addresses import parse
 from services.core.clock import Clock, MonotonicClock
+from services.core.daemon_threads import DaemonThreads
 from services.core.errors import ProtocolViolation, StaleIncarnation, TransferFailed
 from services.core.timeouts import timeout_after
 from services.kv.regions import BlockMemory
@@ -57,7 +58,6 @@ NUM_CONNECTIONS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 _NUM_ASKED = 2
 """How many copies there may be on a connection at once: while one comes, the source knows what comes next."""
 _IDLE_S = 60.0
-_MOST_THREADS = 64
 
 
 class TcpUnavailable(TransportUnavailable):
@@ -90,7 +90,7 @@ class TcpDestination:
         self._silence_s = silence_s
         self._num_connections = num_connections
         self._idle: dict[int, dict[Connection, asyncio.TimerHandle]] = {}
-        self.threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="kv-tcp")
+        self.threads: Executor = DaemonThreads(None, "kv-tcp")
         self._closed = False
 
     @property

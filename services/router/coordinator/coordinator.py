@@ -42,7 +42,14 @@ before the request reached this process."""
 class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self._book = Book(config)
-        self._config = config
+        self.config = config
+        self.workers = self._book.workers
+        """What is known of workers. Callers only read it."""
+        self.verdicts = self._book.verdicts
+        """What was found of workers, here or by others, and the epoch in which the blocks of new requests are named.
+        Callers only read it."""
+        self.awake = self._book.awake
+        """The time by which workers are judged. Each tick is preceded by a call of `delayed`."""
         self._canaries = Canaries(self._book)
         self._places = QueuePlaces(self._book)
         self._stopping: BatonError | None = None
@@ -102,32 +109,17 @@ class Coordinator:
                     with self._book.isolated("event", request, now):
                         handoff.stop_answer(self._book, request, place, now)
 
-    @property
-    def queue_timeout_s(self) -> float:
-        """Returns how long a request may wait for room, in seconds."""
-        return self._config.queue_timeout_s
-
-    @property
-    def follows_caches(self) -> bool:
-        """Returns whether policy looks at what workers have in their prefix caches."""
-        return self._config.policy.hash_prompts
-
     def block_sizes_to_hash(self) -> frozenset[int]:
         """Returns the sizes of blocks for which prompts' hashes are of use: to terms of policy, or, where none looks at
         them, to workers that could bring prefixes from one another."""
-        rules = self._config.policy
+        rules = self.config.policy
         if not rules.hash_prompts:
             return frozenset()
         return self._book.workers.block_sizes(shared=not rules.looks_at_prompts)
 
-    @property
-    def epoch(self) -> str:
-        """Returns the epoch in which the blocks of new requests are named."""
-        return self._book.verdicts.epoch
-
     def stop_admission(self, why: BatonError | None = None) -> None:
         """Refuses all requests from now on with the error `why`; by default it says that the router is stopping."""
-        self._stopping = why or Draining("the router is stopping", retry_after_s=self._config.retry_after_s)
+        self._stopping = why or Draining("the router is stopping", retry_after_s=self.config.retry_after_s)
 
     def _raise_if_stopping(self) -> None:
         if self._stopping is not None:
@@ -184,9 +176,6 @@ class Coordinator:
         self._lose(known, now, "its name is another's", crashed=not known.draining)
         workers.drop(known)
         return True
-
-    def worker_ids(self) -> set[str]:
-        return {worker.info.worker_id for worker in self._book.workers.all()}
 
     def session_opened(self, worker_id: str, incarnation: int, now: float) -> None:
         if worker_id not in self._book.workers:
@@ -253,11 +242,6 @@ class Coordinator:
         if worker is not None and worker.cache is not None:
             worker.cache.tell(whole=whole, stored=stored, removed=removed)
 
-    @property
-    def verdicts(self) -> Mapping[int, int]:
-        """Returns the number of verdicts on each incarnation of a worker, all that were reached here or heard of."""
-        return self._book.verdicts.num_of
-
     def verdicts_heard(self, num_of: Mapping[int, int], now: float) -> None:
         """Takes over what others have found of workers: what one router finds wrong is wrong for all."""
         with self._book.isolated("event", None, now):
@@ -323,11 +307,6 @@ class Coordinator:
         with book.isolated("placement", None, now):
             place_all(book, now)
 
-    def delayed(self, seconds: float) -> None:
-        """Notes for how long the router has waited for a processor since the last tick, so that it judges workers as
-        much later."""
-        self._book.awake.delayed(seconds)
-
     def tick(self, now: float) -> None:
         """Does the timed work: ends what has waited too long, looks at health, runs canaries, forgets workers that are
         gone, and marks placement as due.
@@ -339,7 +318,7 @@ class Coordinator:
         book = self._book
         book.awake.at(now)
         parts: tuple[Callable[[], None], ...] = (
-            lambda: book.workers.forget(now - self._config.forget_worker_s),
+            lambda: book.workers.forget(now - self.config.forget_worker_s),
             lambda: book.forget_idle(now),
             lambda: book.workers.tick(now),
             lambda: self._canaries.run(now),
@@ -373,14 +352,6 @@ class Coordinator:
                 lease_ids.append(request.prefill.lease.lease_id)
         return lease_ids
 
-    def workers(self) -> list[Worker]:
-        """Returns all known workers. The caller must not change them."""
-        return self._book.workers.all()
-
-    def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Returns the ready workers, grouped by the `kv` part of their fingerprints (`WorkerTable.kv_groups`)."""
-        return self._book.workers.kv_groups()
-
     def split_break_even(self, now: float) -> policy.BreakEven | None:
         """Returns from how many uncached tokens on a prompt would be split now; None if that is not chosen by costs, or
         they are not known."""
@@ -400,10 +371,6 @@ class Coordinator:
         names = [first.worker_id, *(view.worker_id for view in everyone.views() if view.model == model)]
         found = [even for name in names if (even := self._book.prefixes.break_even(self._book.workers.get(name)))]
         return min(found, key=lambda even: not even.num_seen, default=None)
-
-    def worker(self, worker_id: str) -> Worker:
-        """Returns a worker, which the caller must not change. Raises UnknownWorker."""
-        return self._book.workers.get(worker_id)
 
     def phases(self) -> Counter[Phase]:
         """Returns the number of live requests by phase."""
@@ -462,7 +429,7 @@ class Coordinator:
 
         Without such a worker it is the model's own bound.
         """
-        longest, own = self._book.workers.longest_proven, self._config.model_context_tokens
+        longest, own = self._book.workers.longest_proven, self.config.model_context_tokens
         return own if longest is None else min(longest, own)
 
     def check(self) -> None:
@@ -485,7 +452,7 @@ class Coordinator:
 
     def _take_snapshot(self, worker: Worker, load: Load, now: float) -> None:
         self._book.workers.set_load(worker, load, now)
-        if load.current_step_ms >= self._config.step_timeout_s * 1000:
+        if load.current_step_ms >= self.config.step_timeout_s * 1000:
             self._stuck(worker, load.current_step_ms / 1000, now)
         if load.draining:
             self._book.workers.drain(worker, now)
@@ -514,7 +481,7 @@ class Coordinator:
             handoff.worker_gone(self._book, worker, dict(worker.legs), now, crashed=True, stuck=True)
 
     def _look_at_groups(self) -> None:
-        before, self._groups = self._groups, self.kv_groups()
+        before, self._groups = self._groups, self._book.workers.kv_groups()
         if self._groups != before and max(len(self._groups), len(before)) > 1:
             self._book.actions.append(GroupsChanged(self._groups))
 

@@ -122,7 +122,6 @@ class LeaseEnd(enum.Enum):
 @record
 class LeaseEnded:
     leg: int
-    lease_id: bytes
     reason: LeaseEnd
 
 

@@ -349,11 +349,6 @@ class Request:
             self.spec = replace(self.spec, epoch=epoch, block_hashes={})
             self._first_job = None
 
-    @property
-    def legs(self) -> list[PlacedLeg]:
-        """Returns the current legs."""
-        return [leg for leg in (self.prefill, self.park, self.decode) if leg is not None]
-
     def leg(self, number: int) -> PlacedLeg | None:
         """Returns the leg of that number, if it is current or was the last one released."""
         for leg in (self.decode, self.prefill, self.park, self.released):

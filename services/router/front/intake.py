@@ -224,7 +224,7 @@ class Intake:
         if call.in_one_message:
             check_fits_one_message(incoming.request, model.context_tokens, len(token_ids))
         cache_salt = tenant.salt(incoming.request.cache_salt)
-        epoch = model.conductor.coordinator.epoch
+        epoch = model.conductor.coordinator.verdicts.epoch
         hashes = await _hashed(model, incoming.request, token_ids, salt_in(epoch, cache_salt))
         form = output_form(incoming.request, model.facts.forms, is_thinking=model.text.is_thinking(token_ids))
         constrain_calls(incoming.request, form, model.facts.forms, model.text.special_ids)
@@ -350,7 +350,7 @@ class Intake:
             now,
         )
         late: BatonError = Overloaded("the prompt was not tokenised in time", retry_after_s=RETRY_AFTER_S)
-        limit_s = coordinator.queue_timeout_s
+        limit_s = coordinator.config.queue_timeout_s
         if deadline_s is not None and deadline_s - now < limit_s:
             limit_s, late = deadline_s - now, DeadlineExceeded("the deadline passed before the prompt was tokenised")
         try:

@@ -92,13 +92,10 @@ class Load:
     num_waiting: int = 0
     queued_prefill_tokens: int = 0
     num_importing: int = 0
-    num_leases: int = 0
     ms_per_prefill_token: float = 0.0
     ms_per_further_prefill_token: float = 0.0
     ms_per_decode_step: float = 0.0
     ms_per_decode_sequence: float = 0.0
-    num_prefill_steps: int = 0
-    num_decode_steps: int = 0
     tokens_per_prefill_step: float = 0.0
     prefill_step: StepAverage = StepAverage()
     decode_step: StepAverage = StepAverage()

@@ -94,7 +94,7 @@ class RouterMetrics:
     def observe(self, model_id: str, coordinator: Coordinator) -> None:
         """Copies the state of a model's cluster for the next scrape. Called several times a second, on the event
         loop."""
-        workers = coordinator.workers()
+        workers = coordinator.workers.all()
         self._clusters.put(
             model_id,
             _Cluster(

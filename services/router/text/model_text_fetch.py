@@ -1,6 +1,6 @@
 """Fetches the text side of a model that this router does not have from a worker that serves it.
 
-Owns: the router's end of GetModelText, and that only files of known names are written, in a bounded size. Never: what
+Owns: the router's end of GetModelText, and that only files of known names are taken, in a bounded size. Never: what
 the files mean (`tokenisation`), or whether to ask another worker.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import pathlib
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -25,32 +26,37 @@ _MOST_REASON_CHARS = 400
 
 
 async def model_text_of(channel: grpc.aio.Channel, *, within_s: float) -> ModelText:
-    """Returns the text side of the worker's model: the files go where they vanish once they are read.
+    """Returns the text side of the worker's model.
 
-    Raises what `fetch_model_text` does, and InvalidRequest if the files make no sense.
+    Raises what `fetch_model_text` does, OSError if the files cannot be written, and InvalidRequest if they make no
+    sense.
     """
+    return await asyncio.to_thread(_load, await fetch_model_text(channel, within_s=within_s))
+
+
+def _load(files: Mapping[str, bytes]) -> ModelText:
+    """Writes the files where they vanish once they are read."""
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
-        await fetch_model_text(channel, pathlib.Path(folder), within_s=within_s)
+        for name, data in files.items():
+            (pathlib.Path(folder) / name).write_bytes(data)
         try:
-            return await asyncio.to_thread(load_model_text, folder)
+            return load_model_text(folder)
         except Exception as error:  # a model's files may be wrong in any way
             reason = printable(str(error)[: 4 * _MOST_REASON_CHARS]).replace(f"{folder}/", "")[:_MOST_REASON_CHARS]
             raise InvalidRequest("worker.layout.model_id", f"its text cannot be used: {reason}") from None
 
 
-async def fetch_model_text(channel: grpc.aio.Channel, folder: pathlib.Path, *, within_s: float) -> None:
-    """Writes the files of the worker's model into `folder`, which exists and is empty.
+async def fetch_model_text(channel: grpc.aio.Channel, *, within_s: float) -> dict[str, bytes]:
+    """Returns the files of the worker's model by their names; those that the model does not have are not among them.
 
-    The channel carries the cluster token. Files that the model does not have are not there afterwards. Raises
-    ProtocolViolation if the worker sends what no worker may, DeadlineExceeded after `within_s` seconds, Cancelled if
-    the channel is closed meanwhile, OSError if the folder cannot be written, and for a failed call the error of its
-    status (`services/rpc/status.py`). Whatever it raises, nothing is written any more, and what was written so far is
-    the caller's to remove.
+    The channel carries the cluster token. Raises ProtocolViolation if the worker sends what no worker may,
+    DeadlineExceeded after `within_s` seconds, Cancelled if the channel is closed meanwhile, and for a failed call the
+    error of its status (`services/rpc/status.py`).
     """
     call: Any = worker_pb2_grpc.WorkerServiceStub(channel).GetModelText(worker_pb2.GetModelTextRequest())
     try:
         async with asyncio.timeout(within_s):
-            await _receive(call, folder)
+            return await _receive(call)
     except TimeoutError:
         raise DeadlineExceeded(f"the worker did not give its model's text within {within_s:g} s") from None
     except grpc.aio.AioRpcError as error:
@@ -65,7 +71,8 @@ async def fetch_model_text(channel: grpc.aio.Channel, folder: pathlib.Path, *, w
         call.cancel()
 
 
-async def _receive(call: Any, folder: pathlib.Path) -> None:
+async def _receive(call: Any) -> dict[str, bytes]:
+    parts: dict[str, list[bytes]] = {}
     num_bytes = 0
     async for part in call:
         if part is None:  # grpc.aio's word for bytes that are no such message
@@ -75,19 +82,5 @@ async def _receive(call: Any, folder: pathlib.Path) -> None:
         num_bytes += len(part.data)
         if num_bytes > MOST_TEXT_BYTES:
             raise ProtocolViolation(f"the model's text has more than {MOST_TEXT_BYTES} bytes")
-        await _write(folder / part.name, part.data)
-
-
-async def _write(path: pathlib.Path, data: bytes) -> None:
-    """Appends to the file off the event loop. If it is cancelled it waits for the write, so that none comes later."""
-    writing = asyncio.ensure_future(asyncio.to_thread(_append, path, data))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        await asyncio.wait([writing])
-        raise
-
-
-def _append(path: pathlib.Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
+        parts.setdefault(part.name, []).append(part.data)
+    return {name: b"".join(data) for name, data in parts.items()}

@@ -40,7 +40,7 @@ class Drains:
 
         Raises UnknownWorker, NoWorker if the worker has no session now, WorkerFailed if it was lost or does not leave.
         """
-        worker = self._coordinator.worker(worker_id)
+        worker = self._coordinator.workers.get(worker_id)
         if link is None or not worker.has_session:
             raise NoWorker(f"worker {worker_id!r} has no session: {worker.reason}", retry_after_s=1.0)
         gone = self._gone.setdefault(worker.info.incarnation, asyncio.get_running_loop().create_future())
@@ -78,7 +78,7 @@ class Drains:
     def link_opened(self, link: WorkerLink) -> None:
         """Asks a draining worker to leave again, if it is back from a broken session that may have lost the request."""
         process = (link.info.worker_id, link.info.incarnation)
-        known = self._coordinator.workers()
+        known = self._coordinator.workers.all()
         if any((each.info.worker_id, each.info.incarnation) == process and each.draining for each in known):
             link.send_leave(_REPEATED_LEAVE_S)
 

@@ -233,7 +233,7 @@ def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
             return _parked(event.parked)
         case "lease_ended":
             ended = event.lease_ended
-            return LeaseEnded(ended.leg, ended.lease_id, _LEASE_ENDS.get(ended.reason, LeaseEnd.ABORTED))
+            return LeaseEnded(ended.leg, _LEASE_ENDS.get(ended.reason, LeaseEnd.ABORTED))
         case "admitted":
             return DecodeAdmitted(event.admitted.leg, max(0, event.admitted.cached_tokens))
         case "refused":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from services.kvtransfer.servicer import KVTransferServicer
 from services.kvtransfer.transports import grpc as grpc_transport
 from tests.support.kv_harness import LAYOUT, NIXL, TOKEN, Destination, Source, running, until
 from tests.support.kv_memory import Gate
+from tests.support.patience import HANG_S
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", NIXL, "grpc"])
 WIRE = {name: types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") for name in ("shm", "tcp", "nixl", "grpc")}
@@ -62,6 +64,26 @@ async def test_blocks_are_copied_while_the_prompt_is_computed(transport: str) ->
         assert outcome.first_copy_s is not None
         assert outcome.sealed_s - outcome.first_copy_s == pytest.approx(2)
         assert outcome.ended_s == outcome.sealed_s
+
+
+@TRANSPORTS
+async def test_copies_of_a_fetch_do_not_wait_for_those_of_another(transport: str) -> None:
+    source, destination = Source(), Destination()
+    destination.memory.gate = gate = Gate()
+    async with running(source, destination):
+        held_up = destination.start(destination.order(source, source.lease(40, sealed=True), transport=transport))
+        await gate.entered()
+        destination.memory.gate = None
+        try:
+            lease = source.lease(40, sealed=True)
+            order = destination.order(source, lease, transport=transport)
+            async with asyncio.timeout(HANG_S):
+                assert (await destination.fetcher.fetch(order)).ready
+            assert destination.holds(order.targets) == source.expected(lease)
+            assert not held_up.done()
+        finally:
+            gate.open()
+        assert (await held_up).ready
 
 
 @TRANSPORTS

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.core.daemon_threads import DaemonThreads
 from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
 from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
@@ -149,7 +150,7 @@ class TestCancellation:
             await self.finish(source, destination, transport)
 
     async def test_a_copy_that_no_thread_took_yet_never_writes(self) -> None:
-        source, destination = Source(), Destination()
+        source, destination = Source(), Destination(copy_threads=DaemonThreads(1, "kv-copy"))
         destination.memory.gate = gate = Gate()
         async with running(source, destination):
             first, second = (destination.order(source, source.lease(40, sealed=True)) for _ in range(2))

@@ -247,7 +247,7 @@ async def test_a_load_of_nonsense_shuts_nobody_out(cluster: Cluster) -> None:
     decode.say(worker_pb2.SessionResponse(load=nonsense))
     for _ in range(3):
         assert (await cluster.inference.Generate(request(), timeout=HANG_S)).output.text == TEXT
-    for each in cluster.router.coordinator.workers():
+    for each in cluster.router.coordinator.workers.all():
         assert each.load is not None
         assert each.load.prefill_step == each.load.decode_step == StepAverage()
         figures = [getattr(each.load, name) for name in each.load.__dataclass_fields__]

@@ -44,7 +44,7 @@ async def all_checked(cluster: Cluster) -> None:
     """Waits until every worker and every pair has passed or failed, and the router is ready."""
 
     def checked() -> bool:
-        workers = cluster.router.coordinator.workers()
+        workers = cluster.router.coordinator.workers.all()
         records = [worker.health for worker in workers]
         records += [pair.health for worker in workers for pair in worker.sources.all()]
         return cluster.router.coordinator.ready and all(record.state is not Health.NEW for record in records)

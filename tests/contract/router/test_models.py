@@ -108,7 +108,9 @@ async def test_each_model_has_a_policy_of_its_own(model: str, text: Path) -> Non
     await cluster.add("mixed", worker_id="first")
     await cluster.add("mixed", worker_id="second", model_id=OTHER, text=text)
     assert [await generate(cluster), await generate(cluster, model=OTHER)] == [TEXT, TEXT]
-    hashing = {each.model_id: each.conductor.coordinator.follows_caches for each in cluster.router.catalogue.all()}
+    hashing = {
+        each.model_id: each.conductor.coordinator.config.policy.hash_prompts for each in cluster.router.catalogue.all()
+    }
     assert hashing == {MODEL_ID: False, OTHER: True}
     await cluster.idle()
     await cluster.stop()
@@ -258,7 +260,7 @@ async def test_of_two_models_workers_of_one_name_only_one_joins(several: Cluster
     served = several.router.catalogue.own.conductor
     await several.until(lambda: _is(not served.links))
     await several.join(other)
-    assert served.coordinator.worker_ids() == set(), "its name is the other's now"
+    assert not served.coordinator.workers.all(), "its name is the other's now"
     assert (await several.control.GetStatus(control_pb2.GetStatusRequest())).models[1].num_workers == 1
 
 
@@ -381,7 +383,7 @@ async def test_a_worker_that_may_not_join_takes_no_name_away(model: str, text: P
     cluster.scripted.append(third)
     await third.start()
     assert code_of(await refused(third.register(cluster.control_channel))) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert own.coordinator.worker_ids() == {"same"}
+    assert [worker.info.worker_id for worker in own.coordinator.workers.all()] == ["same"]
     await cluster.stop()
 
 

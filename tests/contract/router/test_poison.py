@@ -74,6 +74,6 @@ async def test_queued_poison_breaks_no_worker_that_joins(cluster: Cluster) -> No
     for reader in readers:
         assert (await reader)[1] == TEXT
     assert [worker.num_sessions for worker in workers] == [1, 1]
-    assert all(worker.state.value == "ready" for worker in cluster.router.coordinator.workers())
-    assert not any(worker.health.num_failures for worker in cluster.router.coordinator.workers())
+    assert all(worker.state.value == "ready" for worker in cluster.router.coordinator.workers.all())
+    assert not any(worker.health.num_failures for worker in cluster.router.coordinator.workers.all())
     await cluster.idle()

@@ -54,7 +54,7 @@ async def test_a_second_process_of_one_name_is_refused_while_the_first_lives(clu
 
 
 async def _lost(cluster: Cluster, worker_id: str) -> bool:
-    return not cluster.router.coordinator.worker(worker_id).has_session
+    return not cluster.router.coordinator.workers.get(worker_id).has_session
 
 
 async def test_one_that_was_never_reached_does_not_keep_its_name(cluster: Cluster) -> None:
@@ -132,7 +132,7 @@ async def test_more_than_the_bound_are_refused_and_those_there_stay(model: str) 
     for number in range(50):  # none of them is ever reached
         description.worker_id, description.incarnation = f"claim-{number}", number + 1
         await stub.Register(control_pb2.RegisterRequest(worker=description))
-        assert len(cluster.router.coordinator.workers()) <= 3
+        assert len(cluster.router.coordinator.workers.all()) <= 3
     third = await cluster.add("decode", worker_id="third")
     fourth = third.description()
     fourth.worker_id = "fourth"

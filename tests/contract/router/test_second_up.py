@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from services.cli.main import EXIT_USAGE, main
-from tests.support.router_harness import Cluster
+from tests.support.cluster import Cluster
 from tests.support.trusted import CLUSTER_TOKEN
 
 

@@ -65,27 +65,27 @@ async def test_a_worker_with_tls_does_without_it_unless_it_is_allowed(
     monkeypatch.setattr(transfer, "_nixl_helps", lambda site: True)
     machine = Machine(CLUSTER_TOKEN, certificates=certificates(written(tmp_path / "certificates"), "worker"))
 
-    def transfers(**flags: Any) -> transfer.Transfer:
+    def worker(**flags: Any) -> WorkerHost:
         config = worker_config(model, transport=transport, worker_id="careful", **flags)
         engine = torch_engine(engine_config(config, DECODE))
         stack.callback(engine.cache.close)
         tracer = Tracer(TracerProvider(shutdown_on_exit=False))
         host = WorkerHost(config, DECODE, engine, GrpcServer(), tracer, machine)
         stack.push_async_callback(host.transfer.close)
-        return host.transfer
+        return host
 
     async with contextlib.AsyncExitStack() as stack:
         if transport == "nixl":
             with pytest.raises(ConfigError, match=r"--transport: nixl: it does not encrypt.*--allow-plain-kv"):
-                transfers()
+                worker()
         else:
-            without = transfers()
-            assert "nixl" not in without.summary
+            without = worker()
+            assert "nixl" not in without.transfer.summary
             assert without.withheld.startswith("nixl: it does not encrypt")
             assert without.withheld in caplog.text
         if nixl_agent.is_installed():
-            allowed = transfers(allow_plain_kv=True)
-            assert "nixl" in allowed.summary
+            allowed = worker(allow_plain_kv=True)
+            assert "nixl" in allowed.transfer.summary
             assert not allowed.withheld
 
 

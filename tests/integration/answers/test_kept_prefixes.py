@@ -44,7 +44,7 @@ async def told(cluster: Cluster, worker_id: str) -> None:
 
     def num_blocks() -> int:
         coordinator = cluster.coordinators[0]
-        return sum(len(each.cache or ()) for each in coordinator.workers() if each.info.worker_id == worker_id)
+        return sum(len(each.cache or ()) for each in coordinator.workers.all() if each.info.worker_id == worker_id)
 
     await until(lambda: num_blocks() >= CACHED // 16, f"{worker_id} has told", HANG_S)
 

@@ -52,7 +52,9 @@ async def told(cluster: Cluster, num_workers: int) -> None:
 
     def number() -> int:
         (coordinator,) = cluster.coordinators
-        return sum(worker.cache is not None and len(worker.cache) >= CACHED // 16 for worker in coordinator.workers())
+        return sum(
+            worker.cache is not None and len(worker.cache) >= CACHED // 16 for worker in coordinator.workers.all()
+        )
 
     await until(lambda: number() >= num_workers, f"{num_workers} workers have told")
 
@@ -94,7 +96,8 @@ async def test_the_second_turn_brings_what_the_decode_worker_has(model: Path, re
         first = await cluster.greedy(SHARED, 64)
         await cluster.idle()
         second = SHARED + list(first.token_ids) + [5, 6, 7]
-        await until(lambda: len(cluster.coordinators[0].workers()[1].cache or ()) >= 22, "the decode worker has told")
+        workers = cluster.coordinators[0].workers
+        await until(lambda: len(workers.all()[1].cache or ()) >= 22, "the decode worker has told")
         answer = await cluster.greedy(second, MAX_TOKENS)
         reference.check(second, answer.token_ids, reference.generate(second, MAX_TOKENS))
         assert brought(cluster.workers)[0] >= 48
@@ -116,7 +119,7 @@ async def test_what_is_brought_is_explained_and_learnt(model: Path) -> None:
         assert not choice.prefix.HasField("why_computed")
         assert choice.prefix.brought_tokens == CACHED
         assert choice.prefix.brought_ms > 0
-        (target,) = [each for each in cluster.coordinators[0].workers() if each.bring_times]
+        (target,) = [each for each in cluster.coordinators[0].workers.all() if each.bring_times]
         assert target.info.worker_id == choice.candidates[0].worker_id
         assert target.bring_times[choice.prefix.source].num_seen == 1
         status = (await cluster.status()).models[0]

@@ -41,12 +41,12 @@ def damage(host: WorkerHost) -> RemovableHandle:
 
 
 def health(cluster: Cluster, worker_id: str) -> Health:
-    return cluster.router.coordinator.worker(worker_id).health.state
+    return cluster.router.coordinator.workers.get(worker_id).health.state
 
 
 async def all_up(cluster: Cluster) -> None:
     workers = cluster.router.coordinator.workers
-    await until(lambda: all(worker.health.state is Health.UP for worker in workers()), "all are checked", SECONDS)
+    await until(lambda: all(worker.health.state is Health.UP for worker in workers.all()), "all are checked", SECONDS)
 
 
 @pytest.mark.parametrize("place", [1, 2], ids=["the first", "the second"])
@@ -58,7 +58,7 @@ async def test_a_worker_with_damaged_weights_is_taken_out(model: Path, place: in
         bad, good = f"w{place}", f"w{3 - place}"
         damage(cluster.workers[place])
         await until(lambda: health(cluster, bad) is Health.DOWN, "it is found out", SECONDS)
-        assert "wrong answer" in cluster.router.coordinator.worker(bad).health.reason
+        assert "wrong answer" in cluster.router.coordinator.workers.get(bad).health.reason
         for number in range(6):
             answer = await cluster.greedy([*PROMPT, 5 + number], 8)
             reference.check([*PROMPT, 5 + number], answer.token_ids)
@@ -97,8 +97,8 @@ async def test_nothing_that_a_wrong_worker_has_computed_is_found_again(model: Pa
                 used.add(answer.completion.workers.prefill)
         assert used == {"w0", "w1"}
         # The only one that was wrong, and once.
-        assert cluster.router.coordinator.verdicts == {cluster.workers[0].incarnation: 1}
-        assert cluster.workers[2].verdicts.num_of == cluster.router.coordinator.verdicts
+        assert cluster.router.coordinator.verdicts.num_of == {cluster.workers[0].incarnation: 1}
+        assert cluster.workers[2].verdicts.num_of == cluster.router.coordinator.verdicts.num_of
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -126,6 +126,6 @@ async def test_a_healthy_worker_is_never_taken_out(model: Path, dtype: str) -> N
                 await until(lambda: canaries._num_sent >= before + 150, "many canaries beside load", 2 * SECONDS)
             finally:
                 over.set()
-        for worker in cluster.router.coordinator.workers():
+        for worker in cluster.router.coordinator.workers.all():
             assert (worker.health.state, worker.health.num_failures) == (Health.UP, 0)
             assert all(pair.health.num_failures == 0 for pair in worker.sources.all())

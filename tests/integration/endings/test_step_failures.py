@@ -21,12 +21,12 @@ from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import StepFailed, WorkerFailed
 from services.core.lifecycle import Lifecycle
 from services.kv.pool import Holder
+from services.kvtransfer.endpoint import TRANSFER_SERVICE
 from services.prefill.leg import PrefillPhase
 from services.rpc.status import from_status, status_of_call
 from services.worker.host import MAX_STEP_FAILURES, WorkerHost
 from services.worker.main import serve
 from services.worker.session import WORKER_SERVICE
-from services.worker.transfer import TRANSFER_SERVICE
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
 from tests.support.fake_runner import engine_of

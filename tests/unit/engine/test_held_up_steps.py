@@ -70,10 +70,10 @@ def test_a_step_that_was_held_up_teaches_nothing(driver: EngineDriver, runner: S
     runner.times_slower = [20.0]
     run(driver, 1, 100)
     after = driver.engine.stats()
-    assert after.num_prefill_steps == before.num_prefill_steps
+    assert after.prefill_step.num_steps == before.prefill_step.num_steps
     assert after.ms_per_prefill_token == pytest.approx(before.ms_per_prefill_token)
     run(driver, 2, 100)
-    assert driver.engine.stats().num_prefill_steps > before.num_prefill_steps
+    assert driver.engine.stats().prefill_step.num_steps > before.prefill_step.num_steps
 
 
 def test_a_step_that_was_held_up_makes_no_outlier_of_the_worker(driver: EngineDriver, runner: SlowRunner) -> None:

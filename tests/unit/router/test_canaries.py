@@ -102,7 +102,7 @@ def test_workers_of_other_layouts_are_no_pair(bench: Deep) -> None:
     bench.add("e", Role.DECODE, fingerprint=Fingerprint("M"))
     bench.wait(1.0)
     assert not bench.take_legs(Role.PREFILL)
-    assert [pair.source.worker_id for pair in bench.coordinator.worker("e").sources.all()] == []
+    assert [pair.source.worker_id for pair in bench.coordinator.workers.get("e").sources.all()] == []
 
 
 def test_one_canary_at_a_time(bench: Deep) -> None:
@@ -135,7 +135,7 @@ def test_what_a_generation_says(answer: Callable[[int], Any] | None, expected: i
     if answer is not None:
         bench.say("d", answer(leg))
     bench.wait(10.0)
-    assert bench.coordinator.worker("d").health.num_failures == expected
+    assert bench.coordinator.workers.get("d").health.num_failures == expected
 
 
 def test_a_worker_that_others_fill_is_not_blamed() -> None:
@@ -158,7 +158,7 @@ def test_a_check_that_runs_beside_others_is_no_sooner_done_than_their_steps(num_
     bench.load("d", num_running=num_running)
     bench.wait(10.0)
     assert bench.health("d") is expected
-    assert bench.coordinator.worker("d").health.num_failures == (expected is not Health.UP)
+    assert bench.coordinator.workers.get("d").health.num_failures == (expected is not Health.UP)
 
 
 def test_three_failed_checks_take_a_worker_down_and_two_good_ones_bring_it_back() -> None:
@@ -168,7 +168,7 @@ def test_three_failed_checks_take_a_worker_down_and_two_good_ones_bring_it_back(
         bench.say("d", LegFailed(bench.canary(Role.DECODE).leg, StepFailed("no")))
         bench.wait(1.0)
     assert bench.health("d") is Health.PROBING
-    assert "STEP_FAILED" in bench.coordinator.worker("d").health.reason
+    assert "STEP_FAILED" in bench.coordinator.workers.get("d").health.reason
     bench.pass_generation()
     assert not bench.coordinator.ready
     bench.wait(1.0)
@@ -292,7 +292,7 @@ def test_what_is_not_the_pairs_fault(bench: Deep, error: BatonError) -> None:
     bench.add("e", Role.DECODE)
     bench.fail_transfer(error)
     assert bench.pair("p", "e") is Health.NEW
-    assert bench.coordinator.worker("p").state is (
+    assert bench.coordinator.workers.get("p").state is (
         WorkerState.DRAINING if isinstance(error, Draining) else WorkerState.READY
     )
 
@@ -308,10 +308,10 @@ def test_a_transfer_that_hangs(bench: Deep, who_notices: str) -> None:
     else:
         bench.say("e", LegFailed(decode.leg, DeadlineExceeded("the deadline passed on the decode worker")))
     assert [cancel.leg for cancel in bench.take_all(CancelLeg)] == [prefill.leg, decode.leg]
-    pair = bench.coordinator.worker("e").sources.get(bench.infos["p"])
+    pair = bench.coordinator.workers.get("e").sources.get(bench.infos["p"])
     assert pair is not None
     assert (pair.health.num_failures, pair.health.reason) == (1, "no transfer within 10 s")
-    assert bench.coordinator.worker("e").health.num_failures == 0
+    assert bench.coordinator.workers.get("e").health.num_failures == 0
 
 
 def test_a_worker_that_opens_a_second_lease_for_a_canary_has_failed() -> None:
@@ -323,7 +323,7 @@ def test_a_worker_that_opens_a_second_lease_for_a_canary_has_failed() -> None:
     bench.say("p", *[started(prefill)] * 1000)
     assert len(bench.take_legs(Role.DECODE)) == 1
     assert not bench.coordinator._canaries._legs
-    assert bench.coordinator.worker("p").health.reason == "canary: PROTOCOL_VIOLATION: a second lease"
+    assert bench.coordinator.workers.get("p").health.reason == "canary: PROTOCOL_VIOLATION: a second lease"
 
 
 @pytest.mark.parametrize("phase", [Role.PREFILL, Role.DECODE])
@@ -335,4 +335,6 @@ def test_an_answer_beyond_what_was_asked_is_not_kept(phase: Role) -> None:
         bench.say("w", started(command))
     bench.say("w", tokens(command, *range(1, 8001)))
     assert not bench.coordinator._canaries._legs
-    assert bench.coordinator.worker("w").health.reason == "canary: PROTOCOL_VIOLATION: tokens beyond those asked for"
+    assert (
+        bench.coordinator.workers.get("w").health.reason == "canary: PROTOCOL_VIOLATION: tokens beyond those asked for"
+    )

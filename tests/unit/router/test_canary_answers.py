@@ -94,7 +94,7 @@ def test_a_transfer_that_brings_other_tokens_counts_against_the_pair(bench: Deep
     _, decode = bench.begin_transfer()
     bench.say("e", DecodeAdmitted(decode.leg), ImportReady(decode.leg))
     bench.say("e", tokens(decode, 7, 9, finish=FinishReason.LENGTH))
-    pair = bench.coordinator.worker("e").sources.get(bench.infos["p"])
+    pair = bench.coordinator.workers.get("e").sources.get(bench.infos["p"])
     assert pair is not None
     assert (pair.health.num_failures, pair.health.state) == (1, Health.NEW)
     assert "wrong answer" in pair.health.reason
@@ -106,11 +106,11 @@ def test_a_damaged_worker_takes_no_request(wrong: tuple[int, ...]) -> None:
     bench = Asked()
     bench.answer["d"] = wrong
     bench.watch(40)
-    assert not bench.coordinator.worker("d").takes_requests
-    assert "wrong answer: token 9 instead of" in bench.coordinator.worker("d").health.reason
+    assert not bench.coordinator.workers.get("d").takes_requests
+    assert "wrong answer: token 9 instead of" in bench.coordinator.workers.get("d").health.reason
     assert {bench.health(worker_id) for worker_id in "ef"} == {Health.UP}
     bench.watch(300)
-    assert not bench.coordinator.worker("d").takes_requests, "each probe says so again"
+    assert not bench.coordinator.workers.get("d").takes_requests, "each probe says so again"
     bench.answer["d"] = (7, 8)
     bench.watch(30)
     assert bench.health("d") in (Health.RISING, Health.UP)

@@ -160,7 +160,7 @@ def test_a_draining_worker_finishes_what_it_has(bench: Bench) -> None:
     assert bench.take_leg(Role.DECODE).worker_id == "d2"
     bench.say("d1", tokens(decode, 101, at=1, finish=FinishReason.STOP))
     assert "r" in bench.finished
-    assert not bench.coordinator.worker("d1").legs
+    assert not bench.coordinator.workers.get("d1").legs
     with pytest.raises(UnknownWorker):
         bench.coordinator.drain("nobody", bench.now)
 
@@ -184,16 +184,16 @@ def test_a_drained_worker_that_loses_its_session_stays_drained(bench: Bench) -> 
     bench.coordinator.drain("d1", bench.now)
     bench.lose("d1")
     bench.join("d1", Role.DECODE)
-    assert bench.coordinator.worker("d1").state is WorkerState.DRAINING
+    assert bench.coordinator.workers.get("d1").state is WorkerState.DRAINING
     bench.lose("d1")
     bench.join("d1", Role.DECODE, incarnation=2)
-    assert bench.coordinator.worker("d1").state is WorkerState.READY
+    assert bench.coordinator.workers.get("d1").state is WorkerState.READY
 
 
 def test_lost_workers_are_forgotten_in_the_end(bench: Bench) -> None:
     bench.lose("p1")
     bench.wait(301.0)
-    assert "p1" not in [worker.info.worker_id for worker in bench.coordinator.workers()]
+    assert "p1" not in [worker.info.worker_id for worker in bench.coordinator.workers.all()]
 
 
 # A router that was stopped

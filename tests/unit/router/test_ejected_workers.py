@@ -140,7 +140,7 @@ def decode_for(bench: Bench, seconds: int, slow: str) -> None:
 
 def test_the_coordinator_ejects_and_takes_back() -> None:
     bench = slow_bench()
-    worker = bench.coordinator.worker("d0")
+    worker = bench.coordinator.workers.get("d0")
     assert worker.ejection is not None
     assert [each.ejection is None for each in bench.take_all(EjectionChanged)] == [False]
     bench.submit()
@@ -161,23 +161,23 @@ def test_a_new_process_of_the_worker_begins_anew() -> None:
     bench = slow_bench()
     bench.lose("d0")
     bench.join("d0", Role.DECODE, incarnation=2)
-    assert bench.coordinator.worker("d0").ejection is None
+    assert bench.coordinator.workers.get("d0").ejection is None
     decode_for(bench, 3, slow="d0")
-    assert bench.coordinator.worker("d0").ejection is None
+    assert bench.coordinator.workers.get("d0").ejection is None
     decode_for(bench, 5, slow="d0")
-    assert bench.coordinator.worker("d0").ejection is not None
+    assert bench.coordinator.workers.get("d0").ejection is not None
 
 
 def test_a_session_that_breaks_takes_no_ejection_back() -> None:
     bench = slow_bench()
     bench.lose("d0")
     bench.join("d0", Role.DECODE)
-    assert bench.coordinator.worker("d0").ejection is not None
+    assert bench.coordinator.workers.get("d0").ejection is not None
 
 
 def test_a_worker_that_is_forgotten_leaves_nothing() -> None:
     bench = slow_bench()
     bench.lose("d0")
     bench.wait(400.0)
-    assert "d0" not in bench.coordinator.worker_ids()
+    assert "d0" not in bench.coordinator.workers
     assert "d0" not in bench.coordinator._book.workers._outliers._records

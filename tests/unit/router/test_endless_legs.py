@@ -28,7 +28,7 @@ def released_unsealed(bench: Bench, leg: SendLeg) -> None:
     """The source says that its lease was released, before it has computed the prompt."""
     if leg.phase is Role.PREFILL:
         bench.say("p", started(leg))  # a turn of its own: the lease is offered
-        bench.say("p", LeaseEnded(leg.leg, b"", LeaseEnd.RELEASED))
+        bench.say("p", LeaseEnded(leg.leg, LeaseEnd.RELEASED))
     else:
         bench.say("d", DecodeAdmitted(leg.leg), ImportFailed(leg.leg, lease_alive=False, error=LeaseInvalid("gone")))
 
@@ -60,7 +60,7 @@ def test_a_prompt_is_not_computed_for_ever(lie: Callable[[Bench, SendLeg], None]
         if "r" in bench.failed:
             break
         for leg in bench.take_all(SendLeg):
-            if bench.coordinator._book.leg_at(bench.coordinator.worker(leg.worker_id), leg.leg):
+            if bench.coordinator._book.leg_at(bench.coordinator.workers.get(leg.worker_id), leg.leg):
                 lie(bench, leg)
         bench.wait(0.5)
         for worker_id in bench.infos:
@@ -102,7 +102,7 @@ def test_a_worker_that_only_repeats_itself_is_silent(again: Callable[[SendLeg], 
         bench.wait(5.0)
         bench.load("d", num_running=1, blocks_active=4)
         bench.say("d", again(decode))
-    assert not bench.coordinator._book.leg_at(bench.coordinator.worker("d"), decode.leg), "it goes on for ever"
+    assert not bench.coordinator._book.leg_at(bench.coordinator.workers.get("d"), decode.leg), "it goes on for ever"
 
 
 def test_what_a_released_leg_measured_is_kept_once() -> None:

@@ -189,7 +189,7 @@ def test_what_one_engine_does_not_serve_goes_to_the_other_and_is_nobodys_fault()
     refused_by(bench, "torch")
     prefill = bench.take_leg(Role.PREFILL)
     assert prefill.worker_id == "vllm-p"
-    assert all(worker.takes_requests for worker in bench.coordinator.workers())
+    assert all(worker.takes_requests for worker in bench.coordinator.workers.all())
     bench.finish(prefill, [201, 202])
     assert bench.finished["r"].summary.num_retries == 0
 

@@ -154,7 +154,7 @@ def test_what_a_handoff_waited_for_is_no_reason_of_the_prompt_that_is_computed_a
     assert waiting is not None
     assert waiting[1] is not None
     assert waiting[1].phase is PlacedPhase.DECODE
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.EXPIRED))
     again = choice_of(bench.take_leg(Role.PREFILL))
     assert (again.before, again.waited_s) == (None, 0.0)
 
@@ -165,7 +165,7 @@ def test_a_record_of_another_worker_is_noticed(bench: Bench) -> None:
     bench.submit()
     command = bench.take_leg(Role.PREFILL)
     check_choice(command, bench.coordinator)
-    wrong = bench.coordinator.worker("p0" if command.worker_id == "p" else "p").info
+    wrong = bench.coordinator.workers.get("p0" if command.worker_id == "p" else "p").info
     with pytest.raises(AssertionError):
         check_choice(replace(command, worker=wrong), bench.coordinator)
 

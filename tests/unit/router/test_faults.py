@@ -54,7 +54,7 @@ def test_events_of_a_given_up_prefill_leg_change_nothing_and_cancel_it(bench: Be
     bench.say("p1", started(old))
     bench.say("p1", tokens(old, 99))
     assert [cancel.leg for cancel in bench.take_all(CancelLeg)] == [old.leg, old.leg]
-    bench.say("p1", LeaseEnded(old.leg, b"", LeaseEnd.ABORTED), LegFailed(old.leg, StepFailed("x")))
+    bench.say("p1", LeaseEnded(old.leg, LeaseEnd.ABORTED), LegFailed(old.leg, StepFailed("x")))
     assert not bench.take_all(CancelLeg), "a leg that is over needs no cancel"
     bench.finish(new, [201, 202])
 
@@ -86,7 +86,7 @@ def test_messages_of_an_old_incarnation_are_void(bench: Bench) -> None:
     bench.coordinator.worker_lost("p1", 1, bench.now, crashed=True)
     bench.coordinator.session_opened("p1", 1, bench.now)
     assert not bench.coordinator.take_actions()
-    assert bench.coordinator.worker("p1").state is WorkerState.READY
+    assert bench.coordinator.workers.get("p1").state is WorkerState.READY
 
 
 # Protocol errors
@@ -125,7 +125,7 @@ def test_an_event_of_the_other_phase_ends_the_leg(bench: Bench) -> None:
     again = bench.take_leg(Role.PREFILL)
     bench.say("p2", started(again))
     decode = bench.take_leg(Role.DECODE)
-    bench.say("d1", LeaseEnded(decode.leg, b"", LeaseEnd.EXPIRED))
+    bench.say("d1", LeaseEnded(decode.leg, LeaseEnd.EXPIRED))
     assert bench.take(CancelLeg).leg == decode.leg
     assert bench.take_leg(Role.DECODE).handoff == decode.handoff, "its lease lives"
 
@@ -157,7 +157,7 @@ def test_a_draining_worker_is_left_alone_and_does_not_count(bench: Bench) -> Non
     for incarnation in range(2, 8):
         drained = prefill.worker_id
         bench.say(drained, LegFailed(prefill.leg, Draining("bye")))
-        assert bench.coordinator.worker(drained).state is WorkerState.DRAINING
+        assert bench.coordinator.workers.get(drained).state is WorkerState.DRAINING
         prefill = bench.take_leg(Role.PREFILL)
         assert prefill.worker_id != drained
         bench.lose(drained, crashed=False)
@@ -170,7 +170,7 @@ def test_a_lease_that_ends_unused_is_replayed(bench: Bench) -> None:
     bench.say("d1", DecodeRefused(decode.leg))
     second = bench.take_leg(Role.DECODE)
     bench.say("d2", DecodeRefused(second.leg))
-    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, LeaseEnd.EXPIRED))
     replay = bench.take_leg(Role.PREFILL)
     assert replay.output_base == 1
     bench.finish(replay, [100, 201, 202])
@@ -179,7 +179,7 @@ def test_a_lease_that_ends_unused_is_replayed(bench: Bench) -> None:
 def test_a_lease_that_ends_under_a_decode_leg_waits_for_its_report(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d1", DecodeAdmitted(decode.leg))
-    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     assert not bench.take_legs(Role.PREFILL)
     bench.say("d1", ImportReady(decode.leg), tokens(decode, 100, 101))
     bench.wait(60.0)
@@ -275,7 +275,7 @@ def test_a_lost_decode_worker_that_was_importing_leaves_the_lease_to_another(ben
     assert (again.worker_id, again.handoff) == ("d2", decode.handoff)
     assert bench.coordinator.held_leases("p1")
     # Unless the dead one had released it: then the source says so, and so does the new leg's fetch.
-    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("p1", tokens(prefill, 100), LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.say("d2", DecodeAdmitted(again.leg), ImportFailed(again.leg, False, GONE))
     bench.finish(bench.take_leg(Role.PREFILL), [100, 201, 202])
 
@@ -335,7 +335,7 @@ def test_a_lost_mixed_worker_counts_once_for_both_its_legs() -> None:
 def lies_of(leg: SendLeg, lie: str) -> list[LegEvent]:
     """Returns what a worker says that ends a leg as it cannot end."""
     failed = ImportFailed(leg.leg, lease_alive=False, error=TransferFailed("x"))
-    released = LeaseEnded(leg.leg, b"", LeaseEnd.RELEASED)
+    released = LeaseEnded(leg.leg, LeaseEnd.RELEASED)
     if leg.phase is Role.DECODE:
         return [failed] if leg.handoff is None else [DecodeAdmitted(leg.leg), ImportReady(leg.leg), failed]
     if lie == "it was never offered":
@@ -367,5 +367,5 @@ def test_a_prefill_samples_one_token(bench: Bench, said: tuple[int, ...]) -> Non
     """More than that would reach the client, and the decode worker would be blamed for repeating one of them."""
     prefill, _ = bench.handed_over()
     bench.say(prefill.worker_id, tokens(prefill, *said))
-    assert bench.coordinator.worker(prefill.worker_id).health.reason == "PROTOCOL_VIOLATION: token out of place"
+    assert bench.coordinator.workers.get(prefill.worker_id).health.reason == "PROTOCOL_VIOLATION: token out of place"
     assert bench.output["r"] == []

@@ -50,7 +50,7 @@ def test_a_request_from_arrival_to_finish(bench: Bench) -> None:
     bench.say("p", replace(tokens(prefill, 7), timings="prefill timings"))
     assert bench.output["r"] == [7], "token 0 does not wait for the transfer"
     bench.say("d", ImportReady(decode.leg), tokens(decode, 7))
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.say("d", tokens(decode, 8, 9, at=1, finish=FinishReason.LENGTH))
 
     assert bench.output["r"] == [7, 8, 9]
@@ -112,7 +112,7 @@ def test_token_0_that_ends_the_sequence_ends_the_bound_decode_leg(bench: Bench) 
 def test_the_decode_worker_may_be_first_with_token_0(bench: Bench) -> None:
     prefill, decode = bench.handed_over()
     bench.say("d", DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, 7, 8))
-    bench.say("p", tokens(prefill, 7), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("p", tokens(prefill, 7), LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     assert bench.output["r"] == [7, 8]
     assert not bench.take_all(CancelLeg), "the leg ended in order"
     bench.say("d", tokens(decode, 9, at=2, finish=FinishReason.STOP))

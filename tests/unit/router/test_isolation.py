@@ -122,7 +122,7 @@ async def test_a_canary_that_cannot_be_sent_says_nothing_of_its_worker(
             bench.clock.advance(0.1)
             bench.conductor.tick()
         assert bench.metrics.internal_errors["action"] > 5
-        for worker in bench.coordinator.workers():
+        for worker in bench.coordinator.workers.all():
             assert (worker.health.num_failures, worker.health.state) == (0, Health.NEW), worker.health.reason
     bench.metrics.internal_errors.clear()
     for _ in range(60):
@@ -227,7 +227,7 @@ async def test_an_event_that_cannot_be_read_ends_no_canary_of_another_worker(mon
         bench.say("d", [started(canary.leg)])
     assert bench.metrics.internal_errors == {"event": 1}
     bench.say("p", [started(canary.leg), tokens(canary.leg, 0, [7], finish=True)])
-    assert bench.coordinator.worker("p").health.state is Health.UP
+    assert bench.coordinator.workers.get("p").health.state is Health.UP
 
 
 def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(

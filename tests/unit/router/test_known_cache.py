@@ -83,7 +83,7 @@ def test_by_default_no_prompt_is_hashed_and_no_cache_followed() -> None:
     bench = Bench()
     bench.join("p", Role.PREFILL)
     assert bench.coordinator.block_sizes_to_hash() == frozenset()
-    assert not bench.coordinator.follows_caches
+    assert not bench.coordinator.config.policy.hash_prompts
     (view,) = bench.coordinator._book.workers.views()
     assert view.cache is None
     bench.coordinator.cache_changed("p", 1, whole=True, stored=(1,), removed=())
@@ -91,7 +91,7 @@ def test_by_default_no_prompt_is_hashed_and_no_cache_followed() -> None:
 
 def test_prompts_are_hashed_for_workers_that_could_bring_prefixes_from_one_another() -> None:
     bench = Bench(policy=sharing(PolicyConfig(), "auto"))  # no term of the policy looks at them
-    assert bench.coordinator.follows_caches
+    assert bench.coordinator.config.policy.hash_prompts
     bench.join("a", Role.MIXED)
     bench.join("other-size", Role.MIXED, block_size=32)
     assert bench.coordinator.block_sizes_to_hash() == frozenset()
@@ -105,7 +105,7 @@ def test_prompts_are_hashed_for_workers_that_could_bring_prefixes_from_one_anoth
 def test_who_shares_nothing_hashes_only_for_terms(looks: bool) -> None:
     policy = weighted(PolicyConfig(), ["prefill.prefix_cached=1"] if looks else [], "--policy-weight")
     bench = Bench(policy=sharing(policy, "never"))
-    assert bench.coordinator.follows_caches is looks
+    assert bench.coordinator.config.policy.hash_prompts is looks
     for worker_id in "ab":
         bench.join(worker_id, Role.MIXED)
     assert bool(bench.coordinator.block_sizes_to_hash()) is looks
@@ -275,7 +275,7 @@ def test_bringing_is_weighed_against_further_tokens_and_known_times_come_first()
     assert assumed is not None
     assert (assumed.target_id, assumed.num_seen) == ("a", 0)
     assert assumed.tokens == pytest.approx(assumed.fixed_ms * 1.25 / (0.25 - 1.25 * assumed.token_ms))
-    bench.coordinator.worker("b").bring_times["a"].observe(64, 5.0)
+    bench.coordinator.workers.get("b").bring_times["a"].observe(64, 5.0)
     measured = bench.coordinator.prefix_break_even()
     assert measured is not None
     assert (measured.source_id, measured.target_id, measured.num_seen) == ("a", "b", 1)

@@ -29,7 +29,7 @@ def test_the_source_judges_a_handoff_that_was_admitted(bench: Bench) -> None:
     bench.say("p", tokens(prefill, 100))
     assert bench.coordinator.held_leases("p") == []
     bench.beat("d", 10.0, **BUSY)
-    bench.say("p", LeaseEnded(prefill.leg, lease_id, LeaseEnd.EXPIRED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.EXPIRED))
     bench.wait(1.9)
     assert bench.phase() is Phase.DECODING, "perhaps it had everything, and its word is on the way"
     bench.wait(0.2)
@@ -47,16 +47,16 @@ def test_a_lease_that_ends_in_a_targets_hands_counts_against_the_way_between_the
         decode = bench.take_leg(Role.DECODE)
         bench.say("d", DecodeAdmitted(decode.leg))
         bench.say("p", tokens(prefill, 100))
-        bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+        bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.EXPIRED))
         if says == "nothing":
             bench.wait(2.1)
         else:
             bench.say("d", ImportFailed(decode.leg, False, LeaseInvalid("expired")))
         bench.wait(CoordinatorConfig.last_chance_pause_s)
     assert isinstance(bench.failed["r"], WorkerFailed)
-    (pair,) = bench.coordinator.worker("d").sources.all()
+    (pair,) = bench.coordinator.workers.get("d").sources.all()
     assert not pair.health.usable
-    assert bench.coordinator.worker("p").health.usable
+    assert bench.coordinator.workers.get("p").health.usable
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def test_whoever_is_asked_next_is_not_blamed_for_a_lease_that_another_let_end(th
     three.say(first.worker_id, ImportFailed(first.leg, True, TransferFailed("stalled")))
     second = three.take_leg(Role.DECODE)
     assert second.worker_id != first.worker_id
-    three.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
+    three.say("p", LeaseEnded(prefill.leg, LeaseEnd.EXPIRED))
     three.say(second.worker_id, ImportFailed(second.leg, False, LeaseInvalid("expired")))
-    (pair,) = three.coordinator.worker(second.worker_id).sources.all()
+    (pair,) = three.coordinator.workers.get(second.worker_id).sources.all()
     assert (pair.health.state, pair.health.num_failures) == (Health.UP, 0)
-    assert three.coordinator.worker("p").health.num_failures == 0
+    assert three.coordinator.workers.get("p").health.num_failures == 0
     (request,) = three.coordinator._book.requests.values()
     assert len(request.setbacks.crashes) == 1, "its own chances are used up all the same"
 
@@ -94,8 +94,8 @@ def test_whoever_is_asked_next_is_not_blamed_for_a_lease_that_another_let_end(th
 def test_a_source_is_not_blamed_for_a_lease_whose_import_failed(bench: Bench) -> None:
     prefill, decode = handed_over_to_d(bench)
     bench.say("d", ImportFailed(decode.leg, True, TransferFailed("stalled")))
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.EXPIRED))
-    assert bench.coordinator.worker("p").health.num_failures == 0
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.EXPIRED))
+    assert bench.coordinator.workers.get("p").health.num_failures == 0
     (request,) = bench.coordinator._book.requests.values()
     assert len(request.setbacks.crashes) == 1
 
@@ -107,11 +107,11 @@ def test_a_source_is_blamed_for_a_lease_that_was_held_or_not_sealed(bench: Bench
         bench.say("d", DecodeAdmitted(decode.leg))
     if sealed:
         bench.say("p", tokens(prefill, 100))
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.ABORTED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.ABORTED))
     bench.wait(2.1)
-    (pair,) = bench.coordinator.worker("d").sources.all()
+    (pair,) = bench.coordinator.workers.get("d").sources.all()
     assert pair.health.num_failures == 0
-    assert bench.coordinator.worker("p").health.num_failures == 1
+    assert bench.coordinator.workers.get("p").health.num_failures == 1
 
 
 def test_a_lease_of_a_source_that_leaves_counts_against_nobody(bench: Bench) -> None:
@@ -119,9 +119,9 @@ def test_a_lease_of_a_source_that_leaves_counts_against_nobody(bench: Bench) -> 
     bench.say("d", DecodeAdmitted(decode.leg))
     bench.say("p", tokens(prefill, 100))
     bench.coordinator.drain("p", bench.now)
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.ABORTED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.ABORTED))
     bench.wait(2.1)
-    (pair,) = bench.coordinator.worker("d").sources.all()
+    (pair,) = bench.coordinator.workers.get("d").sources.all()
     assert pair.health.state is Health.UP
     assert bench.take_leg(Role.DECODE).handoff is None, "the decode worker computes it whole"
 

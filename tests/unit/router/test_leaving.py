@@ -47,7 +47,7 @@ def test_a_prompt_that_crosses_the_news_is_only_refused(bench: Bench) -> None:
     bench.submit()
     prefill = bench.take_leg(Role.PREFILL)
     bench.say("p1", LegFailed(prefill.leg, Draining("bye")))
-    assert bench.coordinator.worker("p1").state is WorkerState.DRAINING
+    assert bench.coordinator.workers.get("p1").state is WorkerState.DRAINING
     assert finish(bench, bench.take_leg(Role.PREFILL)) == 0
 
 
@@ -116,14 +116,14 @@ def test_an_import_that_fails_because_its_source_leaves_counts_for_nothing(
         if known:
             bench.load(prefill.worker_id, draining=True)
         bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportFailed(decode.leg, False, error))
-        assert bench.coordinator.worker(prefill.worker_id).state is WorkerState.DRAINING
-        assert bench.coordinator.worker(decode.worker_id).state is WorkerState.READY
+        assert bench.coordinator.workers.get(prefill.worker_id).state is WorkerState.DRAINING
+        assert bench.coordinator.workers.get(decode.worker_id).state is WorkerState.READY
         bench.lose(prefill.worker_id, crashed=False)
         bench.join(prefill.worker_id, Role.PREFILL, incarnation=incarnation)
     assert not bench.failed
     assert all(
         pair.health.state in (Health.UP, Health.NEW)
-        for worker in bench.coordinator.workers()
+        for worker in bench.coordinator.workers.all()
         for pair in worker.sources.all()
     )
 
@@ -158,7 +158,7 @@ def test_the_loss_of_a_worker_that_leaves_counts_for_nothing(bench: Bench, asks_
         bench.lose(prefill.worker_id)
         bench.join(prefill.worker_id, Role.PREFILL, incarnation=incarnation)
     assert not bench.failed
-    assert all(worker.health.state is Health.UP for worker in bench.coordinator.workers())
+    assert all(worker.health.state is Health.UP for worker in bench.coordinator.workers.all())
 
 
 def test_an_aborted_lease_and_the_loss_of_its_source_are_one_failure() -> None:
@@ -203,8 +203,8 @@ def test_only_one_that_ended_its_session_in_order_has_left(bench: Bench) -> None
     bench.lose("d1", crashed=True)
     bench.coordinator.drain("p2", bench.now)
     bench.lose("p2", crashed=True)
-    states = {worker.info.worker_id: worker.state for worker in bench.coordinator.workers()}
+    states = {worker.info.worker_id: worker.state for worker in bench.coordinator.workers.all()}
     lost, left = WorkerState.LOST, WorkerState.LEFT
     assert states == {"p1": left, "d1": lost, "p2": lost, "d2": WorkerState.READY}
     bench.wait(301.0)
-    assert {worker.info.worker_id for worker in bench.coordinator.workers()} == {"d2"}
+    assert {worker.info.worker_id for worker in bench.coordinator.workers.all()} == {"d2"}

@@ -47,7 +47,7 @@ def serve(bench: Bench, prefill: SendLeg) -> None:
 def finish(bench: Bench, prefill: SendLeg, decode: SendLeg) -> None:
     worker_id = decode.worker_id
     bench.say(worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.say(worker_id, tokens(decode, 1, 2, finish=FinishReason.LENGTH))
 
 

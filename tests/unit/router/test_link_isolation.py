@@ -101,8 +101,8 @@ async def test_the_end_of_a_session_is_seen_through() -> None:
         assert "p" not in bench.conductor.links, name
         bench.clock.advance(0.1)
         bench.conductor.tick()
-        assert bench.coordinator.worker("p").state is WorkerState.LOST, name
-        assert bench.coordinator.worker("d").state is WorkerState.READY, name
+        assert bench.coordinator.workers.get("p").state is WorkerState.LOST, name
+        assert bench.coordinator.workers.get("d").state is WorkerState.READY, name
         bench.rejoin("p", Role.PREFILL)
         bench.coordinator.check()
         bench.run()
@@ -141,7 +141,7 @@ def _dial(address: str) -> Any:
 
 
 def _is_ready(bench: Bench, worker_id: str) -> bool:
-    return bench.coordinator.worker(worker_id).state is WorkerState.READY
+    return bench.coordinator.workers.get(worker_id).state is WorkerState.READY
 
 
 async def _begin(bench: Bench, worker_id: str) -> None:

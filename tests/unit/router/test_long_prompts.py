@@ -229,7 +229,7 @@ def test_long_prompts_wait_for_the_others_and_short_ones_do_not_wait_behind_them
     assert where(bench) == {"short": "p0"}
     waits = [bench.coordinator.wait_of(f"long {index}") for index in range(40)]
     num_tried = sum(wait is not None and wait[1] is not None for wait in waits)
-    assert num_tried == bench.coordinator._config.max_overtaken + 1, (
+    assert num_tried == bench.coordinator.config.max_overtaken + 1, (
         "a place is not looked for as often as they are many"
     )
     bench.beat("d", 2.0)

@@ -16,4 +16,4 @@ def test_an_older_snapshot_changes_nothing() -> None:
     for number in (newest.sequence_number, newest.sequence_number - 1):
         old = replace(newest, sequence_number=number, blocks_free=64, blocks_active=0, num_running=0)
         bench.coordinator.worker_events("d", 1, (), old, bench.now)
-        assert bench.coordinator.worker("d").load == newest
+        assert bench.coordinator.workers.get("d").load == newest

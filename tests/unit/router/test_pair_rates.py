@@ -23,14 +23,14 @@ def test_the_pairs_rate_is_what_the_destination_reports(first: str) -> None:
     decode = bench.take_leg(Role.DECODE)
     bench.say("d", DecodeAdmitted(decode.leg))
     bench.say("p", tokens(prefill, 1))
-    released = LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED)
+    released = LeaseEnded(prefill.leg, LeaseEnd.RELEASED)
     if first == "the source":
         bench.say("p", released)
     bench.say("d", ImportReady(decode.leg, 10_000_000, 5.0), tokens(decode, 1))
     if first == "the destination":
         bench.say("p", released)
     bench.say("d", tokens(decode, 2, 3, 4, at=1, finish=FinishReason.LENGTH))
-    (target,) = (worker for worker in bench.coordinator.workers() if worker.info.worker_id == "d")
+    (target,) = (worker for worker in bench.coordinator.workers.all() if worker.info.worker_id == "d")
     assert target.sources.bytes_per_s("p") == 2e9
 
 

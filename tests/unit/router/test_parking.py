@@ -110,7 +110,7 @@ def test_mixed_workers_alone_decode_in_place() -> None:
     prefill, decode = bench.handed_over()
     assert prefill.worker_id == decode.worker_id == "m1"
     bench.say("m1", DecodeAdmitted(decode.leg))
-    bench.say("m1", tokens(prefill, 1), LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("m1", tokens(prefill, 1), LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.say("m1", ImportReady(decode.leg), tokens(decode, 1, 2, finish=FinishReason.STOP))
     assert bench.output["r"] == [1, 2]
     bench.assert_idle()

@@ -54,7 +54,7 @@ def test_a_command_for_a_role_that_is_gone_counts_against_nobody() -> None:
     for leg in refused:
         bench.say("m", LegFailed(leg.leg, RoleGone("this worker takes no prefill commands")))
     assert [leg.worker_id for leg in bench.take_legs(Role.PREFILL)] == ["p"] * len(refused)
-    worker = bench.coordinator.worker("m")
+    worker = bench.coordinator.workers.get("m")
     assert worker.info.roles is Role.DECODE
     assert worker.health.usable
     assert not any(request.setbacks.crashes for request in bench.coordinator._book.requests.values())
@@ -68,7 +68,7 @@ def test_a_worker_without_any_role_is_leaving() -> None:
     leg = bench.take_leg(Role.PREFILL)
     bench.say("p", LegFailed(leg.leg, RoleGone("this worker takes no prefill commands")))
     assert not bench.take_legs(Role.PREFILL)
-    assert bench.coordinator.worker("p").draining
+    assert bench.coordinator.workers.get("p").draining
 
 
 def test_a_request_that_nobody_could_serve_is_placed_at_once() -> None:
@@ -89,7 +89,7 @@ def test_pairs_follow_the_roles() -> None:
         bench.join(worker_id, roles)
 
     def pairs() -> set[tuple[str, str]]:
-        workers = bench.coordinator.workers()
+        workers = bench.coordinator.workers.all()
         return {(pair.source.worker_id, each.info.worker_id) for each in workers for pair in each.sources.all()}
 
     assert pairs() == {("a", "b")}
@@ -130,6 +130,6 @@ def test_a_worker_that_is_back_with_other_roles_has_the_pairs_of_these_alone(bef
     bench.infos["w"] = replace(bench.infos["w"], roles=after)
     assert bench.coordinator.worker_joined(bench.infos["w"], bench.now)
     bench.coordinator.session_opened("w", 1, bench.now)
-    workers = bench.coordinator.workers()
+    workers = bench.coordinator.workers.all()
     pairs = {(pair.source.worker_id, each.info.worker_id) for each in workers for pair in each.sources.all()}
     assert pairs == {("p", "d"), ("p", "w") if after is Role.DECODE else ("w", "d")}

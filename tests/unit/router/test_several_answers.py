@@ -41,7 +41,7 @@ def decoding(bench: Bench, num_answers: int = 3, **spec: float) -> tuple[SendLeg
     bench.say(decode.worker_id, DecodeAdmitted(decode.leg))
     bench.say(prefill.worker_id, *sampled(prefill, *first))
     bench.say(decode.worker_id, ImportReady(decode.leg), *sampled(decode, *first))
-    bench.say(prefill.worker_id, LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say(prefill.worker_id, LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     return prefill, decode
 
 
@@ -168,7 +168,7 @@ def test_a_lost_decode_worker_that_was_importing_leaves_the_lease_for_all() -> N
     bench.say(again.worker_id, tokens(again, 1, at=1, finish=FinishReason.STOP))
     bench.say(again.worker_id, tokens(again, 11, at=1, finish=FinishReason.STOP, index=1))
     assert outputs(bench, 2) == [[0, 1], [10, 11]]
-    bench.say(prefill.worker_id, LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say(prefill.worker_id, LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.assert_idle()
 
 
@@ -193,7 +193,7 @@ def test_a_lost_decode_worker_means_a_replay_of_what_had_not_ended() -> None:
         bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg), tokens(decode, token_id))
         at = decode.output_base + 1
         bench.say(decode.worker_id, tokens(decode, token_id + 1, at=at, finish=FinishReason.LENGTH))
-        bench.say(leg.worker_id, LeaseEnded(leg.leg, b"", LeaseEnd.RELEASED))
+        bench.say(leg.worker_id, LeaseEnded(leg.leg, LeaseEnd.RELEASED))
     assert outputs(bench) == [[0, 1, 2, 3, 4], [10, 11], [20, 21, 22]]
     assert [bench.ended["r", index].is_last for index in range(3)] == [True, False, False]
     assert bench.finished["r"].summary.num_retries == 1
@@ -265,7 +265,7 @@ def test_the_loss_of_a_worker_under_all_parts_fails_the_request_once() -> None:
     come_apart(bench)
     for worker_id in ("p1", "p2"):
         bench.lose(worker_id)
-    bench.lose("d2" if bench.coordinator.worker("d2").has_session else "d1")
+    bench.lose("d2" if bench.coordinator.workers.get("d2").has_session else "d1")
     bench.wait(120.0)
     assert set(bench.failed) == {"r"}
     bench.assert_idle()

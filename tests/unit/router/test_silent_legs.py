@@ -91,7 +91,7 @@ def test_a_lost_decode_leg_leaves_the_lease_to_another_try(bench: Bench) -> None
 
 def test_a_lost_sequence_is_computed_again(bench: Bench) -> None:
     prefill, decode = bench.decoding()
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.say("d", tokens(decode, 101, at=1))
     lists(bench, "d", decode.leg)
     again = bench.take_leg(Role.PREFILL)
@@ -204,7 +204,7 @@ def test_a_prefill_in_the_queue_of_a_busy_worker(bench: Bench) -> None:
     assert bench.phase() is Phase.PREFILLING
     bench.beat("p", 6.0, **BUSY)
     assert isinstance(bench.failed["r"], Overloaded)
-    assert not bench.coordinator.worker("p").health.num_failures
+    assert not bench.coordinator.workers.get("p").health.num_failures
     bench.assert_idle()
 
 
@@ -236,7 +236,7 @@ def test_an_unsplit_sequence_that_is_never_begun(load: dict[str, int]) -> None:
 
 def test_tokens_that_stop_to_come(bench: Bench) -> None:
     prefill, decode = bench.decoding()
-    bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.beat("d", 8.0, **AT_REST)
     bench.say("d", tokens(decode, 101, at=1))
     bench.beat("d", 9.5, **AT_REST)

@@ -37,7 +37,7 @@ def hand_over(bench: Bench, request_id: str, *, took_s: float, released_first: b
     bench.say("p", tokens(prefill, 1))
     bench.clock.advance(took_s)
     if released_first:
-        bench.say("p", LeaseEnded(prefill.leg, b"", LeaseEnd.RELEASED))
+        bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
         bench.clock.advance(0.001)
     rest = tokens(decode, *range(63), at=1, finish=FinishReason.LENGTH)
     bench.say("d", ImportReady(decode.leg), tokens(decode, 1), rest)

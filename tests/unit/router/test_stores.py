@@ -93,7 +93,7 @@ def test_a_handoff_without_a_decode_worker_goes_to_a_store_and_from_there_to_one
     assert bench.coordinator.held_leases("s") == [lease(park)]
     stage = next(each for each in bench.take_all(StageEnded) if each.stage is RouterStage.PARK)
     assert (stage.worker_id, stage.outcome) == ("s", "done")
-    bench.say("p", LeaseEnded(prefill.leg, lease(prefill), LeaseEnd.RELEASED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     decode = room(bench)
     assert decode.handoff is not None
     assert decode.handoff.lease_id == lease(park)
@@ -122,7 +122,7 @@ def test_the_prefill_worker_may_die_before_the_store_has_told(bench: Bench) -> N
 def test_the_source_may_be_the_first_to_say_that_its_lease_was_released(bench: Bench) -> None:
     prefill, park = parking(bench)
     bench.say("s", DecodeAdmitted(park.leg))
-    bench.say("p", LeaseEnded(prefill.leg, lease(prefill), LeaseEnd.RELEASED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     assert bench.phase() is Phase.PARKED
     bench.say("s", parked(park))
     finish(bench, room(bench), [100, 101])
@@ -131,7 +131,7 @@ def test_the_source_may_be_the_first_to_say_that_its_lease_was_released(bench: B
 def test_a_store_that_does_not_say_in_time_what_it_has_is_given_up(bench: Bench) -> None:
     prefill, park = parking(bench)
     bench.say("s", DecodeAdmitted(park.leg))
-    bench.say("p", LeaseEnded(prefill.leg, lease(prefill), LeaseEnd.RELEASED))
+    bench.say("p", LeaseEnded(prefill.leg, LeaseEnd.RELEASED))
     bench.wait(2.1)
     assert bench.take(CancelLeg).leg == park.leg
     again = bench.take_leg(Role.PREFILL)
@@ -144,7 +144,7 @@ def test_a_store_whose_source_died_and_that_is_slow_to_find_out_has_not_failed(b
     bench.lose("p")
     bench.wait(2.1)
     assert bench.take(CancelLeg).leg == park.leg
-    assert bench.coordinator.worker("s").health.state is Health.UP
+    assert bench.coordinator.workers.get("s").health.state is Health.UP
 
 
 def test_a_store_that_does_not_answer_is_given_up_and_the_handoff_stays(bench: Bench) -> None:
@@ -225,7 +225,7 @@ def test_a_store_lost_while_it_takes_the_handoff_in_leaves_it(bench: Bench) -> N
 
 def test_a_lease_that_expires_at_the_store_is_computed_again(bench: Bench) -> None:
     _, park = kept(bench)
-    bench.say("s", LeaseEnded(park.leg, lease(park), LeaseEnd.EXPIRED))
+    bench.say("s", LeaseEnded(park.leg, LeaseEnd.EXPIRED))
     assert bench.take_leg(Role.PREFILL).output_base == 1
 
 
@@ -324,7 +324,7 @@ def test_a_store_computes_nothing_and_is_sent_no_canary() -> None:
     bench.join("s", Role.STORE)
     bench.wait(1.0)
     assert not bench.take_all(SendLeg)
-    assert bench.coordinator.worker("s").health.state is Health.UP
+    assert bench.coordinator.workers.get("s").health.state is Health.UP
     assert not bench.coordinator.ready, "nobody decodes"
     bench.submit()
     bench.wait(1.0)

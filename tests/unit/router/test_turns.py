@@ -71,7 +71,7 @@ def test_a_snapshot_without_more_room_is_no_reason_to_place_a_handoff_until_it_i
     bench.say("p", started(prefill))
     assert bench.phase() is Phase.PARKED
     coordinator, busy = bench.coordinator, bench.loads["d"]
-    for waited_s, due in ((0.0, False), (0.05, False), (coordinator._config.overtake_limit_s, True)):
+    for waited_s, due in ((0.0, False), (0.05, False), (coordinator.config.overtake_limit_s, True)):
         bench.clock.advance(waited_s)
         busy = replace(busy, sequence_number=busy.sequence_number + 1)
         coordinator.worker_events("d", 1, (), busy, bench.now)

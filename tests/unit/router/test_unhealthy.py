@@ -11,7 +11,7 @@ from tests.support.router_bench import Bench, started, tokens
 
 
 def health(bench: Bench, worker_id: str) -> Health:
-    return bench.coordinator.worker(worker_id).health.state
+    return bench.coordinator.workers.get(worker_id).health.state
 
 
 # A step that does not end
@@ -27,7 +27,7 @@ def test_a_stuck_step_is_noticed_although_heartbeats_come() -> None:
     bench.load("d", current_step_ms=30_000)
     assert health(bench, "d") is Health.DOWN
     assert bench.take(CancelLeg).leg == decode.leg
-    assert not bench.coordinator.worker("d").legs
+    assert not bench.coordinator.workers.get("d").legs
     assert not bench.coordinator.ready
     bench.join("e", Role.DECODE)
     assert bench.take_legs(Role.PREFILL), "it is computed again"

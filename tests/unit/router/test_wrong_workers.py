@@ -41,7 +41,7 @@ def hear(bench: Bench, worker_id: str, number: int = 1) -> None:
 
 
 def health(bench: Bench, worker_id: str) -> Health:
-    return bench.coordinator.worker(worker_id).health.state
+    return bench.coordinator.workers.get(worker_id).health.state
 
 
 class Judged(Deep):
@@ -97,25 +97,25 @@ def test_a_worker_is_judged_once_until_it_is_used_again() -> None:
     bench.meet("p1", "p2", "d1")
     bench.first_token = 9
     bench.judge()
-    assert bench.coordinator.verdicts == {11: 1}
-    epoch = bench.coordinator.epoch
+    assert bench.coordinator.verdicts.num_of == {11: 1}
+    epoch = bench.coordinator.verdicts.epoch
     for _ in range(60):  # it is asked again and again, and nothing was placed there meanwhile
         bench.wait(1.0)
         bench.reply()
-    assert bench.coordinator.epoch == epoch != ""
+    assert bench.coordinator.verdicts.epoch == epoch != ""
     for first_token in (7, 9):
         bench.first_token = first_token
         for _ in range(60):
             bench.wait(1.0)
             bench.reply()
-    assert bench.coordinator.verdicts == {11: 2}, "it was mended, and is wrong again"
+    assert bench.coordinator.verdicts.num_of == {11: 2}, "it was mended, and is wrong again"
 
 
 def test_a_worker_that_was_never_used_spoils_nothing() -> None:
     bench = Judged(first_token=9)
     bench.meet("p2", "d1", "p1")
     assert health(bench, "p1") is Health.DOWN
-    assert bench.coordinator.epoch == ""
+    assert bench.coordinator.verdicts.epoch == ""
 
 
 def test_blocks_are_named_anew_from_a_verdict_on(bench: Bench) -> None:
@@ -124,7 +124,7 @@ def test_blocks_are_named_anew_from_a_verdict_on(bench: Bench) -> None:
     bench.submit(block_hashes={16: short_hashes(block_hashes(range(20), 16))})
     prefill = bench.take_leg(Role.PREFILL)
     assert prefill.worker_id == "p2"
-    assert prefill.spec.epoch == bench.coordinator.epoch != ""
+    assert prefill.spec.epoch == bench.coordinator.verdicts.epoch != ""
     assert not prefill.spec.block_hashes, "they name blocks as they were named before"
     bench.say("p2", started(prefill), tokens(prefill, 100))
     assert bench.take_leg(Role.DECODE).spec.epoch == prefill.spec.epoch
@@ -137,7 +137,7 @@ def test_what_waits_in_the_queue_is_named_anew(bench: Bench) -> None:
     assert bench.phase() is Phase.QUEUED
     hear(bench, "p1")
     bench.load("p2", num_waiting=0, queued_prefill_tokens=0, blocks_free=64, blocks_active=0)
-    assert bench.take_leg(Role.PREFILL).spec.epoch == bench.coordinator.epoch != ""
+    assert bench.take_leg(Role.PREFILL).spec.epoch == bench.coordinator.verdicts.epoch != ""
 
 
 def test_all_who_have_heard_the_same_are_in_one_epoch() -> None:
@@ -145,12 +145,12 @@ def test_all_who_have_heard_the_same_are_in_one_epoch() -> None:
     hear(one, "p1")
     hear(one, "p2")
     hear(other, "p2")
-    assert one.coordinator.epoch != other.coordinator.epoch
+    assert one.coordinator.verdicts.epoch != other.coordinator.verdicts.epoch
     hear(other, "p1")
-    assert one.coordinator.epoch == other.coordinator.epoch
-    again = one.coordinator.epoch
+    assert one.coordinator.verdicts.epoch == other.coordinator.verdicts.epoch
+    again = one.coordinator.verdicts.epoch
     hear(one, "p1", number=2)
-    assert one.coordinator.epoch != again, "it was mended, and is wrong again"
+    assert one.coordinator.verdicts.epoch != again, "it was mended, and is wrong again"
 
 
 def test_what_another_router_has_found_wrong_is_out_of_use_here_too(bench: Bench) -> None:
@@ -168,7 +168,7 @@ def test_a_request_without_output_is_begun_again(bench: Bench) -> None:
     hear(bench, prefill.worker_id)
     assert {each.leg for each in bench.take_all(CancelLeg)} == {prefill.leg, decode.leg}
     again = bench.take_leg(Role.PREFILL)
-    assert (again.worker_id, again.spec.epoch) == ("p2", bench.coordinator.epoch)
+    assert (again.worker_id, again.spec.epoch) == ("p2", bench.coordinator.verdicts.epoch)
     bench.finish(again, [201, 202])
 
 
@@ -253,7 +253,7 @@ def test_what_is_found_later_by_an_older_name_is_begun_again(bench: Bench, momen
         bench.say(decode.worker_id, DecodeAdmitted(decode.leg, 16))
         output = [100]
     again = bench.take_leg(Role.PREFILL)
-    assert again.spec.epoch == bench.coordinator.epoch
+    assert again.spec.epoch == bench.coordinator.verdicts.epoch
     bench.finish(again, [*output, 201, 202])
 
 
@@ -286,7 +286,7 @@ def test_what_is_found_later_is_begun_again_from_a_store_too() -> None:
     hear(bench, "p2")
     bench.say("d1", DecodeAdmitted(decode.leg, 16))
     again = bench.take_leg(Role.PREFILL)
-    assert again.spec.epoch == bench.coordinator.epoch
+    assert again.spec.epoch == bench.coordinator.verdicts.epoch
     bench.finish(again, [100, 201, 202])
 
 
@@ -374,6 +374,6 @@ def test_what_a_worker_under_a_verdict_answered_first_makes_no_other_wrong(num_o
     for _ in range(240):
         bench.wait(1.0)
         bench.reply()
-    assert bench.coordinator.verdicts == {INCARNATIONS["p1"]: 1}
+    assert bench.coordinator.verdicts.num_of == {INCARNATIONS["p1"]: 1}
     assert [health(bench, worker_id) for worker_id in others] == [Health.UP] * num_others
     assert health(bench, "p1") not in (Health.UP, Health.RISING)

@@ -319,7 +319,7 @@ class Pair:
         assert [(leg, work.context) for leg, work in scheduler.running.items()] == self.engine.running
         assert [work.leg for work in scheduler.preempted] == self.engine.preempted
         assert scheduler.num_preemptions == self.engine.scheduler.num_preemptions
-        assert _figures(load) == self.engine.load
+        assert (*_figures(load), len(scheduler.leases)) == self.engine.load
         assert load.prefix_tokens_queried == self.engine.scheduler.prefix_tokens_queried
         assert load.prefix_tokens_hit == self.engine.scheduler.prefix_tokens_hit
 
@@ -387,7 +387,6 @@ def _figures(load: Load) -> tuple[int, ...]:
         load.num_waiting,
         load.queued_prefill_tokens,
         load.num_importing,
-        load.num_leases,
     )
 
 

@@ -130,7 +130,7 @@ class Tokenisation:
 
     async def _answer(self, model: ServedModel, num_bytes: int, work: Tokenising, reply: Reply) -> None:
         try:
-            async with asyncio.timeout(model.conductor.coordinator.queue_timeout_s):
+            async with asyncio.timeout(model.conductor.coordinator.config.queue_timeout_s):
                 answer = await model.line.run(num_bytes, work)
         except TimeoutError as error:
             raise Overloaded("the text was not tokenised in time", retry_after_s=RETRY_AFTER_S) from error

@@ -1,21 +1,13 @@
-"""Tests that a router gets the text side of a worker's model over a real connection, and what that may cost a
-worker."""
+"""Tests that a router gets the text side of a worker's model over a real connection."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
 import os
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
-from baton.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import (
-    Overloaded,
     Unauthenticated,
     UnsupportedModel,
 )
@@ -23,12 +15,10 @@ from services.core.model_files import MOST_PART_BYTES, MOST_TEXT_BYTES, TEXT_FIL
 from services.router.text.model_text_fetch import fetch_model_text
 from services.router.text.tokenisation import load_model_text
 from services.rpc import channels
-from services.worker.model_text import MOST_CALLS, text_files
 from tests.support.models import tiny_model
 from tests.support.text_fetch import OnlyText, fetch, files, serving
 from tests.support.text_model import write_model
-from tests.support.trusted import dial
-from tests.support.workers import MIXED, running_worker, until, worker_config
+from tests.support.workers import MIXED, running_worker, worker_config
 
 MIB = 1 << 20
 MESSAGES = [{"role": "user", "content": "the baton is passed"}]
@@ -85,11 +75,10 @@ async def test_files_of_every_length(tmp_path: Path, folder: Path, num_bytes: in
     assert files(folder) == text_of(tmp_path)
 
 
-async def test_without_the_token_nothing_is_given(model: Path, folder: Path) -> None:
+async def test_without_the_token_nothing_is_given(model: Path) -> None:
     async with serving(OnlyText(model)) as address, channels.dial(address) as channel:
         with pytest.raises(Unauthenticated):
-            await fetch_model_text(channel, folder, within_s=30.0)
-    assert not files(folder)
+            await fetch_model_text(channel, within_s=30.0)
 
 
 async def test_a_file_that_cannot_be_read(model: Path, folder: Path) -> None:
@@ -102,26 +91,6 @@ async def test_a_file_that_cannot_be_read(model: Path, folder: Path) -> None:
         ) as caught:
             await fetch(address, folder)
     assert str(model) not in str(caught.value), "where models lie is not told"
-
-
-def test_a_file_that_changes_while_it_is_read(model: Path) -> None:
-    tokenizer, template = (
-        next(f for f in text_files(model) if f.name == name) for name in (TEXT_FILES[0], TEXT_FILES[3])
-    )
-    assert tokenizer.read_part(0) == (model / tokenizer.name).read_bytes()
-    (model / "new").write_text(json.dumps({"another": "tokenizer"}))
-    (model / "new").replace(model / tokenizer.name)
-    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json of the model was changed"):
-        tokenizer.read_part(0)
-    (model / template.name).unlink()
-    with pytest.raises(UnsupportedModel, match=r"chat_template\.jinja of the model cannot be read: No such file"):
-        template.read_part(0)
-
-
-def test_what_is_no_file_is_not_opened(model: Path) -> None:
-    (model / "chat_template.jinja").unlink()
-    os.mkfifo(model / "chat_template.jinja")
-    assert {file.name for file in text_files(model)} == set(TEXT_FILES) - {"chat_template.jinja"}
 
 
 async def test_the_most_and_one_byte_more(tmp_path: Path, folder: Path) -> None:
@@ -137,57 +106,3 @@ async def test_the_most_and_one_byte_more(tmp_path: Path, folder: Path) -> None:
         with pytest.raises(UnsupportedModel, match=f"{MOST_TEXT_BYTES + 1} bytes, and at most {MOST_TEXT_BYTES}"):
             await fetch(address, folder)
         assert not files(folder)
-
-
-# What callers may cost
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """Returns a model whose text is more than connections hold that nobody reads."""
-    (tmp_path / "large").mkdir()
-    (tmp_path / "large" / "tokenizer.json").write_bytes(bytes(16 * MIB))
-    return tmp_path / "large"
-
-
-async def test_one_caller_too_many_is_refused(large: Path, folder: Path) -> None:
-    servicer = OnlyText(large)
-    async with serving(servicer) as address, contextlib.AsyncExitStack() as stack:
-        calls = []
-        for _ in range(MOST_CALLS):  # each a connection of its own: on one they would share its window
-            stub = worker_pb2_grpc.WorkerServiceStub(await stack.enter_async_context(dial(address)))
-            calls.append(stub.GetModelText(worker_pb2.GetModelTextRequest()))
-        await until(lambda: len(servicer.host) == MOST_CALLS, "they all have a place")
-        with pytest.raises(Overloaded) as caught:
-            await fetch(address, folder)
-        assert caught.value.retry_after_s == 1.0
-        assert not files(folder)
-        calls[0].cancel()
-        await until(lambda: len(servicer.host) < MOST_CALLS, "a place is free")
-        await fetch(address, folder)
-        assert files(folder) == text_of(large)
-
-
-async def test_a_caller_that_does_not_read_loses_its_place(large: Path) -> None:
-    servicer = OnlyText(large, within_s=0.5)
-    async with serving(servicer) as address, dial(address) as channel:
-        call: Any = worker_pb2_grpc.WorkerServiceStub(channel).GetModelText(worker_pb2.GetModelTextRequest())
-        await until(lambda: bool(len(servicer.host)), "it has a place")
-        await until(lambda: not len(servicer.host), "it has lost it")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                pass
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-async def test_a_router_that_goes_away_leaves_nothing(large: Path, folder: Path) -> None:
-    """No write is left either: whoever is cancelled removes the folder at once."""
-    async with serving(OnlyText(large)) as address:
-        task = asyncio.create_task(fetch(address, folder))
-        await until(lambda: bool(files(folder)), "it has begun")
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        written = files(folder)
-        await asyncio.sleep(0.05)
-        assert files(folder) == written
