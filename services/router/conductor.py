@@ -288,12 +288,11 @@ class Conductor:
         """Reads a worker's events. An event that cannot be read ends its own request only."""
         found = []
         for event in events:
-            if (kind := event.WhichOneof("event")) is None:
-                continue  # an event of a newer worker's protocol
             try:
-                found.append(wire.leg_event(event))
+                if (read := wire.leg_event(event)) is not None:
+                    found.append(read)
             except Exception as error:
-                leg = getattr(event, kind).leg
+                leg = getattr(event, event.WhichOneof("event") or "").leg
                 self.coordinator.spoil_leg(info, leg, "event", error, self._clock.now())
         return found
 

@@ -174,13 +174,9 @@ class ModelMetrics:
         self.totals.num_prompt_tokens += num_prompt_tokens
         self.prompt_tokens.inc(num_prompt_tokens)
 
-    def tokens(self, num_tokens: int) -> None:
+    def tokens(self, num_tokens: int, gap_s: float | None) -> None:
         self.totals.num_output_tokens += num_tokens
-        self._tokens.add(num_tokens)
-
-    def between_tokens(self, seconds: float, times: int = 1) -> None:
-        """Notes a time between one token and the next, and how often it occurred."""
-        self._tokens.observe(seconds, times)
+        self._tokens.add(num_tokens, gap_s)
 
     def finished(self, reason: FinishReason) -> None:
         self.totals.num_ended += 1
@@ -243,14 +239,10 @@ class RequestRecord:
         """Notes output tokens of an answer that arrived together; the time between them counts as 0."""
         if num_tokens < 1:
             return
-        self._metrics.tokens(num_tokens)
         if self.times.first_s is None:
             ttft_s = now - self._arrived_s
             self._metrics.graded("ttft", grade(ttft_s, self._metrics.targets_s["ttft"]))
-        if (gap_s := self.times.add(num_tokens, now, index)) is not None:
-            self._metrics.between_tokens(gap_s)
-        if num_tokens > 1:
-            self._metrics.between_tokens(0.0, num_tokens - 1)
+        self._metrics.tokens(num_tokens, self.times.add(num_tokens, now, index))
 
     def finished(self, reason: FinishReason, timings: types_pb2.PhaseTimings, now: float) -> None:
         elapsed_s, metrics = now - self._arrived_s, self._metrics

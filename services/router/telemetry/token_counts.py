@@ -32,13 +32,14 @@ class ModelTokenCounts:
         """How many times between tokens fall between a bound and the one before it."""
         self.sum_s = 0.0
 
-    def add(self, num_tokens: int) -> None:
+    def add(self, num_tokens: int, gap_s: float | None) -> None:
+        """Counts tokens of an answer that came together, `gap_s` seconds after the one before them; None if there is
+        none. The time between them counts as 0."""
         self.num_tokens += num_tokens
-
-    def observe(self, seconds: float, times: int = 1) -> None:
-        """Notes a time between one token and the next, seconds, and how often it occurred."""
-        self.buckets[bisect_left(INTER_TOKEN_BUCKETS, seconds)] += times
-        self.sum_s += seconds * times
+        self.buckets[0] += num_tokens - 1
+        if gap_s is not None:
+            self.buckets[bisect_left(INTER_TOKEN_BUCKETS, gap_s)] += 1
+            self.sum_s += gap_s
 
 
 class TokenCounts(Collector):

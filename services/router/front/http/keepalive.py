@@ -31,4 +31,4 @@ async def _keep_alive(reply: Reply, every_s: float, words: Callable[[], str]) ->
         if left_s > 0:
             await asyncio.sleep(left_s)
         else:
-            await reply.comment(words())
+            reply.comment(words())
