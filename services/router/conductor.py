@@ -107,7 +107,7 @@ class Conductor:
         self._changed = asyncio.Event()
         self._call_soon = call_soon
         self._turn_is_ordered = False
-        self._drains = Drains(coordinator, clock, self.act)
+        self._drains = Drains(coordinator, clock, self.act, self._until)
 
     @property
     def in_use(self) -> bool:
@@ -351,8 +351,6 @@ class Conductor:
                 except Exception as error:
                     self._failed_in("action", _request_of(action), error)
         self._changed.set()
-        with self.isolated("action"):
-            self._drains.changed()
         if self.coordinator.placement_is_due and not self._turn_is_ordered:
             self._turn_is_ordered = True
             (self._call_soon or asyncio.get_running_loop().call_soon)(self._place)

@@ -346,11 +346,11 @@ def _fits(request: Request, answer: PartialAnswer, event: Tokens, vocab_size: in
     """
     token_ids, have = event.token_ids, len(answer.output)
     end = event.position + len(token_ids)
-    received = answer.output[event.position : end]
+    received = answer.output[event.position : end] if event.position < have else ()
     return (
         not request.awaits_scores
         and 0 <= event.position <= have
-        and token_ids[: len(received)] == tuple(received)
+        and (not received or token_ids[: len(received)] == tuple(received))
         and end <= request.max_tokens
         and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size))
         and (event.finish is None or end >= have)

@@ -14,13 +14,12 @@ from services.core.errors import BatonError, ContextLengthExceeded, NoWorker, Wo
 from services.router.answer import Answer, Room
 from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
-from services.router.front.call import Call, Caller
+from services.router.front.call import Call, Caller, Incoming
 from services.router.front.http import completions
 from services.router.front.http.answers import TokenTexts
 from services.router.front.http.body import Body
 from services.router.front.http.generation import answer_all
 from services.router.front.http.reply import Reply, http_error
-from services.router.front.incoming import Incoming
 from tests.support.http_client import events
 from tests.support.text_model import byte_tokenizer
 

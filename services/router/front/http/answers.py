@@ -2,7 +2,7 @@
 
 An `HttpCall` has requests as the router knows them, each with the `Style` in which its endpoint writes choices. A
 writer makes one JSON object of all answers, or the chunks of one stream; no event is written before the first token, so
-an error until then is reported by the status, unless a wait was long (keepalive.py). Owns: what is written when, and
+an error until then is reported by the status, unless a wait was long (`kept_alive`). Owns: what is written when, and
 the usage of all answers together. Never: bytes on the wire (reply.py).
 """
 
@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 from baton.v1 import inference_pb2, types_pb2
 from services.router.answer import Answer, AnswerEvent, append_chunk
 from services.router.coordinator.progress import LiveProgress
+from services.router.front.call import Incoming
 from services.router.front.http.parameters import StreamOptions
 from services.router.front.http.prompt_scores import PromptScores, finite, name_of
 from services.router.front.http.reply import Reply, dump, dump_in_turns
-from services.router.front.incoming import Incoming
 from services.router.text.token_texts import TokenTexts
 
 Json = dict[str, Any]

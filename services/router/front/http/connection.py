@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.core.addresses import network_of
 from services.router.answer import Room
 from services.router.front.http.connections import Connections, ConnectionStage
-from services.router.front.http.reply import REQUEST_ID, ROOM, HttpError, plain_error, printable_header, refuse
+from services.router.front.http.reply import DIRECT, REQUEST_ID, ROOM, HttpError, plain_error, printable_header, refuse
 from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
@@ -371,6 +371,7 @@ class Bounds:
         request = connection.requests.all[0]
         if scope["http_version"] == "1.0":
             send = _unframed(scope, send, connection.transport)
+        scope["state"][DIRECT] = send
 
         async def noted(message: Message) -> None:
             request.is_started = True

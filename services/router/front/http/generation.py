@@ -25,20 +25,18 @@ from services.core.printable import printable
 from services.router.answer import Answer
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.byte_budget import ByteBudget
-from services.router.front.call import Call, Caller, Together
+from services.router.front.call import Call, Caller, Incoming, Together
 from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, BodyLimits, no_json, read_body
-from services.router.front.http.keepalive import kept_alive
-from services.router.front.http.reply import REQUEST_ID, ROOM, Reply, http_error
-from services.router.front.incoming import Incoming
+from services.router.front.http.reply import DIRECT, REQUEST_ID, ROOM, Reply, http_error, kept_alive
 from services.router.front.intake import Intake
-from services.router.front.labels import check_label
 from services.router.front.progress import words
 from services.router.tenants.gate import Gate
 from services.router.tenants.quota import demand_together
 from services.router.tenants.tenant import Tenant
 from services.router.text.token_texts import TokenTexts
 from services.rpc.logging import ids
+from services.rpc.parameters import check_label
 
 
 class AskedPrompt(Protocol):
@@ -192,7 +190,7 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request_id = headers[REQUEST_ID]
-        reply = Reply(send, scope["state"][ROOM])
+        reply = Reply(send, scope["state"][ROOM], scope["state"][DIRECT])
         if (refusal := no_json(headers)) is not None:
             await reply.failed(refusal)
             return

@@ -8,10 +8,11 @@ client has room, and waits for nothing; all else waits while a slow client has n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,8 +125,8 @@ def _param(field: str) -> str:
 
 
 REQUEST_ID = "x-request-id"
-ROOM = "room"
-"""Where a scope's state has the client's `Room`."""
+ROOM, DIRECT = "room", "send"
+"""Where a scope's state has the client's `Room`, and what `send` comes to: the layers between add only headers."""
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _EVENT_HEADERS = {
@@ -161,10 +162,12 @@ async def refuse(send: Send, error: HttpError) -> None:
 
 
 class Reply:
-    def __init__(self, send: Send, room: Room | None = None) -> None:
-        """`room` is the client's, for streams: None for one that always has room."""
+    def __init__(self, send: Send, room: Room | None = None, direct: Send | None = None) -> None:
+        """`room` is the client's, for streams: None for one that always has room. `direct` sends what needs no
+        headers; None: as `send`."""
         self.room = room or Room()
         self._send = send
+        self._direct = direct or send
         self._started = False
         self._ended = False
         self._time = asyncio.get_running_loop().time
@@ -204,7 +207,7 @@ class Reply:
         self.touched_s = self._time()
         if not self._started:
             _at_once(self._start(200, {"content-type": _EVENTS, **_EVENT_HEADERS}))
-        _at_once(self._send({"type": "http.response.body", "body": data, "more_body": True}))
+        _at_once(self._direct({"type": "http.response.body", "body": data, "more_body": True}))
 
     async def done(self, last: bytes = _DONE) -> None:
         """Ends a stream that is complete, once."""
@@ -223,6 +226,28 @@ class Reply:
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
         self._started = True
+
+
+@contextlib.asynccontextmanager
+async def kept_alive(reply: Reply, every_s: float, words: Callable[[], str]) -> AsyncIterator[None]:
+    """Sends a comment with these words whenever nothing was sent for `every_s` seconds within the block; 0: never."""
+    task = asyncio.create_task(_keep_alive(reply, every_s, words), name="http keepalive") if every_s else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # where the client is gone, that is noticed elsewhere
+
+
+async def _keep_alive(reply: Reply, every_s: float, words: Callable[[], str]) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        left_s = reply.touched_s + every_s - loop.time()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+        else:
+            reply.comment(words())
 
 
 def _at_once(sending: Any) -> None:

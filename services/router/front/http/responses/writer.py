@@ -1,7 +1,7 @@
 """Writes a response: as one JSON object, or as a stream of events, each with its number and its type.
 
 No event is written before the first token, so an error until then is reported by the status (unless a wait was long,
-keepalive.py); one that comes later ends the stream with `response.failed`. Owns: the response around its items, and its
+`kept_alive`); one that comes later ends the stream with `response.failed`. Owns: the response around its items, and its
 usage. Never: the items (output.py), or bytes on the wire (reply.py).
 """
 
